@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks._harness import Benchmark, PeakMemory, in_child
 from flatshift.finetune.data.rows import read_rows
-from flatshift.selection.hygiene import Hygiene, LengthFilter, NearDuplicates, clean
+from flatshift.selection.hygiene import Hygiene, LengthFilter, NearDuplicates, clean_pool
 
 MIB = 2**20
 
@@ -62,11 +62,11 @@ class DrawnDocuments:
 def cleaned(shards: int, size: int, memory_gib: float) -> dict[str, float]:
     """One pool cleaned: its figures."""
     settings = Hygiene(length=LengthFilter(min_words=5), exact=True, near=NearDuplicates(), memory_gib=memory_gib)
-    clean(DrawnDocuments(1, 500), settings)
+    clean_pool(DrawnDocuments(1, 500), settings)
     texts = DrawnDocuments(shards, size)
     began = time.process_time()
     with PeakMemory(0.02) as peak:
-        found = clean(texts, settings)
+        found = clean_pool(texts, settings)
     cpu = time.process_time() - began - peak.cpu - texts.cpu
     counts = found.counts()
     return {

@@ -26,7 +26,7 @@ from flatshift.finetune.errors import Interrupted
 from flatshift.finetune.models.backbone import quiet_transformers
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.parallel.layout import local
+from flatshift.finetune.parallel.layout import local_part
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.run_directory import RunDirectory
@@ -326,7 +326,9 @@ def frozen_bytes(engine: Engine) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(engine.model.named_parameters()):
         if not parameter.requires_grad:
-            digest.update(name.encode() + local(parameter).detach().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(
+                name.encode() + local_part(parameter).detach().contiguous().view(torch.uint8).numpy().tobytes()
+            )
     return digest.hexdigest()
 
 

@@ -33,8 +33,8 @@ from benchmarks._equalities import (
     regularizer,
 )
 from flatshift.finetune.models.backbone import quiet_transformers
-from flatshift.finetune.models.weight_names import canonical
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.models.weight_names import canonical_name
+from flatshift.finetune.seeds import derive_seed
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def plainly(subject: Subject, *, backbone: Path, adapter: Path) -> Course:
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(_auto(subject.model, backbone), adapter, is_trainable=True)
-    noise = regularizer(subject).attach(model, seed=derive(SEED, "regularizer"), total_steps=STEPS)
+    noise = regularizer(subject).attach(model, seed=derive_seed(SEED, "regularizer"), total_steps=STEPS)
     course = _loop(model, subject, noise=noise)
     noise.detach()
     return course
@@ -137,7 +137,7 @@ def _global_sizes() -> Iterator[None]:
 
 def _loop(model: Any, subject: Subject, *, noise: Any = None, data_ranks: int = 1) -> Course:
     model.train()
-    named = {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
+    named = {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(named.values(), lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, weight_decay=0.0, foreach=False)
     rise = round(OPTIMIZER.warmup * STEPS)
     schedule = torch.optim.lr_scheduler.LambdaLR(

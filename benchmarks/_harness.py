@@ -35,7 +35,7 @@ from typing import Any, Literal
 from benchmarks import _instructions
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.compute.process_memory import process_bytes
-from flatshift.finetune.processor import processor
+from flatshift.finetune.processor import cpu_info
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -336,7 +336,7 @@ def commit() -> str:
 def machine() -> dict[str, Any]:
     """`cpu` name, `cores` usable, `memory` in bytes, `gpu` name or None; `instructions` that the CPU has for matrix
     products, and `rehearsal`, the variables that hide some of them from this process, or None."""
-    cpu, _ = processor()
+    cpu, _ = cpu_info()
     gpu = None
     if shutil.which("nvidia-smi"):
         asked = subprocess.run(

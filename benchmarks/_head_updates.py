@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.tree import from_override
 from flatshift.experiments.workflows.build import load_model
@@ -62,7 +62,7 @@ def head(recipe_name: str, rank: int, seed: int) -> Head:
     """The head of the recipe at this rank and seed, at its start, with the features of its rows; float64."""
     settings = {"adapter.rank": rank, "train.seed": seed}
     recipe = load_recipe(recipe_name, [from_override(key, str(value)) for key, value in settings.items()]).recipe
-    prepared = prepare(recipe)
+    prepared = prepare_data(recipe)
     engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names)
     engine.model.eval()
     layer = next(module for name, module in engine.model.named_modules() if name.endswith(".classifier"))

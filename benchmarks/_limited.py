@@ -55,7 +55,7 @@ def backbone(folder: str | Path, sizes: Sizes = SIZES) -> Path:
     """A random model of `sizes` in files of 64 MB, with the shipped tokenizer."""
     folder = Path(folder)
     save_backbone(sizes, folder, file_size="64MB")
-    shipped = assets.backbone(SHIPPED)
+    shipped = assets.backbone_directory(SHIPPED)
     assert shipped is not None
     for file in shipped.glob("tokenizer*"):
         shutil.copy(file, folder / file.name)

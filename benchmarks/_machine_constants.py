@@ -73,14 +73,14 @@ def transport() -> Work:
     import numpy as np
     import torch
 
-    from flatshift.selection.transport.kernel import Streamed
-    from flatshift.selection.transport.problem import pose
+    from flatshift.selection.transport.kernel import StreamedEvaluator
+    from flatshift.selection.transport.problem import pose_problem
     from flatshift.selection.transport.rows import StreamedRows
 
     draw = np.random.Generator(np.random.PCG64(0))
     x, y = (draw.standard_normal((size, 384)).astype(np.float32) for size in (16_384, 1000))
-    rows = StreamedRows(pose(x, y, None, None, chunk=None, progress=None), torch.float32)
-    return lambda: Streamed(rows, 40.0).evaluate(torch.zeros(len(y), dtype=torch.float64))
+    rows = StreamedRows(pose_problem(x, y, None, None, chunk=None, progress=None), torch.float32)
+    return lambda: StreamedEvaluator(rows, 40.0).evaluate(torch.zeros(len(y), dtype=torch.float64))
 
 
 def signatures() -> Work:
@@ -119,10 +119,10 @@ def duplicates() -> Work:
 
 def repetition() -> Work:
     """Shares of repeated n-grams in the pool's texts."""
-    from flatshift.selection.hygiene.filters import shares
+    from flatshift.selection.hygiene.filters import repetition_shares
 
     found = texts() * 8
-    return lambda: shares(found)
+    return lambda: repetition_shares(found)
 
 
 def hashed_words() -> Work:
@@ -177,10 +177,10 @@ def resamples() -> Work:
     """A bootstrap interval of 2,000 documents."""
     import numpy as np
 
-    from flatshift.finetune.evaluate.bootstrap import interval
+    from flatshift.finetune.evaluate.bootstrap import bootstrap_interval
 
     nats, tokens = np.random.Generator(np.random.PCG64(0)).random((2, 2000)) + 1.0
-    return lambda: interval([nats, tokens], lambda a, b: a.sum(-1) / b.sum(-1), resamples=1500)
+    return lambda: bootstrap_interval([nats, tokens], lambda a, b: a.sum(-1) / b.sum(-1), resamples=1500)
 
 
 CONSTANTS = {
@@ -220,13 +220,13 @@ def constant_times(what: str, rounds: int) -> dict[str, list[float]]:
 
 def attention_times(tokens: int, rounds: int) -> dict[str, list[float]]:
     """CPU-seconds of attention, forward and backward in bf16 over 16 rows and 8 heads of 32: as
-    `flatshift.finetune.compute.numerics.attention` has it (`ours`), by batched products (`products`) and as torch
-    chooses (`torch`)."""
+    `flatshift.finetune.compute.numerics.attention_kernel` has it (`ours`), by batched products (`products`) and as
+    torch chooses (`torch`)."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    from flatshift.finetune.compute.numerics import attention
+    from flatshift.finetune.compute.numerics import attention_kernel
 
     limit_threads(1)
     generator = torch.Generator().manual_seed(0)
@@ -239,7 +239,7 @@ def attention_times(tokens: int, rounds: int) -> dict[str, list[float]]:
                 scaled_dot_product_attention(*parts, is_causal=True).sum().backward()
 
     ways: dict[str, Callable[[], Any]] = {
-        "ours": lambda: attention(inputs),
+        "ours": lambda: attention_kernel(inputs),
         "products": lambda: sdpa_kernel(SDPBackend.MATH),
         "torch": contextlib.nullcontext,
     }

@@ -53,14 +53,14 @@ def setting(backbone: str, rows: int, tokens: int) -> dict[str, Any]:
     """What auto takes here, and CPU-seconds of one update in either dtype by round."""
     import torch
 
-    from flatshift.finetune.compute.precision import block_shape, choose
+    from flatshift.finetune.compute.precision import feed_forward_shape, resolve_precision
     from flatshift.finetune.config import Train
     from flatshift.finetune.models.backbone import open_backbone
 
     torch.set_num_threads(1)
     directory = _backbone(backbone)
-    shape = block_shape(open_backbone(directory).directory, tokens=rows * tokens // 2)
-    choice = choose(Train(), torch.device("cpu"), shape)
+    shape = feed_forward_shape(open_backbone(directory).directory, tokens=rows * tokens // 2)
+    choice = resolve_precision(Train(), torch.device("cpu"), shape)
     runs = {name: update(directory, rows, tokens, name) for name in ("fp32", "bf16")}
     for run in runs.values():
         run()

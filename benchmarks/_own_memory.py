@@ -4,7 +4,7 @@ Two measures of each configuration: what tensors take at the worst moment of an 
 profiler, on the rank that has most; and how much the process grew in resident memory by the kernel's own high-water
 mark, mapped weight files included, since before the backbone was there. The second also holds what the C library kept
 of what was given back to it, and what oneDNN compiled: an interval, which other models in other processes tell
-(`flatshift.finetune.planner.calibration.process_slack`).
+(`flatshift.finetune.planner.calibration.measure_overhead`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks._harness import peak_bytes
 from benchmarks._ranks import on_ranks
-from flatshift.finetune.compute.process_memory import peaks_during, process_bytes
+from flatshift.finetune.compute.process_memory import measure_peaks, process_bytes
 
 HERE = "benchmarks._own_memory"
 
@@ -212,7 +212,7 @@ def held(folder: str, case: dict[str, Any]) -> dict[str, float]:
     gc.collect()
     before = process_bytes("VmRSS")
     update = updates(f"{folder}/own", own)
-    resident, _ = peaks_during(lambda: [update(step) for step in range(_UPDATES)])
+    resident, _ = measure_peaks(lambda: [update(step) for step in range(_UPDATES)])
     assert before is not None and resident is not None
     return {"allocated": peak_bytes(partial(update, _UPDATES)), "resident": resident - before}
 
@@ -220,8 +220,8 @@ def held(folder: str, case: dict[str, Any]) -> dict[str, float]:
 def predicted(folder: str | Path, case: Case) -> int:
     """The plan's bytes of the fullest rank in an update, without the logits of an evaluation."""
     from flatshift.finetune.planner.cluster import read_sizes
-    from flatshift.finetune.planner.footprint import footprint
+    from flatshift.finetune.planner.footprint import predict_footprint
 
     mesh, adapter, train = settings(case)
-    needs = footprint(read_sizes(folder, adapter), mesh=mesh, adapter=adapter, train=train, device="cpu")
+    needs = predict_footprint(read_sizes(folder, adapter), mesh=mesh, adapter=adapter, train=train, device="cpu")
     return dataclasses.replace(needs, logits=0).total

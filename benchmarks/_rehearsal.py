@@ -160,7 +160,7 @@ def dry_stage() -> Iterator[None]:
     with (
         mock.patch.object(Checkpointer, "save", lambda self: None),
         mock.patch.object(Engine, "save_adapter", lambda self, directory: None),
-        mock.patch.object(trainer, "with_kernel", lambda engine, head, *_, **__: head),
+        mock.patch.object(trainer, "choose_loss_kernel", lambda engine, head, *_, **__: head),
         mock.patch.object(trainer, "with_prefetch", lambda batches, *_, **__: contextlib.nullcontext(batches)),
     ):
         yield

@@ -49,7 +49,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     from benchmarks._collectives import Collectives
     from benchmarks._rehearsal import REGULARIZERS, _Pad, dry_stage, rows
     from benchmarks.cuda_rehearsal import Rehearsal
-    from flatshift.finetune.compute.capabilities import CUDA, rehearsed
+    from flatshift.finetune.compute.capabilities import CUDA, override_capabilities
     from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
     from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.parallel.build import build_engine
@@ -78,7 +78,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
         world = ProcessMesh.of(layout, torch.device("cpu"))
         share = world.index("replicate", "dp"), world.width("replicate", "dp")
         train = Train(steps=steps, batch_size=share[1], max_length=SIZES.tokens, save_every=0, precision="fp32")
-        with rehearsed(CUDA, on="cpu"):  # what FSDP2 gathers ahead is settled there
+        with override_capabilities(CUDA, on="cpu"):  # what FSDP2 gathers ahead is settled there
             engine = build_engine(
                 backbone,
                 task=task,

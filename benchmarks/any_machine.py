@@ -171,9 +171,9 @@ def has_bf16(environment: Environment) -> bool:
 
 def bf16_here() -> bool:
     """The same of this process."""
-    from flatshift.finetune.compute.numerics import bf16_instructions
+    from flatshift.finetune.compute.numerics import has_bf16_matmul
 
-    return bf16_instructions()
+    return has_bf16_matmul()
 
 
 def beside_neighbours(bench: Benchmark, what: str, ours: list[float], others: Mapping[str, list[float]]) -> None:

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import flatshift
-from flatshift.finetune.compute.capabilities import CUDA, Capabilities, rehearsed
+from flatshift.finetune.compute.capabilities import CUDA, Capabilities, override_capabilities
 from flatshift.regularizers.layers import signs, sites
 
 aten = torch.ops.aten
@@ -87,7 +87,7 @@ class Rehearsal(contextlib.AbstractContextManager["Rehearsal"]):
 
     def __enter__(self) -> Rehearsal:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(rehearsed(self.record, on=self.on))
+            stack.enter_context(override_capabilities(self.record, on=self.on))
             if self.on != "cpu":
                 stack.enter_context(_taken_for_cuda())
             if self.on == "cuda":

@@ -26,11 +26,11 @@ from flatshift.selection.hygiene import (
     Language,
     LengthFilter,
     NearDuplicates,
-    Reference,
+    ReferenceTexts,
     Repetition,
-    clean,
+    clean_pool,
 )
-from flatshift.selection.hygiene.duplicates import normalise
+from flatshift.selection.hygiene.duplicates import normalise_text
 
 THRESHOLD = 0.8
 _PEER = "datasketch"
@@ -61,7 +61,7 @@ def documents(count: int, seed: int = 0) -> tuple[list[str], list[tuple[int, int
 
 
 def shingles(text: str) -> set[str]:
-    text = normalise(text)
+    text = normalise_text(text)
     return {text[i : i + 5] for i in range(max(len(text) - 4, 1))}
 
 
@@ -71,7 +71,7 @@ def jaccard(one: set[str], other: set[str]) -> float:
 
 def our_groups(texts: Iterable[str]) -> np.ndarray:
     """The first row of each row's group."""
-    match = clean(texts, Hygiene(near=NearDuplicates(threshold=THRESHOLD))).match
+    match = clean_pool(texts, Hygiene(near=NearDuplicates(threshold=THRESHOLD))).match
     return np.where(match < 0, np.arange(len(match)), match)
 
 
@@ -171,7 +171,7 @@ def main() -> None:
         bench.row(f"near-duplicates in {size:,} documents read from a file, peak memory", ours=peak, unit="bytes")
     slope = (peaks[1] - peaks[0]) / (sizes[1] - sizes[0])
     bench.row("the same, growth", ours=slope, unit="bytes a document", bar_op="<=", bar_value=150)
-    reference = [Reference("eval", texts[:1000])]
+    reference = [ReferenceTexts("eval", texts[:1000])]
     for what, settings in (
         ("exact duplicates", Hygiene(exact=True)),
         ("13-gram decontamination against 1,000 texts", Hygiene(decontaminate=Decontaminate())),
@@ -179,7 +179,7 @@ def main() -> None:
         ("language", Hygiene(language=Language())),
         ("repetition", Hygiene(repetition=Repetition())),
     ):
-        seconds = [cpu_seconds(lambda settings=settings: clean(texts[1000:], settings, references=reference))]
+        seconds = [cpu_seconds(lambda settings=settings: clean_pool(texts[1000:], settings, references=reference))]
         bench.row(f"{what}, alone", ours=[(count - 1000) / s for s in seconds], unit="documents/CPU-s")
     bench.finish()
 

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks._harness import RESULTS, ROOT, Benchmark, cpu_clock, limit_threads
 from flatshift.cli import run
 from flatshift.experiments.statistics.intervals import paired_test
-from flatshift.finetune.assets import sample
+from flatshift.finetune.assets import sample_path
 from flatshift.finetune.atomic import write_json, write_text
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import numpy_generator
@@ -158,7 +158,7 @@ def inputs(data: Path, pairs: Sequence[dict[str, Any]], seed: int) -> dict[str, 
     ]
     mine = drawn(pairs, 2 * TARGET + CLEAN, seed, "pairs")
     prompts = drawn(read(data / "rtp_quark_val_5k.jsonl.xz"), PROMPTS, seed, "prompts")
-    pool = [*drawn(comments, POOL, seed, "comments"), *drawn(read(sample("pool")), POOL, seed, "passages")]
+    pool = [*drawn(comments, POOL, seed, "comments"), *drawn(read(sample_path("pool")), POOL, seed, "passages")]
     into = WORK / f"inputs-{seed}"
     return {
         "pool": write(into / "pool.jsonl", ({"id": row["id"], "text": row["text"]} for row in pool)),

@@ -37,22 +37,22 @@ CITES = {"background": "background", "method": "method", "result": "result"}
 def judged(data: str, *words: str) -> dict[str, Any]:
     """What `flatshift eval --json` prints of the shipped backbone on `data`."""
     from flatshift.experiments.recipe import from_override
-    from flatshift.experiments.workflows.evaluate import judge_side_by_side
+    from flatshift.experiments.workflows.evaluate import evaluate_side_by_side
 
     given = dict(zip(words[::2], words[1::2], strict=True))
     group = given.pop("group_by", None)
     overrides = [from_override(key, value, f"--{key}") for key, value in given.items()]
-    return judge_side_by_side([BACKBONE], data=[data], group_by=group, overrides=overrides, quiet=True)
+    return evaluate_side_by_side([BACKBONE], data=[data], group_by=group, overrides=overrides, quiet=True)
 
 
 def few_shot(name: str, data: str) -> Any:
     """Rank the rows of `data` by a prompt in float32; the subject's findings."""
     from flatshift.experiments.recipe import from_override
-    from flatshift.experiments.workflows.evaluate import judge_side_by_side
+    from flatshift.experiments.workflows.evaluate import evaluate_side_by_side
     from flatshift.experiments.workflows.few_shot import FewShot, read_prompt
 
     asked = FewShot(prompt=read_prompt(name), name=name)
-    return judge_side_by_side(
+    return evaluate_side_by_side(
         [BACKBONE], data=[data], few_shot=asked, overrides=[from_override("train.precision", "fp32", "x")], quiet=True
     )
 
@@ -66,13 +66,17 @@ def harness(tasks: list[dict[str, Any]], *, precision: str, bos: bool = True) ->
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from flatshift.finetune.assets import backbone
+    from flatshift.finetune.assets import backbone_directory
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         for task in tasks:
             (Path(folder) / f"{task['task']}.yaml").write_text(yaml.safe_dump(task))
         model = HFLM(
-            pretrained=str(backbone(BACKBONE)), dtype=precision, device="cpu", batch_size=32, add_bos_token=bos
+            pretrained=str(backbone_directory(BACKBONE)),
+            dtype=precision,
+            device="cpu",
+            batch_size=32,
+            add_bos_token=bos,
         )
         found = simple_evaluate(
             model,
@@ -112,7 +116,7 @@ def sample(name: str, folder: Path, count: int = ROWS) -> str:
     """The first rows of a shipped sample as plain JSONL."""
     import lzma
 
-    from flatshift.finetune.assets import sample as path
+    from flatshift.finetune.assets import sample_path as path
 
     with lzma.open(path(name), "rt", encoding="utf-8") as stream:
         lines = [next(stream) for _ in range(count)]
@@ -123,11 +127,11 @@ def sample(name: str, folder: Path, count: int = ROWS) -> str:
 
 def identities(bench: Benchmark) -> None:
     """The unit row of the field, and word = token to the power of fertility."""
-    from flatshift.finetune.evaluate.text import Counts
+    from flatshift.finetune.evaluate.text import DocumentCounts
 
     def of(*values: Any) -> dict[str, float]:
         arrays = [np.atleast_1d(np.array(v)) for v in (*values[:3], values[3], values[3], values[4])]
-        found = Counts(*arrays).figures(into={}, resamples=0, confidence=0.95, seed=0)
+        found = DocumentCounts(*arrays).figures(into={}, resamples=0, confidence=0.95, seed=0)
         return {name: float(cell["value"] or math.nan) for name, cell in found.items()}
 
     unit = of(100.0, 50, 25, 150, 200)
@@ -215,7 +219,7 @@ def beside(bench: Benchmark, kept: list[dict[str, Any]], folder: Path) -> None:
 def shared(bench: Benchmark, folder: Path) -> None:
     """Four worked examples, with and without what contexts share; the model is loaded before."""
     from flatshift.experiments.workflows.few_shot import FewShot, rank_rows, read_prompt, read_shots
-    from flatshift.finetune.compute.numerics import evaluating
+    from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.config import Columns
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.data.rows import read_rows
@@ -232,14 +236,14 @@ def shared(bench: Benchmark, folder: Path) -> None:
     found: dict[str, Any] = {}
 
     def rank(name: str, able: Any) -> None:
-        before, candidates._can_share = candidates._can_share, able
+        before, candidates._can_repeat_cache = candidates._can_repeat_cache, able
         try:
-            with evaluating(model):
+            with evaluation_mode(model):
                 found[name] = rank_rows(model, tokenizer, rows, source, asked, inference, window=1024)
         finally:
-            candidates._can_share = before
+            candidates._can_repeat_cache = before
 
-    sharing = candidates._can_share
+    sharing = candidates._can_repeat_cache
     rank("ours", sharing)
     ours, anew = interleave(lambda: rank("ours", sharing), lambda: rank("anew", lambda *a: False), rounds=1)
     bench.row(
@@ -252,7 +256,7 @@ def shared(bench: Benchmark, folder: Path) -> None:
 
 def contained(bench: Benchmark) -> None:
     """Hostile programs."""
-    from flatshift.finetune.evaluate.sandbox import Limits, run_program
+    from flatshift.finetune.evaluate.sandbox import ResourceLimits, run_program
 
     held = 0
     for program in HOSTILE.values():
@@ -263,7 +267,7 @@ def contained(bench: Benchmark) -> None:
             kept.chmod(0o666)
             server.settimeout(0.01)
             code = program.format(outside=place, port=server.getsockname()[1], parent=os.getpid())
-            passed = run_program(code, Limits(seconds=1.0)) == "passed"
+            passed = run_program(code, ResourceLimits(seconds=1.0)) == "passed"
             called = False
             with contextlib.suppress(TimeoutError):
                 server.accept()

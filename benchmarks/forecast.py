@@ -31,7 +31,7 @@ from flatshift.experiments.results.sweep import read_sweep
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.kernel import extrapolate, soonest
 from flatshift.experiments.studies.sweep import sweep
-from flatshift.experiments.workflows.error_forecast import Axes, forecast_rows
+from flatshift.experiments.workflows.error_forecast import ForecastAxes, forecast_rows
 from flatshift.finetune.atomic import write_json, write_text
 
 SHIPPED = ("banking", "scicite", "snli")
@@ -116,9 +116,11 @@ def predicted(task: str) -> dict[str, Any]:
     if not kept.is_file():
         changes = [*overrides(task), from_override("data.train.limit", str(ROWS[-1]))]
         recipe = load_recipe("classify", changes).recipe
-        forecast_rows(recipe, Axes(ROWS[:1], RANKS[:1], NOISES[:1], 1), Console(quiet=True))  # what is imported late
+        forecast_rows(
+            recipe, ForecastAxes(ROWS[:1], RANKS[:1], NOISES[:1], 1), Console(quiet=True)
+        )  # what is imported late
         began = time.process_time()
-        rows = forecast_rows(recipe, Axes(ROWS, RANKS, NOISES, DRAWS), Console(quiet=True))
+        rows = forecast_rows(recipe, ForecastAxes(ROWS, RANKS, NOISES, DRAWS), Console(quiet=True))
         cpu = time.process_time() - began
         found: dict[str, list[float]] = {}
         speeds: dict[str, float] = {}

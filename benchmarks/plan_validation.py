@@ -19,10 +19,10 @@ from collections.abc import Callable
 from benchmarks._harness import Benchmark, cpu_clock, in_child, rows_by_group
 from flatshift.finetune.compute.process_memory import process_bytes
 from flatshift.finetune.config import Adapter
-from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble
-from flatshift.finetune.planner.calibration import MemoryOverhead, process_slack
+from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble_fraction
+from flatshift.finetune.planner.calibration import MemoryOverhead, measure_overhead
 from flatshift.finetune.planner.cluster import read_sizes
-from flatshift.finetune.planner.throughput import DEVICES, StepLayout, seconds
+from flatshift.finetune.planner.throughput import DEVICES, StepLayout, predict_seconds
 
 A100 = DEVICES["A100-80"]
 IB, SEQUENCE, VOCABULARY = 25e9, 2048, 51200
@@ -129,7 +129,7 @@ def step(
         reduced=2 * (data - 1) / data * 4 * own,
     )
     passes = work.micro + (pp - 1) / virtual
-    return seconds(work, A100, network=IB).total + (20 + summed * passes) * own / A100.bandwidth
+    return predict_seconds(work, A100, network=IB).total + (20 + summed * passes) * own / A100.bandwidth
 
 
 def flops(rows: int, layers: int, hidden: int) -> float:
@@ -179,7 +179,7 @@ def exact(bench: Benchmark) -> None:
         what = f"adapter of {name}, rank {adapter.rank}, {layers}"
         _rated(bench, what, read_sizes(name, adapter).adapter, published, 0.0, "", "PEFT")
     for what, stages, virtual, pieces, published in BUBBLES:
-        ours = bubble(stages, virtual, pieces, "1f1b")
+        ours = bubble_fraction(stages, virtual, pieces, "1f1b")
         _rated(bench, f"bubble ÷ ideal time, {what}", ours, published, 5e-4, "", "2104.04473 and 2201.11990")
 
 
@@ -238,7 +238,7 @@ def lora(bench: Benchmark) -> None:
     """What frozen weights save: LoRA's own footnote, and a published count of FLOPs."""
     shape = {"layers": 96, "hidden": 12288, "heads": 96, "products": 12 * 12288**2, "head": VOCABULARY * 12288}
     took = [
-        seconds(
+        predict_seconds(
             StepLayout(**shape, sequence=SEQUENCE, rows=1, micro=1, recompute="full", whole=on), A100, network=IB
         ).products
         for on in (True, False)
@@ -261,7 +261,7 @@ def sharded(bench: Benchmark) -> None:
 
 @functools.cache
 def _slack() -> MemoryOverhead | None:
-    return process_slack()
+    return measure_overhead()
 
 
 def _held(bench: Benchmark, ranks: int) -> None:
@@ -313,10 +313,10 @@ def search(bench: Benchmark) -> None:
 def searched() -> dict[str, float]:
     """CPU-seconds and the most resident bytes of this process until the plan is there."""
     from flatshift.experiments.recipe import from_override
-    from flatshift.experiments.workflows.mesh_plan import plan
+    from flatshift.experiments.workflows.mesh_plan import plan_mesh
 
     rows = [from_override("train.max_length", "4096"), from_override("train.batch_size", "1024")]
-    found = plan("language-model", rows, model="llama-3.1-70b", gpus="1024xH100-80")
+    found = plan_mesh("language-model", rows, model="llama-3.1-70b", gpus="1024xH100-80")
     assert found["fits"]
     resident = process_bytes("VmHWM")
     return {"cpu": cpu_clock(), "resident": float(resident or 0), "layouts": len(found["layouts"])}

@@ -85,8 +85,8 @@ def memory(kind: str | None, backbone: str) -> dict[str, float]:
     from flatshift.finetune.compute.numerics import without_input_casts
     from flatshift.finetune.compute.precision import autocast
     from flatshift.finetune.models.load import load_backbone
-    from flatshift.finetune.models.quantize import scales
-    from flatshift.finetune.planner.memory import saved_bytes
+    from flatshift.finetune.models.quantize import quantization_scales
+    from flatshift.finetune.planner.memory import count_saved_bytes
     from flatshift.finetune.train.optimizer import AdapterOptimizer
 
     limit_threads(1)
@@ -111,11 +111,11 @@ def memory(kind: str | None, backbone: str) -> dict[str, float]:
     state = [tensor for moment in optimizer.moments().values() for tensor in moment.values()]
     found = {
         "frozen weights": sum(frozen.values()),
-        "scales": sum(t.nbytes for t in scales(model).values()),
+        "scales": sum(t.nbytes for t in quantization_scales(model).values()),
         "adapter": sum(p.nbytes for p in trained.values()),
         "gradients of the adapter": sum(p.nbytes for p in trained.values()),
         "optimizer": sum(t.nbytes for t in state),
-        "activations": saved_bytes(model, loss),
+        "activations": count_saved_bytes(model, loss),
     }
     del state
     found["peak"] = peak_bytes(update)

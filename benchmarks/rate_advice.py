@@ -30,8 +30,8 @@ from scipy.stats import rankdata
 from benchmarks._descent_cells import STUDIES, Study, overrides
 from benchmarks._harness import RESULTS, Benchmark, limit_threads
 from benchmarks.first_study import TARGETS
-from flatshift.experiments.data.sources import batches_ahead
-from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.data.sources import build_preview_loader
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import Resolved, from_override, load_recipe
 from flatshift.experiments.studies.compare.comparison_plan import Plan
 from flatshift.experiments.studies.compare.tuning import Setting
@@ -43,10 +43,10 @@ from flatshift.finetune.atomic import write_json
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import limit_rows
 from flatshift.finetune.models.backbone import open_backbone
-from flatshift.finetune.planner.capacity import Capacity, bits_each
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.planner.capacity import Capacity, bits_per_label
+from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.train.optimizer import AdapterOptimizer
-from flatshift.finetune.train.trace.curvature import FIRST, mean_loss, mean_squares, preconditioned_sharpness
+from flatshift.finetune.train.trace.curvature import FIRST, mean_loss, mean_squared_gradients, preconditioned_sharpness
 from flatshift.finetune.train.trace.files import stability_threshold
 
 STARTS = RESULTS / "rate_advice" / "starts.json"
@@ -149,27 +149,27 @@ def start(resolved: Resolved) -> dict[str, float]:
     )
     if hasattr(recipe.task, "max_truncated"):  # the study was run before answers that are cut were refused
         recipe = dataclasses.replace(recipe, task=recipe.task.replace(max_truncated=1.0))
-    prepared, task = prepare(recipe), recipe.task
-    seed = derive(recipe.train.seed, FINE_TUNE)
+    prepared, task = prepare_data(recipe), recipe.task
+    seed = derive_seed(recipe.train.seed, FINE_TUNE)
     with tempfile.TemporaryDirectory() as folder:
         begins = initial_adapter(Path(folder), recipe, task, prepared, lambda: open_backbone(recipe.backbone).tokenizer)
         engine, tokenizer = load_model(recipe, task, prepared.label_names, beginning=begins)
     model, parameters = engine.model, engine.parameters
-    batches = batches_ahead(recipe, prepared.train, prepared.mixture, seed=seed)
+    batches = build_preview_loader(recipe, prepared.train, prepared.mixture, seed=seed)
     first = [mean_loss(model, batches.at(i), task=task) for i in range(FIRST)]
     optimizer = AdapterOptimizer(parameters, recipe.optimizer)
     rows = limit_rows(
-        prepared.train, ROWS if task.is_sequence_level else DOCUMENTS, seed=derive(recipe.train.seed, "rows")
+        prepared.train, ROWS if task.is_sequence_level else DOCUMENTS, seed=derive_seed(recipe.train.seed, "rows")
     )
     pad = int(tokenizer.pad_token_id)
     found = preconditioned_sharpness(
         model,
         mean_loss(model, list(EvalBatching(16, pad).batches(rows, task)), task=task),
         parameters=parameters,
-        preconditioner=optimizer.first_preconditioner(mean_squares(model, first, parameters=parameters)),
-        seed=derive(seed, "record", "sharpness"),
+        preconditioner=optimizer.first_preconditioner(mean_squared_gradients(model, first, parameters=parameters)),
+        seed=derive_seed(seed, "record", "sharpness"),
     )
-    each = bits_each(task, len(prepared.label_names) if prepared.label_names else None)
+    each = bits_per_label(task, len(prepared.label_names) if prepared.label_names else None)
     assert each is not None
     labels = batches.labels(recipe.train.steps)
     capacity = Capacity.of(
@@ -223,9 +223,9 @@ def fitted(study: Study) -> list[Fitted]:
 def capacities(study: Study, data: Path, settings: Sequence[Fitted]) -> list[float]:
     """Bits that the adapter could hold ÷ bits of the labels, at each setting."""
     recipe = of_descent(study, data, {}).recipe
-    prepared = prepare(recipe)
+    prepared = prepare_data(recipe)
     engine, _ = load_model(recipe, recipe.task, prepared.label_names)
-    each = bits_each(recipe.task, len(prepared.label_names or ()))
+    each = bits_per_label(recipe.task, len(prepared.label_names or ()))
     assert each is not None
     base = Capacity.of(engine.parameters, rank=recipe.adapter.rank, labels=1, each=each, counted="examples")
     fixed, of_rank = base.parameters - base.factors, base.factors // base.rank

@@ -48,8 +48,10 @@ def language_model() -> tuple[Any, Callable[[], Any]]:
     from flatshift.finetune import assets
     from flatshift.finetune.data.rows import read_rows
 
-    path = assets.backbone("flatshift-5m")
-    texts = [row.values["text"] for row, _ in zip(read_rows([str(assets.sample("pool"))]), range(64), strict=False)]
+    path = assets.backbone_directory("flatshift-5m")
+    texts = [
+        row.values["text"] for row, _ in zip(read_rows([str(assets.sample_path("pool"))]), range(64), strict=False)
+    ]
     return _prepared(path, [text for text in texts if len(text) > 300][:8], None)
 
 
@@ -61,7 +63,7 @@ def classifier() -> tuple[Any, Callable[[], Any]] | None:
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
         return None
-    every = list(read_rows([str(assets.sample("scicite/train"))]))
+    every = list(read_rows([str(assets.sample_path("scicite/train"))]))
     rows = every[:: len(every) // 16][:16]  # of all classes, however the file is sorted
     texts, labels = [row.values["text"] for row in rows], [row.values["label"] for row in rows]
     return _prepared(Path(found.submodule_search_locations[0]) / "model", texts, labels, tokens=32)

@@ -96,7 +96,7 @@ def solve(rows: int, folder: Path) -> None:
 
     torch.set_num_threads(1)
     size = int(os.environ["WORLD_SIZE"])
-    world = spawn.join(Mesh(dp=size), "cpu")
+    world = spawn.join_mesh(Mesh(dp=size), "cpu")
     if size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     blocks = -(-rows // BLOCK)

@@ -101,11 +101,11 @@ def _before(one: Pass, last: int) -> set[Pass]:
 
 def measure(bench: Benchmark, name: str, backbone: str, schedule: str, virtual: int, pieces: int, bar: bool) -> None:
     """The rows of one schedule and number of pieces."""
-    from flatshift.finetune.parallel.pipeline import bubble
+    from flatshift.finetune.parallel.pipeline import bubble_fraction
 
     what = f"{name}, {schedule}, {pieces} pieces"
     mesh = {"pp": 2, "schedule": schedule, "virtual": virtual, "microbatches": 1}
-    unit, formula = "idle ÷ busy", bubble(2, virtual, pieces, schedule)
+    unit, formula = "idle ÷ busy", bubble_fraction(2, virtual, pieces, schedule)
     found, wanted = [], []
     for _ in range(BARRED_RUNS if bar else RUNS):
         ranks = on_ranks(

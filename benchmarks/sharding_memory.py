@@ -138,9 +138,9 @@ def _engine(backbone: str, sizes: Sizes, mesh: dict[str, Any], precision: Any) -
 
 def _held(engine: Any) -> dict[str, float]:
     """Bytes of parameters on this rank, and of the largest unit as it is gathered."""
-    from flatshift.finetune.parallel.layout import local
+    from flatshift.finetune.parallel.layout import local_part
 
-    mine = {id(p): local(p).untyped_storage().nbytes() for p in engine.model.parameters()}
+    mine = {id(p): local_part(p).untyped_storage().nbytes() for p in engine.model.parameters()}
     units = engine.sharding.units if engine.sharding is not None else ()
     sizes = [0]
     for unit in units:

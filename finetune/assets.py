@@ -17,37 +17,37 @@ _SAMPLE_SUFFIX = ".jsonl.xz"
 _TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
-def backbones() -> list[str]:
+def list_backbones() -> list[str]:
     """Names of the shipped backbones, sorted."""
     return sorted(config.parent.name for config in _BACKBONES.glob("*/config.json"))
 
 
-def backbone(name: str) -> Path | None:
+def backbone_directory(name: str) -> Path | None:
     """Return the directory of the shipped backbone `name`; None for any other name (a hub name or a user's
     directory)."""
-    return _BACKBONES / name if name in backbones() else None
+    return _BACKBONES / name if name in list_backbones() else None
 
 
-def beside_weights(directory: Path) -> list[Path]:
+def non_weight_files(directory: Path) -> list[Path]:
     """Return a backbone's files other than weights: configuration, tokenizer and chat templates."""
     files = sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")])
     return [file for file in files if file.is_file() and file.suffix in _TEXTS]
 
 
-def samples() -> list[str]:
+def list_samples() -> list[str]:
     """Return the names of the shipped samples, sorted: `pool`, and `TARGET/train`, `TARGET/dev`, `TARGET/test` per
     target."""
     files = _SAMPLES.rglob(f"*{_SAMPLE_SUFFIX}")
     return sorted(file.relative_to(_SAMPLES).as_posix().removesuffix(_SAMPLE_SUFFIX) for file in files)
 
 
-def sample(name: str) -> Path:
-    """Return the file of the shipped sample `name` (see `samples`).
+def sample_path(name: str) -> Path:
+    """Return the file of the shipped sample `name` (see `list_samples`).
 
     Raises:
         UserError: there is no such sample; the message names the nearest one.
     """
-    known = samples()
+    known = list_samples()
     if name in known:
         return _SAMPLES / f"{name}{_SAMPLE_SUFFIX}"
     splits = [candidate for candidate in known if candidate.startswith(f"{name}/")]
@@ -61,7 +61,7 @@ def sample(name: str) -> Path:
     raise UserError(f"no shipped sample is called {name!r}; {hint}")
 
 
-def pool_tags() -> Path:
+def pool_tags_path() -> Path:
     """Return the file of hidden tags of the shipped pool: .tsv.xz of `id, domain, source, licence`, in the pool's
     order.
 

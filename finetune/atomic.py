@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError, shortened
+from .errors import UserError, shorten
 
 _OLD = ".old"
 
@@ -44,21 +44,21 @@ def _fsync_file(path: Path) -> None:
         os.fsync(handle.fileno())
 
 
-def _temporary(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; it replaces `path` on normal exit and is removed on an exception.
 
     Raises UserError if `path` exists and is not a plain file: a directory, a link, a device or a pipe.
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UserError(f"{path} is {_what(path)} and is not replaced; name a plain file, or move it away")
+        raise UserError(f"{path} is {_file_kind(path)} and is not replaced; name a plain file, or move it away")
     make_directory(path.parent)
-    temporary = _temporary(path)
+    temporary = _temporary_path(path)
     try:
         yield temporary
         _fsync_file(temporary)
@@ -68,26 +68,26 @@ def replacing(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _what(path: Path) -> str:
+def _file_kind(path: Path) -> str:
     plain = "a directory" if path.is_dir() else "a file" if path.is_file() else "a special file"
     return "a link" if path.is_symlink() else plain
 
 
 @contextlib.contextmanager
-def replacing_directory(path: str | Path) -> Iterator[Path]:
+def atomic_directory(path: str | Path) -> Iterator[Path]:
     """Yield a temporary directory; on normal exit its files are fsynced and it becomes `path`.
 
     An existing `path` is moved aside first, so a kill leaves either the old or the new directory, or the old one under
-    a hidden name that `sweep_leftovers` restores; never a mixture.
+    a hidden name that `remove_leftovers` restores; never a mixture.
 
     Raises UserError if `path` exists and is not a directory: a file, a link (even to a directory, whose target would be
     replaced), a device or a pipe.
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise UserError(f"{path} is {_what(path)} and is not replaced; name a directory, or move it away")
+        raise UserError(f"{path} is {_file_kind(path)} and is not replaced; name a directory, or move it away")
     path = Path(os.path.realpath(path))
-    with _filled(path) as temporary:
+    with _staging_directory(path) as temporary:
         yield temporary
         _fsync_tree(temporary)
         aside = temporary.with_suffix(f"{_OLD}.tmp")
@@ -111,10 +111,10 @@ def new_directory(path: str | Path) -> Iterator[Path]:
     Raises FileExistsError if `path` has content by then: another process's files are kept.
     """
     path = Path(os.path.realpath(path))
-    with _filled(path) as temporary:
+    with _staging_directory(path) as temporary:
         yield temporary
         _fsync_tree(temporary)
-        sweep_leftovers(path)
+        remove_leftovers(path)
         try:
             temporary.replace(path)  # rename(2) replaces an empty directory and fails on any other
         except OSError as error:
@@ -125,10 +125,10 @@ def new_directory(path: str | Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _filled(path: Path) -> Iterator[Path]:
+def _staging_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory next to `path`; remove it at the end unless it was renamed."""
     make_directory(path.parent)
-    temporary = _temporary(path)
+    temporary = _temporary_path(path)
     temporary.mkdir()
     try:
         yield temporary
@@ -145,7 +145,7 @@ def _fsync_tree(directory: Path) -> None:
     fsync_directory(directory)
 
 
-def sweep_leftovers(directory: str | Path, *, of: str | None = None) -> None:
+def remove_leftovers(directory: str | Path, *, of: str | None = None) -> None:
     """Remove the temporary files that a killed process left directly in `directory`, for the name `of` or for all
     names; restore the name of a directory that was moved aside but not replaced."""
     directory = Path(directory)
@@ -164,7 +164,7 @@ def sweep_leftovers(directory: str | Path, *, of: str | None = None) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def is_bare(directory: str | Path, *, but: Iterable[str] = ()) -> bool:
+def has_only_leftovers(directory: str | Path, *, but: Iterable[str] = ()) -> bool:
     """True if a directory holds nothing but leftovers of killed writes and the names in `but`."""
     named = set(but)
     return all(
@@ -184,7 +184,7 @@ def sync_files(*paths: Path) -> None:
 
 def write_text(path: str | Path, text: str) -> None:
     """Atomically write `text` as UTF-8, with unpaired surrogates (from a user's file) as `\\udXXX`."""
-    with replacing(path) as temporary:
+    with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
@@ -202,7 +202,7 @@ def json_text(value: Any, **options: Any) -> str:
     return text
 
 
-def read_object(path: Path, *keys: str, fix: str = "restore it, or make the run again") -> dict[str, Any]:
+def read_json_object(path: Path, *keys: str, fix: str = "restore it, or make the run again") -> dict[str, Any]:
     """Return the JSON object in `path`, which must have `keys`.
 
     Raises:
@@ -216,7 +216,7 @@ def read_object(path: Path, *keys: str, fix: str = "restore it, or make the run 
         line = getattr(error, "lineno", 1)
         raise UserError(f"{path}:{line}: not valid JSON; {fix}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path}: not a JSON object but {shortened(json.dumps(value), 40)}; {fix}")
+        raise UserError(f"{path}: not a JSON object but {shorten(json.dumps(value), 40)}; {fix}")
     if lacks := [key for key in keys if key not in value]:
         raise UserError(f"{path}: has no {lacks[0]!r}; {fix}")
     return value

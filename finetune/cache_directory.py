@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .atomic import sweep_leftovers, write_json
+from .atomic import remove_leftovers, write_json
 from .errors import UserError
 
 PLACE, LIMIT = "FLATSHIFT_CACHE", "FLATSHIFT_CACHE_GIB"
@@ -47,20 +47,20 @@ def cache_limit() -> int:
     return int(gib * 2**30)
 
 
-def remember(path: Path, value: Any) -> None:
+def write_cached_json(path: Path, value: Any) -> None:
     """Write `value` as JSON to a cache file, ignoring failures: a missing entry only costs time.
 
     Leftovers of a killed write of the same entry are removed first; a concurrent writer of that entry only loses its
     write.
     """
     try:
-        sweep_leftovers(path.parent, of=path.name)
+        remove_leftovers(path.parent, of=path.name)
         write_json(path, value)
     except (OSError, ValueError):
         return
 
 
-def kept(root: Path) -> list[CacheEntry]:
+def list_cache_entries(root: Path) -> list[CacheEntry]:
     """Return the entries in `root`, most recently used last."""
     found = []
     for path in root.glob(f"{ENTRY}*") if root.is_dir() else ():
@@ -73,12 +73,12 @@ def kept(root: Path) -> list[CacheEntry]:
     return sorted(found, key=lambda entry: entry.used)
 
 
-def prune(root: Path, *, limit: int, keep: Path) -> int:
+def prune_cache(root: Path, *, limit: int, keep: Path) -> int:
     """Remove entries, least recently used first, until `root` holds at most `limit` bytes; never remove `keep`.
 
     Returns the number of removed entries. A process that has one open can still read it (POSIX).
     """
-    entries = kept(root)
+    entries = list_cache_entries(root)
     total, gone = sum(entry.bytes for entry in entries), 0
     for entry in entries:
         if total <= limit:

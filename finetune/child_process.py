@@ -12,7 +12,7 @@ _VARIABLE = "PYTHONSAFEPATH"
 
 
 @contextlib.contextmanager
-def without_namesakes() -> Iterator[None]:
+def without_cwd_imports() -> Iterator[None]:
     """Keep Python processes started inside from importing anything from the current directory."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "1"

@@ -54,7 +54,7 @@ class Projector:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spikes:
+class SpikeRecovery:
     """Recovery from loss spikes: roll back to a checkpoint and skip the batches around the spike (PaLM, arXiv
     2204.02311, §5.1).
 
@@ -147,7 +147,7 @@ class Adapter:
             raise ValueError("projector puts features before trained soft tokens; set soft_tokens: 1")
         if not isinstance(self.alpha, str):
             check_bounds(self, alpha=(0, None))
-            refuse_zero(
+            check_nonzero(
                 self, alpha="the adapter would be multiplied by 0; elsewhere 0 means the default, here null does"
             )
         for name, values in {"ranks": self.ranks, "alphas": self.alphas}.items():
@@ -218,9 +218,9 @@ class Optimizer:
     def __post_init__(self) -> None:
         check_bounds(self, lr=(0, None), weight_decay=(0, None), eps=(0, None), warmup=(0, 1), lora_plus=(1, None))
         check_bounds(self, clip=(0, inf))
-        refuse_zero(self, lr="the adapter would stay as it begins; elsewhere 0 may mean a default, here 1e-3 is one")
-        refuse_zero(self, clip="no gradient would be left; elsewhere 0 switches clipping off, here write null")
-        refuse_zero(self, eps="a parameter without a gradient yet would become 0/0; write 1e-8")
+        check_nonzero(self, lr="the adapter would stay as it begins; elsewhere 0 may mean a default, here 1e-3 is one")
+        check_nonzero(self, clip="no gradient would be left; elsewhere 0 switches clipping off, here write null")
+        check_nonzero(self, eps="a parameter without a gradient yet would become 0/0; write 1e-8")
         if self.kind == "gauss-newton" and (self.clip is not None or self.lora_plus is not None):
             wrong = "clip" if self.clip is not None else "lora_plus"
             raise ValueError(f"{wrong} is of gradients; gauss-newton goes along none: set {wrong}: null")
@@ -302,7 +302,7 @@ class Train:
     skip_nonfinite: int = 0
     """Maximum number of consecutive steps to skip because their loss or gradient is not finite; one more stops the
     run."""
-    spikes: Spikes | None = None
+    spikes: SpikeRecovery | None = None
     """Roll back and skip batches when the loss spikes; null: off."""
     peak_tflops: float | None = None
     """Peak throughput of one device in TFLOP/s, for the MFU; null: `flatshift train` measures a large matrix
@@ -336,7 +336,7 @@ class Train:
         )
         check_bounds(self, backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), steps=(None, MOST_STEPS))
         check_bounds(self, max_length=(None, LONGEST), threads=(None, 4096), epochs=(0, None))
-        refuse_zero(self, epochs="nothing would be trained; give how often to go through the rows, as 3 or 0.5")
+        check_nonzero(self, epochs="nothing would be trained; give how often to go through the rows, as 3 or 0.5")
         if self.eval_every > 1 and self.eval_every != int(self.eval_every):
             raise ValueError(
                 f"eval_every must be whole updates, or a share of the steps below 1, got {self.eval_every}"
@@ -578,7 +578,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class TraceRecording:
     """Training trace, written to `trace.jsonl`: one line per recorded step of fine-tuning, in one process.
 
     Recording does not change training: results are bit-identical with and without it.
@@ -658,7 +658,7 @@ class Tracker:
 Value = TypeVar("Value")
 
 
-def by_pattern(patterns: Mapping[str, Value] | None, layer: str, default: Value) -> Value:
+def match_pattern(patterns: Mapping[str, Value] | None, layer: str, default: Value) -> Value:
     """Return the value of the first pattern that matches the end of the name `layer` at a dot, else `default`."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
@@ -695,7 +695,7 @@ def check_bounds(config: Any, **bounds: tuple[float | None, float | None]) -> No
             raise ValueError(f"{name} must be a finite number, got {value}")
 
 
-def refuse_zero(config: Any, **meant: str) -> None:
+def check_nonzero(config: Any, **meant: str) -> None:
     """Reject the value 0 for settings with which nothing would be trained.
 
     meant: for each field, the effect of 0 and what to write instead. Raises ValueError as `check_bounds`.

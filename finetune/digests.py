@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .atomic import json_text, read_object, write_json
+from .atomic import json_text, read_json_object, write_json
 from .errors import UserError
 
 DONE, FILES = "done.json", "files"
 _SEAL = "seal"
 
 
-def digest(file: Path) -> str:
+def file_sha256(file: Path) -> str:
     """Return the SHA-256 of a file's bytes."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -33,7 +33,7 @@ def adapter_digest(run: Path) -> str:
     """Return the SHA-256 of a run's adapter weights, or "" if there are none; identifies the adapter that was
     measured."""
     file = run / "adapter" / "adapter_model.safetensors"
-    return digest(file) if file.is_file() else ""
+    return file_sha256(file) if file.is_file() else ""
 
 
 def record_digest(record: Mapping[str, object]) -> str:
@@ -41,23 +41,24 @@ def record_digest(record: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def sums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
+def file_digests(folder: Path, files: Iterable[Path]) -> dict[str, str]:
     """Return the SHA-256 of `files`, keyed by their paths relative to `folder`."""
-    return {file.relative_to(folder).as_posix(): digest(file) for file in sorted(files)}
+    return {file.relative_to(folder).as_posix(): file_sha256(file) for file in sorted(files)}
 
 
-def adapter_sums(folder: Path) -> dict[str, str]:
-    """Return `sums` of all files in `folder`/adapter: everything that loading the adapter depends on."""
-    return sums(folder, [file for file in (folder / "adapter").glob("*") if file.is_file()])
+def adapter_file_digests(folder: Path) -> dict[str, str]:
+    """Return `file_digests` of all files in `folder`/adapter: everything that loading the adapter depends on."""
+    return file_digests(folder, [file for file in (folder / "adapter").glob("*") if file.is_file()])
 
 
 def write_sealed(file: Path, record: Mapping[str, object], beside: Iterable[Path] = ()) -> None:
-    """Write the JSON `record` with checksums of its own values and of sibling files, to be verified by `unsealed`."""
+    """Write the JSON `record` with checksums of its own values and of sibling files, to be verified by
+    `verify_sealed`."""
     plain = json.loads(json_text(record, allow_nan=False))
-    write_json(file, {**plain, _SEAL: {**sums(file.parent, beside), file.name: record_digest(plain)}})
+    write_json(file, {**plain, _SEAL: {**file_digests(file.parent, beside), file.name: record_digest(plain)}})
 
 
-def unsealed(file: Path, record: Mapping[str, Any], *, fix: str) -> dict[str, Any]:
+def verify_sealed(file: Path, record: Mapping[str, Any], *, fix: str) -> dict[str, Any]:
     """Return `record`, as read from `file`, without its seal; a record that has none passes.
 
     Raises:
@@ -70,7 +71,7 @@ def unsealed(file: Path, record: Mapping[str, Any], *, fix: str) -> dict[str, An
     for name, before in seal.items():
         place = file.parent / name
         try:
-            now = record_digest(plain) if name == file.name else digest(place)
+            now = record_digest(plain) if name == file.name else file_sha256(place)
         except OSError as error:
             raise UserError(f"{place}: {error.strerror}, but {file.name} lists it; {fix}") from None
         if now != before:
@@ -88,7 +89,7 @@ def check_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True)
         if record.exists() or record.is_symlink():
             raise UserError(f"{record} is no plain file; restore it, or make the run again")
         return
-    noted = read_object(record, FILES)[FILES]
+    noted = read_json_object(record, FILES)[FILES]
     if not isinstance(noted, dict) or not all(isinstance(value, str) for value in noted.values()):
         raise UserError(f"{record}: {FILES!r} is not a mapping of names to SHA-256; restore it, or make the run again")
     for name, before in noted.items():
@@ -96,7 +97,7 @@ def check_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True)
             continue
         file = folder / name
         try:
-            now = digest(file)
+            now = file_sha256(file)
         except OSError as error:
             raise UserError(f"{file}: {error.strerror}, but {DONE} lists it; restore it, or make it anew") from None
         if now != before:
@@ -106,11 +107,11 @@ def check_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True)
             )
 
 
-def copy_sealed(folder: Path, to: Path) -> None:
+def copy_recorded_files(folder: Path, to: Path) -> None:
     """Copy the files listed in `folder`/done.json, and done.json, to the directory `to`. Raises UserError as
     `check_files`."""
     check_files(folder)
-    for name in (*read_object(folder / DONE, FILES)[FILES], DONE):
+    for name in (*read_json_object(folder / DONE, FILES)[FILES], DONE):
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, to / name)
 
@@ -120,8 +121,8 @@ def check_adapter(directory: Path) -> None:
     (`check_files`)."""
     place = directory.resolve()
     if place.name == "adapter":
-        check_files(directory.parent if directory.name == "adapter" else place.parent, _of_adapter)
+        check_files(directory.parent if directory.name == "adapter" else place.parent, _is_adapter_file)
 
 
-def _of_adapter(name: str) -> bool:
+def _is_adapter_file(name: str) -> bool:
     return name.startswith("adapter/")

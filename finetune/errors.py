@@ -40,7 +40,7 @@ class OutOfMemory(MemoryError):
         self.resumable = resumable
 
 
-def system_error(error: BaseException) -> int | None:
+def system_errno(error: BaseException) -> int | None:
     """Return the errno of `error`, parsed from the message for safetensors and tokenizers, which raise no OSError; else
     None."""
     if isinstance(error, OSError):
@@ -55,23 +55,23 @@ def system_error(error: BaseException) -> int | None:
 
 def is_disk_full(error: BaseException) -> bool:
     """True if the disk, or the user's quota, is full."""
-    return system_error(error) in (errno.ENOSPC, errno.EDQUOT)
+    return system_errno(error) in (errno.ENOSPC, errno.EDQUOT)
 
 
-def full_at(error: Exception, place: Path) -> Exception:
+def disk_full_error(error: Exception, place: Path) -> Exception:
     """Return a disk-full error that names the path without room: the path in `error` (the destination of a copy), or
     `place` if the error names no path or a temporary file of `place`."""
-    code = system_error(error)
+    code = system_errno(error)
     assert code is not None
     named = getattr(error, "filename2", None) or getattr(error, "filename", None)
     own = named is None or f"{os.sep}.{place.name}." in str(named)
     return OSError(code, os.strerror(code), str(place) if own else str(named))
 
 
-def disk_trouble(error: BaseException) -> str | None:
+def describe_disk_error(error: BaseException) -> str | None:
     """Describe the failure if `error` comes from the disk or network file system: it may be temporary, so finished work
     is kept and the same command resumes. None for any other error."""
-    code = system_error(error)
+    code = system_errno(error)
     if code not in _DISK:
         return None
     return "the disk is full" if is_disk_full(error) else f"the disk answered “{os.strerror(code)}”"
@@ -83,7 +83,7 @@ def is_remote(name: str | Path) -> bool:
     return form.match(str(name)) is not None and not str(name).startswith("file:")
 
 
-def address_of(name: str | Path) -> str:
+def store_address(name: str | Path) -> str:
     """Return the address of a store with both its slashes."""
     return str(name).replace(":/", "://", 1) if isinstance(name, Path) else name
 
@@ -110,13 +110,13 @@ def user_path(name: str | Path) -> Path:
         raise UserError(f"{name}: there is no user of this name; write the path without ~") from None
 
 
-def first_line(error: BaseException) -> str:
+def first_error_line(error: BaseException) -> str:
     """Return the first line of an exception's message, shortened, or its type's name if the message is empty."""
     text = str(error).strip()
-    return shortened(text.splitlines()[0], 160) if text else type(error).__name__
+    return shorten(text.splitlines()[0], 160) if text else type(error).__name__
 
 
-def shortened(text: str, most: int = 60) -> str:
+def shorten(text: str, most: int = 60) -> str:
     """Return `text` cut to at most `most` characters, with an ellipsis in the middle."""
     head = (most - 1) * 2 // 3
     return text if len(text) <= most else f"{text[:head]}…{text[head + 1 - most :]}"
@@ -127,13 +127,13 @@ _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 and unpaired surrogates, which no terminal accepts."""
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Escape what would steer a terminal in `text` from a user's file, a name or a model, as in JSON (`\\u001b`), so
     that JSON stays equivalent."""
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def sentence(text: str, most: int = SENTENCE) -> str:
+def format_error_message(text: str, most: int = SENTENCE) -> str:
     """Return `text` on one line of at most `most` characters, control characters escaped.
 
     In a longer text the longest words (a path, a value) lose their middles first, so the message stays readable.
@@ -142,8 +142,8 @@ def sentence(text: str, most: int = SENTENCE) -> str:
     for room in (120, 80, 50):
         if len(line) <= most:
             return line
-        line = " ".join(shortened(word, room) for word in line.split(" "))
-    return shortened(line, most)
+        line = " ".join(shorten(word, room) for word in line.split(" "))
+    return shorten(line, most)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

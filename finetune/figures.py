@@ -6,24 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def gib(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a number of bytes as GiB or MiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as `12 ms`, `3.27 s`, `14.2 minutes` or `31.5 hours`."""
     if seconds < 120:
         return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} minutes" if seconds < 7200 else f"{seconds / 3600:,.3g} hours"
 
 
-def per_second(rate: float, unit: str) -> str:
+def format_rate(rate: float, unit: str) -> str:
     """Format a rate as `9,840 texts/s` or `3.27 steps/s`: no exponent, three digits below a hundred."""
     return f"{rate:,.0f} {unit}/s" if rate >= 99.5 else f"{rate:.3g} {unit}/s"
 
 
-def interval_text(figure: Mapping[str, Any], form: str) -> str:
+def format_interval(figure: Mapping[str, Any], form: str) -> str:
     """Format `{value, low, high}` as `0.52 [0.49, 0.55]`; without an interval the value alone, without a value a
     dash."""
     if figure["value"] is None:
@@ -33,7 +33,7 @@ def interval_text(figure: Mapping[str, Any], form: str) -> str:
     return f"{figure['value']:{form}} [{figure['low']:{form}}, {figure['high']:{form}}]"
 
 
-def predicted_vs_measured(plan: Mapping[str, Any]) -> str:
+def compare_plan(plan: Mapping[str, Any]) -> str:
     """Compare predicted and measured memory and time of a stage (`plan` of its done.json), for example `memory of an
     update 80.0 MiB predicted, 84.0 MiB measured (+5 %)`; empty if nothing was measured."""
     parts = []
@@ -41,9 +41,11 @@ def predicted_vs_measured(plan: Mapping[str, Any]) -> str:
     if plan.get("measured"):
         name = "memory allocated" if allocated else "memory of an update"
         change = plan["measured"] / plan["predicted"] - 1 if plan["predicted"] else 0.0
-        parts.append(f"{name} {gib(plan['predicted'])} predicted, {gib(plan['measured'])} measured ({change:+.0%})")
+        parts.append(
+            f"{name} {format_bytes(plan['predicted'])} predicted, {format_bytes(plan['measured'])} measured ({change:+.0%})"
+        )
     if plan.get("reserved"):
-        told = gib(plan["reserved"])
+        told = format_bytes(plan["reserved"])
         parts.append(f"{told} reserved" if allocated else f"the process grew by {told} in updates")
     if plan.get("measured_s"):
         told = f"{plan['predicted_s']:.3g} s predicted" if plan.get("predicted_s") else "not predicted on this device"
@@ -51,11 +53,11 @@ def predicted_vs_measured(plan: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def rate_text(figures: Mapping[str, Any]) -> str:
+def format_throughput(figures: Mapping[str, Any]) -> str:
     """Format throughput as `12,340 tokens/s, 35 GFLOP/s, MFU 41 %`, as far as it is known."""
     parts = []
     if figures.get("tokens_s"):
-        parts.append(per_second(figures["tokens_s"], "tokens"))
+        parts.append(format_rate(figures["tokens_s"], "tokens"))
     if figures.get("tflops"):
         rate = figures["tflops"]
         parts.append(f"{rate:.3g} TFLOP/s" if rate >= 1 else f"{1000 * rate:.3g} GFLOP/s")

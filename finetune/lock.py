@@ -24,8 +24,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from .atomic import make_directory, sweep_leftovers
-from .errors import UserError, full_at, is_disk_full
+from .atomic import make_directory, remove_leftovers
+from .errors import UserError, disk_full_error, is_disk_full
 
 INSIDE = ".lock"
 """Name of the lock where it has to be inside the directory itself."""
@@ -50,15 +50,15 @@ def exclusive_lock(path: str | Path, *, instead: str = "name another --out") -> 
     real = Path(os.path.realpath(path))
     made: list[Path] = []
     try:
-        fd, lock = _taken(real, path, instead, made)
+        fd, lock = _acquire(real, path, instead, made)
         try:
             if fd is not None:  # without a lock, the leftovers may belong to a running command
-                sweep_leftovers(real.parent, of=real.name)
+                remove_leftovers(real.parent, of=real.name)
             yield
         except Exception as error:
             if not is_disk_full(error):
                 raise
-            raise full_at(error, Path(path)) from error
+            raise disk_full_error(error, Path(path)) from error
         finally:
             if fd is not None:
                 with contextlib.suppress(OSError):
@@ -91,17 +91,17 @@ def _remove_abandoned(folder: Path) -> None:
     with contextlib.suppress(OSError):
         if os.lstat(folder).st_uid != os.geteuid() or not stat.S_ISDIR(os.lstat(folder).st_mode):
             return
-        lock = _place(folder)
+        lock = _lock_path(folder)
         fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)  # a killed owner leaves the lock file
         try:
-            if taken(fd) and _is_still(fd, lock):
+            if try_lock(fd) and _is_current_file(fd, lock):
                 shutil.rmtree(folder, ignore_errors=True)
                 lock.unlink()
         finally:
             os.close(fd)
 
 
-def taken(fd: int, *, shared: bool = False) -> bool | None:
+def try_lock(fd: int, *, shared: bool = False) -> bool | None:
     """Try to lock the open file `fd`; return True on success, False if it is held, None if its file system has no
     locks."""
     try:
@@ -115,14 +115,14 @@ def taken(fd: int, *, shared: bool = False) -> bool | None:
     return True
 
 
-def _taken(real: Path, path: str | Path, instead: str, made: list[Path]) -> tuple[int | None, Path]:
+def _acquire(real: Path, path: str | Path, instead: str, made: list[Path]) -> tuple[int | None, Path]:
     """Open and lock the lock file of `real`; return its descriptor and path. The descriptor is None if the file system
     has no locks. Directories that had to be created are added to `made`."""
     patience = time.monotonic() + _PATIENCE_S
     while True:
         try:
             made[:] = [*make_directory(real.parent), *made]
-            lock = _place(real)
+            lock = _lock_path(real)
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:  # a failed command removed the directory it had created
             if time.monotonic() > patience:
@@ -130,7 +130,7 @@ def _taken(real: Path, path: str | Path, instead: str, made: list[Path]) -> tupl
             continue
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise _foreign(lock) from None
+                raise _foreign_lock_error(lock) from None
             if error.errno in _UNWRITABLE:
                 raise UserError(
                     f"{path} cannot be written ({error.filename}: {error.strerror}); change that, or take another place"
@@ -139,17 +139,21 @@ def _taken(real: Path, path: str | Path, instead: str, made: list[Path]) -> tupl
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or not _OURS.startswith(os.pread(fd, len(_OURS), 0).rstrip(b"\0")):
-                raise _foreign(lock)  # our own prefix cut short is what a kill left, zeros are what a power cut left
-            free = taken(fd)
+                raise _foreign_lock_error(
+                    lock
+                )  # our own prefix cut short is what a kill left, zeros are what a power cut left
+            free = try_lock(fd)
             if free is False and time.monotonic() > patience:
                 other = f", or {instead}" if instead else ""
-                raise UserError(f"{path} is in use by another command ({_holder(fd)}); wait for its end{other}")
+                raise UserError(
+                    f"{path} is in use by another command ({_describe_holder(fd)}); wait for its end{other}"
+                )
             if free is None:
-                _say_unlocked(real)
+                _warn_unlocked(real)
                 lock.unlink(missing_ok=True)
                 os.close(fd)
                 return None, lock
-            if free and _is_still(fd, lock):  # else its last owner has just removed it
+            if free and _is_current_file(fd, lock):  # else its last owner has just removed it
                 with contextlib.suppress(OSError):  # on a full disk it is held without its owner's name
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, _OURS + f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
@@ -161,18 +165,18 @@ def _taken(real: Path, path: str | Path, instead: str, made: list[Path]) -> tupl
         time.sleep(0.01)
 
 
-def _place(real: Path) -> Path:
+def _lock_path(real: Path) -> Path:
     """Return the lock file's path: next to `real`, or inside it for a mount point or if its parent is not writable."""
     if real.is_dir() and (os.path.ismount(real) or not os.access(real.parent, os.W_OK)):
         return real / INSIDE
     return real.with_name(f".{real.name}.lock")
 
 
-def _foreign(lock: Path) -> UserError:
+def _foreign_lock_error(lock: Path) -> UserError:
     return UserError(f"{lock} has the name of our lock and is something else; move it away")
 
 
-def _is_still(fd: int, lock: Path) -> bool:
+def _is_current_file(fd: int, lock: Path) -> bool:
     """True if `lock` still names the open file `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(lock))
@@ -180,7 +184,7 @@ def _is_still(fd: int, lock: Path) -> bool:
         return False
 
 
-def _holder(fd: int) -> str:
+def _describe_holder(fd: int) -> str:
     """Describe the process holding the lock; it is unknown if its disk was full."""
     words = os.pread(fd, 300, 0).decode(errors="replace").split()
     if len(words) != 3:
@@ -191,7 +195,7 @@ def _holder(fd: int) -> str:
 _said: set[int] = set()
 
 
-def _say_unlocked(real: Path) -> None:
+def _warn_unlocked(real: Path) -> None:
     device = real.parent.stat().st_dev
     if device not in _said:
         _said.add(device)

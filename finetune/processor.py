@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @functools.cache
-def processor() -> tuple[str, tuple[str, ...]]:
+def cpu_info() -> tuple[str, tuple[str, ...]]:
     """Return the CPU's model and, where the system reports them, its instruction flags, sorted."""
     info: dict[str, str] = {}
     try:

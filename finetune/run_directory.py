@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import Any
 
 from .atomic import (
-    is_bare,
+    has_only_leftovers,
     make_directory,
     new_directory,
-    read_object,
-    sweep_leftovers,
+    read_json_object,
+    remove_leftovers,
     sync_files,
     write_json,
     write_text,
 )
 from .digests import check_files
-from .errors import Interrupted, UserError, disk_trouble, is_disk_full
-from .processor import processor
+from .errors import Interrupted, UserError, describe_disk_error, is_disk_full
+from .processor import cpu_info
 
 ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, TRACE, LOG = (
     "environment.json",
@@ -59,7 +59,7 @@ def disk_full_interrupts(doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (trouble := disk_trouble(error)) is None:
+        if (trouble := describe_disk_error(error)) is None:
             raise
         then = "free some space and resume" if is_disk_full(error) else "resume when it is well again"
         raise Interrupted(f"{trouble} while {doing}; {then}, everything finished before is kept") from error
@@ -89,8 +89,8 @@ class RunDirectory:
         Raises UserError if `path` is not empty, including when another process created it meanwhile.
         """
         path = Path(path)
-        refuse_old(path, resumable=True)
-        with disk_full_interrupts(f"creating {path}"), new_output(path) as temporary:
+        check_replaceable(path, resumable=True)
+        with disk_full_interrupts(f"creating {path}"), output_directory(path) as temporary:
             write_provenance(temporary, recipe_yaml=recipe_yaml)
             if manifest is not None:
                 write_json(temporary / MANIFEST, manifest)
@@ -110,7 +110,7 @@ class RunDirectory:
         if not (path / ENVIRONMENT).is_file() or not (path / COMMAND).is_file():
             raise UserError(f"{path} is not a run directory: it has no {ENVIRONMENT} and {COMMAND}")
         for folder in (path, path / "state", path / "stages", *(path / "stages").glob("*/")):
-            sweep_leftovers(folder)
+            remove_leftovers(folder)
         torn = [path / METRICS, path / TRACE, *(path / "stages").glob(f"*/{METRICS}")]
         # A finished run has no torn files: a difference from its record was made by someone, and is left for the user
         # to see.
@@ -135,9 +135,9 @@ class RunDirectory:
         """Append one line to the run's and the stage's metrics.jsonl. NaN and infinities become null."""
         if not self.writes:
             return
-        text = _line(stage, fields)
+        text = _format_line(stage, fields)
         for file in (self.path / METRICS, self.stage(stage) / METRICS):
-            _append(file, text)
+            _append_line(file, text)
 
     def sync_metrics(self, stage: str) -> None:
         """Make the lines logged so far durable, before a checkpoint declares their steps done."""
@@ -147,17 +147,17 @@ class RunDirectory:
     def log_trace(self, stage: str, **fields: Any) -> None:
         """Append one line to trace.jsonl. NaN and infinities become null."""
         if self.writes:
-            _append(self.path / TRACE, _line(stage, fields))
+            _append_line(self.path / TRACE, _format_line(stage, fields))
 
     def log(self, message: str) -> None:
         """Append lines to log.txt, each with the time."""
         if not self.writes:
             return
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        _append(self.path / LOG, "".join(f"{now} {line}\n" for line in message.splitlines() or [""]))
+        _append_line(self.path / LOG, "".join(f"{now} {line}\n" for line in message.splitlines() or [""]))
 
 
-def refuse_nonempty(path: str | Path, *, resumable: bool = False) -> None:
+def check_empty(path: str | Path, *, resumable: bool = False) -> None:
     """Raise UserError unless `path` is absent or a directory empty except for leftovers of killed writes.
 
     resumable: the directory may be a run's, so the message suggests resuming it.
@@ -165,15 +165,15 @@ def refuse_nonempty(path: str | Path, *, resumable: bool = False) -> None:
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"--out: {path} is a file; name a new or empty directory")
-    if path.is_dir() and not is_bare(path):
+    if path.is_dir() and not has_only_leftovers(path):
         instead = ", or continue a run with `flatshift train --resume`" if resumable else ""
         raise UserError(f"--out: {path} is not empty; name another directory{instead}")
 
 
-def refuse_old(path: str | Path, *, resumable: bool = False) -> None:
-    """Raise UserError as `refuse_nonempty`, and for a directory that cannot be replaced as a whole: a mount point or
+def check_replaceable(path: str | Path, *, resumable: bool = False) -> None:
+    """Raise UserError as `check_empty`, and for a directory that cannot be replaced as a whole: a mount point or
     this process's working directory."""
-    refuse_nonempty(path, resumable=resumable)
+    check_empty(path, resumable=resumable)
     path = Path(path)
     if path.is_mount() or (path.is_dir() and path.samefile(Path.cwd())):
         what = "a mount point" if path.is_mount() else "the working directory"
@@ -186,7 +186,7 @@ def resume_command(path: str | Path) -> str:
 
 
 @contextmanager
-def new_output(path: Path) -> Iterator[Path]:
+def output_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory that becomes `path` as a whole at the end.
 
     Raises UserError if another command created `path` meanwhile; its content is kept.
@@ -203,8 +203,8 @@ def new_output(path: Path) -> Iterator[Path]:
 def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -> None:
     """Write command.txt, environment.json and, if given, recipe.resolved.yaml into `directory`."""
     directory = Path(directory)
-    write_text(directory / COMMAND, _command())
-    write_json(directory / ENVIRONMENT, environment())
+    write_text(directory / COMMAND, _command_line())
+    write_json(directory / ENVIRONMENT, collect_environment())
     if recipe_yaml is not None:
         write_text(directory / RECIPE, recipe_yaml)
 
@@ -213,30 +213,30 @@ def add_provenance(directory: Path) -> None:
     """Append this command to command.txt, and to environment.json (`resumed`) when it resumed and what differs from
     before."""
     before = (directory / COMMAND).read_text(encoding="utf-8")
-    write_text(directory / COMMAND, before + _command())
-    known = read_object(directory / ENVIRONMENT)
-    first, now = {**known}, environment()
+    write_text(directory / COMMAND, before + _command_line())
+    known = read_json_object(directory / ENVIRONMENT)
+    first, now = {**known}, collect_environment()
     first.pop("resumed", None)
     other = {name: value for name, value in now.items() if name == "created" or first.get(name) != value}
     write_json(directory / ENVIRONMENT, {**known, "resumed": [*known.get("resumed", []), other]})
 
 
-def _command() -> str:
+def _command_line() -> str:
     name = Path(sys.argv[0]).name
     called = "flatshift" if name == "__main__.py" else name  # `python -m flatshift` runs the same command
     return shlex.join([called, *sys.argv[1:]]) + "\n"
 
 
-def environment() -> dict[str, Any]:
+def collect_environment() -> dict[str, Any]:
     """Collect what results may depend on: versions, machine, threads, commit. Memory in bytes."""
     found: dict[str, Any] = {
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": processor()[0],
+        "cpu": cpu_info()[0],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "commit": _commit(),
+        "commit": _source_commit(),
         "variables": {name: os.environ[name] for name in _THREADS if name in os.environ},
     }
     versions: dict[str, str | None] = {}
@@ -268,19 +268,19 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     lines: dict[tuple[Any, Any, Any], dict[str, Any]] = {}
     pieces = path.read_bytes().split(b"\n")
     for number, piece in enumerate(pieces, start=1):
-        record = parse_line(piece)
+        record = parse_metrics_line(piece)
         if record is None:
             if piece.strip() and number < len(pieces):
                 raise UserError(f"{path}:{number}: not a JSON object with a stage and a whole step")
             continue
-        forget_undone(lines, record)
+        drop_rolled_back(lines, record)
         key = (record["stage"], record.get("split"), record["step"])
         lines.pop(key, None)
         lines[key] = record
     return list(lines.values())
 
 
-def parse_line(piece: bytes) -> dict[str, Any] | None:
+def parse_metrics_line(piece: bytes) -> dict[str, Any] | None:
     """Parse one line of metrics.jsonl, its `step` an integer ≥ 0; None if it is not such a line."""
     try:
         record = json.loads(piece)
@@ -298,7 +298,7 @@ def parse_line(piece: bytes) -> dict[str, Any] | None:
     return record
 
 
-def forget_undone(lines: dict[Any, dict[str, Any]], record: dict[str, Any]) -> None:
+def drop_rolled_back(lines: dict[Any, dict[str, Any]], record: dict[str, Any]) -> None:
     """Remove from `lines`, keyed (stage, split, step), the steps that `record` rolled back."""
     if (back := record.get("rewound_to")) is None:
         return
@@ -323,7 +323,7 @@ def _cut_torn_tail(path: Path) -> None:
         os.truncate(path, whole)
 
 
-def _append(path: Path, text: str) -> None:
+def _append_line(path: Path, text: str) -> None:
     """Append in one write; a line for which the disk has no room is removed whole."""
     data = text.encode()
     with disk_full_interrupts(f"writing {path}"):
@@ -340,16 +340,16 @@ def _append(path: Path, text: str) -> None:
             os.close(fd)
 
 
-def _line(stage: str, fields: dict[str, Any]) -> str:
-    line = {"stage": stage, **{key: _finite(value) for key, value in fields.items()}}
+def _format_line(stage: str, fields: dict[str, Any]) -> str:
+    line = {"stage": stage, **{key: _finite_or_none(value) for key, value in fields.items()}}
     return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _commit() -> str | None:
+def _source_commit() -> str | None:
     """Return the commit of the source tree that contains this package; None for an installed package."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():

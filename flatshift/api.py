@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatshift.finetune.errors import UserError, address_of, is_remote, shortened
+from flatshift.finetune.errors import UserError, is_remote, shorten, store_address
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,7 @@ Overrides = Mapping[str, Any]
 """Recipe keys and values: `{"train": {"steps": 4}}` or `{"train.steps": 4}`."""
 
 
-def draw(directory: Path, *parts: Path) -> Path:
+def draw_report(directory: Path, *parts: Path) -> Path:
     """Draw `plots/` and `report.html` of a finished directory, or one page from its `parts`; return the page's path."""
     from flatshift.experiments.report import build_report, write_plots
 
@@ -58,11 +58,11 @@ def load_recipe(reference: str | Path | None = None, overrides: Overrides | None
     from flatshift.experiments.recipe import load_recipe as load
 
     if reference is not None and not isinstance(reference, str | Path):
-        raise _wrong("load_recipe", "reference", "a shipped name, a file or None", reference)
+        raise _type_error("load_recipe", "reference", "a shipped name, a file or None", reference)
     return load(None if reference is None else str(reference), [from_mapping(overrides or {})])
 
 
-def _resolved(recipe: Any, overrides: Overrides | None, function: str) -> Resolved:
+def _resolve_recipe(recipe: Any, overrides: Overrides | None, function: str) -> Resolved:
     """Resolve any accepted form of a recipe (name, file, Recipe or Resolved)."""
     from flatshift.experiments.recipe import Resolved, from_mapping
     from flatshift.experiments.recipe.resolve import resolve_tree
@@ -76,19 +76,19 @@ def _resolved(recipe: Any, overrides: Overrides | None, function: str) -> Resolv
             given["train"] = {k: v for k, v in vars(recipe.train).items() if k != "steps"}
         recipe = resolve_tree(from_mapping(given, "Recipe"), (), name="recipe")
     if not isinstance(recipe, Resolved):
-        raise _wrong(function, "recipe", "what load_recipe returns, a Recipe, a shipped name or a file", recipe)
+        raise _type_error(function, "recipe", "what load_recipe returns, a Recipe, a shipped name or a file", recipe)
     if not overrides:
         return recipe
     return resolve_tree(recipe.tree(), [from_mapping(overrides)], name=recipe.name)
 
 
-def _wrong(function: str, name: str, wanted: str, value: Any) -> UserError:
-    return UserError(f"{function}: {name} must be {wanted}, got {shortened(repr(value), 60)} ({type(value).__name__})")
+def _type_error(function: str, name: str, wanted: str, value: Any) -> UserError:
+    return UserError(f"{function}: {name} must be {wanted}, got {shorten(repr(value), 60)} ({type(value).__name__})")
 
 
-def _path(function: str, name: str, value: Any) -> Path:
+def _local_path(function: str, name: str, value: Any) -> Path:
     if not isinstance(value, str | Path):
-        raise _wrong(function, name, "a path", value)
+        raise _type_error(function, name, "a path", value)
     if is_remote(value):
         raise UserError(f"{function}: {name} {value}: results lie in a local directory; name one, and copy it")
     return Path(value)
@@ -109,16 +109,16 @@ def train(
     out: directory to create, by default `runs/DATE-TIME-NAME`. quiet: print nothing; log.txt has every line.
     Raises UserError for bad input before training starts, Interrupted if stopped with resumable state.
     """
-    resolved = _resolved(recipe, overrides, "train")
-    where = None if out is None else _path("train", "out", out)
+    resolved = _resolve_recipe(recipe, overrides, "train")
+    where = None if out is None else _local_path("train", "out", out)
     from flatshift.experiments.workflows.train import train
     from flatshift.finetune.launch import consistency
 
     if where is None:
         with consistency.dated_directory("runs", resolved.name) as where:
-            train(resolved, where, quiet=quiet, draw=draw)
+            train(resolved, where, quiet=quiet, draw=draw_report)
     else:
-        train(resolved, where, quiet=quiet, draw=draw)
+        train(resolved, where, quiet=quiet, draw=draw_report)
     return Run(where)
 
 
@@ -129,11 +129,11 @@ def resume(path: str | Path, overrides: Overrides | None = None, *, quiet: bool 
     Raises UserError if `path` is no run directory or in use, an input file or the backbone changed, or an override is
     not allowed.
     """
-    directory = _path("resume", "path", path)
+    directory = _local_path("resume", "path", path)
     from flatshift.experiments.recipe import from_mapping
     from flatshift.experiments.workflows.train import resume
 
-    resume(directory, [from_mapping(overrides or {})], quiet=quiet, draw=draw)
+    resume(directory, [from_mapping(overrides or {})], quiet=quiet, draw=draw_report)
     return Run(directory)
 
 
@@ -147,7 +147,7 @@ class Run:
     path: Path
 
     def __init__(self, path: str | Path) -> None:
-        object.__setattr__(self, "path", _path("Run", "path", path))
+        object.__setattr__(self, "path", _local_path("Run", "path", path))
         if not (self.path / "recipe.resolved.yaml").is_file():
             raise UserError(f"{self.path} is not a run directory: it has no recipe.resolved.yaml")
 
@@ -181,7 +181,7 @@ class Run:
         """Evaluate the adapter again, on the run's own splits or on files as split `data`, as `flatshift eval`."""
         from flatshift.experiments.workflows.evaluate import evaluate_run
 
-        return evaluate_run(self.path, data=_files("evaluate", "data", data), quiet=quiet)
+        return evaluate_run(self.path, data=_check_files("evaluate", "data", data), quiet=quiet)
 
     def predict(self, rows: str | Sequence[str | Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Predict for each row: `label, probability, p_NAME`, a number, an answer, or the perplexity.
@@ -192,10 +192,10 @@ class Run:
         """
         given = [rows] if isinstance(rows, str) else rows
         if isinstance(given, Mapping) or not (hasattr(given, "__iter__") and hasattr(given, "__len__")):
-            raise _wrong("predict", "rows", "a list of texts or of mappings", given)
+            raise _type_error("predict", "rows", "a list of texts or of mappings", given)
         for place, row in enumerate(given):
             if not isinstance(row, str | Mapping):
-                raise _wrong("predict", f"rows[{place}]", "a text or a mapping of columns", row)
+                raise _type_error("predict", f"rows[{place}]", "a text or a mapping of columns", row)
         found: list[dict[str, Any]] = self._predictor(list(given))
         return found
 
@@ -214,7 +214,7 @@ class Run:
         asked = [prompts] if isinstance(prompts, str) else prompts
         from flatshift.experiments.workflows.generate import generate_from_run
 
-        found = generate_from_run(self.path, prompts=_texts("generate", "prompts", asked), raw=raw,
+        found = generate_from_run(self.path, prompts=_check_texts("generate", "prompts", asked), raw=raw,
                                   decoding=decoding, quiet=True)  # fmt: skip
         return [str(record["text"]) for record in found]
 
@@ -223,12 +223,14 @@ class Run:
 
         Raises UserError if the run has no adapter yet, or its backbone changed.
         """
-        from flatshift.experiments.data.splits import learnt
+        from flatshift.experiments.data.splits import read_label_record
         from flatshift.experiments.workflows.build import load_model
-        from flatshift.experiments.workflows.generate import alone, finished_recipe
+        from flatshift.experiments.workflows.generate import read_finished_recipe, to_single_process
 
-        recipe = alone(finished_recipe(self.path))
-        engine, _ = load_model(recipe, recipe.task, learnt(recipe, self.path)[0], adapter=self.path / "adapter")
+        recipe = to_single_process(read_finished_recipe(self.path))
+        engine, _ = load_model(
+            recipe, recipe.task, read_label_record(recipe, self.path)[0], adapter=self.path / "adapter"
+        )
         return engine.peft.eval()
 
     def tokenizer(self) -> Any:
@@ -274,23 +276,23 @@ def select(
     more: dict[str, Any] = {"select.budget": budget, kind: method, "select.embedder": embedder}
     given = {key: value for key, value in more.items() if value is not None}
     with tempfile.TemporaryDirectory(prefix="flatshift-") as temporary:
-        kept = Path(temporary) / "selection" if out is None else _path("select", "out", out)
+        kept = Path(temporary) / "selection" if out is None else _local_path("select", "out", out)
         if target is None:
             if not isinstance(pool, str | Path) and isinstance(pool, Sequence):
                 raise UserError("select: target is missing; give the texts of the task, or a recipe alone")
-            resolved = _resolved(pool, {**given, **(overrides or {})}, "select")
+            resolved = _resolve_recipe(pool, {**given, **(overrides or {})}, "select")
         else:
             if budget is None:
                 raise UserError("select: budget is missing; say how many of the pool's texts to choose")
             folder = Path(temporary) if out is None else kept.with_name(f"{kept.name}-texts")
             sides = {"pool": pool, "target": target}
-            given |= {f"select.{name}.files": _side(name, side, folder) for name, side in sides.items()}
+            given |= {f"select.{name}.files": _side_files(name, side, folder) for name, side in sides.items()}
             if not _names_files(target):
                 given["data.holdout"] = 0.0  # no training reads these texts, so none are held out
             resolved = load_recipe(None, {**given, **(overrides or {})})
         from flatshift.experiments.select.select import select
 
-        manifest = select(resolved, kept, quiet=quiet or out is None, draw=None if out is None else draw)
+        manifest = select(resolved, kept, quiet=quiet or out is None, draw=None if out is None else draw_report)
         return Selection.read(kept, manifest, path=None if out is None else kept)
 
 
@@ -310,7 +312,9 @@ def embedder(
 
     recipe = load_recipe(None, {"select.embedder": embedder, **(overrides or {})}).recipe
     assert recipe.select is not None
-    return RecipeEmbedder(recipe, recipe.select.embedder, _texts("embedder", "moments", moments) if moments else ())
+    return RecipeEmbedder(
+        recipe, recipe.select.embedder, _check_texts("embedder", "moments", moments) if moments else ()
+    )
 
 
 def _names_files(value: Any) -> bool:
@@ -318,11 +322,11 @@ def _names_files(value: Any) -> bool:
     return not isinstance(given, str) and isinstance(given, Sequence) and bool(given) and isinstance(given[0], Path)
 
 
-def _side(name: str, value: Any, folder: Path) -> list[str]:
+def _side_files(name: str, value: Any, folder: Path) -> list[str]:
     """Return the files of pool or target; given texts are first written to a JSONL file in `folder`."""
     if _names_files(value):
-        return _files("select", name, value)
-    texts = _texts("select", name, value)
+        return _check_files("select", name, value)
+    texts = _check_texts("select", name, value)
     if not texts:
         raise UserError(f"select: {name} is empty; give at least one text")
     from flatshift.finetune.atomic import write_text
@@ -334,22 +338,22 @@ def _side(name: str, value: Any, folder: Path) -> list[str]:
     return [str(file)]
 
 
-def _texts(function: str, name: str, value: Any) -> list[str]:
+def _check_texts(function: str, name: str, value: Any) -> list[str]:
     if isinstance(value, str) or not (hasattr(value, "__iter__") and hasattr(value, "__len__")):
-        raise _wrong(function, name, "a list of texts", value)
+        raise _type_error(function, name, "a list of texts", value)
     texts = list(value)
     for row, text in enumerate(texts):
         if not isinstance(text, str):
-            raise _wrong(function, f"{name}[{row}]", "a text", text)
+            raise _type_error(function, f"{name}[{row}]", "a text", text)
     return texts
 
 
-def _files(function: str, name: str, value: Any) -> list[str]:
+def _check_files(function: str, name: str, value: Any) -> list[str]:
     files = [value] if isinstance(value, str | Path) else list(value)
     for row, file in enumerate(files):
         if not isinstance(file, str | Path):
-            raise _wrong(function, f"{name}[{row}]", "a path", file)
-    return [address_of(file) if is_remote(file) else str(Path(file)) for file in files]
+            raise _type_error(function, f"{name}[{row}]", "a path", file)
+    return [store_address(file) if is_remote(file) else str(Path(file)) for file in files]
 
 
 @dataclass(frozen=True)
@@ -416,32 +420,36 @@ def sweep(
     reason, not an exception.
     Raises UserError before any cell runs, Interrupted if stopped; the same call then continues.
     """
-    resolved = _resolved(recipe, overrides, "sweep")
-    directory = _path("sweep", "out", out)
+    resolved = _resolve_recipe(recipe, overrides, "sweep")
+    directory = _local_path("sweep", "out", out)
     from flatshift.experiments.recipe.studies import SweepOptions
     from flatshift.experiments.studies.sweep import sweep
 
-    texts = None if grid is None else tuple(f"{key}={_values(key, values)}" for key, values in _items(grid))
+    texts = (
+        None
+        if grid is None
+        else tuple(f"{key}={_format_grid_values(key, values)}" for key, values in _grid_items(grid))
+    )
     options = SweepOptions(grid=texts, seeds=seeds, design=design, points=points, jobs=jobs)
-    sweep(resolved, (), directory, options, quiet=quiet, draw=draw)
+    sweep(resolved, (), directory, options, quiet=quiet, draw=draw_report)
     return Sweep(directory)
 
 
-def _items(grid: Any) -> list[tuple[str, Any]]:
+def _grid_items(grid: Any) -> list[tuple[str, Any]]:
     if not isinstance(grid, Mapping) or not all(isinstance(key, str) for key in grid):
-        raise _wrong("sweep", "grid", "a mapping of recipe keys to lists of values", grid)
+        raise _type_error("sweep", "grid", "a mapping of recipe keys to lists of values", grid)
     return list(grid.items())
 
 
-def _values(key: str, values: Any) -> str:
+def _format_grid_values(key: str, values: Any) -> str:
     if isinstance(values, str):
         return values
     if not hasattr(values, "__iter__") or isinstance(values, Mapping):
-        raise _wrong("sweep", f"grid[{key!r}]", "a list of values, or a range such as '1e-4..1e-2:log'", values)
+        raise _type_error("sweep", f"grid[{key!r}]", "a list of values, or a range such as '1e-4..1e-2:log'", values)
     texts = [json.dumps(v.item() if hasattr(v, "item") else v) if not isinstance(v, str) else v for v in values]
     for text in texts:
         if "," in text and text[:1] not in "[{":
-            raise UserError(f"sweep: grid[{key!r}]: {shortened(repr(text), 60)} holds a comma, which parts values")
+            raise UserError(f"sweep: grid[{key!r}]: {shorten(repr(text), 60)} holds a comma, which parts values")
     return ",".join(texts)
 
 
@@ -462,7 +470,7 @@ class Sweep:
     path: Path
 
     def __init__(self, path: str | Path) -> None:
-        object.__setattr__(self, "path", _path("Sweep", "path", path))
+        object.__setattr__(self, "path", _local_path("Sweep", "path", path))
         if not (self.path / "cells.parquet").is_file():
             raise UserError(f"{self.path} has no cells.parquet; give the directory of a sweep that has run")
 
@@ -499,7 +507,7 @@ class Sweep:
 
     def report(self) -> Path:
         """Draw the report page again."""
-        return draw(self.path)
+        return draw_report(self.path)
 
 
 def compare(recipe: str | Path, out: str | Path, *, overrides: Overrides | None = None, **rest: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _EPILOGUE = """
 """
 
 
-def _usage() -> str:
+def _usage_text() -> str:
     width = max(map(len, commands.SUMMARIES))
     rows = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in commands.SUMMARIES.items())
     return f"usage: flatshift COMMAND [...]\n\n{rows}\n{_EPILOGUE}"
@@ -48,14 +48,14 @@ def _on_terminate(_signal: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _fail(message: str, code: int) -> int:
+def _print_error(message: str, code: int) -> int:
     print(f"flatshift: {message}", file=sys.stderr)
     return code
 
 
-def _refuse_encoding(argv: Sequence[str]) -> None:
+def _check_encoding(argv: Sequence[str]) -> None:
     """Raise UserError for a name that is not valid UTF-8: no recipe, manifest or page could store it."""
-    from flatshift.finetune.errors import UserError, shortened
+    from flatshift.finetune.errors import UserError, shorten
 
     try:
         here = str(Path.cwd())
@@ -67,10 +67,10 @@ def _refuse_encoding(argv: Sequence[str]) -> None:
         # Undecodable bytes of argv and cwd arrive as lone surrogates (os.fsdecode).
         if any("\ud800" <= sign <= "\udfff" for sign in text):
             place = "the current directory" if text is here else what.partition("=")[0] or f"`flatshift {argv[0]}`:"
-            raise UserError(f"{place} {shortened(ascii(text))} is not valid UTF-8; rename the file, or retype the text")
+            raise UserError(f"{place} {shorten(ascii(text))} is not valid UTF-8; rename the file, or retype the text")
 
 
-def _refuse_remote_output(argv: Sequence[str]) -> None:
+def _check_local_output(argv: Sequence[str]) -> None:
     """Raise UserError for a results directory in an object store: results are locked, appended to and renamed, which
     needs a file system."""
     from flatshift.finetune.errors import UserError
@@ -83,45 +83,47 @@ def _refuse_remote_output(argv: Sequence[str]) -> None:
             )
 
 
-class _PlainOutput:
+class _EscapedStream:
     """Text stream that escapes terminal control sequences: texts, names and answers come from untrusted sources."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        from flatshift.finetune.errors import printable
+        from flatshift.finetune.errors import escape_control_characters
 
-        return self._stream.write(printable(text))
+        return self._stream.write(escape_control_characters(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def _plain_output(argv: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
+def _escape_output(argv: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
     """Send a command's stdout through `printable`, except for the colours of `--help`."""
     if {"-h", "--help"} & {*argv}:
         return contextlib.nullcontext()
-    return contextlib.redirect_stdout(cast("TextIO", _PlainOutput(sys.stdout)))
+    return contextlib.redirect_stdout(cast("TextIO", _EscapedStream(sys.stdout)))
 
 
-def _broken_disk(error: Exception, argv: Sequence[str]) -> int:
+def _report_os_error(error: Exception, argv: Sequence[str]) -> int:
     """Report trouble with the disk or with a path the user named; anything else as our bug. Return the exit code."""
-    from flatshift.finetune.errors import disk_trouble, is_disk_full, sentence
+    from flatshift.finetune.errors import describe_disk_error, format_error_message, is_disk_full
 
     named = (error.filename2 or error.filename) if isinstance(error, OSError) else None  # for a copy, its target
     place = f" at {named}" if named else ""
-    if (trouble := disk_trouble(error)) is not None:
+    if (trouble := describe_disk_error(error)) is not None:
         then = "free some space" if is_disk_full(error) else "see to it"
         if argv[0] in _KEEPS:
-            return _end(sentence(f"interrupted: {trouble}{place}; {then} and resume, finished parts are kept"), 3)
-        return _end(sentence(f"error: {trouble}{place}; {then} and run the same command again"), 2)
+            return _report_exit(
+                format_error_message(f"interrupted: {trouble}{place}; {then} and resume, finished parts are kept"), 3
+            )
+        return _report_exit(format_error_message(f"error: {trouble}{place}; {then} and run the same command again"), 2)
     if isinstance(error, OSError) and error.errno in _USERS_PATH and named:
-        return _end(sentence(f"error: {named}: {error.strerror}"), 2)
-    return _unexpected(error)
+        return _report_exit(format_error_message(f"error: {named}: {error.strerror}"), 2)
+    return _report_unexpected(error)
 
 
-def _end(message: str, code: int, *, patient: bool = False) -> int:
+def _report_exit(message: str, code: int, *, patient: bool = False) -> int:
     """Report a failure and return `code`; on several ranks only the first prints."""
     from flatshift.finetune.launch import failure
 
@@ -131,7 +133,7 @@ def _end(message: str, code: int, *, patient: bool = False) -> int:
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; never raises."""
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_usage())
+        print(_usage_text())
         return 0 if argv else 2
     if argv[0] in ("--version", "-V"):
         from flatshift import __version__
@@ -142,25 +144,25 @@ def run(argv: Sequence[str]) -> int:
     if name not in commands.SUMMARIES:
         close = difflib.get_close_matches(name[:80], commands.SUMMARIES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(commands.SUMMARIES)}"
-        return _fail(f"error: unknown command {name[:80]!a}; {hint}", 2)
+        return _print_error(f"error: unknown command {name[:80]!a}; {hint}", 2)
 
-    from flatshift.finetune.errors import Interrupted, OutOfMemory, UserError, first_line, sentence
+    from flatshift.finetune.errors import Interrupted, OutOfMemory, UserError, first_error_line, format_error_message
     from flatshift.regularizers.errors import RegularizerError
     from flatshift.selection.errors import SelectionError
 
     try:
-        _refuse_encoding(argv)
-        _refuse_remote_output(argv)
-        with _plain_output(argv):
+        _check_encoding(argv)
+        _check_local_output(argv)
+        with _escape_output(argv):
             return commands.run(name, list(argv[1:]))
     except (UserError, SelectionError, RegularizerError) as error:
-        return _end(f"error: {sentence(str(error))}", 2)
+        return _report_exit(f"error: {format_error_message(str(error))}", 2)
     except Interrupted as error:
-        return _end(f"interrupted: {error}", 3, patient=True)
+        return _report_exit(f"interrupted: {error}", 3, patient=True)
     except OutOfMemory as error:
-        return _end(f"{'interrupted' if error.resumable else 'error'}: {error}", 3 if error.resumable else 2)
+        return _report_exit(f"{'interrupted' if error.resumable else 'error'}: {error}", 3 if error.resumable else 2)
     except KeyboardInterrupt:
-        return _end(f"interrupted: go on with the same command: `{shlex.join(['flatshift', *argv])}`", 3)
+        return _report_exit(f"interrupted: go on with the same command: `{shlex.join(['flatshift', *argv])}`", 3)
     except BrokenPipeError:
         # The reader is gone: else the interpreter's flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -168,35 +170,37 @@ def run(argv: Sequence[str]) -> int:
     except SystemExit as stop:  # raised by the argument parser for --help (0) and errors (2)
         return stop.code if isinstance(stop.code, int) else 2
     except Exception as error:  # trouble with the disk, or our bug
-        return _broken_disk(error, argv)
+        return _report_os_error(error, argv)
     except BaseException as error:  # a Rust panic from pyo3 is not an Exception
         if type(error).__name__ != "PanicException":
             raise
-        gave_up = f"a tokenizer's library gave up ({first_line(error)}); its tokenizer.json holds what it cannot use"
-        return _end(sentence(f"error: {gave_up}; take the file that belongs to the weights"), 2)
+        gave_up = (
+            f"a tokenizer's library gave up ({first_error_line(error)}); its tokenizer.json holds what it cannot use"
+        )
+        return _report_exit(format_error_message(f"error: {gave_up}; take the file that belongs to the weights"), 2)
 
 
-def _unexpected(error: Exception) -> int:
+def _report_unexpected(error: Exception) -> int:
     from flatshift.finetune.launch import failure, watchdog
 
-    return failure.speak_of(error, watchdog.missing)
+    return failure.report_error(error, watchdog.missing_ranks)
 
 
 def _set_allocator() -> None:
     """Set the CUDA allocator's environment before anything imports torch; ranks and sweep cells inherit it."""
-    from flatshift.finetune.compute.allocator import fixed_workspaces, growing_segments
+    from flatshift.finetune.compute.allocator import cublas_workspace_env, expandable_segments_env
 
-    os.environ.update(growing_segments(os.environ) | fixed_workspaces(os.environ))
+    os.environ.update(expandable_segments_env(os.environ) | cublas_workspace_env(os.environ))
 
 
-def _heard(argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+def _with_heartbeat(argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """Return a context that prints heartbeats, for commands that a user waits for."""
     name = argv[0] if argv else ""
     if name not in commands.SUMMARIES or name in _CONVERSING or {"--json", "--quiet"} & {*argv}:
         return contextlib.nullcontext()
-    from flatshift.experiments.run.console import never_silent
+    from flatshift.experiments.run.console import print_heartbeat
 
-    return never_silent(f"flatshift {name}")
+    return print_heartbeat(f"flatshift {name}")
 
 
 def main() -> None:
@@ -209,7 +213,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     _set_allocator()
     if "RANK" not in os.environ:
-        with _heard(sys.argv[1:]):
+        with _with_heartbeat(sys.argv[1:]):
             code = run(sys.argv[1:])
         sys.stdout.flush()
         sys.stderr.flush()
@@ -219,9 +223,9 @@ def main() -> None:
     from flatshift.finetune.launch import failure, spawn
 
     spawn.tie_to_launcher()
-    with _heard(sys.argv[1:]) if os.environ["RANK"] == "0" else contextlib.nullcontext():
+    with _with_heartbeat(sys.argv[1:]) if os.environ["RANK"] == "0" else contextlib.nullcontext():
         code = run(sys.argv[1:])
-    if failure.several():
+    if failure.is_multi_rank():
         failure.end_rank(code)
     sys.stdout.flush()
     raise SystemExit(code)

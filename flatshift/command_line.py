@@ -20,10 +20,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from flatshift.experiments.recipe import from_override, refuse_contradictions
-from flatshift.experiments.recipe.schema import Recipe, ending_with
-from flatshift.experiments.run.console import others_speak
+from flatshift.experiments.recipe.schema import Recipe, find_keys_ending_with
+from flatshift.experiments.run.console import pause_heartbeat
 from flatshift.finetune.config import LONGEST
-from flatshift.finetune.errors import UserError, shortened
+from flatshift.finetune.errors import UserError, shorten
 from flatshift.finetune.launch import spawn
 from flatshift.finetune.models.quantize import check_available
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
@@ -54,19 +54,19 @@ def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]
     Raises:
         UserError: a key without its value, two that contradict each other, or the last word of a key alone (`--steps`).
     """
-    rest, given = _split(argv, flags)
+    rest, given = _split_recipe_keys(argv, flags)
     overrides = [from_override(key, value, where) for key, where, value in given]
     refuse_contradictions(overrides)
     return rest, overrides
 
 
-def recipe_words(argv: list[str], flags: type, *, without: str) -> list[str]:
+def recipe_arguments(argv: list[str], flags: type, *, without: str) -> list[str]:
     """Return the recipe keys of a command line as words for another command, without those of the block `without`."""
-    _, given = _split(argv, flags)
+    _, given = _split_recipe_keys(argv, flags)
     return [word for key, where, value in given if key.partition(".")[0] != without for word in (where, value)]
 
 
-def _split(argv: list[str], flags: type) -> tuple[list[str], list[tuple[str, str, str]]]:
+def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tuple[str, str, str]]]:
     """Split a command line into the remaining words and its recipe keys: (key, flag, value)."""
     own = {field.name for field in dataclasses.fields(flags)}
     rest: list[str] = []
@@ -77,7 +77,7 @@ def _split(argv: list[str], flags: type) -> tuple[list[str], list[tuple[str, str
         key = name.replace("-", "_")
         head = key.split(".", 1)[0]
         if not token.startswith("--") or key in own or ("." not in key and head not in _RECIPE_KEYS):
-            meant = [_OTHER_NAMES[key]] if key in _OTHER_NAMES else ending_with(key)
+            meant = [_OTHER_NAMES[key]] if key in _OTHER_NAMES else find_keys_ending_with(key)
             if token.startswith("--") and key not in own and meant:
                 near = " or ".join(f"`--{one}`" for one in meant[:3])
                 raise UserError(f"--{name} is no flag of this command; did you mean {near}?")
@@ -104,7 +104,7 @@ def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]
     return found
 
 
-def parse(flags: type, name: str, argv: Sequence[str]) -> Any:
+def parse_flags(flags: type, name: str, argv: Sequence[str]) -> Any:
     """Parse the `flags` of the command `name`; whole numbers may be written `1e9`.
 
     Raises:
@@ -112,21 +112,21 @@ def parse(flags: type, name: str, argv: Sequence[str]) -> Any:
     """
     said = io.StringIO()
     hints = get_type_hints(flags)
-    kinds = {one.name: set(_parts(hints[one.name])) for one in dataclasses.fields(flags)}
+    kinds = {one.name: set(_hint_parts(hints[one.name])) for one in dataclasses.fields(flags)}
     try:
-        with contextlib.redirect_stderr(said), _wide(argv):
-            made: Any = tyro.cli(flags, prog=f"flatshift {name}", args=_whole(argv, kinds))
-        _refuse_nothing(argv)
-        _check_numbers(made)
+        with contextlib.redirect_stderr(said), _wide_terminal(argv):
+            made: Any = tyro.cli(flags, prog=f"flatshift {name}", args=_expand_exponents(argv, kinds))
+        _check_no_empty_values(argv)
+        _check_bounds(made)
         return made
     except SystemExit as stop:
         if not stop.code:
             raise
         text = said.getvalue()
-    raise UserError(f"{_told(text, kinds)}; see `flatshift {name} --help`")
+    raise UserError(f"{_parser_message(text, kinds)}; see `flatshift {name} --help`")
 
 
-def _refuse_nothing(argv: Sequence[str]) -> None:
+def _check_no_empty_values(argv: Sequence[str]) -> None:
     """Raise UserError for a flag or an argument that is an empty text."""
     flag = ""
     for token in argv:
@@ -137,7 +137,7 @@ def _refuse_nothing(argv: Sequence[str]) -> None:
             raise UserError(f"{flag or 'an argument'} is empty (''); give it a value, or leave it out")
 
 
-def _check_numbers(flags: Any) -> None:
+def _check_bounds(flags: Any) -> None:
     """Raise UserError for a number outside the bounds of its flag."""
     for one in dataclasses.fields(flags):
         value, shown = getattr(flags, one.name), f"--{one.name.replace('_', '-')}"
@@ -152,13 +152,13 @@ def _check_numbers(flags: Any) -> None:
                 raise UserError(f"{shown} must be {wanted}, got {number}")
 
 
-def _parts(hint: Any) -> Iterator[Any]:
+def _hint_parts(hint: Any) -> Iterator[Any]:
     yield hint
     for inner in get_args(hint) if get_origin(hint) is not Literal else ():
-        yield from _parts(inner)
+        yield from _hint_parts(inner)
 
 
-def _whole(argv: Sequence[str], kinds: dict[str, set[Any]]) -> list[str]:
+def _expand_exponents(argv: Sequence[str], kinds: dict[str, set[Any]]) -> list[str]:
     """Return `argv` with `1e9` after an integer flag written out in digits, as in a recipe."""
     found, flag = [], ""
     for token in argv:
@@ -176,7 +176,7 @@ def _whole(argv: Sequence[str], kinds: dict[str, set[Any]]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _wide(argv: Sequence[str]) -> Iterator[None]:
+def _wide_terminal(argv: Sequence[str]) -> Iterator[None]:
     """Widen the terminal so that tyro's error messages are not wrapped."""
     before = os.environ.get("COLUMNS")
     if not {"--help", "-h"} & set(argv):
@@ -190,7 +190,7 @@ def _wide(argv: Sequence[str]) -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-def _told(text: str, kinds: dict[str, set[Any]]) -> str:
+def _parser_message(text: str, kinds: dict[str, set[Any]]) -> str:
     """Convert tyro's multi-line error box into one clause."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [re.sub(r"^[│|]\s*|\s*[│|]$", "", line.strip()) for line in text.splitlines()]
@@ -199,19 +199,19 @@ def _told(text: str, kinds: dict[str, set[Any]]) -> str:
     if odd is not None:
         kind = kinds.get(odd[1].removeprefix("--").replace("-", "_"), set())
         wanted = "a whole number" if int in kind else "a number" if float in kind else "another value"
-        return f"{odd[1]} must be {wanted}, got {shortened(odd[2])}"
+        return f"{odd[1]} must be {wanted}, got {shorten(odd[2])}"
     if said[0].startswith("Missing from"):
         return f"{said[1]} is missing" + (f": {said[2].split('. (')[0]}" if len(said) > 2 else "")
     first = re.sub(r", 'None'|'None', ", "", said[0].rstrip(".")).replace(". Expected", "; expected")
     near = next((line.split()[0].rstrip(",") for line in said[1:] if line.startswith("--")), None)
-    return first[:1].lower() + shortened(first[1:], 160) + (f" (did you mean {near}?)" if near else "")
+    return first[:1].lower() + shorten(first[1:], 160) + (f" (did you mean {near}?)" if near else "")
 
 
 def spawn_ranks(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
     """Run the same command line again, as the ranks of the recipe's mesh."""
     check_settings(RuleSettings.of(recipe))
     check_available(recipe.train.quantization)
-    with others_speak():
+    with pause_heartbeat():
         return spawn.spawn(
             ["-m", "flatshift", command, *argv], ranks=recipe.mesh.size, resume=run, threads=recipe.train.threads
         )

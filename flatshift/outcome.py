@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatshift.finetune.errors import printable
+from flatshift.finetune.errors import escape_control_characters
 from flatshift.finetune.tasks import KINDS
 
 if TYPE_CHECKING:
@@ -25,51 +25,54 @@ NEW_ROWS = "NEW_ROWS.jsonl"
 _TOP, _VERDICTS, _TEXT = 3, 6, 64
 
 
-def say(table: str, commands: Sequence[Sequence[str]]) -> None:
+def print_outcome(table: str, commands: Sequence[Sequence[str]]) -> None:
     """Print `table` and `commands`, one a line, quoted for a shell."""
-    lines = [*table.split("\n"), "next:", *(f"  {' '.join(map(_quoted, words))}" for words in commands)]
-    print(printable("\n".join(lines if table else lines[1:])), file=sys.stderr, flush=True)
+    lines = [*table.split("\n"), "next:", *(f"  {' '.join(map(_quote, words))}" for words in commands)]
+    print(escape_control_characters("\n".join(lines if table else lines[1:])), file=sys.stderr, flush=True)
 
 
-def _quoted(word: str) -> str:
+def _quote(word: str) -> str:
     """Quote `word` for a shell; control characters use the escapes of bash and zsh."""
-    if printable(word) == word:
+    if escape_control_characters(word) == word:
         return shlex.quote(word)
-    return "$'" + printable(word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")) + "'"
+    return "$'" + escape_control_characters(word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")) + "'"
 
 
-def of_training(path: Path) -> None:
+def print_training_outcome(path: Path) -> None:
     """Print the headline metric of each split next to its baseline, and the next commands.
 
     Raises UserError for an unreadable run.
     """
     from flatshift.experiments.report.formats import aligned, number, with_interval
     from flatshift.experiments.results.run import headline, read_run
-    from flatshift.finetune.evaluate.metrics import metric_of
+    from flatshift.finetune.evaluate.metrics import find_metric
 
     run, rows = read_run(path), []
     alone: dict[str, Any] = {f"{split}, backbone alone": judged.metrics for split, judged in run.cold.items()}
     for split, cells in (run.eval | alone).items():
         if (name := headline(cells)) is None:
             continue
-        floor = metric_of(name).floor or ""
-        below = f"{metric_of(floor).title} {number(cells[floor]['value'])}" if floor in cells else "–"
-        rows.append([split, metric_of(name).title, with_interval(cells[name]), below, f"{cells[name].get('n', 0):,}"])
-    say(aligned(["split", "metric", "value (95 %)", "floor", "n"], rows, right={4}) if rows else "", after_run(run))
+        floor = find_metric(name).floor or ""
+        below = f"{find_metric(floor).title} {number(cells[floor]['value'])}" if floor in cells else "–"
+        rows.append([split, find_metric(name).title, with_interval(cells[name]), below, f"{cells[name].get('n', 0):,}"])
+    print_outcome(
+        aligned(["split", "metric", "value (95 %)", "floor", "n"], rows, right={4}) if rows else "",
+        commands_after_run(run),
+    )
 
 
-def after_run(run: RunResults) -> list[list[str]]:
+def commands_after_run(run: RunResults) -> list[list[str]]:
     """Return the commands that make sense after a finished run."""
     path = str(run.path)
-    held_out = [name for split in ("test", "dev") for name in _files(run.recipe, split)]
+    held_out = [name for split in ("test", "dev") for name in _data_files(run.recipe, split)]
     rows = held_out[0] if held_out else NEW_ROWS
     found = [["flatshift", "predict", path, "--data", rows, "--out", f"{run.path.resolve().name}-predictions.csv"]]
-    if _converses(run):
+    if _answers_prompts(run):
         found.insert(0, ["flatshift", "chat", path])
-    return [*found, *_to_hand_on(run.path)]
+    return [*found, *_export_commands(run.path)]
 
 
-def _to_hand_on(path: Path, *, taken: str = "") -> list[list[str]]:
+def _export_commands(path: Path, *, taken: str = "") -> list[list[str]]:
     """The ways out of a run that were not taken yet, to their default places. taken: one that was, to any place."""
     ways = {"merge": "merged", "export": "export"}
     left = [way for way, folder in ways.items() if way != taken and not (path / folder).exists()]
@@ -78,31 +81,31 @@ def _to_hand_on(path: Path, *, taken: str = "") -> list[list[str]]:
 
 def of_export(path: Path, exported: Path) -> None:
     """Where to go with the hub-ready folder of the run in `path`."""
-    say("", [_push(exported, path), *_to_hand_on(path, taken="export")])
+    print_outcome("", [_push(exported, path), *_export_commands(path, taken="export")])
 
 
 def _push(folder: Path, path: Path) -> list[str]:
     return ["flatshift", "push", str(folder), f"ORGANISATION/{path.resolve().name}"]
 
 
-def of_merge(path: Path, merged: Path) -> None:
+def print_merge_outcome(path: Path, merged: Path) -> None:
     """Print the next commands for the merged model of the run in `path`."""
     from flatshift.experiments.results.run import read_run
 
     found = [_push(merged, path)]
-    if _converses(read_run(path)):
+    if _answers_prompts(read_run(path)):
         found.insert(0, ["flatshift", "export", str(path), "--to", "gguf"])
-    say("", found)
+    print_outcome("", found)
 
 
-def _converses(run: RunResults) -> bool:
+def _answers_prompts(run: RunResults) -> bool:
     """True if the run's model answers prompts."""
     task = run.recipe.get("task")
     kind = KINDS.get(str(task.get("kind"))) if isinstance(task, dict) else None
     return kind is not None and (made := kind()).is_generative and not made.documents
 
 
-def _files(recipe: dict[str, Any], split: str, *, block: str = "data") -> list[str]:
+def _data_files(recipe: dict[str, Any], split: str, *, block: str = "data") -> list[str]:
     data = recipe.get(block)
     read = data.get(split) if isinstance(data, dict) else None
     if not isinstance(read, dict):
@@ -112,15 +115,15 @@ def _files(recipe: dict[str, Any], split: str, *, block: str = "data") -> list[s
     return [str(name) for files in found if isinstance(files, list) for name in files]
 
 
-def of_prediction(path: Path, data: Sequence[str], overrides: Sequence[Any], words: Sequence[str]) -> None:
+def print_prediction_outcome(path: Path, data: Sequence[str], overrides: Sequence[Any], words: Sequence[str]) -> None:
     """Print the next commands after a prediction of `data`, with its evaluation where rows have answers.
 
     overrides: how the rows were read; words: the same as on a command line.
     """
-    commands = [["flatshift", "report", str(path)], *_to_hand_on(path)]
+    commands = [["flatshift", "report", str(path)], *_export_commands(path)]
     if _has_answers(path, data, overrides):
         commands.insert(0, ["flatshift", "eval", str(path), "--data", *data, *words])
-    say("", commands)
+    print_outcome("", commands)
 
 
 def _has_answers(path: Path, data: Sequence[str], overrides: Sequence[Any]) -> bool:
@@ -143,14 +146,14 @@ def _has_columns(data: Sequence[str], columns: Columns, task: Task) -> bool:
     return bool(found) and not (isinstance(turns, list) and turns and turns[-1].get("role") in ("user", "system"))
 
 
-def of_directory(path: Path) -> None:
+def print_next_commands(path: Path) -> None:
     """Print only the next commands, after a command that already printed its metrics of the run in `path`."""
     from flatshift.experiments.results.run import read_run
 
-    say("", after_run(read_run(path)))
+    print_outcome("", commands_after_run(read_run(path)))
 
 
-def of_selection(path: Path, recipe: str | None, words: Sequence[str]) -> None:
+def print_selection_outcome(path: Path, recipe: str | None, words: Sequence[str]) -> None:
     """Print the first chosen records and the next commands.
 
     recipe: the recipe of the selection; if it has a warm-up, suggest training it on the selection with the same recipe
@@ -158,7 +161,7 @@ def of_selection(path: Path, recipe: str | None, words: Sequence[str]) -> None:
     """
     from flatshift.experiments.report.formats import aligned, number
     from flatshift.experiments.results.run import read_run
-    from flatshift.finetune.errors import shortened
+    from flatshift.finetune.errors import shorten
 
     rows, made = [], read_run(path)
     chosen = made.selection
@@ -166,15 +169,15 @@ def of_selection(path: Path, recipe: str | None, words: Sequence[str]) -> None:
         text = next((v for k, v in record.items() if isinstance(v, str) and k not in ("id", "domain", "source")), "")
         score = record.get("score")
         shown = number(float(score)) if isinstance(score, int | float) else "–"
-        rows.append([str(record.get("rank", place)), shown, shortened(" ".join(text.split()), _TEXT)])
-    commands = _on_selection(path, made.recipe)
+        rows.append([str(record.get("rank", place)), shown, shorten(" ".join(text.split()), _TEXT)])
+    commands = _training_command(path, made.recipe)
     if recipe is not None and made.recipe.get("warmup") is not None:
         commands.insert(0, ["flatshift", "train", recipe, "--select.from", str(path), *words])
     report = ["flatshift", "report", str(path)]
-    say(aligned(["rank", "score", "text"], rows, right={0, 1}), [*commands, report])
+    print_outcome(aligned(["rank", "score", "text"], rows, right={0, 1}), [*commands, report])
 
 
-def _on_selection(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
+def _training_command(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
     """Trainings on the selection, on its backbone: a warm-up before a classifier of the target, where that has labels,
     and language modelling; none of a backbone that learns no texts by themselves."""
     from flatshift.experiments.recipe import load_recipe
@@ -194,7 +197,7 @@ def _on_selection(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
     if text != usual.data.columns.text:
         more += ["--data.columns.text", text]
     found = [["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl"), *more, *kind]]
-    target, warm_up = _files(recipe, "target", block="select"), load_recipe("warmup").recipe
+    target, warm_up = _data_files(recipe, "target", block="select"), load_recipe("warmup").recipe
     columns = dataclasses.replace(warm_up.data.columns, text=text)
     if target and recipe.get("warmup") is None and _has_columns(target, columns, warm_up.task):
         seed = recipe["train"]["seed"]
@@ -205,7 +208,7 @@ def _on_selection(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
     return found
 
 
-def of_sweep(path: Path, argv: Sequence[str]) -> None:
+def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
     """The setting with the lowest error and the verdicts; argv: what the command was given, to be run with more seeds
     where a curve is undecided. Raises UserError for a sweep that cannot be read."""
     from flatshift.experiments.report.formats import aligned, figure_name, number, setting, with_interval
@@ -233,4 +236,4 @@ def of_sweep(path: Path, argv: Sequence[str]) -> None:
         commands.insert(0, ["flatshift", "sweep", *words, "--seeds", str(max(seeds, 2 * (data.planned_seeds or 0), 5))])
     if len(judged) > _VERDICTS:
         rows.append(["verdict", f"{len(judged) - _VERDICTS} more curves", "see the report"])
-    say(aligned(["what", "where", "found"], rows) if rows else "", commands)
+    print_outcome(aligned(["what", "where", "found"], rows) if rows else "", commands)

@@ -79,7 +79,7 @@ class Placement(Protocol):
         """Copy the local parts of `wholes` into `tensors`: the reverse of `full_tensors`. Without communication."""
 
 
-class Alone:
+class SingleProcess:
     """Placement of a single process: it has everything, and sums are no-ops."""
 
     gradient_scale = 1.0
@@ -126,4 +126,4 @@ class Alone:
             tensor.detach().copy_(wholes[name])
 
 
-ALONE = Alone()
+ALONE = SingleProcess()

@@ -31,7 +31,7 @@ from transformers.trainer_callback import TrainerCallback
 from flatshift.regularizers.config import RegularizerConfig
 from flatshift.regularizers.errors import RegularizerError
 from flatshift.regularizers.layers.sharded import is_sharded
-from flatshift.regularizers.mesh import ALONE, Alone, Placement
+from flatshift.regularizers.mesh import ALONE, Placement, SingleProcess
 from flatshift.regularizers.protocol import Regularizer, build
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ TENSORS, RECORD = "regularizer.safetensors", "regularizer.json"
 """Files written into each of the Trainer's checkpoint folders."""
 
 
-class Abandoned(Exception):
+class StepAbandoned(Exception):
     """Raised into a step to end it unfinished; nothing is learned from it."""
 
 
-class Replicas(Alone):
+class ReplicaPlacement(SingleProcess):
     """Placement of a process under DistributedDataParallel, which averages gradients over the processes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -130,7 +130,7 @@ class RegularizerCallback(TrainerCallback):
                     "torch_compile hides from RegularizerCallback when a backward pass ends; train with "
                     "`class MyTrainer(TwoPassMixin, Trainer): ...` (from flatshift.regularizers import TwoPassMixin)"
                 )
-        placement = _placement(args, model)
+        placement = _training_placement(args, model)
         seed = args.seed if self.seed is None else self.seed
         self.regularizer.attach(
             model, seed=seed, total_steps=state.max_steps, placement=None if placement is ALONE else placement
@@ -217,7 +217,7 @@ class RegularizerCallback(TrainerCallback):
         """Undo an unfinished step without learning from it; no-op outside a step."""
         step, self._step = self._step, None
         if step is not None:
-            step.__exit__(Abandoned, Abandoned("the step was not finished"), None)
+            step.__exit__(StepAbandoned, StepAbandoned("the step was not finished"), None)
 
     def close(self) -> None:
         """Release the model, in whatever state training ended. Calling it twice is harmless."""
@@ -238,7 +238,7 @@ class RegularizerCallback(TrainerCallback):
     def _watch(self, model: nn.Module, inputs: Any, output: Any) -> None:
         """Forward hook: when backward reaches the first of these outputs, the end of the step is queued."""
         if self.inside and self._gradient_state.sync_gradients and torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in _output_tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward_begins)
 
@@ -247,7 +247,7 @@ class RegularizerCallback(TrainerCallback):
             self._queued = True
             # Queued callbacks run once all gradients are accumulated. Queueing again from inside one runs it after the
             # callbacks that DDP has queued meanwhile, when its gradients are averaged.
-            _queue(lambda: _queue(self.leave))
+            _queue_callback(lambda: _queue_callback(self.leave))
 
     # ------------------------------------------------------------------ logs and checkpoints
 
@@ -259,7 +259,7 @@ class RegularizerCallback(TrainerCallback):
         if not self.attached:
             return
         tensors = self.regularizer.state_dict()
-        folder = _folder(args, state)
+        folder = _checkpoint_folder(args, state)
         if not args.should_save:
             return
         if not folder.is_dir():  # a hyperparameter search names its folders differently
@@ -277,7 +277,7 @@ class RegularizerCallback(TrainerCallback):
 
         Raises RegularizerError if it is missing or another regularizer's.
         """
-        folder = self.resume_from or _folder(args, state)
+        folder = self.resume_from or _checkpoint_folder(args, state)
         advice = "give RegularizerCallback(..., resume_from=<the checkpoint folder>)"
         if not (folder / RECORD).is_file() and not self.regularizer.state_dict():
             return
@@ -301,25 +301,25 @@ class RegularizerCallback(TrainerCallback):
         self.regularizer.load_state_dict(load_file(folder / TENSORS, device=str(args.device)))
 
 
-def _folder(args: Any, state: Any) -> Path:
+def _checkpoint_folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-def _queue(action: Any) -> None:
+def _queue_callback(action: Any) -> None:
     """Run `action` at the end of the current backward pass, as DDP and FSDP2 do with their callbacks."""
     torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def _output_tensors(output: Any) -> Iterator[Tensor]:
     """Yield all tensors of a model's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping | list | tuple):
         for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(part)
+            yield from _output_tensors(part)
 
 
-def _placement(args: Any, model: nn.Module) -> Placement:
+def _training_placement(args: Any, model: nn.Module) -> Placement:
     """Return the placement for one process or DDP replicas. Raises RegularizerError for other multi-device setups."""
     if args.n_gpu > 1:
         raise RegularizerError(
@@ -333,7 +333,7 @@ def _placement(args: Any, model: nn.Module) -> Placement:
             f"{what}, and the Trainer does not say how; train with DistributedDataParallel, or sharded with "
             "`flatshift train`"
         )
-    return Replicas(args.device) if args.world_size > 1 else ALONE
+    return ReplicaPlacement(args.device) if args.world_size > 1 else ALONE
 
 
 class TwoPassMixin(Trainer):  # type: ignore[misc]

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from flatshift.finetune import assets, atomic
 from flatshift.finetune.seeds import numpy_generator
 from scripts.ngram import KneserNey, unigram_log_probabilities
-from scripts.pretrain_backbone import EOS, documents, stream_loss, token_stream
+from scripts.pretrain_backbone import EOS, read_documents, stream_loss, token_stream
 
 TARGETS = ("scicite", "banking", "snli")
 PASSAGES_PER_DOMAIN = 100
@@ -35,17 +35,17 @@ COMMAND = (
 """Settings shown in the card's command."""
 
 
-def same_budget(order: int) -> str:
+def same_budget_name(order: int) -> str:
     """Return the name of the n-gram model trained on as many tokens as the backbone."""
     return f"{order}-gram, as many tokens as the backbone saw"
 
 
-def orders_of(vocabulary: int) -> tuple[int, int]:
+def ngram_orders(vocabulary: int) -> tuple[int, int]:
     """Return the orders of the baseline n-grams: 3, and 5 or the highest whose keys fit 63 bits."""
     return 3, next(order for order in (5, 4) if vocabulary**order < 2**63)
 
 
-def bits(nats: float, size: int) -> float:
+def bits_per_byte(nats: float, size: int) -> float:
     """Return bits per byte of a text of `size` bytes whose tokens cost `nats` in total."""
     return nats / math.log(2) / size
 
@@ -83,13 +83,13 @@ def shipped_texts(seed: int) -> dict[str, list[str]]:
     """Return shipped texts of other kinds: the targets' test splits, and some passages of every domain of the pool."""
     groups: dict[str, list[str]] = {}
     for name in TARGETS:
-        with lzma.open(assets.sample(f"{name}/test"), "rt", encoding="utf-8") as lines:
+        with lzma.open(assets.sample_path(f"{name}/test"), "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
         groups[f"{name}/test"] = [row[key] for row in rows for key in ("text", "text2") if key in row]
-    with lzma.open(assets.pool_tags(), "rt", encoding="utf-8") as lines:
+    with lzma.open(assets.pool_tags_path(), "rt", encoding="utf-8") as lines:
         domains = [line.split("\t")[1] for line in lines]
     by_domain: dict[str, list[str]] = defaultdict(list)
-    with lzma.open(assets.sample("pool"), "rt", encoding="utf-8") as lines:
+    with lzma.open(assets.sample_path("pool"), "rt", encoding="utf-8") as lines:
         for line, domain in zip(lines, domains, strict=True):
             by_domain[domain].append(json.loads(line)["text"])
     for domain in sorted(by_domain):
@@ -99,7 +99,7 @@ def shipped_texts(seed: int) -> dict[str, list[str]]:
     return groups
 
 
-def measure(folder: Path, data: Path) -> dict[str, Any]:
+def measure_backbone(folder: Path, data: Path) -> dict[str, Any]:
     """Measure all numbers of the card."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -108,8 +108,8 @@ def measure(folder: Path, data: Path) -> dict[str, Any]:
     card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
     length = card["args"].get("seq") or card["args"]["sequence"]
 
-    train, train_bytes = token_stream(tokenizer, documents(data, "general-train-*.jsonl.xz"))
-    held_out, size = token_stream(tokenizer, documents(data, "general-val.jsonl.xz"))
+    train, train_bytes = token_stream(tokenizer, read_documents(data, "general-train-*.jsonl.xz"))
+    held_out, size = token_stream(tokenizer, read_documents(data, "general-val.jsonl.xz"))
     predicted = len(held_out) - 1
     # As in `stream_loss`, only whole windows, so that every row of the table scores the same tokens.
     scored = held_out[: predicted // length * length + 1]
@@ -117,7 +117,7 @@ def measure(folder: Path, data: Path) -> dict[str, Any]:
     def row(nats_per_token: float) -> dict[str, float]:
         return {
             "nats_per_token": round(nats_per_token, 4),
-            "bits_per_byte": round(bits(nats_per_token * predicted, size), 4),
+            "bits_per_byte": round(bits_per_byte(nats_per_token * predicted, size), 4),
         }
 
     nats = stream_loss(model, held_out, length=length, batch=16, device="cpu", autocast=False)
@@ -125,14 +125,14 @@ def measure(folder: Path, data: Path) -> dict[str, Any]:
     general["unigram"] = row(-float(unigram_log_probabilities(train, scored, tokenizer.vocab_size).mean()))
     # A second model of the highest order is trained on as many tokens as the backbone.
     budget = train[: card["tokens_seen"]]
-    orders = orders_of(tokenizer.vocab_size)
+    orders = ngram_orders(tokenizer.vocab_size)
     ngrams: dict[str, KneserNey] = {}
     for order in orders:
         ngrams[f"{order}-gram"] = KneserNey(order, tokenizer.vocab_size).fit(train)
         general[f"{order}-gram"] = row(-float(ngrams[f"{order}-gram"].log_probabilities(scored).mean()))
     if len(budget) < len(train):
         fewer = KneserNey(max(orders), tokenizer.vocab_size).fit(budget)
-        general[same_budget(max(orders))] = row(-float(fewer.log_probabilities(scored).mean()))
+        general[same_budget_name(max(orders))] = row(-float(fewer.log_probabilities(scored).mean()))
         del fewer
     with lzma.open(data / "general-val.jsonl.xz", "rt", encoding="utf-8") as lines:
         held_out_rows = [json.loads(line) for line in lines]
@@ -143,8 +143,8 @@ def measure(folder: Path, data: Path) -> dict[str, Any]:
     for name, group in shipped_texts(card["args"]["seed"]).items():
         group_bytes = sum(len(text.encode()) for text in group)
         elsewhere[name] = {
-            "backbone": round(bits(text_nats(model, tokenizer, group), group_bytes), 3),
-            f"{max(orders)}-gram": round(bits(ngram_nats(best, tokenizer, group), group_bytes), 3),
+            "backbone": round(bits_per_byte(text_nats(model, tokenizer, group), group_bytes), 3),
+            f"{max(orders)}-gram": round(bits_per_byte(ngram_nats(best, tokenizer, group), group_bytes), 3),
             "bytes_per_token": round(group_bytes / len(token_stream(tokenizer, iter(group))[0]), 2),
         }
         print(name, elsewhere[name], flush=True)
@@ -162,37 +162,37 @@ def measure(folder: Path, data: Path) -> dict[str, Any]:
     return card
 
 
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def markdown_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ("---",) * len(head), *rows])
 
 
-def render(card: dict[str, Any], config: dict[str, Any], name: str = "flatshift-5m") -> str:
+def render_card(card: dict[str, Any], config: dict[str, Any], name: str = "flatshift-5m") -> str:
     """Return the model card of the backbone `name`, Markdown with YAML front matter."""
     measured = card["baselines"]
     general, elsewhere = measured["validation"], measured["bits_per_byte_elsewhere"]
-    orders = orders_of(config["vocab_size"])
+    orders = ngram_orders(config["vocab_size"])
     top, all_read = f"{max(orders)}-gram", measured["ngram_train_tokens"]
     window = card["args"].get("seq") or card["args"]["sequence"]
     parameters, seen, all_tokens = card["parameters"], card["tokens_seen"], card["train_tokens"]
-    megabytes, more = card.get("train_bytes", measured["ngram_train_bytes"]) / 1e6, and_passages(card)
+    megabytes, more = card.get("train_bytes", measured["ngram_train_bytes"]) / 1e6, describe_passages(card)
     longest = config["max_position_embeddings"]
     beyond = f"accepts {longest:,}, but positions beyond {window} are untrained" if window < longest else "no more"
     names = {
         "backbone": f"**{name}** (this model)",
         "unigram": "unigram, add-one",
         **{f"{k}-gram": f"{k}-gram, Kneser–Ney, on all {all_read / 1e6:.1f} M training tokens" for k in orders},
-        same_budget(max(orders)): f"{top}, Kneser–Ney, on {seen / 1e6:.2f} M tokens, as many as this model saw",
+        same_budget_name(max(orders)): f"{top}, Kneser–Ney, on {seen / 1e6:.2f} M tokens, as many as this model saw",
         "uniform": "uniform over the vocabulary",
     }
-    against = table(
+    against = markdown_table(
         ("model", "nats per token", "bits per byte"),
         (
             (names[which], f"{row['nats_per_token']:.3f}", f"{row['bits_per_byte']:.3f}")
             for which, row in sorted(general.items(), key=lambda item: item[1]["bits_per_byte"])
         ),
     )
-    gap = table(
+    gap = markdown_table(
         ("text", name, top, "bytes per token"),
         (
             (text, f"{row['backbone']:.2f}", f"{row[top]:.2f}", f"{row['bytes_per_token']:.2f}")
@@ -200,7 +200,7 @@ def render(card: dict[str, Any], config: dict[str, Any], name: str = "flatshift-
         ),
     )
     behind = [text for text, row in elsewhere.items() if row["backbone"] > row[top]]
-    what = table(
+    what = markdown_table(
         ("", ""),
         (
             (
@@ -215,8 +215,8 @@ def render(card: dict[str, Any], config: dict[str, Any], name: str = "flatshift-
                 "context",
                 f"trained on windows of {window} tokens; {beyond}",
             ),
-            ("tokens seen", f"{seen:,} in {card['steps']:,} steps: {epochs(seen / all_tokens)}"),
-            ("made in", f"{card['minutes']:.0f} minutes on {made_on(card)}, bf16 autocast over fp32 weights"),
+            ("tokens seen", f"{seen:,} in {card['steps']:,} steps: {format_epochs(seen / all_tokens)}"),
+            ("made in", f"{card['minutes']:.0f} minutes on {training_device(card)}, bf16 autocast over fp32 weights"),
         ),
     )
     return f"""---
@@ -230,7 +230,7 @@ tags: [llama, causal-lm, {"undertrained" if seen < 20 * parameters else "small"}
 # {name}
 
 A {parameters / 1e6:.1f} M-parameter decoder that ships inside Flatshift, so that every journey works on a laptop
-without a network. {trained_how_far(card)} It is there to be adapted, measured and compared, not to be talked to.
+without a network. {describe_training_amount(card)} It is there to be adapted, measured and compared, not to be talked to.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -281,7 +281,7 @@ read Victorian novels and an encyclopaedia, and repeats their views of people wi
 
 ## How it was made
 
-{how_made(card)}
+{describe_command(card)}
 
 ```
 python -m scripts.backbone_card --data DIR
@@ -291,18 +291,18 @@ and are kept in `card.json`.
 """
 
 
-def epochs(count: float) -> str:
+def format_epochs(count: float) -> str:
     """Format a number of epochs."""
     return f"{100 * count:.0f} % of one epoch" if count < 1 else f"{count:.1f} epochs"
 
 
-def made_on(card: dict[str, Any]) -> str:
+def training_device(card: dict[str, Any]) -> str:
     """Return the device of the training run; cards without a device are from the first backbone."""
     device = card.get("device", "two CPU cores")
     return "CPU cores" if device == "cpu" else device
 
 
-def and_passages(card: dict[str, Any]) -> str:
+def describe_passages(card: dict[str, Any]) -> str:
     """Return the clause on training text other than articles and novels."""
     if not card.get("passages"):
         return ""
@@ -313,7 +313,7 @@ def and_passages(card: dict[str, Any]) -> str:
     )
 
 
-def how_made(card: dict[str, Any]) -> str:
+def describe_command(card: dict[str, Any]) -> str:
     """Return the command and its reproducibility, for the card's last chapter."""
     if "device" in card:
         chosen = {name: value for name, value in card["args"].items() if value is not None and name in COMMAND}
@@ -331,7 +331,7 @@ learning rate followed the clock for {card["minutes"]:.0f} minutes: what the scr
 byte for byte, and the same size and budget, but other weights. The numbers above come from"""
 
 
-def trained_how_far(card: dict[str, Any]) -> str:
+def describe_training_amount(card: dict[str, Any]) -> str:
     """Describe the amount of text per parameter, for the card's first paragraph."""
     per = card["tokens_seen"] / card["parameters"]
     if per < 20:
@@ -348,12 +348,12 @@ def trained_how_far(card: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--backbone", type=Path, default=assets.backbone("flatshift-5m"))
+    parser.add_argument("--backbone", type=Path, default=assets.backbone_directory("flatshift-5m"))
     options = parser.parse_args()
-    card = measure(options.backbone, options.data)
+    card = measure_backbone(options.backbone, options.data)
     config = json.loads((options.backbone / "config.json").read_text(encoding="utf-8"))
     atomic.write_json(options.backbone / "card.json", card)
-    atomic.write_text(options.backbone / "README.md", render(card, config, options.backbone.name))
+    atomic.write_text(options.backbone / "README.md", render_card(card, config, options.backbone.name))
     print(json.dumps(card["baselines"]["validation"], indent=2))
 
 

@@ -64,7 +64,7 @@ MIXTURE = {
 
 
 @dataclass(frozen=True)
-class Target:
+class SampleTarget:
     """One labelled target: its source file and the number of rows of each split."""
 
     name: str
@@ -75,8 +75,8 @@ class Target:
 
 
 TARGETS = (
-    Target("scicite", "scicite.jsonl.xz", {"train": 2000, "dev": 500, "test": 800}),
-    Target(
+    SampleTarget("scicite", "scicite.jsonl.xz", {"train": 2000, "dev": 500, "test": 800}),
+    SampleTarget(
         "banking",
         "banking77.jsonl.xz",
         {"train": 1000, "dev": 200, "test": 400},
@@ -95,7 +95,7 @@ TARGETS = (
         ),
         dev_from_train=True,
     ),
-    Target("snli", "snli_official_dev_resplit.jsonl.xz", {"train": 1500, "dev": 300, "test": 500}),
+    SampleTarget("snli", "snli_official_dev_resplit.jsonl.xz", {"train": 1500, "dev": 300, "test": 500}),
 )
 
 
@@ -109,14 +109,14 @@ SENTENCES = 12
 """Sentences per language in `languages`."""
 
 
-def normal(text: str) -> str:
+def normalize_text(text: str) -> str:
     """Return the casefolded words joined by one space: texts that differ only in the rest count as the same."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
 def shingles(text: str, width: int = 8) -> set[str]:
     """Return all runs of `width` consecutive words of the normalised text."""
-    words = normal(text).split()
+    words = normalize_text(text).split()
     return {" ".join(words[i : i + width]) for i in range(len(words) - width + 1)}
 
 
@@ -131,7 +131,7 @@ def write_xz(path: Path, lines: Iterable[str]) -> int:
     for line in lines:
         raw.write(line.encode() + b"\n")
     data = lzma.compress(raw.getvalue(), preset=9 | lzma.PRESET_EXTREME)
-    with atomic.replacing(path) as temporary:
+    with atomic.atomic_file(path) as temporary:
         temporary.write_bytes(data)
     return len(data)
 
@@ -140,11 +140,11 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     return write_xz(path, (json.dumps(row, ensure_ascii=False) for row in rows))
 
 
-def licence_of(source: str) -> str | None:
+def find_licence(source: str) -> str | None:
     return next((licence for pattern, licence in SOURCES.items() if re.fullmatch(pattern, source)), None)
 
 
-def build_target(data: Path, target: Target, seed: int) -> dict[str, list[dict[str, Any]]]:
+def build_target(data: Path, target: SampleTarget, seed: int) -> dict[str, list[dict[str, Any]]]:
     """Draw the splits of one target; no normalised text of a later split occurs in an earlier one.
 
     The source's train, dev and test rows stay in their split (dev may be drawn from train). Texts that occur twice, or
@@ -164,8 +164,8 @@ def build_target(data: Path, target: Target, seed: int) -> dict[str, list[dict[s
         for index in order:
             row = candidates[int(index)]
             # A premise belongs to one split only; inside a split it may occur with several hypotheses.
-            key = normal(row["text"])
-            pair = key + "\t" + normal(row.get("text2", ""))
+            key = normalize_text(row["text"])
+            pair = key + "\t" + normalize_text(row.get("text2", ""))
             if not key or key in taken or pair in here:
                 continue
             here.add(pair)
@@ -174,7 +174,7 @@ def build_target(data: Path, target: Target, seed: int) -> dict[str, list[dict[s
                 break
         if len(kept) < target.rows[split]:
             raise SystemExit(f"{target.file}: only {len(kept)} rows for {target.name}/{split}")
-        taken |= {normal(row["text"]) for row in kept}
+        taken |= {normalize_text(row["text"]) for row in kept}
         splits[split] = [{"id": f"{target.name}-{split}-{i:04d}", **row} for i, row in enumerate(kept)]
     return splits
 
@@ -195,8 +195,8 @@ def build_pool(
     for row, (row_id, domain, source, licence_class) in zip(texts, tags, strict=True):
         if row["id"] != row_id:
             raise SystemExit(f"pool and tags disagree at {row['id']}")
-        licence = licence_of(source)
-        key = normal(row["text"])
+        licence = find_licence(source)
+        key = normalize_text(row["text"])
         if licence_class != "open" or licence is None or domain not in MIXTURE:
             continue
         if len(key) < 20 or key in seen or key in held_out:
@@ -238,9 +238,9 @@ def build_chat(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
         for index in order:
             row = candidates[int(index)]
             solution, _, number = re.sub(r"<<[^>]*>>", "", row["answer"]).partition("\n#### ")
-            if normal(row["question"]) in taken or len(row["question"] + solution) > 600:
+            if normalize_text(row["question"]) in taken or len(row["question"] + solution) > 600:
                 continue
-            taken.add(normal(row["question"]))
+            taken.add(normalize_text(row["question"]))
             turns = (row["question"], solution, CHAT_SECOND_QUESTION, number.replace(",", ""))
             roles = ("user", "assistant", "user", "assistant")
             messages = [{"role": role, "content": turn.strip()} for role, turn in zip(roles, turns, strict=True)]
@@ -297,7 +297,7 @@ def main() -> None:
             labels = dict(sorted(Counter(row["label"] for row in rows).items()))
             print(f"{target.name}/{split}: {len(rows)} rows, {size:,} bytes, {labels}")
             for text in (row[name] for row in rows for name in ("text", "text2") if name in row):
-                held_out.add(normal(text))
+                held_out.add(normalize_text(text))
                 held_out_runs |= shingles(text)
 
     for split, rows in build_chat(options.data, options.seed).items():

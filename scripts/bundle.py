@@ -62,7 +62,7 @@ exec "$@"
 
 
 @dataclass
-class Group:
+class WheelGroup:
     """Wheels that belong together, and their requirements on the machine."""
 
     wheels: dict[str, Path] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetMachine:
     """Machine that the bundle is for."""
 
     python: str
@@ -132,9 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--python {chosen.python}: write a version, as in make bundle PYTHON=3.12")
     if chosen.out.exists() and not (chosen.out / "bundle.json").is_file():
         parser.error(f"--out {chosen.out}: is there and no bundle; name another folder")
-    target = Target(version[1], chosen.machine, closure([*ASSUMED, *chosen.there]))
+    target = TargetMachine(version[1], chosen.machine, dependency_closure([*ASSUMED, *chosen.there]))
     with tempfile.TemporaryDirectory() as scratch:
-        about = bundle(target, Path(scratch) / "made", chosen.optional, chosen.limit * 2**20)
+        about = write_bundle(target, Path(scratch) / "made", chosen.optional, chosen.limit * 2**20)
         shutil.rmtree(chosen.out, ignore_errors=True)
         shutil.move(Path(scratch) / "made", chosen.out)
     whole = sum(file.stat().st_size for file in chosen.out.rglob("*") if file.is_file())
@@ -142,20 +142,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def bundle(target: Target, out: Path, optional: Sequence[str], limit: float) -> str:
+def write_bundle(target: TargetMachine, out: Path, optional: Sequence[str], limit: float) -> str:
     """Write the folder `out`; return the MiB of the wheels that are not ours.
 
     Raises SystemExit if they exceed `limit` bytes, or if one is not available.
     """
     (out / "wheels").mkdir(parents=True)
-    ours = own_wheel(out / "wheels")
-    core = resolve(target, target.wanted(requires(ours)), out / "wheels")
+    ours = build_own_wheel(out / "wheels")
+    core = resolve_wheels(target, target.wanted(read_requirements(ours)), out / "wheels")
     if core.size > limit:
         raise SystemExit(f"the wheels that are needed take {core.size / 2**20:.1f} MiB; raise --limit, or edit ASSUMED")
     size, groups = core.size, {}
     for name in optional:
         with tempfile.TemporaryDirectory() as scratch:
-            group = resolve(target, [extra_requirement(name)], Path(scratch))
+            group = resolve_wheels(target, [extra_requirement(name)], Path(scratch))
             more = {wheel.name: wheel for wheel in group.wheels.values() if not (out / "wheels" / wheel.name).exists()}
             added = sum(wheel.stat().st_size for wheel in more.values())
             if size + added > limit:
@@ -194,7 +194,7 @@ def write_scripts(out: Path) -> None:
 # --------------------------------------------------------------------------------------------- requirements
 
 
-def closure(names: Iterable[str]) -> frozenset[str]:
+def dependency_closure(names: Iterable[str]) -> frozenset[str]:
     """Return these distributions and their transitive requirements, as far as they are installed on this machine."""
     found: set[str] = set()
     todo = [canonicalize_name(name) for name in names]
@@ -223,19 +223,19 @@ def extra_requirement(name: str) -> Requirement:
     return Requirement(f"{name}{same[0].specifier}")
 
 
-def requires(wheel: Path) -> list[str]:
+def read_requirements(wheel: Path) -> list[str]:
     """Return the requirements of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
         return HeaderParser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
 
 
-def resolve(target: Target, wanted: list[Requirement], into: Path) -> Group:
+def resolve_wheels(target: TargetMachine, wanted: list[Requirement], into: Path) -> WheelGroup:
     """Download the wheels of `wanted` and their requirements into a folder; return them with the requirements on the
     machine."""
     bounds: dict[str, SpecifierSet] = {}
     while True:
-        group, ranges, todo = Group(), dict(bounds), list(wanted)
+        group, ranges, todo = WheelGroup(), dict(bounds), list(wanted)
         while todo:
             requirement = todo.pop(0)
             name = canonicalize_name(requirement.name)
@@ -243,8 +243,8 @@ def resolve(target: Target, wanted: list[Requirement], into: Path) -> Group:
             if name in target.there:
                 group.needs[name] = ranges[name]
             elif name not in group.wheels:
-                wheel = group.wheels[name] = fetched(target, f"{name}{ranges[name]}", into)
-                todo += target.wanted(requires(wheel), requirement.extras)
+                wheel = group.wheels[name] = download_wheel(target, f"{name}{ranges[name]}", into)
+                todo += target.wanted(read_requirements(wheel), requirement.extras)
             elif parse_wheel_filename(group.wheels[name].name)[1] not in ranges[name]:
                 bounds[name] = ranges[name]
                 break  # the newest version's requirements may not apply: start over
@@ -254,7 +254,7 @@ def resolve(target: Target, wanted: list[Requirement], into: Path) -> Group:
             fetched_in_vain.unlink()
 
 
-def fetched(target: Target, requirement: str, into: Path) -> Path:
+def download_wheel(target: TargetMachine, requirement: str, into: Path) -> Path:
     """Download the newest wheel that fits. Raises SystemExit if there is none."""
     with tempfile.TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
@@ -271,7 +271,7 @@ def fetched(target: Target, requirement: str, into: Path) -> Path:
         return Path(shutil.move(found[0], into / found[0].name))
 
 
-def own_wheel(folder: Path) -> Path:
+def build_own_wheel(folder: Path) -> Path:
     """Build our wheel into `folder`."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--wheel-dir", str(folder), str(ROOT)], check=True)

@@ -25,22 +25,22 @@ STAMP = ".bundle"
 def main(site: Path) -> int:
     """Install into `site` the wheels that fit this machine; return the exit code."""
     about = json.loads((HERE / "bundle.json").read_text(encoding="utf-8"))
-    missing = [*interpreter(about), *lacking(about["core"]["needs"])]
+    missing = [*check_interpreter(about), *unmet_requirements(about["core"]["needs"])]
     if missing:
         print(f"this machine lacks what flatshift {about['flatshift']} needs; nothing was installed:", file=sys.stderr)
         print("\n".join(f"  {line}" for line in missing), file=sys.stderr)
         return 2
     chosen = list(about["core"]["wheels"])
     for name, group in about["optional"].items():
-        if why := lacking(group["needs"]):
+        if why := unmet_requirements(group["needs"]):
             print(f"{name} is left out: {'; '.join(why)}", file=sys.stderr)
         else:
             chosen += [wheel for wheel in group["wheels"] if wheel not in chosen]
-    install([HERE / "wheels" / wheel for wheel in chosen], site)
+    install_wheels([HERE / "wheels" / wheel for wheel in chosen], site)
     return 0
 
 
-def interpreter(about: Mapping[str, str]) -> list[str]:
+def check_interpreter(about: Mapping[str, str]) -> list[str]:
     """Return the reasons for which the wheels do not fit this Python or machine."""
     found = []
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -55,7 +55,7 @@ def interpreter(about: Mapping[str, str]) -> list[str]:
     return found
 
 
-def lacking(needs: Mapping[str, str]) -> list[str]:
+def unmet_requirements(needs: Mapping[str, str]) -> list[str]:
     """Return the entries of `needs`, version ranges by distribution, that this Python does not meet."""
     if not needs:
         return []
@@ -78,7 +78,7 @@ def lacking(needs: Mapping[str, str]) -> list[str]:
     return found
 
 
-def install(wheels: list[Path], site: Path) -> None:
+def install_wheels(wheels: list[Path], site: Path) -> None:
     """Install `wheels` into `site`, completely or not at all; no-op if they are already installed."""
     digest = hashlib.sha256("".join(sorted(wheel.name for wheel in wheels)).encode())
     for wheel in sorted(wheels):

@@ -39,18 +39,18 @@ _TEXT: dict[str, Any] = {"check": True, "capture_output": True, "text": True}
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        wheel = build(folder)
+        wheel = build_wheel(folder)
         check_contents(wheel)
-        python = install(wheel, folder)
-        smoke(python, folder)
+        python = install_wheel(wheel, folder)
+        run_smoke_test(python, folder)
         if "--demo" in sys.argv[1:]:
             subprocess.run([python.parent / "flatshift", "demo", "--out", "shown"], check=True, cwd=folder)
-        namesakes(python, folder)
-    minimal_dependencies()
+        check_namesakes(python, folder)
+    check_minimal_dependencies()
     print("wheel: built, installed elsewhere, smoke-run; core dependencies suffice for every module")
 
 
-def build(folder: Path) -> Path:
+def build_wheel(folder: Path) -> Path:
     # stdout=-3 is subprocess.DEVNULL.
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)], check=True, stdout=-3
@@ -69,7 +69,7 @@ def check_contents(wheel: Path) -> None:
         raise SystemExit(f"the wheel lacks {missing}")
 
 
-def install(wheel: Path, folder: Path) -> Path:
+def install_wheel(wheel: Path, folder: Path) -> Path:
     target = folder / "elsewhere"
     venv.create(target)
     python = target / "bin" / "python"
@@ -88,7 +88,7 @@ def install(wheel: Path, folder: Path) -> Path:
     return python
 
 
-def smoke(python: Path, folder: Path) -> None:
+def run_smoke_test(python: Path, folder: Path) -> None:
     command = python.parent / "flatshift"
     for arguments in (["--help"], ["doctor"], ["recipes", "list"], ["train", "--help"]):
         subprocess.run([command, *arguments], check=True, cwd=folder, stdout=subprocess.DEVNULL)
@@ -122,7 +122,7 @@ def smoke(python: Path, folder: Path) -> None:
         raise SystemExit("the installed wheel did not select 20 records")
 
 
-def namesakes(python: Path, folder: Path) -> None:
+def check_namesakes(python: Path, folder: Path) -> None:
     """Check that other distributions and user files with the names of our packages are not imported."""
     asked = [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
     site = Path(subprocess.run(asked, **_TEXT).stdout.strip())
@@ -135,7 +135,7 @@ def namesakes(python: Path, folder: Path) -> None:
         subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
 
 
-def minimal_dependencies() -> None:
+def check_minimal_dependencies() -> None:
     """Import every module while only the distributions reachable from our core requirements are importable."""
     allowed = {"flatshift"}
     todo = ["flatshift"]

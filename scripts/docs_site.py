@@ -15,7 +15,7 @@ DOCS = ROOT / "docs"
 _LINK = re.compile(r"\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
 
 
-def sections() -> dict[str, list[tuple[str, str]]]:
+def read_sections() -> dict[str, list[tuple[str, str]]]:
     """Return heading of docs/index.md → (question, page) of each row of its table; a page is a path from docs/."""
     found: dict[str, list[tuple[str, str]]] = {}
     for line in (DOCS / "index.md").read_text(encoding="utf-8").splitlines():
@@ -28,7 +28,7 @@ def sections() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def outside() -> dict[str, Path]:
+def find_linked_files() -> dict[str, Path]:
     """Return the files outside docs/ that its pages or one another link to: path in the site → file."""
     found: dict[str, Path] = {}
     queue = sorted(DOCS.glob("*.md"))
@@ -37,14 +37,14 @@ def outside() -> dict[str, Path]:
         for match in _LINK.finditer(page.read_text(encoding="utf-8")):
             target = (page.parent / match["target"]).resolve()
             if target.is_file() and not target.is_relative_to(DOCS) and target.is_relative_to(ROOT):
-                name = _name(target)
+                name = _site_path(target)
                 if name not in found:
                     found[name] = target
                     queue += [target] if target.suffix == ".md" else []
     return found
 
 
-def _name(path: Path) -> str:
+def _site_path(path: Path) -> str:
     """Return the path in the site of a repository file; a README does not become the index of its folder."""
     inside = path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
     if inside == "README.md":
@@ -57,8 +57,8 @@ def _name(path: Path) -> str:
 def on_config(config: Any) -> Any:
     """Set the navigation: a tab for each heading, an entry for each question."""
     config.nav = [{"Start": "index.md"}]
-    for heading, rows in sections().items():
-        pages = dict.fromkeys(_name((DOCS / page).resolve()) for _, page in rows)
+    for heading, rows in read_sections().items():
+        pages = dict.fromkeys(_site_path((DOCS / page).resolve()) for _, page in rows)
         config.nav.append({heading: list(pages)})
     return config
 
@@ -67,20 +67,20 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the files outside docs/ that the pages link to."""
     from mkdocs.structure.files import File
 
-    for name, path in outside().items():
+    for name, path in find_linked_files().items():
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Convert links that are valid in the repository to links of the site."""
-    here = {name: path for name, path in outside().items()}.get(page.file.src_uri, DOCS / page.file.src_uri)
+    here = {name: path for name, path in find_linked_files().items()}.get(page.file.src_uri, DOCS / page.file.src_uri)
 
     def moved(match: re.Match[str]) -> str:
         target = (here.parent / match["target"]).resolve()
         if not target.is_file() or not target.is_relative_to(ROOT):
             return match[0]
-        link = os.path.relpath(_name(target), Path(page.file.src_uri).parent)
+        link = os.path.relpath(_site_path(target), Path(page.file.src_uri).parent)
         return f"]({link}{match['anchor'] or ''})"
 
     return _LINK.sub(moved, markdown)

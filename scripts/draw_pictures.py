@@ -24,13 +24,13 @@ PAGES = {"run": ("warmup", 1200, 720), "sweep": ("sweep", 1200, 720)}
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-def headings(page: Path) -> list[str]:
+def read_headings(page: Path) -> list[str]:
     """Return the titles of a page's sections, in order."""
     found = re.findall(r"<h3[^>]*>(.*?)</h3>", page.read_text(encoding="utf-8"), flags=re.S)
     return [" ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split()) for text in found]
 
 
-def draw(page: Path, picture: Path, width: int, height: int) -> None:
+def save_screenshot(page: Path, picture: Path, width: int, height: int) -> None:
     """Save the top of `page` as a PNG, at 1.5 pixels per CSS pixel. Raises SystemExit without a browser."""
     browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
@@ -52,8 +52,8 @@ def main(demo: Path) -> None:
             copy = Path(scratch) / "report.html"  # copied, so that its command names no path of this machine
             text = page.read_text(encoding="utf-8").replace(str(demo.resolve()), demo.name)
             copy.write_text(text.replace(str(demo), demo.name), encoding="utf-8")
-            draw(copy, PICTURES / f"{name}.png", width, height)
-        shown[name] = headings(page)
+            save_screenshot(copy, PICTURES / f"{name}.png", width, height)
+        shown[name] = read_headings(page)
         print(PICTURES / f"{name}.png")
     (PICTURES / "pictures.json").write_text(json.dumps(shown, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("flatshift", "experiments", "finetune", "selection", "regularizers")
 
 
-def modules(root: Path = ROOT) -> dict[str, Path]:
+def product_modules(root: Path = ROOT) -> dict[str, Path]:
     """Return every product module by its dotted name inside `flatshift`; a package is its `__init__`."""
     found = {}
     for room in ROOMS:
@@ -30,30 +30,30 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
-def _executed(node: ast.AST) -> Iterator[ast.AST]:
+def _executed_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Yield all nodes below `node` except those under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for other in child.orelse:
-                yield from _executed(other)
+                yield from _executed_nodes(other)
             continue
         yield child
-        yield from _executed(child)
+        yield from _executed_nodes(child)
 
 
 @cache
-def _tree(file: Path) -> ast.Module:
+def _parse_file(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def _asked(name: str, file: Path, *, all_of_it: bool = False) -> Iterator[tuple[str, str | None]]:
+def _imported_names(name: str, file: Path, *, all_of_it: bool = False) -> Iterator[tuple[str, str | None]]:
     """Yield (module, imported name or None) for every import of the module `name`.
 
     all_of_it: include TYPE_CHECKING blocks, in which a package with a lazy `__getattr__` declares its names.
     """
     package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
-    tree = _tree(file)
-    for node in ast.walk(tree) if all_of_it else _executed(tree):
+    tree = _parse_file(file)
+    for node in ast.walk(tree) if all_of_it else _executed_nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, None
@@ -64,13 +64,17 @@ def _asked(name: str, file: Path, *, all_of_it: bool = False) -> Iterator[tuple[
                 yield module, alias.name
 
 
-def imports(known: dict[str, Path]) -> dict[str, set[str]]:
+def import_graph(known: dict[str, Path]) -> dict[str, set[str]]:
     """Return the known modules imported by each of them."""
     exported: dict[str, dict[str, str]] = {}
     for name, file in known.items():
         if file.name == "__init__.py":
             stub = file.with_suffix(".pyi")
-            asked = _asked(name, stub, all_of_it=True) if stub.is_file() else _asked(name, file, all_of_it=True)
+            asked = (
+                _imported_names(name, stub, all_of_it=True)
+                if stub.is_file()
+                else _imported_names(name, file, all_of_it=True)
+            )
             exported[name] = {what: module for module, what in asked if what and module in known}
 
     def home(module: str, what: str | None) -> str | None:
@@ -84,11 +88,11 @@ def imports(known: dict[str, Path]) -> dict[str, set[str]]:
 
     found: dict[str, set[str]] = {}
     for name, file in known.items():
-        found[name] = {h for module, what in _asked(name, file) if (h := home(module, what)) and h != name}
+        found[name] = {h for module, what in _imported_names(name, file) if (h := home(module, what)) and h != name}
     return found
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Return the strongly connected components of more than one module, the largest first (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -126,7 +130,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return sorted(found, key=len, reverse=True)
 
 
-def lines(file: Path) -> int:
+def count_lines(file: Path) -> int:
     """Count the lines of a source file, including blank ones and docstrings."""
     return len(file.read_text(encoding="utf-8").splitlines())
 
@@ -136,15 +140,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rooms", action="store_true", help="a line for each folder")
     asked = parser.parse_args()
-    known = modules()
+    known = product_modules()
     depth: dict[str, list[int]] = {}
     for file in known.values():
         folder = file.parent.relative_to(ROOT).as_posix()
-        depth.setdefault(folder if asked.rooms else folder.split("/")[0], []).append(lines(file))
+        depth.setdefault(folder if asked.rooms else folder.split("/")[0], []).append(count_lines(file))
     for folder, counts in sorted(depth.items()):
         print(f"{folder:<32} {len(counts):>4} modules {sum(counts):>7,} lines")
-    print(f"{'product':<32} {len(known):>4} modules {sum(map(lines, known.values())):>7,} lines")
-    for part in circles(imports(known)):
+    print(f"{'product':<32} {len(known):>4} modules {sum(map(count_lines, known.values())):>7,} lines")
+    for part in import_cycles(import_graph(known)):
         print(f"circle of {len(part)}: {', '.join(part)}")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
-def lowest(extras: tuple[str, ...] = ()) -> list[str]:
+def lowest_constraints(extras: tuple[str, ...] = ()) -> list[str]:
     """Return `name==version` for every dependency with a lower bound, of the core and of `extras`."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
@@ -21,4 +21,4 @@ def lowest(extras: tuple[str, ...] = ()) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(lowest()))
+    print("\n".join(lowest_constraints()))

@@ -14,7 +14,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class _Order:
+class _OrderCounts:
     """Counts of one order: `grams` and `histories` are sorted packed keys."""
 
     grams: np.ndarray  # (G,) int64
@@ -45,7 +45,7 @@ class KneserNey:
         if len(stream) < self.order:
             raise ValueError(f"{len(stream)} tokens hold no {self.order}-gram")
         grams, counts = np.unique(self._pack(stream, self.order), return_counts=True)
-        orders: list[_Order] = []
+        orders: list[_OrderCounts] = []
         for order in range(self.order, 0, -1):
             orders.append(self._order(grams, counts))
             # Below the highest order a gram counts once for every distinct token seen to its left.
@@ -82,14 +82,14 @@ class KneserNey:
             keys = keys * self.vocabulary + ids[offset : offset + length]
         return keys
 
-    def _order(self, grams: np.ndarray, counts: np.ndarray) -> _Order:
+    def _order(self, grams: np.ndarray, counts: np.ndarray) -> _OrderCounts:
         histories, first = np.unique(grams // self.vocabulary, return_index=True)
         totals = np.add.reduceat(counts, first)
         distinct = np.diff(np.append(first, len(grams)))
         once, twice = int((counts == 1).sum()), int((counts == 2).sum())
         # A stream without singletons or doubletons is too small to estimate the discount.
         discount = once / (once + 2 * twice) if once and twice else 0.5
-        return _Order(grams, counts, histories, totals, distinct, discount)
+        return _OrderCounts(grams, counts, histories, totals, distinct, discount)
 
 
 def unigram_log_probabilities(train: np.ndarray, stream: np.ndarray, vocabulary: int) -> np.ndarray:

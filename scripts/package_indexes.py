@@ -28,13 +28,13 @@ SECONDS = 5.0
 def main(arguments: Sequence[str]) -> None:
     """Print the shell lines for `[TORCH_INDEX]`."""
     settings = pip_settings()
-    lines = settled(settings)
+    lines = reachable_index_lines(settings)
     if torch := " ".join(arguments).strip():
-        why = silence(torch, proxy=settings.get("proxy"))
+        why = index_failure(torch, proxy=settings.get("proxy"))
         if why is None:
             lines.append(f"TORCH_FLAGS={shlex.quote(f'--extra-index-url {torch}')}")
         else:
-            tell(torch, why, "torch comes from the others, maybe as a CUDA build of some GB")
+            warn_unreachable(torch, why, "torch comes from the others, maybe as a CUDA build of some GB")
     sys.stdout.writelines(f"{line}\n" for line in lines)
 
 
@@ -57,18 +57,18 @@ def pip_settings() -> dict[str, str]:
     return {o: found[s, o] for s in ("global", "install", ":env:") for o in wanted if found.get((s, o))}
 
 
-def settled(settings: Mapping[str, str]) -> list[str]:
+def reachable_index_lines(settings: Mapping[str, str]) -> list[str]:
     """Return shell lines that exclude the configured indexes that do not answer; none if all do."""
     if settings.get("no-index", "no").lower() in ("1", "true", "yes", "on", "t", "y"):
         return []
     first, *more = [settings.get("index-url", PYPI), *settings.get("extra-index-url", "").split()]
     here = []
     for index in dict.fromkeys([first, *more]):
-        why = silence(index, proxy=settings.get("proxy"))
+        why = index_failure(index, proxy=settings.get("proxy"))
         if why is None:
             here.append(index)
         else:
-            tell(index, why, "going on without it")
+            warn_unreachable(index, why, "going on without it")
     if set(here) == {first, *more}:
         return []
     if not here:
@@ -80,7 +80,7 @@ def settled(settings: Mapping[str, str]) -> list[str]:
     ]
 
 
-def silence(index: str, *, proxy: str | None = None) -> str | None:
+def index_failure(index: str, *, proxy: str | None = None) -> str | None:
     """Return the reason that `index` does not answer; None if it does, whatever the answer: its content is pip's
     concern."""
     parts = urlsplit(index)
@@ -89,7 +89,7 @@ def silence(index: str, *, proxy: str | None = None) -> str | None:
         return None if path.exists() else "no such directory"
     handlers = [urllib.request.ProxyHandler({"http": proxy, "https": proxy})] if proxy else []
     try:
-        with urllib.request.build_opener(*handlers).open(f"{nameless(index).rstrip('/')}/", timeout=SECONDS):
+        with urllib.request.build_opener(*handlers).open(f"{without_credentials(index).rstrip('/')}/", timeout=SECONDS):
             return None
     except urllib.error.HTTPError:
         return None
@@ -100,15 +100,15 @@ def silence(index: str, *, proxy: str | None = None) -> str | None:
         return str(getattr(reason, "strerror", None) or reason)
 
 
-def nameless(index: str) -> str:
+def without_credentials(index: str) -> str:
     """Return the address without a user name and password."""
     parts = urlsplit(index)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def tell(index: str, why: str, then: str) -> None:
+def warn_unreachable(index: str, why: str, then: str) -> None:
     """Report on standard error that an index does not answer."""
-    print(f"package index {nameless(index)} does not answer ({why}): {then}", file=sys.stderr)
+    print(f"package index {without_credentials(index)} does not answer ({why}): {then}", file=sys.stderr)
 
 
 if __name__ == "__main__":

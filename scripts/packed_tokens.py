@@ -1,8 +1,8 @@
 """Pretraining text as one stream of tokens, `<bos> … <eos>` per document, in a memory-mapped file.
 
-`pack` encodes many documents at once, on as many cores as the tokenizer uses, and writes 16 bits per token (32 for a
-larger vocabulary) with a JSON record of the counts; the record is written last, so that a file without one is
-rewritten. `documents` and `passages` read the texts.
+`pack_tokens` encodes many documents at once, on as many cores as the tokenizer uses, and writes 16 bits per token (32
+for a larger vocabulary) with a JSON record of the counts; the record is written last, so that a file without one is
+rewritten. `read_documents` and `read_passages` read the texts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TARGETS = ("banking", "scicite", "snli")
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedTokens:
     """Tokens of a file, and the size of their texts."""
 
     tokens: np.ndarray
@@ -40,7 +40,7 @@ class Packed:
     documents: int
 
 
-def documents(folder: Path, pattern: str) -> Iterator[str]:
+def read_documents(folder: Path, pattern: str) -> Iterator[str]:
     """Yield the texts of all .jsonl.xz files of `folder` that match, in name order."""
     files = sorted(folder.glob(pattern))
     if not files:
@@ -51,7 +51,7 @@ def documents(folder: Path, pattern: str) -> Iterator[str]:
                 yield json.loads(line)["text"]
 
 
-def passages(file: Path, tags: Path | None, *, without: Collection[str] = frozenset()) -> Iterator[str]:
+def read_passages(file: Path, tags: Path | None, *, without: Collection[str] = frozenset()) -> Iterator[str]:
     """Yield the texts of a .jsonl.xz file except those in `without`.
 
     tags: a .tsv.xz of `id, domain, source, licence` in the same order; only rows whose licence class is `open` are
@@ -74,12 +74,12 @@ def passages(file: Path, tags: Path | None, *, without: Collection[str] = frozen
                     yield row["text"]
 
 
-def shipped() -> frozenset[str]:
+def sample_texts() -> frozenset[str]:
     """Return the texts that ship as samples: a backbone trained on them could not be warmed up or evaluated on them."""
     found: set[str] = set()
     names = ["pool", *(f"{target}/{split}" for target in TARGETS for split in ("train", "dev", "test"))]
     for name in names:
-        with lzma.open(assets.sample(name), "rt", encoding="utf-8") as lines:
+        with lzma.open(assets.sample_path(name), "rt", encoding="utf-8") as lines:
             for line in lines:
                 row = json.loads(line)
                 found.update(row[key] for key in ("text", "text2") if key in row)
@@ -98,7 +98,9 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> tu
     return np.concatenate(parts), size
 
 
-def pack(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], *, of: str) -> Packed:
+def pack_tokens(
+    folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], *, of: str
+) -> PackedTokens:
     """Encode `texts` into `folder`/`name`.bin, unless the file already exists for the same inputs.
 
     of: short description of the texts, which must differ for different texts.
@@ -109,14 +111,14 @@ def pack(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, texts: Ite
     about = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
     whole = about.get("tokens", -1) * np.dtype(kind).itemsize == (file.stat().st_size if file.is_file() else 0)
     if about.get("of") != made_of or not whole:
-        about = {"of": made_of, **_write(file, tokenizer, texts, kind)}
+        about = {"of": made_of, **_write_tokens(file, tokenizer, texts, kind)}
         atomic.write_json(note, about)
-    return Packed(np.memmap(file, dtype=kind, mode="r"), about["bytes"], about["documents"])
+    return PackedTokens(np.memmap(file, dtype=kind, mode="r"), about["bytes"], about["documents"])
 
 
-def _write(file: Path, tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], kind: Any) -> dict[str, int]:
+def _write_tokens(file: Path, tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], kind: Any) -> dict[str, int]:
     count = size = total = 0
-    with atomic.replacing(file) as temporary, temporary.open("wb") as out:
+    with atomic.atomic_file(file) as temporary, temporary.open("wb") as out:
         waiting = iter(texts)
         while some := list(islice(waiting, AT_ONCE)):
             encoded = tokenizer.backend_tokenizer.encode_batch(some, add_special_tokens=False)

@@ -46,10 +46,10 @@ from flatshift.finetune.seeds import numpy_generator, torch_generator
 from scripts.packed_tokens import BOS as BOS
 from scripts.packed_tokens import EOS as EOS
 from scripts.packed_tokens import PAD as PAD
-from scripts.packed_tokens import documents as documents
-from scripts.packed_tokens import pack, passages, shipped
+from scripts.packed_tokens import pack_tokens, read_passages, sample_texts
+from scripts.packed_tokens import read_documents as read_documents
 from scripts.packed_tokens import token_stream as token_stream
-from scripts.pretrain_state import Standing, State, Stopped
+from scripts.pretrain_state import PretrainingState, Stopped, TrainingProgress
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -63,7 +63,7 @@ LARGEST = 20_000_000
 
 
 @dataclass(frozen=True)
-class Pretraining:
+class PretrainingConfig:
     """Model size and training budget. The defaults are the shipped backbone's."""
 
     hidden: int = 256
@@ -106,7 +106,7 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int, characters: int) -> P
     )
 
 
-def build_model(config: Pretraining) -> LlamaForCausalLM:
+def build_model(config: PretrainingConfig) -> LlamaForCausalLM:
     """Build a decoder whose initial weights depend only on `config.seed` and the parameter's name."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -133,12 +133,12 @@ def build_model(config: Pretraining) -> LlamaForCausalLM:
     return model
 
 
-def window(stream: np.ndarray, indices: np.ndarray, length: int) -> Tensor:
+def stack_windows(stream: np.ndarray, indices: np.ndarray, length: int) -> Tensor:
     """Return windows `indices` of the stream, (B, length + 1) int64: inputs are [:, :-1], labels [:, 1:]."""
     return torch.from_numpy(np.stack([stream[i * length : (i + 1) * length + 1] for i in indices]).astype(np.int64))
 
 
-def window_there(stream: Tensor, indices: np.ndarray, length: int) -> Tensor:
+def gather_windows(stream: Tensor, indices: np.ndarray, length: int) -> Tensor:
     """Return the same windows from a stream on a device, (T,) int32: only the indices are copied, without waiting."""
     starts = torch.from_numpy(np.ascontiguousarray(indices)) * length
     if stream.is_cuda:
@@ -147,14 +147,14 @@ def window_there(stream: Tensor, indices: np.ndarray, length: int) -> Tensor:
     return stream[places].long()
 
 
-def batch_of(stream: np.ndarray | Tensor, indices: np.ndarray, length: int, device: str) -> Tensor:
+def load_windows(stream: np.ndarray | Tensor, indices: np.ndarray, length: int, device: str) -> Tensor:
     """Return windows on the device, from a stream on the host or on the device."""
     if isinstance(stream, Tensor):
-        return window_there(stream, indices, length)
-    return window(stream, indices, length).to(device)
+        return gather_windows(stream, indices, length)
+    return stack_windows(stream, indices, length).to(device)
 
 
-def on_device(stream: np.ndarray, device: str) -> np.ndarray | Tensor:
+def copy_to_device(stream: np.ndarray, device: str) -> np.ndarray | Tensor:
     """Copy a mapped stream to a GPU, where it takes little memory and saves waiting for the host; unchanged on a
     CPU."""
     if device == "cpu":
@@ -180,7 +180,7 @@ def stream_loss(
     total = torch.zeros((), dtype=torch.float64, device=device)
     windows = (len(stream) - 1) // length
     for start in range(0, windows, batch):
-        ids = batch_of(stream, np.arange(start, min(windows, start + batch)), length, device)
+        ids = load_windows(stream, np.arange(start, min(windows, start + batch)), length, device)
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
             logits = model(ids[:, :-1]).logits
         total += cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").double()
@@ -188,13 +188,13 @@ def stream_loss(
     return total.item() / (windows * length)
 
 
-def learning_rate(config: Pretraining, step: int, progress: float) -> float:
+def learning_rate(config: PretrainingConfig, step: int, progress: float) -> float:
     """Return the learning rate: linear warm-up, then a cosine down to `FINAL_LR_SHARE`; `progress` runs from 0 to 1."""
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * min(1.0, (step + 1) / WARM_UP_STEPS) * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
 
 
-def adamw(model: LlamaForCausalLM, config: Pretraining) -> torch.optim.Optimizer:
+def build_optimizer(model: LlamaForCausalLM, config: PretrainingConfig) -> torch.optim.Optimizer:
     """Build fused AdamW with weight decay on matrices, not on norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     norms = [p for p in model.parameters() if p.ndim < 2]
@@ -205,12 +205,12 @@ def adamw(model: LlamaForCausalLM, config: Pretraining) -> torch.optim.Optimizer
 def train(
     model: LlamaForCausalLM,
     stream: np.ndarray | Tensor,
-    config: Pretraining,
+    config: PretrainingConfig,
     *,
     device: str,
     log: Callable[[str], None] = print,
     held_out: np.ndarray | Tensor | None = None,
-    state: State | None = None,
+    state: PretrainingState | None = None,
     stop: Callable[[], bool] = lambda: False,
     compiled: bool = False,
 ) -> tuple[int, int]:
@@ -220,14 +220,14 @@ def train(
     and save to. stop: called after each step; True saves and raises Stopped.
     """
     model.train()
-    optimizer = adamw(model, config)
+    optimizer = build_optimizer(model, config)
     windows = (len(stream) - 1) // config.sequence
     if windows < config.batch:
         raise SystemExit(f"{len(stream)} training tokens are less than one batch of {config.batch} × {config.sequence}")
     per_epoch = windows // config.batch
     per_step = config.batch * config.sequence
     budget = config.tokens if config.epochs is None else int(config.epochs * windows * config.sequence)
-    standing, best = state.restore(model, optimizer) if state else (Standing(), {})
+    standing, best = state.restore(model, optimizer) if state else (TrainingProgress(), {})
     forward = torch.compile(model) if compiled else model
     order, drawn = np.empty(0, dtype=np.int64), -1
     spent, start = standing.seconds, time.perf_counter()
@@ -244,7 +244,9 @@ def train(
         if epoch != drawn:
             order = numpy_generator(config.seed, "pretrain", "order", epoch).permutation(windows)
             drawn = epoch
-        ids = batch_of(stream, order[position * config.batch : (position + 1) * config.batch], config.sequence, device)
+        ids = load_windows(
+            stream, order[position * config.batch : (position + 1) * config.batch], config.sequence, device
+        )
         with torch.autocast(torch.device(device).type, torch.bfloat16):
             logits = forward(ids[:, :-1]).logits
         loss = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
@@ -259,7 +261,7 @@ def train(
             seen = f"{step * per_step / 1e6:.1f} M tokens, {step / per_epoch:.1f} epochs"
             log(f"step {step}  {seen}  loss {told:.3f}  {rate:,.0f} tokens/s  {100 * progress:.0f} %")
         if config.judge_every and held_out is not None and step % config.judge_every == 0:
-            _judge(model, held_out, config, standing, best, device, log)
+            _validate(model, held_out, config, standing, best, device, log)
         if state is not None and time.perf_counter() - saved > 60 * SAVE_MINUTES:
             state.save(model, optimizer, standing, best)
             saved = time.perf_counter()
@@ -269,19 +271,19 @@ def train(
                 state.save(model, optimizer, standing, best)
             raise Stopped(f"stopped after step {step}, {100 * progress:.0f} % of the budget")
     if config.judge_every and held_out is not None:
-        _judge(model, held_out, config, standing, best, device, log)
-        _put_back(model, best)
+        _validate(model, held_out, config, standing, best, device, log)
+        _restore_best(model, best)
         log(f"the best of the validations: {standing.best:.4f} nats per token after step {standing.best_step}")
     if state is not None:
         state.seconds = standing.seconds
     return standing.step, standing.step * per_step
 
 
-def _judge(
+def _validate(
     model: LlamaForCausalLM,
     held_out: np.ndarray | Tensor,
-    config: Pretraining,
-    standing: Standing,
+    config: PretrainingConfig,
+    standing: TrainingProgress,
     best: dict[str, Tensor],
     device: str,
     log: Callable[[str], None],
@@ -295,13 +297,13 @@ def _judge(
 
 
 @torch.no_grad()
-def _put_back(model: LlamaForCausalLM, best: dict[str, Tensor]) -> None:
+def _restore_best(model: LlamaForCausalLM, best: dict[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
         parameter.copy_(best[name])
 
 
 @dataclass(frozen=True)
-class Text:
+class TextSources:
     """Text sources of pretraining."""
 
     data: Path
@@ -311,18 +313,18 @@ class Text:
 
     def tokenizer(self) -> Iterator[str]:
         """Yield the texts that the tokenizer is trained on."""
-        yield from documents(self.data, "general-train-0.jsonl.xz")
+        yield from read_documents(self.data, "general-train-0.jsonl.xz")
         yield from self._passages()
 
     def training(self) -> Iterator[str]:
         """Yield the texts that the model is trained on."""
-        yield from documents(self.data, "general-train-*.jsonl.xz")
+        yield from read_documents(self.data, "general-train-*.jsonl.xz")
         yield from self._passages()
 
     def _passages(self) -> Iterator[str]:
-        without = shipped() if self.passages else frozenset()
+        without = sample_texts() if self.passages else frozenset()
         for place, file in enumerate(self.passages):
-            yield from passages(file, self.tags[place] if self.tags else None, without=without)
+            yield from read_passages(file, self.tags[place] if self.tags else None, without=without)
 
     @property
     def of(self) -> str:
@@ -334,10 +336,10 @@ class Text:
 def pretrain(
     data: Path,
     out: Path,
-    config: Pretraining,
+    config: PretrainingConfig,
     *,
     device: str,
-    text: Text | None = None,
+    text: TextSources | None = None,
     work: Path | None = None,
     stop: Callable[[], bool] = lambda: False,
     compiled: bool = False,
@@ -347,21 +349,21 @@ def pretrain(
 
     work: folder of tokens and state until training is done; by default OUT.work.
     """
-    text = text or Text(data)
+    text = text or TextSources(data)
     work = work or out.with_name(f"{out.name}.work")
     work.mkdir(parents=True, exist_ok=True)
-    atomic.sweep_leftovers(work)
-    tokenizer = _tokenizer(work / "tokenizer", text, config)
-    packed = pack(work, "train", tokenizer, text.training(), of=text.of)
-    judged = pack(work, "validation", tokenizer, documents(data, "general-val.jsonl.xz"), of=text.of)
-    stream, held_out = on_device(packed.tokens, device), on_device(judged.tokens, device)
+    atomic.remove_leftovers(work)
+    tokenizer = _load_or_train_tokenizer(work / "tokenizer", text, config)
+    packed = pack_tokens(work, "train", tokenizer, text.training(), of=text.of)
+    judged = pack_tokens(work, "validation", tokenizer, read_documents(data, "general-val.jsonl.xz"), of=text.of)
+    stream, held_out = copy_to_device(packed.tokens, device), copy_to_device(judged.tokens, device)
     model: Any = build_model(config)
     model.to(device)
     parameters = model.num_parameters()
     print(f"{parameters:,} parameters; {len(stream):,} training and {len(held_out):,} validation tokens", flush=True)
     if parameters > LARGEST:
         print(f"more than the {LARGEST:,} parameters of a backbone that may ship", flush=True)
-    state = State(work / "state", {"text": text.of, **asdict(config)})
+    state = PretrainingState(work / "state", {"text": text.of, **asdict(config)})
     steps, seen = train(
         model, stream, config, device=device, held_out=held_out, state=state, stop=stop, compiled=compiled,
         log=lambda line: print(line, flush=True),
@@ -381,7 +383,7 @@ def pretrain(
         "passages": [file.name for file in text.passages],
         "args": asdict(config),
     }
-    with atomic.replacing_directory(out) as folder:
+    with atomic.atomic_directory(out) as folder:
         tokenizer.save_pretrained(folder)
         model.to(torch.bfloat16).save_pretrained(folder)
         atomic.write_json(folder / "card.json", card)
@@ -389,13 +391,13 @@ def pretrain(
     return card
 
 
-def _tokenizer(folder: Path, text: Text, config: Pretraining) -> PreTrainedTokenizerFast:
+def _load_or_train_tokenizer(folder: Path, text: TextSources, config: PretrainingConfig) -> PreTrainedTokenizerFast:
     """Train the tokenizer once, then load it from `folder`."""
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
         trained = train_tokenizer(text.tokenizer(), config.vocabulary, config.tokenizer_characters)
-        with atomic.replacing_directory(folder) as temporary:
+        with atomic.atomic_directory(folder) as temporary:
             trained.save_pretrained(temporary)
     found: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder)
     if len(found) > config.vocabulary:
@@ -403,7 +405,7 @@ def _tokenizer(folder: Path, text: Text, config: Pretraining) -> PreTrainedToken
     return found
 
 
-def _stopper(minutes: float | None) -> Callable[[], bool]:
+def _stop_condition(minutes: float | None) -> Callable[[], bool]:
     """Return a function that is True after so many minutes, or once a signal asks this process to stop."""
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -425,23 +427,23 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile the forward and backward pass")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--tokens", type=lambda text: int(float(text)), default=Pretraining.tokens)
+    length.add_argument("--tokens", type=lambda text: int(float(text)), default=PretrainingConfig.tokens)
     length.add_argument("--epochs", type=float, default=None)
     length.add_argument("--minutes", type=float, default=None)
     for name in ("hidden", "layers", "heads", "kv_heads", "vocabulary", "sequence", "batch", "seed", "judge_every"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Pretraining, name))
-    parser.add_argument("--lr", type=float, default=Pretraining.lr)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(PretrainingConfig, name))
+    parser.add_argument("--lr", type=float, default=PretrainingConfig.lr)
     options = vars(parser.parse_args())
     data, out, device, work = (options.pop(name) for name in ("data", "out", "device", "work"))
-    text = Text(data, tuple(options.pop("passages")), tuple(options.pop("tags")))
-    stop, compiled = _stopper(options.pop("stop_after")), options.pop("compile")
+    text = TextSources(data, tuple(options.pop("passages")), tuple(options.pop("tags")))
+    stop, compiled = _stop_condition(options.pop("stop_after")), options.pop("compile")
     if text.tags and len(text.tags) != len(text.passages):
         parser.error(f"--tags names {len(text.tags)} files and --passages {len(text.passages)}; give one for each")
     if out.exists():
         parser.error(f"--out {out} exists already; name a new folder")
     try:
         card = pretrain(
-            data, out, Pretraining(**options), device=device, text=text, work=work, stop=stop, compiled=compiled
+            data, out, PretrainingConfig(**options), device=device, text=text, work=work, stop=stop, compiled=compiled
         )
     except Stopped as stopped:
         print(f"{stopped}; the same command goes on from there", flush=True)

@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 from flatshift.finetune import assets, atomic
 from flatshift.finetune.data.masking import IGNORE, SPECIAL, Masking
 from flatshift.finetune.seeds import numpy_generator, torch_generator
-from scripts.pretrain_backbone import BOS, EOS, PAD, documents, learning_rate, token_stream
+from scripts.pretrain_backbone import BOS, EOS, PAD, learning_rate, read_documents, token_stream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,7 +49,7 @@ _MODEL, _FIRST, _SECOND, _POSITION = "model.", "exp_avg.", "exp_avg_sq.", "state
 
 
 @dataclass(frozen=True)
-class Small:
+class SmallPretraining:
     """Model and training budget. The defaults are those of the shipped models."""
 
     kind: str = "encoder"
@@ -62,14 +62,14 @@ class Small:
     save_every: int = 250
 
 
-ENCODER = Small()
-SEQ2SEQ = Small(kind="seq2seq")
+ENCODER = SmallPretraining()
+SEQ2SEQ = SmallPretraining(kind="seq2seq")
 
 
 # ------------------------------------------------------------------------------------------------ tokenizers
 
 
-def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+def build_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """Build the shipped decoder's tokenizer plus the tokens of `kind`: `<mask>`, or the sentinels `<extra_id_0>` etc.
 
     The encoder's texts get `<bos>` and `<eos>` around and between them; the encoder-decoder ends both sides with
@@ -78,23 +78,23 @@ def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    folder = assets.backbone(TOKENIZER)
+    folder = assets.backbone_directory(TOKENIZER)
     assert folder is not None
     base = Tokenizer.from_file(str(folder / "tokenizer.json"))
     common = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
     names = {"model_input_names": ["input_ids", "attention_mask"], "model_max_length": 256}
     if kind == "encoder":
         base.add_special_tokens([AddedToken("<mask>", lstrip=True, normalized=False)])
-        _close(base, "<bos> $A <eos>", "<bos> $A <eos> $B <eos>")
+        _set_template(base, "<bos> $A <eos>", "<bos> $A <eos> $B <eos>")
         roles = {"cls_token": "<bos>", "sep_token": "<eos>", "mask_token": AddedToken("<mask>", lstrip=True)}
         return PreTrainedTokenizerFast(tokenizer_object=base, **common, **roles, **names)
     sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
     base.add_special_tokens([AddedToken(name, normalized=False) for name in sentinels])
-    _close(base, "$A <eos>", "$A <eos> $B <eos>")
+    _set_template(base, "$A <eos>", "$A <eos> $B <eos>")
     return PreTrainedTokenizerFast(tokenizer_object=base, **common, extra_special_tokens=sentinels, **names)
 
 
-def _close(tokenizer: Tokenizer, single: str, pair: str) -> None:
+def _set_template(tokenizer: Tokenizer, single: str, pair: str) -> None:
     from tokenizers.processors import TemplateProcessing
 
     tokenizer.post_processor = TemplateProcessing(
@@ -106,13 +106,15 @@ def _close(tokenizer: Tokenizer, single: str, pair: str) -> None:
 
 
 @torch.no_grad()
-def build_model(config: Small, vocabulary: int) -> PreTrainedModel:
+def build_model(config: SmallPretraining, vocabulary: int) -> PreTrainedModel:
     """Build a model from the shipped decoder's weights, and from draws keyed by `config.seed` for the rest."""
     import transformers as tf
 
-    decoder: Any = tf.AutoModelForCausalLM.from_pretrained(assets.backbone(TOKENIZER), dtype=torch.float32)
+    decoder: Any = tf.AutoModelForCausalLM.from_pretrained(assets.backbone_directory(TOKENIZER), dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):  # constructors draw from the global generator; our draws follow below
-        model: Any = (_encoder if config.kind == "encoder" else _encoder_decoder)(decoder, config, vocabulary)
+        model: Any = (_build_encoder if config.kind == "encoder" else _build_encoder_decoder)(
+            decoder, config, vocabulary
+        )
     table, known = model.get_input_embeddings().weight, decoder.model.embed_tokens.weight
     table[: len(known)] = known
     table[len(known) :] = known.mean(dim=0)
@@ -123,7 +125,7 @@ def build_model(config: Small, vocabulary: int) -> PreTrainedModel:
     return model
 
 
-def _encoder(decoder: Any, config: Small, vocabulary: int) -> PreTrainedModel:
+def _build_encoder(decoder: Any, config: SmallPretraining, vocabulary: int) -> PreTrainedModel:
     """Build an encoder from some blocks and the last norm of the decoder, without its causal mask."""
     import transformers as tf
 
@@ -153,7 +155,7 @@ def _encoder(decoder: Any, config: Small, vocabulary: int) -> PreTrainedModel:
     return encoder
 
 
-def _encoder_decoder(decoder: Any, config: Small, vocabulary: int) -> PreTrainedModel:
+def _build_encoder_decoder(decoder: Any, config: SmallPretraining, vocabulary: int) -> PreTrainedModel:
     """Build an encoder-decoder from one decoder block per side, with T5's relative positions (initially 0) for RoPE.
 
     T5 does not divide scores by the root of a head's width, and multiplies a tied head's input by that of 1 / width:
@@ -214,7 +216,9 @@ def _encoder_decoder(decoder: Any, config: Small, vocabulary: int) -> PreTrained
 # ------------------------------------------------------------------------------------------------ batches
 
 
-def masked_batch(stream: NDArray, chosen: NDArray, config: Small, masking: Masking, *names: Any) -> dict[str, Tensor]:
+def masked_batch(
+    stream: NDArray, chosen: NDArray, config: SmallPretraining, masking: Masking, *names: Any
+) -> dict[str, Tensor]:
     """Return windows as `<bos> text <eos>` (B, T) with hidden tokens, and labels (B, T); `names` key the draw."""
     length = config.sequence - 2
     read, labels = [], []
@@ -227,7 +231,9 @@ def masked_batch(stream: NDArray, chosen: NDArray, config: Small, masking: Maski
     return {"input_ids": torch.from_numpy(np.stack(read)), "labels": torch.from_numpy(np.stack(labels))}
 
 
-def corrupted_batch(stream: NDArray, chosen: NDArray, config: Small, sentinel: int, *names: Any) -> dict[str, Tensor]:
+def corrupted_batch(
+    stream: NDArray, chosen: NDArray, config: SmallPretraining, sentinel: int, *names: Any
+) -> dict[str, Tensor]:
     """Return windows with spans cut out as encoder input (B, T), and labels (B, U): each span's sentinel and tokens.
 
     All windows lose as many tokens in as many spans, so nothing is padded.
@@ -239,7 +245,7 @@ def corrupted_batch(stream: NDArray, chosen: NDArray, config: Small, sentinel: i
     read, written = [], []
     for i in chosen:
         window = stream[i * length : (i + 1) * length].astype(np.int64)
-        kept, cut = _segments(length - noise, spans, rng), _segments(noise, spans, rng)
+        kept, cut = _random_segments(length - noise, spans, rng), _random_segments(noise, spans, rng)
         inputs: list[NDArray] = []
         labels: list[NDArray] = []
         at = 0
@@ -254,16 +260,16 @@ def corrupted_batch(stream: NDArray, chosen: NDArray, config: Small, sentinel: i
     return {"input_ids": torch.from_numpy(np.stack(read)), "labels": torch.from_numpy(np.stack(written))}
 
 
-def _segments(total: int, parts: int, rng: np.random.Generator) -> NDArray:
+def _random_segments(total: int, parts: int, rng: np.random.Generator) -> NDArray:
     """Draw `parts` positive lengths with this sum, uniformly over all compositions."""
     borders = np.sort(rng.choice(total - 1, size=parts - 1, replace=False)) + 1
     return np.diff(np.concatenate([[0], borders, [total]]))
 
 
-class Objective:
+class PretrainingObjective:
     """Batches and their loss, for either kind."""
 
-    def __init__(self, config: Small, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, config: SmallPretraining, tokenizer: PreTrainedTokenizerFast) -> None:
         self.config = config
         vocabulary = len(tokenizer)
         self.sentinel = vocabulary - SENTINELS
@@ -292,7 +298,9 @@ class Objective:
 # ------------------------------------------------------------------------------------------------ training
 
 
-def train(model: Any, stream: NDArray, objective: Objective, state: Path, log: Any = print) -> tuple[int, float]:
+def train(
+    model: Any, stream: NDArray, objective: PretrainingObjective, state: Path, log: Any = print
+) -> tuple[int, float]:
     """Train in place, resuming from `state` if it exists; return (steps, CPU seconds). Each window is seen once per
     epoch."""
     config = objective.config
@@ -335,7 +343,7 @@ def _save(state: Path, model: Any, optimizer: Any, step: int, seconds: float) ->
         moments = optimizer.state[parameter]
         tensors[_MODEL + name] = parameter.detach()
         tensors[_FIRST + name], tensors[_SECOND + name] = moments["exp_avg"], moments["exp_avg_sq"]
-    with atomic.replacing_directory(state) as folder:
+    with atomic.atomic_directory(state) as folder:
         save_file(tensors, folder / "state.safetensors")
         atomic.write_json(folder / _POSITION, {"step": step, "cpu_seconds": seconds})
 
@@ -362,7 +370,9 @@ def _restore(state: Path, model: Any, optimizer: Any) -> tuple[int, float]:
 
 
 @torch.no_grad()
-def held_out(model: Any, stream: NDArray, unigram: NDArray, objective: Objective) -> dict[str, float]:
+def evaluate_held_out(
+    model: Any, stream: NDArray, unigram: NDArray, objective: PretrainingObjective
+) -> dict[str, float]:
     """Evaluate on all windows of `stream` under one draw.
 
     Returns nats and accuracy on the text tokens to predict (without sentinels and `<eos>`), and the nats of `unigram`
@@ -388,18 +398,18 @@ def held_out(model: Any, stream: NDArray, unigram: NDArray, objective: Objective
     }
 
 
-def unigram_of(stream: NDArray, vocabulary: int) -> NDArray:
+def unigram_table(stream: NDArray, vocabulary: int) -> NDArray:
     """Return log-probabilities (V,) from add-one smoothed counts."""
     counts = np.bincount(stream, minlength=vocabulary) + 1.0
     return np.log(counts / counts.sum())
 
 
-def pretrain(data: Path, out: Path, config: Small) -> dict[str, Any]:
+def pretrain(data: Path, out: Path, config: SmallPretraining) -> dict[str, Any]:
     """Train, and write tokenizer, model and card.json to `out`; return the card."""
-    tokenizer = make_tokenizer(config.kind)
-    objective = Objective(config, tokenizer)
-    stream, size = token_stream(tokenizer, _first(documents(data, "general-train-0.jsonl.xz"), config.tokens))
-    heldout, _ = token_stream(tokenizer, documents(data, "general-val.jsonl.xz"))
+    tokenizer = build_tokenizer(config.kind)
+    objective = PretrainingObjective(config, tokenizer)
+    stream, size = token_stream(tokenizer, _take_texts(read_documents(data, "general-train-0.jsonl.xz"), config.tokens))
+    heldout, _ = token_stream(tokenizer, read_documents(data, "general-val.jsonl.xz"))
     if objective.windows(stream) < config.batch:
         raise SystemExit(f"{len(stream)} training tokens are less than one batch")
     model: Any = build_model(config, len(tokenizer))
@@ -407,7 +417,9 @@ def pretrain(data: Path, out: Path, config: Small) -> dict[str, Any]:
     state = out.with_name(out.name + ".state")
     steps, seconds = train(model, stream, objective, state)
     model.to(torch.bfloat16).float()  # evaluate the weights as shipped, rounded to bf16
-    found = held_out(model, heldout, unigram_of(stream, len(tokenizer) - _specials(config)), objective)
+    found = evaluate_held_out(
+        model, heldout, unigram_table(stream, len(tokenizer) - _count_added_tokens(config)), objective
+    )
     card: dict[str, Any] = {
         "parameters": model.num_parameters(),
         "steps": steps,
@@ -420,7 +432,7 @@ def pretrain(data: Path, out: Path, config: Small) -> dict[str, Any]:
         "uniform_nats_per_token": math.log(len(tokenizer)),
         "args": {**asdict(config), "blocks": list(config.blocks)},
     }
-    with atomic.replacing_directory(out) as folder:
+    with atomic.atomic_directory(out) as folder:
         tokenizer.save_pretrained(folder)
         model.to(torch.bfloat16).save_pretrained(folder)
         atomic.write_json(folder / "card.json", card)
@@ -428,7 +440,7 @@ def pretrain(data: Path, out: Path, config: Small) -> dict[str, Any]:
     return card
 
 
-def _first(texts: Iterator[str], tokens: int) -> Iterator[str]:
+def _take_texts(texts: Iterator[str], tokens: int) -> Iterator[str]:
     """Yield the first texts that contain `tokens` tokens, assuming five bytes per token, more than the actual
     average."""
     left = 5 * tokens
@@ -439,7 +451,7 @@ def _first(texts: Iterator[str], tokens: int) -> Iterator[str]:
             return
 
 
-def _specials(config: Small) -> int:
+def _count_added_tokens(config: SmallPretraining) -> int:
     """Return the number of tokens added to the decoder's."""
     return 1 if config.kind == "encoder" else SENTINELS
 
@@ -460,7 +472,7 @@ def main() -> None:
         parser.error(f"--out {out} exists already; name a new folder")
     default = ENCODER if options["kind"] == "encoder" else SEQ2SEQ
     given = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items() if v is not None}
-    print(json.dumps(pretrain(data, out, Small(**{**asdict(default), **given})), indent=2))
+    print(json.dumps(pretrain(data, out, SmallPretraining(**{**asdict(default), **given})), indent=2))
 
 
 if __name__ == "__main__":

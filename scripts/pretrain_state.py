@@ -18,7 +18,7 @@ class Stopped(Exception):
 
 
 @dataclass
-class Standing:
+class TrainingProgress:
     """Progress of training."""
 
     step: int = 0
@@ -28,8 +28,8 @@ class Standing:
     best_step: int | None = None
 
 
-class State:
-    """State folder of a resumable run: weights, moments and the best weights as safetensors, and `Standing`."""
+class PretrainingState:
+    """State folder of a resumable run: weights, moments and the best weights as safetensors, and `TrainingProgress`."""
 
     def __init__(self, folder: Path, known: dict[str, Any]) -> None:
         """known: settings that must be the same for a run to be resumed."""
@@ -37,7 +37,9 @@ class State:
         self.seconds = 0.0
         """Training time at its end, summed over all attempts."""
 
-    def save(self, model: Any, optimizer: torch.optim.Optimizer, standing: Standing, best: dict[str, Tensor]) -> None:
+    def save(
+        self, model: Any, optimizer: torch.optim.Optimizer, standing: TrainingProgress, best: dict[str, Tensor]
+    ) -> None:
         """Replace the saved state, atomically."""
         from safetensors.torch import save_file
 
@@ -47,14 +49,14 @@ class State:
             for moment in ("exp_avg", "exp_avg_sq"):
                 if moment in optimizer.state[parameter]:
                     tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
-        with atomic.replacing_directory(self.folder) as folder:
+        with atomic.atomic_directory(self.folder) as folder:
             save_file(
                 {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / "state.safetensors"
             )
             atomic.write_json(folder / "state.json", {"known": self.known, **asdict(standing)})
 
     @torch.no_grad()
-    def restore(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Standing, dict[str, Tensor]]:
+    def restore(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[TrainingProgress, dict[str, Tensor]]:
         """Load the saved state into model and optimizer; return the initial state if nothing is saved.
 
         Raises SystemExit for the state of other settings.
@@ -62,14 +64,14 @@ class State:
         from safetensors.torch import load_file
 
         if not (self.folder / "state.json").is_file():
-            return Standing(), {}
+            return TrainingProgress(), {}
         about = json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
         if (known := about.pop("known")) != self.known:
             odd = next(name for name in self.known if known.get(name) != self.known[name])
             raise SystemExit(
                 f"{self.folder}: this state is of {odd} {known.get(odd)}, not {self.known[odd]}; name another --work"
             )
-        standing, tensors = Standing(**about), load_file(self.folder / "state.safetensors")
+        standing, tensors = TrainingProgress(**about), load_file(self.folder / "state.safetensors")
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])
             if f"exp_avg.{name}" in tensors:

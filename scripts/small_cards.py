@@ -37,15 +37,15 @@ python -m scripts.small_cards DIR
 """
 
 
-def render(folder: Path) -> str:
+def render_card(folder: Path) -> str:
     """Return the card of the model in `folder`."""
     card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return (_encoder if card["args"]["kind"] == "encoder" else _seq2seq)(folder.name, card, config)
+    return (_encoder_card if card["args"]["kind"] == "encoder" else _seq2seq_card)(folder.name, card, config)
 
 
-def _encoder(name: str, card: dict[str, Any], config: dict[str, Any]) -> str:
-    blocks = _blocks(card)
+def _encoder_card(name: str, card: dict[str, Any], config: dict[str, Any]) -> str:
+    blocks = _format_blocks(card)
     shape = (
         f"{config['num_hidden_layers']} layers, width {config['hidden_size']}, {config['num_attention_heads']} heads "
         f"({config['num_key_value_heads']} key-value), SwiGLU {config['intermediate_size']}"
@@ -60,7 +60,7 @@ tags: [eurobert, masked-lm, undertrained, warm-up]
 
 # {name}
 
-A {_millions(card)} M-parameter encoder with a masked-LM head that ships inside Flatshift, so that the warm-up of
+A {_format_millions(card)} M-parameter encoder with a masked-LM head that ships inside Flatshift, so that the warm-up of
 encoders (the recipe `encoder-warmup`) runs on a laptop without a network. **Tiny and undertrained**: take a real
 encoder (BERT, RoBERTa, MiniLM) for anything but trying things out.
 
@@ -85,15 +85,15 @@ tokenizer = AutoTokenizer.from_pretrained(backbone("{name}"))
 | tokens seen | {card["tokens_seen"]:,} in {card["steps"]:,} steps, of which 15 % were to be told |
 | made in | {card["cpu_minutes"]:.1f} CPU-minutes on one thread, bf16 autocast over fp32 weights |
 
-{_data(card, _ALSO)}
+{_data_section(card, _ALSO)}
 ## How good it is
 
-{_figures(card, "the hidden tokens of 90 held-out documents, windows as in training under one fixed draw")}
+{_metrics_table(card, "the hidden tokens of 90 held-out documents, windows as in training under one fixed draw")}
 {_LIMITS.format(recipe="encoder-warmup", what="encoders", kind="encoder")}"""
 
 
-def _seq2seq(name: str, card: dict[str, Any], config: dict[str, Any]) -> str:
-    blocks = _blocks(card)
+def _seq2seq_card(name: str, card: dict[str, Any], config: dict[str, Any]) -> str:
+    blocks = _format_blocks(card)
     shape = (
         f"{config['num_layers']} + {config['num_decoder_layers']} layers, width {config['d_model']}, "
         f"{config['num_heads']} heads, SwiGLU {config['d_ff']}"
@@ -112,7 +112,7 @@ tags: [t5, span-corruption, undertrained]
 
 # {name}
 
-A {_millions(card)} M-parameter encoder-decoder of the T5 architecture that ships inside Flatshift, so that the recipe
+A {_format_millions(card)} M-parameter encoder-decoder of the T5 architecture that ships inside Flatshift, so that the recipe
 `seq2seq` runs on a laptop without a network. **Tiny and very undertrained**: it can be fine-tuned to write labels, not
 sentences. Take a real T5 for anything but trying things out.
 
@@ -137,22 +137,22 @@ tokenizer = AutoTokenizer.from_pretrained(backbone("{name}"))
 | tokens seen | {card["tokens_seen"]:,} in {card["steps"]:,} steps |
 | made in | {card["cpu_minutes"]:.1f} CPU-minutes on one thread, bf16 autocast over fp32 weights |
 
-{_data(card, _ALSO)}
+{_data_section(card, _ALSO)}
 ## How good it is
 
-{_figures(card, what)}
+{_metrics_table(card, what)}
 {_LIMITS.format(recipe="seq2seq", what="encoder-decoders", kind="seq2seq")}"""
 
 
-def _blocks(card: dict[str, Any]) -> str:
+def _format_blocks(card: dict[str, Any]) -> str:
     return " and ".join(str(block + 1) for block in card["args"]["blocks"])
 
 
-def _millions(card: dict[str, Any]) -> str:
+def _format_millions(card: dict[str, Any]) -> str:
     return f"{card['parameters'] / 1e6:.1f}"
 
 
-def _data(card: dict[str, Any], also: str) -> str:
+def _data_section(card: dict[str, Any], also: str) -> str:
     return _DATA.format(
         train_tokens=card["train_tokens"],
         megabytes=card["train_bytes"] / 1e6,
@@ -161,7 +161,7 @@ def _data(card: dict[str, Any], also: str) -> str:
     )
 
 
-def _figures(card: dict[str, Any], what: str) -> str:
+def _metrics_table(card: dict[str, Any], what: str) -> str:
     found = card["validation"]
     return f"""On {what} ({found["tokens"]:,.0f} tokens):
 
@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+")
     for folder in parser.parse_args().folders:
-        atomic.write_text(folder / "README.md", render(folder))
+        atomic.write_text(folder / "README.md", render_card(folder))
         print(folder / "README.md")
 
 

@@ -25,11 +25,11 @@ Nothing here has run on a CUDA device yet: [what is known without one](cuda.md).
 """
 
 
-def signature(name: str, value: Any) -> str:
+def format_signature(name: str, value: Any) -> str:
     """Return `name(argument: type = default, …)`, on several lines if it is long."""
     found = inspect.signature(value)
     kept = [one for one in found.parameters.values() if one.name not in ("self", "cls")]
-    parts = [parameter(one) for one in kept]
+    parts = [format_parameter(one) for one in kept]
     star = next((i for i, one in enumerate(kept) if one.kind is one.KEYWORD_ONLY), None)
     if star is not None:
         parts.insert(star, "*")
@@ -39,7 +39,7 @@ def signature(name: str, value: Any) -> str:
     return flat if len(flat) <= 110 else f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){arrow}"
 
 
-def parameter(one: inspect.Parameter) -> str:
+def format_parameter(one: inspect.Parameter) -> str:
     """Return `name: type = default`."""
     stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
     kind = "" if one.annotation is one.empty else f": {one.annotation}"
@@ -48,7 +48,7 @@ def parameter(one: inspect.Parameter) -> str:
     return f"{stars}{one.name}{kind}{default}"
 
 
-def text(value: Any) -> str:
+def docstring_markdown(value: Any) -> str:
     """Return a docstring as Markdown; its indented parts become code blocks."""
     said = inspect.cleandoc(value.__doc__ or "")
     return re.sub(
@@ -56,24 +56,31 @@ def text(value: Any) -> str:
     ).strip()
 
 
-def of_class(name: str, value: type) -> list[str]:
+def class_section(name: str, value: type) -> list[str]:
     """Return the section of a class with its public members."""
-    lines = [f"## {name}", "", f"```python\n{signature(name, value)}\n```", "", text(value), ""]
+    lines = [f"## {name}", "", f"```python\n{format_signature(name, value)}\n```", "", docstring_markdown(value), ""]
     for key, member in vars(value).items():
         if key.startswith("_") or not (
             inspect.isfunction(member) or hasattr(member, "fget") or hasattr(member, "func")
         ):
             continue
         if inspect.isfunction(member):
-            lines += [f"### {name}.{key}", "", f"```python\n{signature(key, member)}\n```", "", text(member), ""]
+            lines += [
+                f"### {name}.{key}",
+                "",
+                f"```python\n{format_signature(key, member)}\n```",
+                "",
+                docstring_markdown(member),
+                "",
+            ]
         else:
             getter = getattr(member, "fget", None) or member.func
             kind = inspect.signature(getter).return_annotation
-            lines += [f"### {name}.{key}", "", f"`{kind}`. {text(getter)}", ""]
+            lines += [f"### {name}.{key}", "", f"`{kind}`. {docstring_markdown(getter)}", ""]
     return lines
 
 
-def page() -> str:
+def render_page() -> str:
     """Return the whole page."""
     lines = [HEAD]
     for name in flatshift.__all__:
@@ -81,16 +88,23 @@ def page() -> str:
         if name == "__version__":
             continue
         if name == "Recipe":  # its keys have their own page
-            lines += ["## Recipe", "", f"{text(value)} Its keys: [recipes.md](recipes.md).", ""]
+            lines += ["## Recipe", "", f"{docstring_markdown(value)} Its keys: [recipes.md](recipes.md).", ""]
         elif inspect.isclass(value) and not issubclass(value, Exception):
-            lines += of_class(name, value)
+            lines += class_section(name, value)
         elif inspect.isclass(value):
-            lines += [f"## {name}", "", text(value), ""]
+            lines += [f"## {name}", "", docstring_markdown(value), ""]
         else:
-            lines += [f"## {name}", "", f"```python\n{signature(name, value)}\n```", "", text(value), ""]
+            lines += [
+                f"## {name}",
+                "",
+                f"```python\n{format_signature(name, value)}\n```",
+                "",
+                docstring_markdown(value),
+                "",
+            ]
     return "\n".join(lines).rstrip() + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(render_page(), encoding="utf-8")
     print(PAGE)

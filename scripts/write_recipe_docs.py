@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.recipe.tree import key_of
+from flatshift.experiments.recipe.tree import setting_key
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
 HEAD = """# Recipes
@@ -49,26 +49,26 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def rows(cls: type, path: str = "", *, tagged: bool = False) -> list[str]:
+def table_rows(cls: type, path: str = "", *, tagged: bool = False) -> list[str]:
     """Return Markdown table rows of a dataclass and its components; tagged: it is one of several, selected by
     `kind`."""
     hints = typing.get_type_hints(cls)
     docs = field_docs(cls)
     out = []
     for field in dataclasses.fields(cls):
-        key = f"{path}.{key_of(field.name)}" if path else field.name
+        key = f"{path}.{setting_key(field.name)}" if path else field.name
         hint = hints[field.name]
         options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
         components = [option for option in options if dataclasses.is_dataclass(option)]
         if field.name == "kind" and tagged:
             continue
         if not components:
-            out.append(f"| `{key}` | {_kinds(field, hint)} | {docs.get(field.name, '')} |")
+            out.append(f"| `{key}` | {_format_default(field, hint)} | {docs.get(field.name, '')} |")
             for option in options:
                 if typing.get_origin(option) is dict and dataclasses.is_dataclass(inner := typing.get_args(option)[1]):
-                    out += rows(inner, f"{key}.NAME")
+                    out += table_rows(inner, f"{key}.NAME")
             continue
-        default = _default(field)
+        default = _field_default(field)
         several = len(components) > 1
         kind = getattr(default, "kind", None) if several else None
         shown = "null" if default is None else f"`{kind}`" if kind else ""
@@ -78,16 +78,16 @@ def rows(cls: type, path: str = "", *, tagged: bool = False) -> list[str]:
             if name is not None:
                 summary = " ".join((component.__doc__ or "").strip().split("\n\n")[0].split())
                 out.append(f"| `{key}.kind: {name}` | | {summary} |")
-            out += rows(component, key, tagged=name is not None)
+            out += table_rows(component, key, tagged=name is not None)
     return out
 
 
-def _default(field: dataclasses.Field) -> Any:
+def _field_default(field: dataclasses.Field) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
-def _kinds(field: dataclasses.Field, hint: Any) -> str:
-    default = _default(field)
+def _format_default(field: dataclasses.Field, hint: Any) -> str:
+    default = _field_default(field)
     if default is dataclasses.MISSING:
         return "required"
     shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
@@ -97,12 +97,16 @@ def _kinds(field: dataclasses.Field, hint: Any) -> str:
     return f"`{shown}`" + (f" (or {', '.join(f'`{o}`' for o in others)})" if others else "")
 
 
-def page() -> str:
+def render_page() -> str:
     """Return the whole page."""
-    table = ["| key | default | meaning |", "|---|---|---|", *(row.replace("||", "\\|\\|") for row in rows(Recipe))]
+    table = [
+        "| key | default | meaning |",
+        "|---|---|---|",
+        *(row.replace("||", "\\|\\|") for row in table_rows(Recipe)),
+    ]
     return HEAD + "\n" + "\n".join(table) + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(render_page(), encoding="utf-8")
     print(PAGE)

@@ -13,7 +13,7 @@ from flatshift.experiments.recipe.rules import CELL_RULES, SPLIT_RULES
 from flatshift.experiments.recipe.rules import RULES as RECIPE_RULES
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.models.families import context_families, pipeline_families, tensor_plans
-from flatshift.finetune.parallel.pipeline import bubble, schedules
+from flatshift.finetune.parallel.pipeline import bubble_fraction, schedule_descriptions
 from flatshift.finetune.parallel.pipeline.pipeline_plan import virtual_stages
 from flatshift.finetune.planner.rules import RULES, RuleSettings, broken_rule
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
@@ -72,7 +72,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 _STAGES, _PIECES = 4, 16
 
 
-def settings(changes: dict[str, Any]) -> RuleSettings:
+def rule_settings(changes: dict[str, Any]) -> RuleSettings:
     """Return a recipe's parts with some fields changed."""
 
     def part(component: Any) -> Any:
@@ -88,7 +88,7 @@ def settings(changes: dict[str, Any]) -> RuleSettings:
     )
 
 
-def crossed() -> list[str]:
+def setting_table() -> list[str]:
     """Return the table of setting × axis, each cell decided by the rules; a number refers to the reason below the
     table."""
     table = [f"| | {' | '.join(f'`mesh.{axis}`' for axis in AXES)} |", f"|---|{'---|' * len(AXES)}"]
@@ -96,7 +96,7 @@ def crossed() -> list[str]:
     for name, (fields, needed) in SETTINGS.items():
         cells = []
         for axis, width in AXES.items():
-            rule = broken_rule(settings({**fields, **needed, axis: width}))
+            rule = broken_rule(rule_settings({**fields, **needed, axis: width}))
             if rule is not None and rule.why not in reasons:
                 reasons.append(rule.why)
             cells.append("yes" if rule is None else f"no ({reasons.index(rule.why) + 1})")
@@ -105,7 +105,7 @@ def crossed() -> list[str]:
     return [*table, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
 
 
-def families() -> list[str]:
+def model_type_table() -> list[str]:
     """Return the table of model type × axis."""
     plans, stages, tokens = tensor_plans(), pipeline_families(), context_families()
     lines = [
@@ -120,19 +120,19 @@ def families() -> list[str]:
     return lines
 
 
-def pipelines() -> list[str]:
+def schedule_table() -> list[str]:
     """Return the table of schedules with stages per rank and the bubble of an example."""
     lines = [
         f"| `mesh.schedule` | stages a rank | bubble at pp {_STAGES} and {_PIECES} pieces | how |",
         "|---|---|---|---|",
     ]
-    for name, about in schedules().items():
+    for name, about in schedule_descriptions().items():
         virtual = virtual_stages(name, None)
-        lines.append(f"| `{name}` | {virtual} | {bubble(_STAGES, virtual, _PIECES, name):.1%} | {about} |")
+        lines.append(f"| `{name}` | {virtual} | {bubble_fraction(_STAGES, virtual, _PIECES, name):.1%} | {about} |")
     return lines
 
 
-def page() -> str:
+def render_page() -> str:
     """Return the whole page."""
     rules = ["| setting | | other side | why | nearest valid |", "|---|---|---|---|---|"]
     for rule in RULES:
@@ -143,16 +143,16 @@ def page() -> str:
         *rules,
         "\n## Setting by axis\n",
         "Each cell is that setting with the axis at 2, decided by the rules above.\n",
-        *crossed(),
+        *setting_table(),
         "\n## Model types\n",
         "`mesh.replicate` and `mesh.dp` take every model that one process takes, unless its files are quantised",
         "(`train.quantization` quantises float files as they are read). The other axes need to know the family:\n",
-        *families(),
+        *model_type_table(),
         "\nRefused on the model's skeleton, before a weight is read: heads, key-value heads, feed-forward width or",
         "vocabulary that `mesh.tp` does not divide; adapters on an embedding or head under `mesh.tp`; more stages than",
         "blocks; a trained matrix that embedding and head share under `mesh.pp`; quantised weight files.",
         "\n## Schedules\n",
-        *pipelines(),
+        *schedule_table(),
         "\n## What else does not go together\n",
         "Refused as early, on a mesh or not; `…` stands for the recipe's own value:\n",
         *(f"- {rule.says.format(it='…')}" for rule in RECIPE_RULES),
@@ -165,5 +165,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(render_page(), encoding="utf-8")
     print(PAGE)

@@ -28,7 +28,7 @@ from flatshift.selection.methods.perplexity import Perplexity
 from flatshift.selection.methods.random import Random
 from flatshift.selection.methods.round_robin import RoundRobin
 from flatshift.selection.methods.tsds import TSDS
-from flatshift.selection.validation import SelectorContext, check
+from flatshift.selection.validation import SelectorContext, check_fields
 
 if TYPE_CHECKING:
     from flatshift.selection.methods.base import Selector
@@ -103,12 +103,12 @@ def build_selector(
     return method.build(SelectorContext(seed=seed, budget=budget, measure=measure, device=device, state=state))
 
 
-def ranking(method: Method) -> Method:
+def ranking_method(method: Method) -> Method:
     """Return the method that ranks rows: for `domains`, the inner one."""
     return method.inside if isinstance(method, Domains) else method
 
 
-def needs(method: Method) -> frozenset[str]:
+def required_inputs(method: Method) -> frozenset[str]:
     """Return the inputs a method needs: a subset of "texts", "tokens" (of the backbone), "features", "gradients" (as
     features), "losses", "domains", "negative"."""
     inside = method.inside.needs if isinstance(method, Domains) else ()
@@ -116,7 +116,7 @@ def needs(method: Method) -> frozenset[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class TextChunks:
     """Splitting of the pool's texts into pieces of one length, as in the paper. Each piece becomes a record with id
     `<id>#<k>` and the columns `source_id`, `start` and `end` (characters of the source text)."""
 
@@ -126,7 +126,7 @@ class Chunk:
     """Length of a piece; the last of a text may be shorter."""
 
     def __post_init__(self) -> None:
-        check(self, "size", least=1)
+        check_fields(self, "size", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,5 +148,5 @@ class Relevance:
     """Entropic regularisation, as a multiple of the mean cost over all samples; the same for every domain."""
 
     def __post_init__(self) -> None:
-        check(self, "keep", "sample", least=1)
-        check(self, "temperature", "epsilon", above=0)
+        check_fields(self, "keep", "sample", least=1)
+        check_fields(self, "temperature", "epsilon", above=0)

@@ -38,7 +38,7 @@ def feature_matrix(value: Any, side: str) -> Any:
     return array
 
 
-def same_width(x: Any, y: Any) -> None:
+def check_same_width(x: Any, y: Any) -> None:
     """Raise SelectionError unless pool features x (N, d) and target features y (M, d) have equally many columns."""
     if x.shape[1] != y.shape[1]:
         raise SelectionError(
@@ -46,13 +46,13 @@ def same_width(x: Any, y: Any) -> None:
         )
 
 
-def no_overflow(values: Any, what: str = "squared distances") -> None:
+def check_no_overflow(values: Any, what: str = "squared distances") -> None:
     """Raise SelectionError unless all of `values`, the product `what` of features, are finite."""
     if not np.isfinite(values).all():
         raise SelectionError(f"features are so large that {what} overflow; rescale them")
 
 
-def real_weights(value: Any, side: str) -> np.ndarray:
+def to_weights(value: Any, side: str) -> np.ndarray:
     """Copy to a float64 array. Raises SelectionError for anything but numbers."""
     try:
         return np.array(value, dtype=np.float64)
@@ -60,7 +60,7 @@ def real_weights(value: Any, side: str) -> np.ndarray:
         raise SelectionError(f"{side} weights must be real numbers ({error})") from None
 
 
-def strings(value: Any, name: str) -> None:
+def check_strings(value: Any, name: str) -> None:
     """Raise SelectionError naming the first entry of `value` that is no string, if it is held in memory."""
     held = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(held, list | tuple):  # read from disk in parts, which only store text
@@ -75,7 +75,7 @@ def is_real(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and math.isfinite(value)
 
 
-def checked_chunk(chunk: Any) -> None:
+def check_chunk(chunk: Any) -> None:
     """Raise SelectionError unless `chunk`, rows read at a time, is None or a whole number of at least 1."""
     whole = isinstance(chunk, int | np.integer) and not isinstance(chunk, bool)
     if chunk is not None and not (whole and chunk >= 1):
@@ -110,7 +110,7 @@ def from_settings(selector: type[Made], settings: Any, around: SelectorContext, 
     return selector(**{name: known[name] for name in signature(selector).parameters if name in known})
 
 
-def check(settings: Any, *names: str, above: float = -inf, least: float = -inf, most: float = inf) -> None:
+def check_fields(settings: Any, *names: str, above: float = -inf, least: float = -inf, most: float = inf) -> None:
     """Raise ValueError for fields that are not finite, not above `above`, below `least` or over `most`; None passes.
 
     The message begins with the field's name, so that a recipe loader can add where it was set.

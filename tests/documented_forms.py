@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import processors
 
-from flatshift.finetune.assets import sample
-from flatshift.finetune.data.formats import records
+from flatshift.finetune.assets import sample_path
+from flatshift.finetune.data.formats import iter_records
 from flatshift.regularizers.config import RegularizerConfig
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
@@ -142,7 +142,8 @@ def page(*texts: str, name: str = "") -> Check:
     return check
 
 
-# ---------------------------------------------------------------------------------------------------- files and backbones
+# ---------------------------------------------------------------------------------------------------- files and
+# backbones
 
 COUNT = 12
 """Rows of most files."""
@@ -365,7 +366,7 @@ def prepare(home: Path) -> None:
     np.save(home / "target.npy", rng.normal(size=(5, 4)).astype(np.float32))
     pq.write_table(pa.Table.from_pylist(labels), home / "source.parquet")
     for name in ("snli/dev", "snli/train", "banking/train", "languages", "pool", "statements/test"):
-        rows = [record.values for _, record in zip(range(8), records(Path(sample(name))), strict=False)]
+        rows = [record.values for _, record in zip(range(8), iter_records(Path(sample_path(name))), strict=False)]
         (home / f"sample-{name.replace('/', '-')}.jsonl").write_bytes(_jsonl(rows))
     _backbones(home)
 
@@ -393,7 +394,8 @@ def _backbones(home: Path) -> None:
     ended.save_pretrained(home / "t5")
 
 
-# ---------------------------------------------------------------------------------------------------------- training runs
+# ---------------------------------------------------------------------------------------------------------- training
+# runs
 
 TINY = (
     "--train.steps 1 --train.batch_size 4 --train.max_length 160 --train.max_cut 1 --train.precision fp32 "
@@ -537,7 +539,8 @@ RUNS: dict[str, Form] = {
 """By name: each kind of task with each form of rows and each loss that a page names."""
 
 
-# --------------------------------------------------------------------------------------------------------- other commands
+# --------------------------------------------------------------------------------------------------------- other
+# commands
 
 
 def _sources() -> Iterator[Form]:

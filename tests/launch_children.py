@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flatshift import cli
 from flatshift.commands import train
-from flatshift.experiments.run.console import graceful_stop
+from flatshift.experiments.run.console import catch_stop_signals
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.launch import consistency, spawn, watchdog
@@ -31,16 +31,16 @@ def body(scenario: str, folder: Path, stall: float) -> int:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    world = spawn.join(Mesh(dp=3 if scenario == "product" else size, stall=stall), "cpu")
+    world = spawn.join_mesh(Mesh(dp=3 if scenario == "product" else size, stall=stall), "cpu")
     facts = {"train.seed": str(rank // 2) if scenario == "recipe" else "0", "train.steps": "5"}
-    consistency.require_agreement(world, facts)
-    with graceful_stop(lambda _: None) as stop, watchdog.progress_timeout("update"):
+    consistency.check_ranks_agree(world, facts)
+    with catch_stop_signals(lambda _: None) as stop, watchdog.progress_timeout("update"):
         for step in range(STEPS):
             flag = torch.tensor([float(stop())])
             dist.all_reduce(flag)
             if flag:
                 raise Interrupted(f"stopped after step {step}; its state is saved")
-            watchdog.progress(step, "update")
+            watchdog.report_progress(step, "update")
             if rank == 0:
                 (folder / "step").write_text(str(step))
             if step == MOMENT and rank == size - 1:

@@ -7,7 +7,7 @@ import json
 import lzma
 from pathlib import Path
 
-from flatshift.finetune.assets import pool_tags, sample
+from flatshift.finetune.assets import pool_tags_path, sample_path
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
 
@@ -20,13 +20,13 @@ def make_study(directory: Path, *, seeds: int = 2) -> Path:
     save_backbone("gpt2", directory / "tiny", vocab_size=max(len(tokenizer), 64))
     tokenizer.save_pretrained(directory / "tiny")
     with (directory / "pool.jsonl").open("w", encoding="utf-8") as handle:
-        handle.writelines(_lines(sample("pool"), POOL))
+        handle.writelines(_lines(sample_path("pool"), POOL))
     with (directory / "tags.tsv").open("w", encoding="utf-8") as handle:
-        handle.writelines(_lines(pool_tags(), POOL))
+        handle.writelines(_lines(pool_tags_path(), POOL))
     for name in ("scicite", "banking"):
         with (directory / f"{name}.jsonl").open("w", encoding="utf-8") as handle:
             for split, count in (("train", 80), ("test", 40)):
-                for line in _lines(sample(f"{name}/{split}"), count):
+                for line in _lines(sample_path(f"{name}/{split}"), count):
                     handle.write(json.dumps({**json.loads(line), "split": split}) + "\n")
     recipe = directory / "mini.yaml"
     recipe.write_text(

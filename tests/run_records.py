@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flatshift.experiments.workflows.run_parts import run_sums
+from flatshift.experiments.workflows.run_parts import compute_run_checksums
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.digests import DONE, FILES
 
 
 def record_anew(run: Path) -> None:
     """Write the done.json that `run` would have, had it ended with the files that lie in it."""
-    write_json(run / DONE, {FILES: run_sums(run)})
+    write_json(run / DONE, {FILES: compute_run_checksums(run)})

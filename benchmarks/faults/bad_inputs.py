@@ -41,7 +41,7 @@ def make_sandbox(root: Path) -> Path:
 
     write_jsonl(root / "rows.jsonl", ROWS)
     write_jsonl(root / "test.jsonl", [{**row, "text": f"unseen {row['text']}"} for row in ROWS])
-    source = assets.backbone("flatshift-5m")
+    source = assets.backbone_directory("flatshift-5m")
     assert source is not None
     shutil.copytree(source, root / "backbone")
     (root / "good.yaml").write_text(recipe(root), encoding="utf-8")

@@ -62,11 +62,11 @@ def settings() -> list[Setting]:
 
 
 def _below(cls: type, path: str, kinds: tuple[tuple[str, str], ...]) -> Iterator[Setting]:
-    from flatshift.experiments.recipe.tree import key_of
+    from flatshift.experiments.recipe.tree import setting_key
 
     hints = typing.get_type_hints(cls)
     for one in dataclasses.fields(cls):
-        key = f"{path}.{key_of(one.name)}" if path else one.name
+        key = f"{path}.{setting_key(one.name)}" if path else one.name
         options = typing.get_args(hints[one.name]) or (hints[one.name],)
         components = [option for option in options if dataclasses.is_dataclass(option)]
         for component in components:

@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks.faults.mutator import Mutator
-from flatshift.finetune.errors import SENTENCE, Interrupted, UserError, sentence
+from flatshift.finetune.errors import SENTENCE, Interrupted, UserError, format_error_message
 from flatshift.regularizers.errors import RegularizerError
 from flatshift.selection.errors import SelectionError
 
@@ -61,7 +61,7 @@ class Count:
 
 def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     """Name → what reads a file of that kind, given its bytes."""
-    from flatshift.experiments.recipe.build import build
+    from flatshift.experiments.recipe.build import build_settings
     from flatshift.experiments.recipe.resolve import Resolved
     from flatshift.experiments.recipe.schema import Recipe
     from flatshift.experiments.recipe.tree import parse, parse_file
@@ -80,8 +80,8 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
         return path
 
     def recipe(data: bytes) -> None:
-        resolved = Resolved(build(Recipe, parse_file(kept("r.yaml", data))), "r", {})
-        again = build(Recipe, parse(resolved.to_yaml(), "again"))
+        resolved = Resolved(build_settings(Recipe, parse_file(kept("r.yaml", data))), "r", {})
+        again = build_settings(Recipe, parse(resolved.to_yaml(), "again"))
         assert again == resolved.recipe, "a recipe does not survive its own writing"
 
     def rows(name: str, data: bytes) -> None:
@@ -179,7 +179,7 @@ def execute(parser: Callable[[bytes], None], data: bytes, count: Count, name: st
             parser(data)
     except _REFUSED as error:
         count.refused += 1
-        if len(sentence(str(error))) > SENTENCE or not str(error).strip():
+        if len(format_error_message(str(error))) > SENTENCE or not str(error).strip():
             wrong = f"no sentence: {str(error)[:200]!r}"
     except TooSlow:
         wrong = f"over {LIMIT_S:g} CPU-seconds"

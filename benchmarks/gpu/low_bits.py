@@ -102,7 +102,7 @@ def sized(
     from flatshift.finetune.config import Adapter
     from flatshift.finetune.models.backbone import quiet_transformers
     from flatshift.finetune.models.load import load_backbone
-    from flatshift.finetune.models.quantize import scales
+    from flatshift.finetune.models.quantize import quantization_scales
     from flatshift.finetune.tasks import LanguageModel
 
     where, sizes, task = Device(device), shape_of(shape), LanguageModel(pack=False)
@@ -121,7 +121,9 @@ def sized(
             )
             model = attach_adapter(loaded, Adapter(rank=rank), task=task, seed=SEED)
             frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
-            found["frozen"][kept] = float(sum(frozen.values()) + sum(t.nbytes for t in scales(model).values()))
+            found["frozen"][kept] = float(
+                sum(frozen.values()) + sum(t.nbytes for t in quantization_scales(model).values())
+            )
             rows_of = batches(sizes, rows=rows, sequence=sequence)
             run = Updates(model, Padder(), _stage(task, rows_of, device, NEVER, Path(folder) / f"run-{kept}"))
             run.update()

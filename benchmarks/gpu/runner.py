@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks._harness import ROOT, Benchmark, table, where
 from benchmarks.gpu.measurements import Best, Kept, Measurement, Store, failure, fill, still_holds
-from flatshift.finetune.compute.allocator import fixed_workspaces, growing_segments
+from flatshift.finetune.compute.allocator import cublas_workspace_env, expandable_segments_env
 
 TRACEBACK = 8000
 """Characters that are kept of a traceback, its end."""
@@ -219,7 +219,7 @@ def _ended(process: subprocess.Popen[str], after: float | None) -> Iterator[None
 
 def _environment(device: str) -> dict[str, str]:
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    found |= growing_segments(found) | fixed_workspaces(found)
+    found |= expandable_segments_env(found) | cublas_workspace_env(found)
     if device == "cpu":  # toy sizes: threads that wait for one another cost more than they compute
         found.setdefault("OMP_NUM_THREADS", "1")
     return {**found, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -338,8 +338,8 @@ def _planned(case: Case, device: str, mine: Seen) -> Figures:
         return {figure: {"reason": mine.reason} for figure in ("memory_plan", "seconds_plan")}
     from flatshift.finetune.config import Adapter, Mesh
     from flatshift.finetune.planner.cluster import Cluster, read_sizes
-    from flatshift.finetune.planner.devices import at_hand
-    from flatshift.finetune.planner.layouts import priced
+    from flatshift.finetune.planner.devices import detect_devices
+    from flatshift.finetune.planner.layouts import price_layout
     from flatshift.finetune.planner.rules import RuleSettings
     from flatshift.finetune.tasks import LanguageModel
 
@@ -347,8 +347,8 @@ def _planned(case: Case, device: str, mine: Seen) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         configuration(case.shape).save_pretrained(folder)
         sizes = read_sizes(folder, adapter).under(task)
-    cluster = Cluster.at_hand(at_hand(device), 1, 1)
-    layout = priced(RuleSettings(Mesh(), settings(case, device), adapter, task), sizes, cluster)
+    cluster = Cluster.at_hand(detect_devices(device), 1, 1)
+    layout = price_layout(RuleSettings(Mesh(), settings(case, device), adapter, task), sizes, cluster)
     found: Figures = {}
     for figure, measured, planned, unit in (
         ("memory_plan", mine.bytes, float(layout.needs.total), 2**30),

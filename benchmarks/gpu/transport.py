@@ -115,14 +115,14 @@ def _passes(
     """Seconds of each of our passes, ε in units of cost, and the g that they were made at."""
     import torch
 
-    from flatshift.selection.transport.kernel import Streamed
-    from flatshift.selection.transport.problem import pose
+    from flatshift.selection.transport.kernel import StreamedEvaluator
+    from flatshift.selection.transport.problem import pose_problem
     from flatshift.selection.transport.rows import StreamedRows
 
     with torch.inference_mode():
-        problem = pose(x, y, None, None, chunk=None, progress=None)
+        problem = pose_problem(x, y, None, None, chunk=None, progress=None)
         absolute = epsilon * problem.mean_cost
-        full = Streamed(StreamedRows(problem, torch.float32, where.torch), absolute)
+        full = StreamedEvaluator(StreamedRows(problem, torch.float32, where.torch), absolute)
         zero = torch.zeros(len(y), dtype=torch.float64, device=where.torch)
         at = full.evaluate(zero)
         g = zero + absolute * (full.rows.b / at.column.clamp_min(1e-300)).log().clamp(-2, 2)

@@ -22,18 +22,18 @@ import numpy as np
 
 from flatshift.experiments.data.checks import RowChecks
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split
-from flatshift.experiments.data.sources import choose, has_holdout, parts_of
+from flatshift.experiments.data.sources import assign_rows, has_holdout, list_source_files
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.finetune.assets import beside_weights
+from flatshift.finetune.assets import non_weight_files
 from flatshift.finetune.cache_directory import cache_root
-from flatshift.finetune.data.columns import Examples, ExampleWriter
+from flatshift.finetune.data.columns import ColumnarExamples, ExampleWriter
 from flatshift.finetune.data.encoding import TruncationCounts
-from flatshift.finetune.data.files import expand
+from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.formats import split_suffix
-from flatshift.finetune.data.labels import Units, classes_of, sort_labels
+from flatshift.finetune.data.labels import Units, iter_classes, sort_labels
 from flatshift.finetune.data.remote import DataFile, RemoteFile
 from flatshift.finetune.data.rows import Row
-from flatshift.finetune.data.token_cache import TokenCache, content_name
+from flatshift.finetune.data.token_cache import TokenCache, content_key
 from flatshift.finetune.errors import UserError, user_path
 from flatshift.finetune.tasks import Task
 
@@ -59,7 +59,7 @@ Routed = Iterable[tuple[Split, int, Row]]
 class EncodedSplits:
     """Encoded splits, with the counts of what was lost in encoding."""
 
-    splits: dict[Split, Examples]
+    splits: dict[Split, ColumnarExamples]
     sizes: list[int]
     """Training examples of each part."""
     truncated: int = 0
@@ -117,7 +117,7 @@ def encode_rows(
         writers[split] = ExampleWriter(paths, place)
     made = EncodedSplits({}, [0] * parts)
     skipped: dict[Split, list[str]] = {}
-    for split, part, chunk in _chunks(rows):
+    for split, part, chunk in _iter_chunks(rows):
         if (split, part) not in encoders:
             overlong = recipe.train.overlong
             settings["overlong"] = None if overlong == "drop" and split != "train" else overlong
@@ -125,7 +125,7 @@ def encode_rows(
             own = task if split == "train" else task.without_limits()
             encoders[split, part] = own.encoder(tokenizer, recipe.train.max_length, **settings)
         encoded = encoders[split, part].add(chunk)
-        losses.setdefault((split, part), TruncationCounts(_called(recipe, split, part, what))).add(encoded)
+        losses.setdefault((split, part), TruncationCounts(_format_part_name(recipe, split, part, what))).add(encoded)
         if checks is not None:
             checks.add(split, part, chunk, encoded, writers[split].rows, encoders[split, part])
         writers[split].add(encoded.examples)
@@ -136,7 +136,7 @@ def encode_rows(
         if split == "train":
             made.sizes[part] += len(encoded.examples)
     for (split, part), encoder in encoders.items():
-        made.notes += [f"{_called(recipe, split, part, what)}: {note}" for note in encoder.close()]
+        made.notes += [f"{_format_part_name(recipe, split, part, what)}: {note}" for note in encoder.close()]
     made.splits = {split: writer.close() for split, writer in writers.items()}
     if checks is not None:
         made.checks = checks.close(made.splits["train"], labels)
@@ -155,13 +155,13 @@ def encode_rows(
     return made
 
 
-def _called(recipe: Recipe, split: Split, part: int, what: str | None) -> str:
+def _format_part_name(recipe: Recipe, split: Split, part: int, what: str | None) -> str:
     """Return the name of the rows of a split or source in messages."""
-    source = parts_of(recipe.data)[split][part].name if split == "train" and what is None else None
+    source = list_source_files(recipe.data)[split][part].name if split == "train" and what is None else None
     return (what or split) if source is None else f"{split} ({source})"
 
 
-def _chunks(rows: Routed) -> Iterator[tuple[Split, int, list[Row]]]:
+def _iter_chunks(rows: Routed) -> Iterator[tuple[Split, int, list[Row]]]:
     """Yield chunks of rows of one split and part, in order."""
     held: dict[tuple[Split, int], list[Row]] = {}
     for split, part, row in rows:
@@ -182,7 +182,7 @@ def _chunks(rows: Routed) -> Iterator[tuple[Split, int, list[Row]]]:
 
 def is_large(recipe: Recipe) -> bool:
     """Return True if the rows must be streamed: too large for memory, or of unknown size."""
-    sizes = [_bytes(path) for path in input_paths(recipe)]
+    sizes = [_file_size(path) for path in input_paths(recipe)]
     known = sum(size for size in sizes if size is not None)
     grown = known * (1 if recipe.adapter.projector is None else _AS_FLOATS)
     return None in sizes or grown > IN_MEMORY
@@ -190,11 +190,11 @@ def is_large(recipe: Recipe) -> bool:
 
 def input_paths(recipe: Recipe) -> list[DataFile]:
     """Return the files of all splits, in reading order."""
-    parts = parts_of(recipe.data)
-    return [path for split in SPLITS for part in parts[split] for path in expand(part.files)]
+    parts = list_source_files(recipe.data)
+    return [path for split in SPLITS for part in parts[split] for path in expand_files(part.files)]
 
 
-def _bytes(path: DataFile) -> int | None:
+def _file_size(path: DataFile) -> int | None:
     if isinstance(path, RemoteFile):
         return path.size
     if path.is_dir():
@@ -203,7 +203,7 @@ def _bytes(path: DataFile) -> int | None:
 
 
 @dataclass
-class Survey:
+class RowSurvey:
     """Result of the pass over the rows before encoding."""
 
     routes: dict[Split, np.ndarray | None]
@@ -214,19 +214,19 @@ class Survey:
     """Targets of the training rows of a regression, in order."""
 
 
-def survey(recipe: Recipe) -> Survey:
+def survey_rows(recipe: Recipe) -> RowSurvey:
     """Count the rows and collect the classes or targets, if they must be known, without keeping a row.
 
     Raises UserError for bad rows, a split without rows, and whatever `choose` refuses.
     """
     data, task = recipe.data, recipe.task
-    parts = parts_of(data)
+    parts = list_source_files(data)
     wants_labels = task.has_classes and task.given_classes is None
     keys = RowKeys() if has_holdout(data) else None
     limits = any(part.limit is not None for split in SPLITS for part in parts[split])
     targets = array("d") if task.has_targets else None
     if not (wants_labels or keys is not None or limits or targets is not None):
-        return Survey(dict.fromkeys(SPLITS), task.given_classes)
+        return RowSurvey(dict.fromkeys(SPLITS), task.given_classes)
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     labels: set[str] = set()
     for split in SPLITS:
@@ -240,10 +240,10 @@ def survey(recipe: Recipe) -> Survey:
                 if split == "train" and targets is not None:
                     targets.append(row.values["label"])
                 elif split == "train":
-                    labels.update(classes_of((row,)))
+                    labels.update(iter_classes((row,)))
             if not counts[split][-1]:
                 part.refuse_none(skipped)
-    chosen = choose(data, parts, counts, recipe.train.seed, keys)
+    chosen = assign_rows(data, parts, counts, recipe.train.seed, keys)
     routes: dict[Split, np.ndarray | None] = {}
     for split in SPLITS:
         routes[split] = np.zeros(sum(counts[split]), dtype=np.uint8)
@@ -255,21 +255,22 @@ def survey(recipe: Recipe) -> Survey:
         if split in chosen.own:
             routes[split][chosen.own[split]] = number  # type: ignore[index]
     trained = () if targets is None else np.asarray(targets)[routes["train"] == 1].tolist()
-    return Survey(routes, sort_labels(labels) if wants_labels else task.given_classes, trained)
+    return RowSurvey(routes, sort_labels(labels) if wants_labels else task.given_classes, trained)
 
 
-def streamed(recipe: Recipe, known: Survey, skipped: list[str]) -> Routed:
+def stream_rows(recipe: Recipe, known: RowSurvey, skipped: list[str]) -> Routed:
     """Stream the rows of every split.
 
-    Raises UserError as `read_rows`, for a part without rows, and if the number of rows differs from that of `survey`.
+    Raises UserError as `read_rows`, for a part without rows, and if the number of rows differs from that of
+    `survey_rows`.
     """
-    for split, parts in parts_of(recipe.data).items():
+    for split, parts in list_source_files(recipe.data).items():
         route, place = known.routes[split], 0
         for number, part in enumerate(parts):
             before, skips = place, len(skipped)
             for row in part.rows(recipe.data, recipe.task, skipped):
                 if route is not None and place == len(route):
-                    raise _changed(split, len(route), "more")
+                    raise _row_count_error(split, len(route), "more")
                 goes = split if route is None else _TARGETS[route[place]]
                 place += 1
                 if goes is not None:
@@ -277,10 +278,10 @@ def streamed(recipe: Recipe, known: Survey, skipped: list[str]) -> Routed:
             if place == before:
                 part.refuse_none(skipped[skips:])
         if route is not None and place < len(route):
-            raise _changed(split, len(route), f"only {place:,}")
+            raise _row_count_error(split, len(route), f"only {place:,}")
 
 
-def _changed(split: Split, counted: int, now: str) -> UserError:
+def _row_count_error(split: Split, counted: int, now: str) -> UserError:
     return UserError(
         f"data.{split}: {counted:,} rows were counted and {now} came when they were read: a file changed, or a hub "
         "data set ended early; start again"
@@ -293,28 +294,28 @@ _TARGETS: tuple[Split | None, ...] = (None, *SPLITS)
 # -------------------------------------------------------------------------------------------------------------- caching
 
 
-def token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
+def open_token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
     """Return the cache for this recipe's rows and their key; a note on the reason if there can be none; None if none is
     wanted."""
     setting = recipe.data.cache
     if setting is None:
         return None
     paths = input_paths(recipe)
-    sizes = [_bytes(path) for path in paths]
+    sizes = [_file_size(path) for path in paths]
     if setting == "auto" and None not in sizes and sum(size or 0 for size in sizes) < WORTH_KEEPING:
         return None
     names = []
     for path in paths:
-        name = content_name(path)
+        name = content_key(path)
         # the suffix determines the reader
         names.append(None if name is None else f"{name}{''.join(split_suffix(path))}")
         if name is None:
             return f"token cache: not used, as {path} names no commit (hub:NAME@COMMIT:SPLIT)"
     root = cache_root() if setting == "auto" else user_path(setting)
-    return TokenCache(root), _key(recipe, names)
+    return TokenCache(root), _cache_key(recipe, names)
 
 
-def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
+def _cache_key(recipe: Recipe, names: Sequence[str | None]) -> str:
     """Return a digest of everything that the encoded splits depend on, except the place of the files."""
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -323,11 +324,11 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
     # kinds that are not even searched for
     data["checks"] = [name for name, value in data["checks"].items() if value == "off"]
     counts: list[tuple[str, int, dict[str, Any]]] = []
-    for split, parts in parts_of(recipe.data).items():
+    for split, parts in list_source_files(recipe.data).items():
         for part in parts:
             own = dataclasses.asdict(part)
             own.pop("files")
-            counts.append((split, len(expand(part.files)), own))
+            counts.append((split, len(expand_files(part.files)), own))
     for split in SPLITS:
         data.pop(split)
     seeded = recipe.data.label_noise or any(own["limit"] is not None for _, _, own in counts)
@@ -342,7 +343,7 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
         "data": data,
         "task": task,
         "template": template and template["sha256"],
-        "head": _head(recipe),
+        "head": _head_settings(recipe),
         "features": None if recipe.adapter.projector is None else dataclasses.asdict(recipe.adapter.projector),
         "train": train,
         "seed": recipe.train.seed if seeded else None,
@@ -352,7 +353,7 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _head(recipe: Recipe) -> dict[str, Any] | None:
+def _head_settings(recipe: Recipe) -> dict[str, Any] | None:
     """Return the head that a regression's units are made for."""
     layer = recipe.task.head_layer(recipe.backbone)
     return None if layer is None else dataclasses.asdict(layer)
@@ -361,7 +362,7 @@ def _head(recipe: Recipe) -> dict[str, Any] | None:
 def _tokenizer_digest(directory: Path) -> str:
     """Return a digest of the backbone's files other than weights: tokenizer, configuration and templates."""
     digest = hashlib.sha256(f"{version('tokenizers')} {version('transformers')}".encode())
-    for file in beside_weights(directory):
+    for file in non_weight_files(directory):
         digest.update(f"\x1f{file.name}\x1f".encode())
         with file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
@@ -391,12 +392,12 @@ def _code_files() -> list[Path]:
         *(
             file
             for room in (flatshift.finetune.data, flatshift.finetune.tasks)
-            for file in sorted(_folder(room).rglob("*.py"))
+            for file in sorted(_package_directory(room).rglob("*.py"))
         ),
         *map(Path, single),
         *(here / name for name in ("checks.py", "encode.py", "holdout.py", "sources.py", "splits.py")),
     ]
 
 
-def _folder(package: ModuleType) -> Path:
+def _package_directory(package: ModuleType) -> Path:
     return Path(str(package.__file__)).resolve().parent

@@ -20,7 +20,7 @@ import numpy as np
 from flatshift.finetune.config import Columns
 from flatshift.finetune.data.rows import Row, canonical_label
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive, numpy_generator
+from flatshift.finetune.seeds import derive_seed, numpy_generator
 
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
@@ -30,7 +30,7 @@ _FEWEST = 5
 """Average number of texts per class from which on the draw is stratified by class."""
 
 
-def folded(text: str) -> str:
+def normalize_text(text: str) -> str:
     """Return the text in Unicode form NFKC, with single spaces for white space."""
     return " ".join((text if text.isascii() else unicodedata.normalize("NFKC", text)).split())
 
@@ -47,7 +47,7 @@ class RowKeys:
 
     def add(self, row: Row, columns: Columns) -> None:
         """Add the next row; columns: those that it was read with."""
-        digest = hashlib.blake2b(_content(row, columns), digest_size=8).digest()
+        digest = hashlib.blake2b(_content_text(row, columns), digest_size=8).digest()
         self.texts.append(int.from_bytes(digest, "big", signed=True))
         try:
             name = canonical_label(row.record.get(columns.label))
@@ -56,7 +56,7 @@ class RowKeys:
         self.classes.append(self._numbers.setdefault(name, len(self._numbers)))
 
 
-def _content(row: Row, columns: Columns) -> bytes:
+def _content_text(row: Row, columns: Columns) -> bytes:
     """Return the text of a row: its text or pair of texts, else its conversation, else its prompt and answers, else
     everything but its id and class. Compatible characters (NFKC) and white space are normalised."""
     values = row.values
@@ -70,10 +70,10 @@ def _content(row: Row, columns: Columns) -> bytes:
     else:
         found = {key: value for key, value in row.record.items() if key not in (columns.id, columns.label)}
     text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, sort_keys=True, default=str)
-    return folded(text).encode("utf-8", "surrogatepass")
+    return normalize_text(text).encode("utf-8", "surrogatepass")
 
 
-def set_apart(
+def split_holdout(
     keys: RowKeys, share: float, splits: Sequence[Split] = SPLITS[1:]
 ) -> tuple[np.ndarray, dict[Split, np.ndarray]]:
     """Return the indices of the rows that stay, and those of each of `splits`: about `share` of the rows, at least one
@@ -90,8 +90,10 @@ def set_apart(
     if _FEWEST * len(np.unique(classes)) > len(first):  # the column has names or numbers rather than classes
         classes = np.zeros_like(classes)
     turn = np.empty(total, dtype=np.int64)
-    turn[numpy_generator(derive(0, "holdout"), "limit").permutation(total)] = np.arange(total)
-    order = np.lexsort((turn[first], _within(classes, turn[first], sizes), sizes > max(1, _FREQUENT * total)))
+    turn[numpy_generator(derive_seed(0, "holdout"), "limit").permutation(total)] = np.arange(total)
+    order = np.lexsort(
+        (turn[first], _position_in_class(classes, turn[first], sizes), sizes > max(1, _FREQUENT * total))
+    )
     wanted = len(splits) * max(1, round(share * total))
     count = max(int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1, len(splits))
     if count >= len(order):
@@ -99,7 +101,7 @@ def set_apart(
             f"data.holdout: {share:g} of {total} rows with {len(order)} different texts leaves none to train on; give "
             "more rows, or set data.holdout to 0 and evaluate on files of their own (data.test.files)"
         )
-    owner = _dealt(order[:count], classes, first, sizes, splits)[group]
+    owner = _assign_splits(order[:count], classes, first, sizes, splits)[group]
     taken = {split: np.flatnonzero(owner == number) for number, split in enumerate(splits, start=1)}
     return np.flatnonzero(owner == 0), taken
 
@@ -142,7 +144,7 @@ def _break_near(text: str, place: int, size: float) -> tuple[int, int]:
     return place, place
 
 
-def _within(classes: np.ndarray, turn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def _position_in_class(classes: np.ndarray, turn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Return the position of each group among the rows of its class, from 0 to 1: the groups below a bound are that
     share of every class."""
     order = np.lexsort((turn, classes))
@@ -154,7 +156,7 @@ def _within(classes: np.ndarray, turn: np.ndarray, sizes: np.ndarray) -> np.ndar
     return found
 
 
-def _dealt(
+def _assign_splits(
     chosen: np.ndarray, classes: np.ndarray, first: np.ndarray, sizes: np.ndarray, splits: Sequence[Split]
 ) -> np.ndarray:
     """Return for each group the number of its split, from 1, or 0 if it stays.

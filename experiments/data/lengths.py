@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
 from flatshift.experiments.data.holdout import Split
-from flatshift.experiments.data.sources import judged_train
+from flatshift.experiments.data.sources import sample_train_for_eval
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import UserError
 
@@ -19,17 +19,17 @@ _ROUGHLY = 4
 """Factor by which an estimate of activations must exceed the machine's memory to be refused."""
 
 
-def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> None:
+def check_answer_room(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> None:
     """Raise UserError for an evaluated row whose prompt leaves no room for its answer (score: generate)."""
     task = recipe.task
     if task.score != "generate":
         return
-    from flatshift.finetune.evaluate.answers import check_room
+    from flatshift.finetune.evaluate.answers import check_prompts_fit
 
-    counted = _counted(recipe)
-    for judged in (judged_train(recipe, splits["train"]), splits["dev"], splits["test"]):
+    counted = _position_settings(recipe)
+    for judged in (sample_train_for_eval(recipe, splits["train"]), splits["dev"], splits["test"]):
         if judged:
-            check_room(counted, judged, task.max_new_tokens)
+            check_prompts_fit(counted, judged, task.max_new_tokens)
 
 
 def check_positions(recipe: Recipe) -> None:
@@ -39,21 +39,21 @@ def check_positions(recipe: Recipe) -> None:
     (`flatshift.finetune.train.stage.check_length`).
     """
     from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.planner.footprint import Sizes
+    from flatshift.finetune.planner.footprint import BackboneSizes
     from flatshift.finetune.train.stage import positions_left
 
     try:
-        sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
+        sizes = BackboneSizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
     except UserError:
         return
     if not sizes.bounded or sizes.positions is None:
         return
-    asked, left = recipe.train.max_length, sizes.positions - _taken(recipe)
+    asked, left = recipe.train.max_length, sizes.positions - _count_prefix_positions(recipe)
     if asked > left:
-        raise UserError(f"train.max_length: {asked} is above {positions_left(left, _counted(recipe))}")
+        raise UserError(f"train.max_length: {asked} is above {positions_left(left, _position_settings(recipe))}")
 
 
-def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Iterator[str]:
+def iter_position_warnings(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Iterator[str]:
     """Yield a warning if the longest example has more tokens than the positions in the backbone's config.json.
 
     Does not apply to learned position tables: `check_positions` already refuses a larger `train.max_length`.
@@ -62,8 +62,8 @@ def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Ite
     from flatshift.finetune.models.families import usable_positions
 
     limit = usable_positions(open_backbone(recipe.backbone).config)
-    longest = max((longest_row(examples) for examples in splits), default=0)
-    if limit is not None and longest + _taken(recipe) > limit:
+    longest = max((find_longest_length(examples) for examples in splits), default=0)
+    if limit is not None and longest + _count_prefix_positions(recipe) > limit:
         yield (
             f"the longest sample has {longest:,} tokens, and this backbone was made for {limit:,} positions "
             "(max_position_embeddings), so what lies beyond is new to it; lower train.max_length to stay within"
@@ -76,10 +76,10 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
 
     Anything that might fit is left to the plan and to the run itself: estimates are rough. Raises UserError.
     """
-    from flatshift.finetune.figures import gib
+    from flatshift.finetune.figures import format_bytes
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.planner.devices import machine_memory
-    from flatshift.finetune.planner.footprint import Sizes, footprint
+    from flatshift.finetune.planner.footprint import BackboneSizes, predict_footprint
 
     settings, memory = recipe.train, machine_memory()
     update = settings.batch_size * settings.accumulate
@@ -89,9 +89,9 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
             f"round the {len(train):,} training samples; lower one of them, or give more rows"
         )
     try:
-        backbone = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter).under(recipe.task)
+        backbone = BackboneSizes.read(open_backbone(recipe.backbone).directory, recipe.adapter).under(recipe.task)
         read = recipe.task.as_read(settings)
-        held = footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=read)
+        held = predict_footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=read)
     except UserError:  # an architecture whose sizes are unknown
         return
     if memory is None:
@@ -100,21 +100,21 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
         fits = max(1, int(recipe.adapter.rank * memory / held.adapter))
         raise UserError(
             f"adapter.rank: at {recipe.adapter.rank:,} the factors, their gradients and moments take "
-            f"{gib(held.adapter)}, and this machine has {gib(memory)}; take at most {fits:,}"
+            f"{format_bytes(held.adapter)}, and this machine has {format_bytes(memory)}; take at most {fits:,}"
         )
-    lengths = Examples.of(train).ragged("input_ids")
+    lengths = ColumnarExamples.of(train).ragged("input_ids")
     packed = recipe.task.pack
     share = 1.0 if packed or lengths is None else float(lengths[2].mean()) / settings.max_length
     if held.activations * share > _ROUGHLY * memory:
         fits = max(1, int(settings.batch_size * memory / (held.activations * share)))
         raise UserError(
-            f"train.batch_size: {settings.batch_size:,} rows at once keep about {gib(held.activations * share)} "
-            f"for the backward pass, and this machine has {gib(memory)}; take {fits:,} or fewer and raise "
+            f"train.batch_size: {settings.batch_size:,} rows at once keep about {format_bytes(held.activations * share)} "
+            f"for the backward pass, and this machine has {format_bytes(memory)}; take {fits:,} or fewer and raise "
             "train.accumulate, or lower train.max_length"
         )
 
 
-def evaluation_line(
+def format_evaluation_plan(
     recipe: Recipe,
     splits: Mapping[Split, Sequence[Example]],
     *,
@@ -129,64 +129,64 @@ def evaluation_line(
     share: ranks that have different rows. seconds: predicted time of an optimizer step, if known.
     """
     from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.planner.evaluation import evaluation_plan
-    from flatshift.finetune.planner.footprint import Sizes
+    from flatshift.finetune.planner.evaluation import plan_evaluation
+    from flatshift.finetune.planner.footprint import BackboneSizes
 
     task, train = recipe.task, recipe.train
-    parts = {"train": judged_train(recipe, splits["train"]), "dev": splits["dev"], "test": splits["test"]}
+    parts = {"train": sample_train_for_eval(recipe, splits["train"]), "dev": splits["dev"], "test": splits["test"]}
     parts["cold"] = (splits["test"] or splits["dev"])[: recipe.eval.cold]
     parts = {name: rows for name, rows in parts.items() if len(rows)}
     if not parts:
         return None
     try:
-        sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
+        sizes = BackboneSizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
         sizes = sizes.under(task, classes=classes or None)
     except UserError:  # an architecture whose sizes are unknown
         return None
-    plan = evaluation_plan(
+    plan = plan_evaluation(
         sizes,
         task,
         train,
         batch_size=max(1, recipe.eval.batch_size // share),
         rows=sum(map(len, parts.values())),
-        tokens=sum(map(_tokens, parts.values())),
-        longest=max(map(longest_row, parts.values())),
+        tokens=sum(map(_count_tokens, parts.values())),
+        longest=max(map(find_longest_length, parts.values())),
         classes=classes if task.score == "rank" else 0,
         device=device,
     )
     whole = task.pack or not len(splits["train"])
-    mean = train.max_length if whole else _tokens(splits["train"]) / len(splits["train"])
+    mean = train.max_length if whole else _count_tokens(splits["train"]) / len(splits["train"])
     update = train.batch_size * train.accumulate * mean
     named = ", ".join(f"{name} {len(rows):,}" for name, rows in parts.items())
     return plan.line(named, tokens=update, seconds=seconds)
 
 
-def _tokens(examples: Sequence[Example]) -> int:
+def _count_tokens(examples: Sequence[Example]) -> int:
     """Return the number of tokens, all sequences of an example counted."""
-    columns = Examples.of(examples)
+    columns = ColumnarExamples.of(examples)
     found = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
     return sum(int(rows[2].sum()) for rows in found if rows is not None)
 
 
-def _counted(recipe: Recipe) -> SimpleNamespace:
+def _position_settings(recipe: Recipe) -> SimpleNamespace:
     """Return a stand-in for the model, with the attributes that determine its positions."""
     from flatshift.finetune.models.backbone import open_backbone
 
     return SimpleNamespace(
         config=open_backbone(recipe.backbone).config,
-        soft_tokens=_taken(recipe),
+        soft_tokens=_count_prefix_positions(recipe),
         features_before=recipe.adapter.projector,
     )
 
 
-def _taken(recipe: Recipe) -> int:
+def _count_prefix_positions(recipe: Recipe) -> int:
     """Return the number of positions before every row: soft tokens and features."""
     projector = recipe.adapter.projector
     return (recipe.adapter.soft_tokens or 0) + (0 if projector is None else projector.places)
 
 
-def longest_row(examples: Sequence[Example]) -> int:
+def find_longest_length(examples: Sequence[Example]) -> int:
     """Return the tokens of the longest example, or of the longer of its two sequences; 0 without examples."""
-    columns = Examples.of(examples)
+    columns = ColumnarExamples.of(examples)
     found = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
     return max((int(rows[2].max()) for rows in found if rows is not None and len(rows[2])), default=0)

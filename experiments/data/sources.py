@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, set_apart
+from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, split_holdout
 from flatshift.experiments.recipe.resolve import Resolved
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.config import MOST_STEPS, Columns, Data, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
-from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.mixture import Mixture, Proportions
+from flatshift.finetune.data.mixture import Mixture, SampleProportions
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
 
 _LOOKED_AT = 50
@@ -86,7 +86,7 @@ def has_holdout(data: Data) -> bool:
     return data.holdout > 0 and not (data.dev.files and data.test.files)
 
 
-def parts_of(data: Data) -> dict[Split, list[SourceFiles]]:
+def list_source_files(data: Data) -> dict[Split, list[SourceFiles]]:
     """Return the source files of each split; an empty list if the recipe names none.
 
     Raises:
@@ -116,7 +116,7 @@ def parts_of(data: Data) -> dict[Split, list[SourceFiles]]:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class RowAssignment:
     """Rows of each split, as indices into the stream that they are read from."""
 
     train: list[np.ndarray]
@@ -129,9 +129,9 @@ class Chosen:
     """For dev and test with separate files: indices into the rows of those files."""
 
 
-def choose(
+def assign_rows(
     data: Data, parts: dict[Split, list[SourceFiles]], counts: dict[Split, list[int]], seed: int, keys: RowKeys | None
-) -> Chosen:
+) -> RowAssignment:
     """Hold out `data.holdout` of the training rows where dev or test name no files, and apply limits.
 
     counts: usable rows of each part. keys: of the training rows, if some are held out.
@@ -141,26 +141,26 @@ def choose(
     kept = np.arange(sum(counts["train"]))
     apart: dict[Split, np.ndarray] = {}
     if keys is not None:
-        kept, apart = set_apart(keys, data.holdout, [split for split in SPLITS[1:] if not parts[split]])
+        kept, apart = split_holdout(keys, data.holdout, [split for split in SPLITS[1:] if not parts[split]])
     train, start = [], 0
     for part, count in zip(parts["train"], counts["train"], strict=True):
         own = kept[(kept >= start) & (kept < start + count)]
         names = () if part.name is None else (part.name,)
         if not len(own):
             raise UserError(f"{part.setting}: data.holdout leaves none of its {count} rows; give more rows")
-        train.append(_limited(own, part.limit, derive(seed, "limit", "train", *names), part.setting))
+        train.append(_apply_limit(own, part.limit, derive_seed(seed, "limit", "train", *names), part.setting))
         start += count
     own_rows: dict[Split, np.ndarray] = {}
     for split in SPLITS[1:]:
-        limit_seed, limit = derive(seed, "limit", split), getattr(data, split).limit
+        limit_seed, limit = derive_seed(seed, "limit", split), getattr(data, split).limit
         if parts[split]:
-            own_rows[split] = _limited(np.arange(sum(counts[split])), limit, limit_seed, f"data.{split}")
+            own_rows[split] = _apply_limit(np.arange(sum(counts[split])), limit, limit_seed, f"data.{split}")
         elif split in apart:
-            apart[split] = _limited(apart[split], limit, limit_seed, f"data.{split}")
-    return Chosen(train, kept, apart, own_rows)
+            apart[split] = _apply_limit(apart[split], limit, limit_seed, f"data.{split}")
+    return RowAssignment(train, kept, apart, own_rows)
 
 
-def _limited(places: np.ndarray, limit: int | None, seed: int, setting: str) -> np.ndarray:
+def _apply_limit(places: np.ndarray, limit: int | None, seed: int, setting: str) -> np.ndarray:
     if limit is None or not len(places):
         return places
     try:
@@ -169,7 +169,7 @@ def _limited(places: np.ndarray, limit: int | None, seed: int, setting: str) -> 
         raise UserError(f"{setting}.{error}") from None
 
 
-def mixture_of(data: Data, sizes: Sequence[int]) -> Mixture | None:
+def build_mixture(data: Data, sizes: Sequence[int]) -> Mixture | None:
     """Return the mixture of the training examples, `sizes` of each source with a weight; None without sources."""
     used = {name: source for name, source in (data.train.sources or {}).items() if source.weight}
     if not used:
@@ -179,7 +179,7 @@ def mixture_of(data: Data, sizes: Sequence[int]) -> Mixture | None:
     return Mixture(tuple(used), weights, tuple(sizes), strict, data.train.weigh)
 
 
-def supply(batches: TrainingDataLoader, mixture: Mixture | None, steps: int) -> list[dict[str, Any]]:
+def count_source_epochs(batches: TrainingDataLoader, mixture: Mixture | None, steps: int) -> list[dict[str, Any]]:
     """Return for each source its share, its examples, and the epochs that `steps` optimizer steps take.
 
     Raises:
@@ -190,7 +190,9 @@ def supply(batches: TrainingDataLoader, mixture: Mixture | None, steps: int) -> 
         return [{"name": None, "share": 1.0, "examples": len(batches), "drawn": drawn, "epochs": drawn / len(batches)}]
     counts = batches.samples.counts(drawn)
     told = []
-    for i, (name, share, size) in enumerate(zip(mixture.names, shares_of(mixture), mixture.sizes, strict=True)):
+    for i, (name, share, size) in enumerate(
+        zip(mixture.names, compute_source_shares(mixture), mixture.sizes, strict=True)
+    ):
         if name in mixture.strict and batches.repeats_source(steps, i):
             raise UserError(
                 f"data.train.sources.{name}: its {size:,} samples are over before the {steps:,} steps are, which take "
@@ -202,8 +204,9 @@ def supply(batches: TrainingDataLoader, mixture: Mixture | None, steps: int) -> 
     return told
 
 
-def supply_lines(told: Sequence[dict[str, Any]], steps: int, *, about: bool) -> list[str]:
-    """Format the result of `supply`; `about` if examples are packed, so that the number in a step is an estimate."""
+def format_source_epochs(told: Sequence[dict[str, Any]], steps: int, *, about: bool) -> list[str]:
+    """Format the result of `count_source_epochs`; `about` if examples are packed, so that the number in a step is an
+    estimate."""
     word = "about " if about else ""
     if told[0]["name"] is None:
         epochs = f"{told[0]['epochs']:.2f}".removesuffix(".00")
@@ -218,7 +221,7 @@ def supply_lines(told: Sequence[dict[str, Any]], steps: int, *, about: bool) -> 
 
 def mixture_record(mixture: Mixture) -> list[dict[str, Any]]:
     """Return each source's weight, share of the examples or tokens, and number of examples, for the manifest."""
-    told = zip(mixture.names, mixture.weights, shares_of(mixture), mixture.sizes, strict=True)
+    told = zip(mixture.names, mixture.weights, compute_source_shares(mixture), mixture.sizes, strict=True)
     unit = _UNITS[mixture.weigh]
     return [
         {"name": name, "weight": weight, "share": share, "of": unit, "examples": size}
@@ -226,9 +229,9 @@ def mixture_record(mixture: Mixture) -> list[dict[str, Any]]:
     ]
 
 
-def shares_of(mixture: Mixture) -> list[float]:
+def compute_source_shares(mixture: Mixture) -> list[float]:
     """Return each source's share of the examples or tokens."""
-    return Proportions(mixture.weights).shares
+    return SampleProportions(mixture.weights).shares
 
 
 def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
@@ -246,16 +249,16 @@ def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
     )
 
 
-def judged_train(recipe: Recipe, train: Sequence[Example]) -> Sequence[Example]:
+def sample_train_for_eval(recipe: Recipe, train: Sequence[Example]) -> Sequence[Example]:
     """Return the training examples to evaluate: `eval.train_limit` of them, drawn by seed because a file may be sorted
     by class. A larger limit contains a smaller one."""
     limit = recipe.eval.train_limit or 0
     if limit >= len(train):
         return train
-    return limit_rows(train, limit, seed=derive(recipe.train.seed, "judge", "train")) if limit else []
+    return limit_rows(train, limit, seed=derive_seed(recipe.train.seed, "judge", "train")) if limit else []
 
 
-def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
+def check_eos_counts(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
     """Refuse rows of a split that a head over an encoder-decoder cannot take in one batch: those with different numbers
     of end-of-sequence tokens, such as pairs and single texts. Raises UserError."""
     if not recipe.task.is_sequence_level:
@@ -264,7 +267,7 @@ def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
 
     token = open_backbone(recipe.backbone).judged_token
     for examples in splits if token is not None else ():
-        rows = Examples.of(examples).ragged("input_ids")
+        rows = ColumnarExamples.of(examples).ragged("input_ids")
         if rows is None:
             continue
         flat, starts, lengths = rows
@@ -285,17 +288,17 @@ def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
             )
 
 
-def check_supply(recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int) -> None:
+def check_strict_sources(recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int) -> None:
     """Refuse a source with `when_over: refuse` that ends before the fine-tune, before anything is trained.
 
-    seed: of the stage. Raises UserError as `supply` does.
+    seed: of the stage. Raises UserError as `count_source_epochs` does.
     """
     if mixture is None or not mixture.strict:
         return
-    supply(batches_ahead(recipe, train, mixture, seed=seed), mixture, recipe.train.steps)
+    count_source_epochs(build_preview_loader(recipe, train, mixture, seed=seed), mixture, recipe.train.steps)
 
 
-def batches_ahead(
+def build_preview_loader(
     recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int
 ) -> TrainingDataLoader:
     """Return a data loader of the stage for counting, before there is a model: the rows of each step, padded with
@@ -314,7 +317,7 @@ def batches_ahead(
     )  # fmt: skip
 
 
-def padding_line(batches: TrainingDataLoader, train: Train) -> str:
+def format_padding(batches: TrainingDataLoader, train: Train) -> str:
     """Format the share of padding in the first optimizer steps."""
     steps = min(train.steps, _LOOKED_AT)
     share = batches.padding(steps)
@@ -343,7 +346,7 @@ def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) 
     if epochs is None:
         return resolved
     packed = recipe.task.pack
-    rows = len(batches_ahead(recipe, train, None, seed=seed).epoch(0)) if packed else len(train)
+    rows = len(build_preview_loader(recipe, train, None, seed=seed).epoch(0)) if packed else len(train)
     each = recipe.train.batch_size * recipe.train.accumulate
     steps = math.ceil(Fraction(repr(epochs)) * rows / each)  # exact, from the number as written: 1.1 · 10 rows are 11
     said = f"train.epochs {epochs:g} of {rows:,} {'packed ' if packed else ''}rows"

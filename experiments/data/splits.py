@@ -8,33 +8,48 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatshift.experiments.data.checks import Finding, RowChecks, class_counts, class_line, findings, refuse
-from flatshift.experiments.data.encode import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
+from flatshift.experiments.data.checks import (
+    Finding,
+    RowChecks,
+    class_counts,
+    format_class_counts,
+    locate_findings,
+    refuse_findings,
+)
+from flatshift.experiments.data.encode import (
+    Routed,
+    encode_rows,
+    input_paths,
+    is_large,
+    open_token_cache,
+    stream_rows,
+    survey_rows,
+)
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, cut_documents
-from flatshift.experiments.data.lengths import beyond_positions, check_answers
+from flatshift.experiments.data.lengths import check_answer_room, iter_position_warnings
 from flatshift.experiments.data.sources import (
     SourceFiles,
+    assign_rows,
+    build_mixture,
     check_classes,
-    check_ends,
-    choose,
+    check_eos_counts,
     has_holdout,
-    mixture_of,
-    parts_of,
+    list_source_files,
 )
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.finetune.atomic import read_object
+from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.config import Columns
-from flatshift.finetune.data.columns import Examples, ExampleWriter, open_examples
+from flatshift.finetune.data.columns import ColumnarExamples, ExampleWriter, open_examples
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.files import expand
+from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.formats import SAMPLE
 from flatshift.finetune.data.labels import Units, label_index
 from flatshift.finetune.data.mixture import Mixture
-from flatshift.finetune.data.noise import shuffled_examples
+from flatshift.finetune.data.noise import shuffle_tokens
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.data.token_cache import CacheError
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
 
 if TYPE_CHECKING:
@@ -64,7 +79,7 @@ class SplitRows:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """Encoded examples of each split, with counts and notes from their preparation."""
 
     train: Sequence[Example]
@@ -95,7 +110,7 @@ def read_splits(recipe: Recipe) -> SplitRows:
     Raises UserError for missing files or columns, bad rows, and splits without a usable row.
     """
     data, task = recipe.data, recipe.task
-    parts = parts_of(data)
+    parts = list_source_files(data)
     skipped: list[str] = []
     rows: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
@@ -121,7 +136,7 @@ def read_splits(recipe: Recipe) -> SplitRows:
         rows |= cut
         keys = None
     train = rows["train"]
-    chosen = choose(data, parts, counts, recipe.train.seed, keys)
+    chosen = assign_rows(data, parts, counts, recipe.train.seed, keys)
     held: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     for split in SPLITS[1:]:
         if split in chosen.own:
@@ -145,25 +160,25 @@ def cut_line(cut: Mapping[Split, Sequence[Row]], share: float) -> str:
     return f"data.holdout: {what} cut, {share:g} of it for {ends} from its end" + (" each" if len(others) > 1 else "")
 
 
-def prepare(recipe: Recipe) -> Prepared:
+def prepare_data(recipe: Recipe) -> PreparedData:
     """Read and encode a recipe's rows, or load them from `data.cache`.
 
     Raises UserError for missing files, columns or labels, empty splits, labels that do not fit, fewer than two classes,
     findings that `data.checks` refuses, and a cache directory that cannot be written to.
     """
-    cache = token_cache(recipe)
+    cache = open_token_cache(recipe)
     if cache is None or isinstance(cache, str):
-        return _noted(_prepared(recipe, None)[0], () if cache is None else (cache,))
+        return _with_notes(_prepare(recipe, None)[0], () if cache is None else (cache,))
     store, key = cache
     try:
-        found = store.get(key, lambda folder: _prepared(recipe, folder)[1])
+        found = store.get(key, lambda folder: _prepare(recipe, folder)[1])
     except CacheError as error:
         if recipe.data.cache != "auto":
             raise UserError(f"data.cache: {error}; name a directory with room that can be written to") from error
-        return _noted(_prepared(recipe, None)[0], (f"token cache: not used ({error})",))
+        return _with_notes(_prepare(recipe, None)[0], (f"token cache: not used ({error})",))
     paths = [str(path) for path in input_paths(recipe)]
     splits = {split: open_examples(found.folder / split, found.about["rows"][split], paths) for split in SPLITS}
-    return _noted(_described(recipe, splits, found.about), found.notes)
+    return _with_notes(_build_prepared(recipe, splits, found.about), found.notes)
 
 
 def sample_split_warning(recipe: Recipe) -> list[str]:
@@ -179,15 +194,15 @@ def sample_split_warning(recipe: Recipe) -> list[str]:
     ]
 
 
-def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepared:
+def prepare_eval_data(recipe: Recipe, files: Sequence[str], *, run: Path) -> PreparedData:
     """Encode the rows of `files` as test rows of a finished run, with the classes and units that it was trained with.
 
-    These come from its manifest (`learnt_record`), so the run's own data files are not needed.
+    These come from its manifest (`build_label_record`), so the run's own data files are not needed.
     Raises UserError for missing files or columns, rows without a class of the run, and files without a usable row.
     """
     from flatshift.finetune.models.backbone import open_backbone
 
-    labels, units = learnt(recipe, run)
+    labels, units = read_label_record(recipe, run)
     part = SourceFiles("--data", None, tuple(files), recipe.data.columns, "data.columns")
     skipped: list[str] = []
     rows = part.rows(recipe.data, recipe.task, skipped)
@@ -198,43 +213,49 @@ def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepare
         task=recipe.task,
         labels=labels,
         units=units,
-        paths=[str(path) for path in expand(files)],
+        paths=[str(path) for path in expand_files(files)],
         what="--data",
     )
     skipped += made.skipped
     if not made.splits["test"]:
         part.refuse_none(skipped)
-    check_ends(recipe, [made.splits["test"]])
+    check_eos_counts(recipe, [made.splits["test"]])
     notes = tuple(made.notes)
-    return Prepared([], [], made.splits["test"], labels, made.truncated, skipped, [], notes=notes, units=units)
+    return PreparedData([], [], made.splits["test"], labels, made.truncated, skipped, [], notes=notes, units=units)
 
 
-def check_record(prepared: Prepared) -> dict[str, Any]:
+def build_check_record(prepared: PreparedData) -> dict[str, Any]:
     """Return the training rows of each class and the findings of `data.checks`, for the manifest."""
-    counts = None if prepared.label_names is None else class_counts(Examples.of(prepared.train), prepared.label_names)
+    counts = (
+        None
+        if prepared.label_names is None
+        else class_counts(ColumnarExamples.of(prepared.train), prepared.label_names)
+    )
     return {"classes": counts, "findings": [dataclasses.asdict(one) for one in prepared.checks]}
 
 
-def check_lines(prepared: Prepared, *, whole: bool = False) -> list[str]:
+def format_data_checks(prepared: PreparedData, *, whole: bool = False) -> list[str]:
     """Format the classes and the findings of `data.checks`, one per line; `whole`: every class and every known
     example."""
     lines = []
     if prepared.label_names is not None:
-        lines.append(class_line(class_counts(Examples.of(prepared.train), prepared.label_names), whole=whole))
+        lines.append(
+            format_class_counts(class_counts(ColumnarExamples.of(prepared.train), prepared.label_names), whole=whole)
+        )
     for one in prepared.checks:
         lines.append(f"{one} (data.checks.{one.kind})")
         lines += [f"  {example}" for example in one.examples[1:]] if whole else []
     return [f"data: {line}" for line in lines]
 
 
-def learnt_record(prepared: Prepared) -> dict[str, Any]:
+def build_label_record(prepared: PreparedData) -> dict[str, Any]:
     """Return the classes in head order and the units of targets, which are derived from training rows, for the
     manifest."""
     units = None if prepared.units is None else dataclasses.asdict(prepared.units)
     return {"label_names": prepared.label_names, "units": units}
 
 
-def learnt(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | None]:
+def read_label_record(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | None]:
     """Return the classes in head order and the units of targets that `run` was trained with, from its manifest."""
     task = recipe.task
     if task.given_classes is not None or not (task.has_classes or task.has_targets):
@@ -242,17 +263,17 @@ def learnt(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | N
     file = run / "manifest.json"
     if not file.is_file():
         raise UserError(f"{file} is missing, which tells the run's classes or units; copy it along with the rest")
-    noted = read_object(file, "label_names", "units")
+    noted = read_json_object(file, "label_names", "units")
     names, units = noted["label_names"], noted["units"]
     return (None if names is None else tuple(names)), (None if units is None else Units(**units))
 
 
-def _noted(prepared: Prepared, notes: Sequence[str]) -> Prepared:
+def _with_notes(prepared: PreparedData, notes: Sequence[str]) -> PreparedData:
     """Return `prepared` with `notes` before its own."""
     return dataclasses.replace(prepared, notes=(*notes, *prepared.notes))
 
 
-def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, Any]]:
+def _prepare(recipe: Recipe, folder: Path | None) -> tuple[PreparedData, dict[str, Any]]:
     """Return the encoded splits, in `folder` if given, and everything else about them as plain values."""
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -265,17 +286,17 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
     if noise or not is_large(recipe):
         rows = read_splits(recipe)
         skipped, labels, parts, said = rows.skipped, rows.label_names, len(rows.sizes), rows.notes
-        train, flipped = _wrong_answers(recipe, rows)
+        train, flipped = _add_label_noise(recipe, rows)
         pool = [row.id for row in rows.pool]
-        routed = _routed(train, rows)
+        routed = _route_rows(train, rows)
         units = task.units([row.values["label"] for row in train] if task.has_targets else (), recipe.backbone)
         if flipped and labels is not None and task.one_class:
             wrong = set(flipped)
             true = {row.id: label_index(row, labels) for row in rows.train if row.id in wrong}
     else:
-        known = survey(recipe)
-        skipped, labels, parts = [], known.labels, len(parts_of(recipe.data)["train"])
-        routed = streamed(recipe, known, skipped)
+        known = survey_rows(recipe)
+        skipped, labels, parts = [], known.labels, len(list_source_files(recipe.data)["train"])
+        routed = stream_rows(recipe, known, skipped)
         units = task.units(known.targets, recipe.backbone)
     check_classes(recipe, labels)
     tokenizer = open_backbone(recipe.backbone).tokenizer
@@ -293,10 +314,10 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
         checks=RowChecks(recipe, tokenizer, wrong=flipped),
     )
     if shuffle:
-        examples, flipped = shuffled_examples(
+        examples, flipped = shuffle_tokens(
             made.splits["train"], rate=noise, fixed=set(tokenizer.all_special_ids), seed=_noise_seed(recipe), pool=pool
         )
-        made.splits["train"] = Examples.of(examples)
+        made.splits["train"] = ColumnarExamples.of(examples)
         if folder is not None:
             for split in SPLITS:
                 (folder / split).mkdir()
@@ -320,15 +341,15 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
         "units": None if units is None else dataclasses.asdict(units),
         "checks": made.checks,
     }
-    return _described(recipe, made.splits, about), about
+    return _build_prepared(recipe, made.splits, about), about
 
 
-def _described(recipe: Recipe, splits: Mapping[Split, Examples], about: Mapping[str, Any]) -> Prepared:
-    check_ends(recipe, splits.values())
-    check_answers(recipe, splits)
-    found = findings(about["checks"], splits)
-    refuse(found, recipe.data.checks)
-    return Prepared(
+def _build_prepared(recipe: Recipe, splits: Mapping[Split, ColumnarExamples], about: Mapping[str, Any]) -> PreparedData:
+    check_eos_counts(recipe, splits.values())
+    check_answer_room(recipe, splits)
+    found = locate_findings(about["checks"], splits)
+    refuse_findings(found, recipe.data.checks)
+    return PreparedData(
         splits["train"],
         splits["dev"],
         splits["test"],
@@ -338,14 +359,14 @@ def _described(recipe: Recipe, splits: Mapping[Split, Examples], about: Mapping[
         flipped=about["flipped"],
         true_labels=about["true_labels"],
         dropped=about["dropped"],
-        mixture=mixture_of(recipe.data, about["sizes"]),
-        notes=(*about["notes"], *beyond_positions(recipe, splits.values())),
+        mixture=build_mixture(recipe.data, about["sizes"]),
+        notes=(*about["notes"], *iter_position_warnings(recipe, splits.values())),
         units=None if about["units"] is None else Units(**about["units"]),
         checks=found,
     )
 
 
-def _routed(train: Sequence[Row], rows: SplitRows) -> Routed:
+def _route_rows(train: Sequence[Row], rows: SplitRows) -> Routed:
     """Yield the rows of all splits, each with its split and its source."""
     start = 0
     for number, size in enumerate(rows.sizes):
@@ -356,10 +377,10 @@ def _routed(train: Sequence[Row], rows: SplitRows) -> Routed:
 
 
 def _noise_seed(recipe: Recipe) -> int:
-    return derive(recipe.train.seed, "label-noise")
+    return derive_seed(recipe.train.seed, "label-noise")
 
 
-def _wrong_answers(recipe: Recipe, rows: SplitRows) -> tuple[list[Row], list[str]]:
+def _add_label_noise(recipe: Recipe, rows: SplitRows) -> tuple[list[Row], list[str]]:
     """Return the training rows with `data.label_noise`, if it is applied before encoding, and the ids of the changed
     rows."""
     rate, task, seed = recipe.data.label_noise, recipe.task, _noise_seed(recipe)
@@ -370,7 +391,7 @@ def _wrong_answers(recipe: Recipe, rows: SplitRows) -> tuple[list[Row], list[str
     return [by_id[row.id] for row in rows.train], [row.id for row in rows.train if row.id in wrong]
 
 
-def noise_record(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
+def noise_record(recipe: Recipe, prepared: PreparedData) -> dict[str, Any]:
     """Return the content of `label_noise.json`: the rate, the ids of the training rows with a wrong label, and their
     original classes, if any."""
     names = prepared.label_names
@@ -378,7 +399,7 @@ def noise_record(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
     return {"rate": recipe.data.label_noise, "rows": len(prepared.train), "ids": prepared.flipped, "true": own}
 
 
-def recording_of(recipe: Recipe, prepared: Prepared) -> Recording | None:
+def choose_recording(recipe: Recipe, prepared: PreparedData) -> Recording | None:
     """Return the rows to record for the `record` block; None without it."""
     if recipe.record is None:
         return None
@@ -395,7 +416,7 @@ def recording_of(recipe: Recipe, prepared: Prepared) -> Recording | None:
     )
 
 
-def prepare_texts(recipe: Recipe, files: Sequence[str], columns: Columns, task: Task) -> Prepared:
+def prepare_warm_up_data(recipe: Recipe, files: Sequence[str], columns: Columns, task: Task) -> PreparedData:
     """Encode the rows of `files` as training examples of `task`, for a warm-up."""
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -406,10 +427,10 @@ def prepare_texts(recipe: Recipe, files: Sequence[str], columns: Columns, task: 
         (("train", 0, row) for row in rows),
         task=task,
         labels=None,
-        paths=[str(path) for path in expand(files)],
+        paths=[str(path) for path in expand_files(files)],
         what="warm-up",
     )
-    notes = tuple(beyond_positions(recipe, made.splits.values()))
-    return Prepared(
+    notes = tuple(iter_position_warnings(recipe, made.splits.values()))
+    return PreparedData(
         made.splits["train"], [], [], None, made.truncated, made.skipped, [], dropped=made.dropped, notes=notes
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flatshift.experiments.recipe.build import build
+from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.resolve import Resolved, is_given, read_origins, resolve_tree
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, Tree, from_override, merge, parse_file
@@ -20,7 +20,7 @@ from flatshift.finetune import assets
 from flatshift.finetune.config import Mesh, Precision, Train
 from flatshift.finetune.errors import UserError, user_path
 from flatshift.finetune.launch import consistency, failure, spawn
-from flatshift.finetune.planner.auto_mesh import resolve
+from flatshift.finetune.planner.auto_mesh import resolve_mesh
 from flatshift.finetune.planner.layouts import AXES
 
 PRECISION, BACKBONE = "precision", "backbone_precision"
@@ -45,13 +45,15 @@ def resolve_auto(
 
     recipe, train = resolved.recipe, resolved.recipe.train
     values: dict[str, tuple[str, str]] = {}
-    before, origins = _kept_by(kept, type(recipe))
+    before, origins = _read_decided_precisions(kept, type(recipe))
     if train.precision == "auto" and before is not None and before.precision != "auto":
         values[PRECISION] = before.precision, origins[PRECISION]
     else:
         tokens = train.batch_size * train.max_length
-        word = json.dumps(_decide(train.precision, train.tf32, train.device, train.threads, recipe.backbone, tokens))
-        decided = json.loads(consistency.word_of_main(PRECISION, word))
+        word = json.dumps(
+            _choose_precision(train.precision, train.tf32, train.device, train.threads, recipe.backbone, tokens)
+        )
+        decided = json.loads(consistency.broadcast_from_main(PRECISION, word))
         if decided["note"]:
             say(f"note: {decided['note']}")
         if train.precision == "auto":
@@ -61,10 +63,10 @@ def resolve_auto(
         if before is not None and before.backbone_precision != "auto":
             values[BACKBONE] = before.backbone_precision, origins[BACKBONE]
         else:
-            values[BACKBONE] = _kept_in(_with(resolved, values).recipe)
+            values[BACKBONE] = _choose_backbone_precision(_with_train_values(resolved, values).recipe)
             if values[BACKBONE][0] != "same":
                 say(f"backbone: kept in {values[BACKBONE][0]} ({values[BACKBONE][1]})")
-    return _unpacked(_with_template(_with(resolved, values), say), say)
+    return _unpacked(_resolve_template(_with_train_values(resolved, values), say), say)
 
 
 def resolve_device_precision(recipe: Recipe) -> Recipe:
@@ -82,13 +84,13 @@ def resolve_device_precision(recipe: Recipe) -> Recipe:
     if train.tf32 and resolve_device(train.device).type == "cpu":
         return dataclasses.replace(recipe, train=dataclasses.replace(train, tf32=False))
     tokens = train.batch_size * train.max_length
-    decided = _decide(train.precision, train.tf32, train.device, train.threads, recipe.backbone, tokens)
+    decided = _choose_precision(train.precision, train.tf32, train.device, train.threads, recipe.backbone, tokens)
     if decided.get("note"):
         print(f"note: {decided['note']}", file=sys.stderr)
     return recipe
 
 
-def settled_tree(
+def resolve_auto_tree(
     tree: Tree,
     *,
     name: str,
@@ -110,13 +112,13 @@ def settled_tree(
     return tree
 
 
-def _kept_by(kept: Path | None, of: type[Recipe]) -> tuple[Train | None, Mapping[str, str]]:
+def _read_decided_precisions(kept: Path | None, of: type[Recipe]) -> tuple[Train | None, Mapping[str, str]]:
     """Return the `train` block of a directory's recipe and the origins of both precisions; None without a recipe, or if
     other code wrote it."""
     try:
         if kept is None or not kept.is_file():
             return None, {}
-        recipe = build(of, parse_file(kept))
+        recipe = build_settings(of, parse_file(kept))
     except UserError:
         return None, {}
     origins = read_origins(kept, recipe)
@@ -124,7 +126,7 @@ def _kept_by(kept: Path | None, of: type[Recipe]) -> tuple[Train | None, Mapping
 
 
 @functools.cache
-def _decide(
+def _choose_precision(
     precision: Precision, tf32: bool, device: str, threads: int | None, backbone: str, tokens: int
 ) -> dict[str, str | None]:
     """Choose the precision for the device, as plain values. tokens: of a micro-batch of the longest rows.
@@ -133,7 +135,7 @@ def _decide(
     """
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.compute.numerics import cpu_threads
-    from flatshift.finetune.compute.precision import block_shape, choose
+    from flatshift.finetune.compute.precision import feed_forward_shape, resolve_precision
     from flatshift.finetune.launch import failure
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -145,53 +147,55 @@ def _decide(
         directory = open_backbone(backbone).directory
     except UserError:  # loading the backbone reports the error later
         directory = None
-    shape = block_shape(directory, tokens=tokens // 2)
+    shape = feed_forward_shape(directory, tokens=tokens // 2)
     with cpu_threads(threads):
-        return dataclasses.asdict(choose(asked, resolve_device(device), shape))
+        return dataclasses.asdict(resolve_precision(asked, resolve_device(device), shape))
 
 
-def _kept_in(recipe: Recipe) -> tuple[str, str]:
+def _choose_backbone_precision(recipe: Recipe) -> tuple[str, str]:
     """Return `train.backbone_precision` for `auto`, and the reason: bf16 weights only where float32 ones do not fit."""
-    from flatshift.finetune.figures import gib
-    from flatshift.finetune.planner.devices import at_hand
-    from flatshift.finetune.planner.footprint import Sizes, footprint
+    from flatshift.finetune.figures import format_bytes
+    from flatshift.finetune.planner.devices import detect_devices
+    from flatshift.finetune.planner.footprint import BackboneSizes, predict_footprint
     from flatshift.finetune.planner.rules import RuleSettings, broken_rule
 
     train = recipe.train
     narrow = dataclasses.replace(train, backbone_precision="bf16")
     settings = dataclasses.replace(RuleSettings.of(recipe), train=narrow)
-    devices = at_hand(train.device)
+    devices = detect_devices(train.device)
     room = devices.each(1)
     if room is None or devices.kind != "cpu" or recipe.mesh.auto or broken_rule(settings) is not None:
         return "same", "auto"
     try:
-        backbone = Sizes.read(backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
+        backbone = BackboneSizes.read(backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
     except UserError:  # loading the backbone reports the error later
         return "same", "auto"
     read = [recipe.task.as_read(each) for each in (train, narrow)]
-    wide, less = (footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=each).total for each in read)
+    wide, less = (
+        predict_footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=each).total for each in read
+    )
     if wide <= room or less > room:
         return "same", "auto"
-    return "bf16", f"auto: {gib(wide)} with float32 weights, {gib(room)} are there"
+    return "bf16", f"auto: {format_bytes(wide)} with float32 weights, {format_bytes(room)} are there"
 
 
-def _with_template(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
+def _resolve_template(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
     """Replace `task.template: auto` by the shipped template for base models where the tokenizer has none; record the
     origin and report the template in use."""
     recipe, name = resolved.recipe, resolved.recipe.task.template
     if not recipe.task.uses_chat_template:
         return resolved
-    from flatshift.finetune.data.chat.template import AUTO, resolved_template, template_line
+    from flatshift.finetune.data.chat.template import AUTO, describe_template, resolve_template
     from flatshift.finetune.models.backbone import open_backbone
 
     try:
         tokenizer = open_backbone(recipe.backbone).tokenizer
     except UserError:  # loading the backbone reports the error later
         return resolved
-    say(template_line(name, tokenizer))
+    say(describe_template(name, tokenizer))
     if name != AUTO:
         return resolved
-    found = resolved_template(name, tokenizer)
+    found = resolve_template(name, tokenizer)
     origin = "auto: the tokenizer's own" if found == AUTO else "auto: the tokenizer has none"
     recipe = dataclasses.replace(recipe, task=recipe.task.replace(template=found))
     return Resolved(recipe, resolved.name, {**resolved.origins, "task.template": origin})
@@ -217,7 +221,7 @@ def _unpacked(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
     return Resolved(recipe, resolved.name, {**resolved.origins, "task.pack": why})
 
 
-def _with(resolved: Resolved, values: Mapping[str, tuple[str, str]]) -> Resolved:
+def _with_train_values(resolved: Resolved, values: Mapping[str, tuple[str, str]]) -> Resolved:
     """Return `resolved` with `values`: (value, origin) by key of its `train` block."""
     if not values:
         return resolved
@@ -250,10 +254,10 @@ def mesh_flags(recipe: Recipe, *, given: Collection[str] | None = None) -> list[
         asked = dataclasses.replace(asked, **anew)
     text = ""
     if failure.rank() == 0:
-        mesh, reasons = _resolve(recipe, asked)
+        mesh, reasons = _resolve_mesh(recipe, asked)
         print("\n".join(reasons), file=sys.stderr, flush=True)
         text = json.dumps(axis_flags(mesh))
-    return json.loads(consistency.word_of_main("mesh", text))
+    return json.loads(consistency.broadcast_from_main("mesh", text))
 
 
 def axis_flags(mesh: Mesh) -> list[str]:
@@ -261,18 +265,18 @@ def axis_flags(mesh: Mesh) -> list[str]:
     return [*(f"--mesh.{axis}={getattr(mesh, axis)}" for axis in AXES), "--mesh.auto=false"]
 
 
-def named_axes(overrides: Iterable[Branch]) -> set[str]:
+def find_mesh_overrides(overrides: Iterable[Branch]) -> set[str]:
     """Return the mesh settings among command-line overrides."""
     meshes = [override.children.get("mesh") for override in overrides]
     return {name for mesh in meshes if isinstance(mesh, Branch) for name in mesh.children}
 
 
-def _resolve(recipe: Recipe, asked: Mesh) -> tuple[Mesh, list[str]]:
+def _resolve_mesh(recipe: Recipe, asked: Mesh) -> tuple[Mesh, list[str]]:
     processes = node = None
-    if spawn.launched():
+    if spawn.is_launched_rank():
         processes = int(os.environ["WORLD_SIZE"])
         node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return resolve(
+    return resolve_mesh(
         asked,
         backbone=backbone_directory(recipe.backbone),
         adapter=recipe.adapter,
@@ -287,7 +291,7 @@ def _resolve(recipe: Recipe, asked: Mesh) -> tuple[Mesh, list[str]]:
 
 def backbone_directory(name: str) -> Path:
     """Return the directory of the backbone's files; only a hub name asks the hub, and so imports torch."""
-    found = assets.backbone(name) or user_path(name)
+    found = assets.backbone_directory(name) or user_path(name)
     if (found / "config.json").is_file():
         return found
     from flatshift.finetune.models.backbone import open_backbone  # asks the hub, and imports torch

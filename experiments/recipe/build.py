@@ -10,8 +10,8 @@ import types
 import typing
 from typing import Any, Literal, Union
 
-from flatshift.experiments.recipe.tree import MAX_WHOLE, Branch, Items, Leaf, Tree, key_of
-from flatshift.finetune.errors import UserError, shortened
+from flatshift.experiments.recipe.tree import MAX_WHOLE, Branch, Items, Leaf, Tree, setting_key
+from flatshift.finetune.errors import UserError, shorten
 
 Origins = dict[str, str]
 _LONG_WORD = 200
@@ -26,7 +26,7 @@ _ROOM = 160
 """Maximum characters of a list of known names."""
 
 
-def nearest(word: str, known: typing.Iterable[str]) -> str:
+def suggest_nearest(word: str, known: typing.Iterable[str]) -> str:
     """Return `; did you mean 'x'?`, or the list of known names if none is near."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) if len(word) <= _LONG_WORD else []
@@ -36,76 +36,76 @@ def nearest(word: str, known: typing.Iterable[str]) -> str:
     return f"; known: {', '.join(shown)}{', …' * (len(shown) < len(known))}"
 
 
-def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = None) -> Any:
+def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = None) -> Any:
     """Fill the dataclass `cls` from `tree`; `origins` receives dotted path → place for every value that is set.
 
     Raises UserError with the place of the offending key or value.
     """
     origins = {} if origins is None else origins
     if not isinstance(tree, Branch):
-        raise UserError(f"{tree.where}: {path or 'a recipe'} must be a mapping of settings, got {_shown(tree)}")
-    hints = _hints(cls)
-    names = _names(cls)
+        raise UserError(f"{tree.where}: {path or 'a recipe'} must be a mapping of settings, got {_describe_tree(tree)}")
+    hints = _type_hints(cls)
+    names = _field_names(cls)
     values: dict[str, Any] = {}
     for key, child in tree.children.items():
         where = tree.keys.get(key, tree.where)
         if key not in names:
             if not path and key in _RETIRED and isinstance(child, Leaf) and child.value is None:
                 continue
-            raise UserError(f"{where}: unknown key {_quoted(_join(path, key))}{nearest(key, names)}")
-        values[names[key]] = _value(hints[names[key]], child, _join(path, key), origins)
+            raise UserError(f"{where}: unknown key {_quote(_join_path(path, key))}{suggest_nearest(key, names)}")
+        values[names[key]] = _build_value(hints[names[key]], child, _join_path(path, key), origins)
     for one in dataclasses.fields(cls):
         if one.name not in values and one.default is one.default_factory is dataclasses.MISSING:
-            raise UserError(f"{tree.where}: {_join(path, key_of(one.name))} is missing; it has no default")
-    _refuse_nothing(cls, values, tree, path)
+            raise UserError(f"{tree.where}: {_join_path(path, setting_key(one.name))} is missing; it has no default")
+    _refuse_empty_texts(cls, values, tree, path)
     try:
         return cls(**values)
     except ValueError as error:
         where = tree.keys.get(str(error).split(" ", 1)[0], tree.where)
-        raise UserError(f"{where}: {_join(path, str(error))}") from None
+        raise UserError(f"{where}: {_join_path(path, str(error))}") from None
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def _type_hints(cls: type) -> dict[str, Any]:
     """Return a class's type hints, cached: they cost more than the rest of this module, and a sweep builds thousands of
     recipes."""
     return typing.get_type_hints(cls)
 
 
 @functools.cache
-def _names(cls: type) -> dict[str, str]:
+def _field_names(cls: type) -> dict[str, str]:
     """Return the keys of a class's settings and the fields they fill."""
-    return {key_of(f.name): f.name for f in dataclasses.fields(cls)}
+    return {setting_key(f.name): f.name for f in dataclasses.fields(cls)}
 
 
-def _refuse_nothing(cls: type, values: dict[str, Any], tree: Branch, path: str) -> None:
+def _refuse_empty_texts(cls: type, values: dict[str, Any], tree: Branch, path: str) -> None:
     """Raise UserError for a setting that is an empty text and has another default."""
     for field in dataclasses.fields(cls):
-        value, key = values.get(field.name), key_of(field.name)
+        value, key = values.get(field.name), setting_key(field.name)
         if (
-            _join(path, key) not in _MAY_BE_EMPTY
+            _join_path(path, key) not in _MAY_BE_EMPTY
             and field.default != ""
             and (value == "" or (type(value) is tuple and "" in value))
         ):
             where = tree.keys.get(key, tree.where)
-            raise UserError(f"{where}: {_join(path, key)} cannot be ''; give it a value, or leave it out")
+            raise UserError(f"{where}: {_join_path(path, key)} cannot be ''; give it a value, or leave it out")
 
 
-def _join(path: str, key: str) -> str:
+def _join_path(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _quoted(value: Any) -> str:
-    return shortened(repr(value))
+def _quote(value: Any) -> str:
+    return shorten(repr(value))
 
 
-def _shown(tree: Tree) -> str:
+def _describe_tree(tree: Tree) -> str:
     if isinstance(tree, Leaf):
-        return _quoted(tree.value)
+        return _quote(tree.value)
     return "a list" if isinstance(tree, Items) else "a mapping"
 
 
-def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
+def _build_value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
     options = list(typing.get_args(hint)) if typing.get_origin(hint) in (Union, types.UnionType) else [hint]
     if type(None) in options:
         if isinstance(tree, Leaf) and tree.value is None:
@@ -116,7 +116,7 @@ def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         option for option in options if dataclasses.is_dataclass(option) and isinstance(option, type)
     ]
     if components:
-        return _component(components, tree, path, origins)
+        return _build_component(components, tree, path, origins)
     if len(options) > 1:  # e.g. str | tuple[str, ...]: a list means the tuple
         wants_tuple = isinstance(tree, Items)
         lists = any(typing.get_origin(o) is tuple for o in options)
@@ -125,36 +125,36 @@ def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         options = [o for o in options if (typing.get_origin(o) is Literal) == wants_word] or options
         if lists and isinstance(tree, Leaf) and typing.get_origin(options[0]) is Literal:
             words = typing.get_args(options[0])
-            known, shown = nearest(str(tree.value), map(str, words)), shortened(str(tree.value), 40)
+            known, shown = suggest_nearest(str(tree.value), map(str, words)), shorten(str(tree.value), 40)
             if tree.value not in words and "did you mean" not in known:
-                raise UserError(f"{tree.where}: {path} cannot be {_quoted(tree.value)}{known}, or a list, as [{shown}]")
+                raise UserError(f"{tree.where}: {path} cannot be {_quote(tree.value)}{known}, or a list, as [{shown}]")
         if {int, float} <= set(options):
             whole = isinstance(tree, Leaf) and isinstance(tree.value, int | float) and float(tree.value).is_integer()
             options = [int if whole else float]
-    return _plain(options[0], tree, path, origins)
+    return _build_plain(options[0], tree, path, origins)
 
 
-def _component(components: list[type], tree: Tree, path: str, origins: Origins) -> Any:
+def _build_component(components: list[type], tree: Tree, path: str, origins: Origins) -> Any:
     """Build the single dataclass, or the one of a union that `kind` names (by default the first)."""
     kinds = {}
     for component in components:
         kinds[getattr(component, "kind", "")] = component  # a field's default is its class attribute
     if "" in kinds or len(components) == 1:  # a single component may have a `kind` field itself (optimizer)
-        return build(components[0], tree, path=path, origins=origins)
+        return build_settings(components[0], tree, path=path, origins=origins)
     if isinstance(tree, Leaf) and isinstance(tree.value, str):
         tree = Branch({"kind": tree}, tree.where, {"kind": tree.where})
     if not isinstance(tree, Branch):
-        raise UserError(f"{tree.where}: {path} must name a kind{nearest('', kinds)}")
+        raise UserError(f"{tree.where}: {path} must name a kind{suggest_nearest('', kinds)}")
     kind = tree.children.get("kind")
     name = next(iter(kinds))
     if kind is not None:
         if not isinstance(kind, Leaf) or kind.value not in kinds:
             raise UserError(
-                f"{kind.where}: unknown kind {_shown(kind)} for {path}{nearest(str(getattr(kind, 'value', '')), kinds)}"
+                f"{kind.where}: unknown kind {_describe_tree(kind)} for {path}{suggest_nearest(str(getattr(kind, 'value', '')), kinds)}"
             )
         name = kind.value
-    for key in (key for key in tree.children if key not in _names(kinds[name])):
-        having = ", ".join(other for other, component in kinds.items() if key in _names(component))
+    for key in (key for key in tree.children if key not in _field_names(kinds[name])):
+        having = ", ".join(other for other, component in kinds.items() if key in _field_names(component))
         where = tree.keys.get(key, tree.where)
         if having and kind is None:
             raise UserError(
@@ -163,12 +163,12 @@ def _component(components: list[type], tree: Tree, path: str, origins: Origins) 
             )
         if having:
             owned = f"{path} is {name}, and {key} is a setting of {having}"
-            known = nearest(key, _names(kinds[name]))
-            raise UserError(f"{where}: unknown key {_quoted(_join(path, key))}: {owned}{known}")
-    return build(kinds[name], tree, path=path, origins=origins)
+            known = suggest_nearest(key, _field_names(kinds[name]))
+            raise UserError(f"{where}: unknown key {_quote(_join_path(path, key))}: {owned}{known}")
+    return build_settings(kinds[name], tree, path=path, origins=origins)
 
 
-def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
+def _build_plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
     origin = typing.get_origin(hint)
     if origin is tuple:
         inner = typing.get_args(hint)
@@ -176,52 +176,52 @@ def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         if inner and inner[-1] is not Ellipsis and len(items) != len(inner):
             raise UserError(f"{tree.where}: {path} needs {len(inner)} values, got {len(items)}")
         of = (lambda i: inner[0]) if not inner or inner[-1] is Ellipsis else (lambda i: inner[i])
-        out = tuple(_value(of(i) if inner else Any, item, f"{path}[{i}]", {}) for i, item in enumerate(items))
+        out = tuple(_build_value(of(i) if inner else Any, item, f"{path}[{i}]", {}) for i, item in enumerate(items))
         origins[path] = tree.where
         return out
     if origin is dict:
         if not isinstance(tree, Branch):
-            raise UserError(f"{tree.where}: {path} must be a mapping, got {_shown(tree)}")
+            raise UserError(f"{tree.where}: {path} must be a mapping, got {_describe_tree(tree)}")
         value_hint = typing.get_args(hint)[1]
         origins[path] = tree.where
         if value_hint is Any:
-            return _python(tree)
-        return {key: _value(value_hint, child, f"{path}.{key}", {}) for key, child in tree.children.items()}
+            return _to_python(tree)
+        return {key: _build_value(value_hint, child, f"{path}.{key}", {}) for key, child in tree.children.items()}
     if hint is tuple:
-        return _plain(tuple[Any, ...], tree, path, origins)
+        return _build_plain(tuple[Any, ...], tree, path, origins)
     if hint is str and tree.where.startswith("--") and tree.text:
         origins[path] = tree.where  # text is taken as typed: `{text}` is a template, not a mapping; 1 is "1"
-        typed = _unescaped(tree.text) if path in _WRITTEN else tree.text
-        return _text(typed, Leaf(typed, typed, tree.where), path)
+        typed = _unescape(tree.text) if path in _WRITTEN else tree.text
+        return _check_text(typed, Leaf(typed, typed, tree.where), path)
     if not isinstance(tree, Leaf):
-        raise UserError(f"{tree.where}: {path} must be a single value, got {_shown(tree)}")
+        raise UserError(f"{tree.where}: {path} must be a single value, got {_describe_tree(tree)}")
     origins[path] = tree.where
     if origin is Literal:
         allowed = typing.get_args(hint)
         if tree.value not in allowed:
             raise UserError(
-                f"{tree.where}: {path} cannot be {_quoted(tree.value)}{nearest(str(tree.value), map(str, allowed))}"
+                f"{tree.where}: {path} cannot be {_quote(tree.value)}{suggest_nearest(str(tree.value), map(str, allowed))}"
             )
         return tree.value
-    return _scalar(hint, tree, path)
+    return _build_scalar(hint, tree, path)
 
 
-def _python(tree: Tree) -> Any:
+def _to_python(tree: Tree) -> Any:
     """Convert a tree to plain values."""
     if isinstance(tree, Leaf):
         return tree.value
     if isinstance(tree, Items):
-        return [_python(item) for item in tree.items]
-    return {key: _python(child) for key, child in tree.children.items()}
+        return [_to_python(item) for item in tree.items]
+    return {key: _to_python(child) for key, child in tree.children.items()}
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     """Replace `\\n`, `\\t` and `\\\\`, which a shell passes on as two characters each, by the characters they stand
     for."""
     return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t"}.get(found[1], "\\"), text)
 
 
-def _scalar(hint: Any, leaf: Leaf, path: str) -> Any:
+def _build_scalar(hint: Any, leaf: Leaf, path: str) -> Any:
     value = leaf.value
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is Any:
@@ -235,17 +235,17 @@ def _scalar(hint: Any, leaf: Leaf, path: str) -> Any:
     if hint is float and number and value == value:  # NaN is not a valid setting
         return float(value)
     if hint is str and isinstance(value, str):
-        return _text(value, leaf, path)
+        return _check_text(value, leaf, path)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text (quote it)"}
-    raise UserError(f"{leaf.where}: {path} must be {words.get(hint, hint)}, got {_quoted(value)}")
+    raise UserError(f"{leaf.where}: {path} must be {words.get(hint, hint)}, got {_quote(value)}")
 
 
-def _text(value: str, leaf: Leaf, path: str) -> str:
+def _check_text(value: str, leaf: Leaf, path: str) -> str:
     """Return `value` if files and tokenizers can take it. Raises UserError."""
     if "\0" in value:
         raise UserError(f"{leaf.where}: {path} holds the character U+0000, which no name and no text may; take it out")
     if any("\ud800" <= sign <= "\udfff" for sign in value):
         raise UserError(
-            f"{leaf.where}: {path} {_quoted(value)} is not valid UTF-8; rename a file of another encoding, or retype it"
+            f"{leaf.where}: {path} {_quote(value)} is not valid UTF-8; rename a file of another encoding, or retype it"
         )
     return value

@@ -58,8 +58,8 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
         tree["train"]["adapter_precision"] = "fp32"
     if tree["train"]["backbone_precision"] == "auto":
         tree["train"]["backbone_precision"] = "same"
-    _forget(tree)
-    return short_hash([_present(tree), inputs])
+    _drop_default_keys(tree)
+    return short_hash([_drop_nulls(tree), inputs])
 
 
 def short_hash(value: Any) -> str:
@@ -70,17 +70,17 @@ def short_hash(value: Any) -> str:
 
 def settings_tree(settings: Any) -> Any:
     """Return a settings dataclass as plain values, without nulls."""
-    return _present(dataclasses.asdict(settings))
+    return _drop_nulls(dataclasses.asdict(settings))
 
 
 def block_tree(block: str, settings: Any) -> Any:
     """Return `settings_tree` of the recipe's block of that name, without the keys that `recipe_key` leaves out."""
     tree = {block: dataclasses.asdict(settings)}
-    _forget(tree)
-    return _present(tree)[block]
+    _drop_default_keys(tree)
+    return _drop_nulls(tree)[block]
 
 
-def _forget(tree: dict[str, Any]) -> None:
+def _drop_default_keys(tree: dict[str, Any]) -> None:
     """Remove the keys in `_LATER` (at their default) and `_IDLE` from the blocks of that name, at any depth."""
     for block, values in tree.items():
         if not isinstance(values, dict):
@@ -91,10 +91,10 @@ def _forget(tree: dict[str, Any]) -> None:
         for where, name in _IDLE:
             if where == block:
                 values.pop(name, None)
-        _forget(values)
+        _drop_default_keys(values)
 
 
-def _present(tree: Any) -> Any:
+def _drop_nulls(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {key: _present(value) for key, value in tree.items() if value is not None}
+        return {key: _drop_nulls(value) for key, value in tree.items() if value is not None}
     return tree

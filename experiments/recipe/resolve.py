@@ -15,13 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flatshift.experiments.recipe.build import Origins, build, nearest
+from flatshift.experiments.recipe.build import Origins, build_settings, suggest_nearest
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.recipe.tree import Branch, Items, Leaf, Tree, from_override, key_of, merge, parse, parse_file
-from flatshift.finetune.atomic import read_object
+from flatshift.experiments.recipe.tree import (
+    Branch,
+    Items,
+    Leaf,
+    Tree,
+    from_override,
+    merge,
+    parse,
+    parse_file,
+    setting_key,
+)
+from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.config import Files, Source, TrainFiles
-from flatshift.finetune.data.chat.template import AUTO, shipped_templates, template_text
-from flatshift.finetune.errors import UserError, is_remote, shortened, user_path
+from flatshift.finetune.data.chat.template import AUTO, list_shipped_templates, read_template
+from flatshift.finetune.errors import UserError, is_remote, shorten, user_path
 from flatshift.finetune.run_directory import resume_command
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
@@ -51,20 +61,20 @@ class Resolved:
     def to_yaml(self) -> str:
         """Return the whole tree as YAML, defaults included, with one origin comment per value; it loads again to the
         same recipe."""
-        return "\n".join(_dump(self.recipe, self.origins)) + "\n"
+        return "\n".join(_dump_yaml(self.recipe, self.origins)) + "\n"
 
     def tree(self) -> Tree:
         """Return the whole tree for merging with others; each value keeps its origin."""
-        return _placed(parse(self.to_yaml(), self.name), self.origins)
+        return _with_origins(parse(self.to_yaml(), self.name), self.origins)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole tree as plain values."""
         return dataclasses.asdict(self.recipe)
 
 
-def _placed(tree: Tree, origins: Origins, path: str = "") -> Tree:
+def _with_origins(tree: Tree, origins: Origins, path: str = "") -> Tree:
     if isinstance(tree, Branch):
-        children = {key: _placed(one, origins, f"{path}.{key}".lstrip(".")) for key, one in tree.children.items()}
+        children = {key: _with_origins(one, origins, f"{path}.{key}".lstrip(".")) for key, one in tree.children.items()}
         return dataclasses.replace(tree, children=children)
     return dataclasses.replace(tree, where=origins.get(path, _DEFAULT))
 
@@ -78,11 +88,11 @@ def shipped_recipe(name: str) -> Path:
     """Return the file of a shipped recipe. Raises UserError with the nearest name."""
     shipped = shipped_recipes()
     if name not in shipped:
-        raise UserError(f"no shipped recipe is called {name!r}{nearest(name, shipped)}")
+        raise UserError(f"no shipped recipe is called {name!r}{suggest_nearest(name, shipped)}")
     return shipped[name]
 
 
-def _locate(reference: str, beside: Path | None = None) -> Path:
+def _find_recipe_file(reference: str, beside: Path | None = None) -> Path:
     path = Path(reference)
     candidate = beside.parent / path if beside is not None and not path.is_absolute() else path
     if candidate.is_file():
@@ -96,11 +106,11 @@ def _locate(reference: str, beside: Path | None = None) -> Path:
     if candidate.exists():
         raise UserError(f"{reference} is a pipe, socket or device, not a recipe; write it to a file first")
     raise UserError(
-        f"recipe {reference!r} is neither a file nor a shipped recipe{nearest(reference, shipped_recipes())}"
+        f"recipe {reference!r} is neither a file nor a shipped recipe{suggest_nearest(reference, shipped_recipes())}"
     )
 
 
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
+def _read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
     """Return a recipe file's tree merged over the one it extends."""
     path = path.resolve()
     if path in seen:
@@ -111,10 +121,10 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
     base = tree.children.get("extends")
     if isinstance(base, Leaf) and isinstance(base.value, str):
         try:
-            base_path = _locate(base.value, path)
+            base_path = _find_recipe_file(base.value, path)
         except UserError as error:
             raise UserError(f"{base.where}: {error}") from None
-        tree = apply_overrides(_read(base_path, (*seen, path)), (tree,))
+        tree = apply_overrides(_read_recipe(base_path, (*seen, path)), (tree,))
     return tree
 
 
@@ -131,7 +141,7 @@ def load_recipe(reference: str | None, overrides: Sequence[Branch] = (), *, of: 
 def recipe_tree(reference: str) -> Branch:
     """Return the tree of a recipe file or shipped recipe, merged over what it extends and not yet validated; for
     applying many overrides to one recipe."""
-    tree = _read(_locate(reference))
+    tree = _read_recipe(_find_recipe_file(reference))
     assert isinstance(tree, Branch)
     return tree
 
@@ -139,17 +149,19 @@ def recipe_tree(reference: str) -> Branch:
 def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type[Recipe] = Recipe) -> Resolved:
     """Apply overrides to a tree and build the recipe, as `load_recipe` does."""
     origins: Origins = {}
-    recipe = build(of, _on_own_rows(_on_vectors(apply_overrides(tree, overrides))), origins=origins)
+    recipe = build_settings(
+        of, _replace_sample_splits(_set_embedder_method(apply_overrides(tree, overrides))), origins=origins
+    )
     if recipe.train.epochs is not None and "train.steps" in origins:
         raise UserError(
             f"{origins['train.epochs']}: train.epochs and train.steps ({origins['train.steps']}) both say how long to "
             "train; leave one of them out"
         )
-    recipe, origins = _with_finished_selection(*_without_pieces(recipe, origins))
+    recipe, origins = _with_finished_selection(*_drop_shipped_split(recipe, origins))
     return Resolved(_with_absolute_paths(recipe), name, origins)
 
 
-def _on_vectors(tree: Tree) -> Tree:
+def _set_embedder_method(tree: Tree) -> Tree:
     """Set the default method of vectors where the tree names an embedder and no method."""
     block = tree.children.get("select") if isinstance(tree, Branch) else None
     if not isinstance(block, Branch) or "embedder" not in block.children:
@@ -160,35 +172,35 @@ def _on_vectors(tree: Tree) -> Tree:
     return merge(tree, from_override("select.method.kind", "gotd", block.children["embedder"].where))
 
 
-def _on_own_rows(tree: Tree) -> Tree:
+def _replace_sample_splits(tree: Tree) -> Tree:
     """Replace the dev and test sample of a shipped recipe where the training rows are the user's own.
 
     Unless something else is set, a tenth of those rows is held out instead, and so it is for a selection target when
     the recipe names no training rows.
     """
-    train = {name: _at(tree, "data", "train", name) for name in ("sources", "files")}
-    own = next((one for one in train.values() if one is not None and not _ships(one)), None)
-    judged = {split: _at(tree, "data", split, "files") for split in ("dev", "test")}
-    lent = {split: one for split, one in judged.items() if one is not None and _ships(one)}
+    train = {name: _get_subtree(tree, "data", "train", name) for name in ("sources", "files")}
+    own = next((one for one in train.values() if one is not None and not _is_shipped(one)), None)
+    judged = {split: _get_subtree(tree, "data", split, "files") for split in ("dev", "test")}
+    lent = {split: one for split, one in judged.items() if one is not None and _is_shipped(one)}
     if own is None and not any(train.values()):
-        own, lent = _at(tree, "select", "target", "files"), {}
-    elif not lent or own is None or _texts(own) in (_own_train(one.where) for one in lent.values()):
+        own, lent = _get_subtree(tree, "select", "target", "files"), {}
+    elif not lent or own is None or _leaf_texts(own) in (_shipped_train_files(one.where) for one in lent.values()):
         return tree
-    if own is None or not (_texts(own) or isinstance(own, Branch)) or _ships(own):
+    if own is None or not (_leaf_texts(own) or isinstance(own, Branch)) or _is_shipped(own):
         return tree
     why = f"{own.where} {OWN_ROWS}"
     changes = [from_override(f"data.{split}.files", (), why) for split in lent]
-    asked = _at(tree, "data", "holdout")
+    asked = _get_subtree(tree, "data", "holdout")
     if asked is None and not any(one is not None for split, one in judged.items() if split not in lent):
         changes.append(from_override("data.holdout", HELD_OUT, why))
-    if train["sources"] is own and train["files"] is not None and _ships(train["files"]):
+    if train["sources"] is own and train["files"] is not None and _is_shipped(train["files"]):
         changes.append(from_override("data.train.files", (), why))
     for change in changes:
         tree = merge(tree, change)
     return tree
 
 
-def _without_pieces(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins]:
+def _drop_shipped_split(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins]:
     """Drop a shipped recipe's `train.overlong: split` where the task cannot be split into pieces or `train.truncation`
     is set."""
     train = recipe.train
@@ -208,7 +220,7 @@ def is_given(resolved: Resolved, key: str) -> bool:
     return origin != _DEFAULT and not origin.startswith(str(_SHIPPED))
 
 
-def _at(tree: Tree, *path: str) -> Tree | None:
+def _get_subtree(tree: Tree, *path: str) -> Tree | None:
     """Return the subtree at a path; None if it is missing, null or a default."""
     for key in path:
         found = tree.children.get(key) if isinstance(tree, Branch) else None
@@ -218,25 +230,25 @@ def _at(tree: Tree, *path: str) -> Tree | None:
     return tree
 
 
-def _ships(tree: Tree) -> bool:
+def _is_shipped(tree: Tree) -> bool:
     """Return True if the tree comes from a shipped recipe."""
     return tree.where.startswith(str(_SHIPPED))
 
 
-def _texts(tree: Tree) -> list[str]:
+def _leaf_texts(tree: Tree) -> list[str]:
     """Return the texts of a value that is a text or a list of texts."""
     items = tree.items if isinstance(tree, Items) else (tree,)
     return [str(one.value) for one in items if isinstance(one, Leaf)]
 
 
 @functools.cache
-def _own_train(where: str) -> list[str] | None:
+def _shipped_train_files(where: str) -> list[str] | None:
     """Return the training files of the shipped recipe at `where`, FILE:LINE."""
-    files = _at(_read(Path(where.rpartition(":")[0])), "data", "train", "files")
-    return None if files is None else _texts(files)
+    files = _get_subtree(_read_recipe(Path(where.rpartition(":")[0])), "data", "train", "files")
+    return None if files is None else _leaf_texts(files)
 
 
-def held_out_lines(resolved: Resolved) -> list[str]:
+def describe_held_out_rows(resolved: Resolved) -> list[str]:
     """Return sentences on the rows that evaluate a run with the user's own training rows."""
     origins, share = resolved.origins, resolved.recipe.data.holdout
     emptied = [split for split in ("dev", "test") if origins.get(f"data.{split}.files", "").endswith(OWN_ROWS)]
@@ -264,12 +276,12 @@ def _with_finished_selection(recipe: Recipe, origins: Origins) -> tuple[Recipe, 
             f"{where}: {folder} holds no finished selection (selected.jsonl, done.json, {made.name}); name what "
             "`flatshift select --out` made"
         )
-    block = build(type(recipe), parse_file(made)).select
+    block = build_settings(type(recipe), parse_file(made)).select
     if block is None:
         raise UserError(f"{made} has no `select` block; name what `flatshift select --out` made")
     asked, told = (_flatten(dataclasses.asdict(one), "select") for one in (recipe.select, block))
     for key, origin in origins.items():
-        if key in asked and _layer(origin) == _layer(where) and asked[key] != told.get(key):
+        if key in asked and _origin_layer(origin) == _origin_layer(where) and asked[key] != told.get(key):
             raise UserError(f"{where}: the selection in {folder} is finished, and {key} would change it; keep one")
     kept = {key: origin for key, origin in origins.items() if not key.startswith("select.") or key == "select.from"}
     block = dataclasses.replace(block, from_=recipe.select.from_)
@@ -279,7 +291,7 @@ def _with_finished_selection(recipe: Recipe, origins: Origins) -> tuple[Recipe, 
     }
 
 
-def _layer(origin: str) -> str:
+def _origin_layer(origin: str) -> str:
     """Return the layer that set a value: `--` for the command line, else the file without its line."""
     return "--" if origin.startswith("--") else origin.rpartition(":")[0] or origin
 
@@ -289,11 +301,11 @@ def apply_overrides(tree: Tree, overrides: Sequence[Tree]) -> Tree:
 
     If they set the length of training by `train.steps` or by `train.epochs`, the other key of `tree` is dropped.
     """
-    given = {key for override in overrides for key in _LENGTHS if _train(override).get(key) is not None}
+    given = {key for override in overrides for key in _LENGTHS if _train_settings(override).get(key) is not None}
     if len(given) == 1 and isinstance(tree, Branch):
         (key,) = given
-        train = {name: child for name, child in _train(tree).items() if name == key or name not in _LENGTHS}
-        if len(train) < len(_train(tree)):
+        train = {name: child for name, child in _train_settings(tree).items() if name == key or name not in _LENGTHS}
+        if len(train) < len(_train_settings(tree)):
             block = tree.children["train"]
             assert isinstance(block, Branch)
             tree = dataclasses.replace(
@@ -304,7 +316,7 @@ def apply_overrides(tree: Tree, overrides: Sequence[Tree]) -> Tree:
     return tree
 
 
-def _train(tree: Tree) -> dict[str, Tree]:
+def _train_settings(tree: Tree) -> dict[str, Tree]:
     """Return the `train` settings of a tree, without a null length."""
     block = tree.children.get("train") if isinstance(tree, Branch) else None
     said = dict(block.children) if isinstance(block, Branch) else {}
@@ -357,7 +369,7 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
         under=recipe.adapter.under and _absolute(recipe.adapter.under),
     )
     task = recipe.task
-    if names_file(recipe):
+    if has_template_file(recipe):
         task = task.replace(template=_absolute(task.template))
     return dataclasses.replace(recipe, task=task, data=data, select=select, backbone=backbone, adapter=adapter)
 
@@ -376,11 +388,11 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bo
     tree = parse_file(path)
     if isinstance(tree, Branch) and not tree.children:
         raise UserError(f"{path} is empty; restore it from a copy of the run, or train anew")
-    before = build(Recipe, tree)
+    before = build_settings(Recipe, tree)
     for override in overrides:
         tree = merge(tree, override)
     origins: Origins = {}
-    after = build(Recipe, tree, origins=origins)
+    after = build_settings(Recipe, tree, origins=origins)
     old, new = _flatten(dataclasses.asdict(before)), _flatten(dataclasses.asdict(after))
     free = (*_MAY_CHANGE_ON_RESUME, *(_OTHER_ROWS if other_rows else ()))
     for key in sorted(old.keys() | new.keys()):
@@ -388,13 +400,13 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bo
             others = "; `flatshift eval RUN --data FILE` judges other rows" if key.startswith("data.") else ""
             if key.startswith(_OTHER_ROWS):
                 others += ", and takes this"
-            key = ".".join(map(key_of, key.split(".")))
+            key = ".".join(map(setting_key, key.split(".")))
             raise UserError(
                 f"--{key}: a run keeps all but mesh, train.device, train.steps, train.extend and its evaluation "
                 f"(eval, task.score, task.max_new_tokens); start a new run for {key}{others}"
             )
     changed = {key: origin for key, origin in origins.items() if old.get(key) != new.get(key)}
-    return Resolved(with_own_template(run, after), run.name, read_origins(path, before) | changed)
+    return Resolved(with_template_copy(run, after), run.name, read_origins(path, before) | changed)
 
 
 def read_origins(path: Path, recipe: Recipe) -> Origins:
@@ -405,7 +417,7 @@ def read_origins(path: Path, recipe: Recipe) -> Origins:
     found: Origins = {}
     # Dump the recipe again with each key as its origin, and match the lines: an edited value no longer matches.
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for said, ours in zip(lines, _dump(recipe, _Places()), strict=False):
+    for said, ours in zip(lines, _dump_yaml(recipe, _KeyOrigins()), strict=False):
         value, is_one, place = ours.rpartition(_PLACE)
         if is_one and said.startswith(f"{value}  # "):
             found[place] = said[len(value) + len("  # ") :]
@@ -415,7 +427,7 @@ def read_origins(path: Path, recipe: Recipe) -> Origins:
 _PLACE = "  # at "
 
 
-class _Places(dict[str, str]):
+class _KeyOrigins(dict[str, str]):
     """Mapping that returns each value's key as its origin."""
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -435,9 +447,11 @@ def get_dotted(recipe: Recipe, key: str) -> Any:
     """Return the value at a dotted key. Raises UserError with the nearest name if a part does not exist."""
     value: Any = recipe
     for part in key.replace("-", "_").split("."):
-        known = {key_of(f.name): f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+        known = (
+            {setting_key(f.name): f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+        )
         if part not in known:
-            raise UserError(f"unknown key {shortened(key)!r}{nearest(part, known)}")
+            raise UserError(f"unknown key {shorten(key)!r}{suggest_nearest(part, known)}")
         value = getattr(value, known[part])
     return value
 
@@ -447,20 +461,20 @@ _LONGEST_KEY = 1000
 """Characters of a key as `key: value`; YAML looks for the colon within 1,024 characters only."""
 
 
-def _escaped(text: str) -> str:
+def _escape_text(text: str) -> str:
     """Replace the characters that YAML cannot hold, or would read as a line end, by escapes."""
-    return "".join(sign if sign.isprintable() else _escape(ord(sign)) for sign in text)
+    return "".join(sign if sign.isprintable() else _escape_code_point(ord(sign)) for sign in text)
 
 
-def _escape(code: int) -> str:
+def _escape_code_point(code: int) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def _quoted(text: str) -> str:
-    return '"' + _escaped(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+def _quote(text: str) -> str:
+    return '"' + _escape_text(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
-def _scalar_text(value: Any) -> str:
+def _format_scalar(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -470,25 +484,25 @@ def _scalar_text(value: Any) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_scalar_text(item) for item in value) + "]"
+        return "[" + ", ".join(_format_scalar(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_quoted(key)}: {_scalar_text(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_quote(key)}: {_format_scalar(item)}" for key, item in value.items()) + "}"
     if _SAFE_TEXT.fullmatch(value):
         leaf = parse(value, "value")
         if isinstance(leaf, Leaf) and isinstance(leaf.value, str):
             return str(value)
-    return _quoted(value)
+    return _quote(value)
 
 
-def _dump(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[str]:
+def _dump_yaml(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[str]:
     pad = "  " * depth
     lines: list[str] = []
 
     def origin(of: str) -> str:
-        return f"  # {_escaped(origins.get(of, _DEFAULT))}"
+        return f"  # {_escape_text(origins.get(of, _DEFAULT))}"
 
     for field in dataclasses.fields(value):
-        name, child = key_of(field.name), getattr(value, field.name)
+        name, child = setting_key(field.name), getattr(value, field.name)
         child_path = f"{path}.{name}" if path else name
         if child_path == "extends":
             continue  # already merged; the resolved file stands alone
@@ -496,18 +510,18 @@ def _dump(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[
             continue  # unknown until the rows are counted
         if dataclasses.is_dataclass(child):
             lines.append(f"{pad}{name}:")
-            lines += _dump(child, origins, child_path, depth + 1)
+            lines += _dump_yaml(child, origins, child_path, depth + 1)
         elif isinstance(child, dict):
             lines.append(f"{pad}{name}:" + ("" if child else " {}") + origin(child_path))
             for inner, item in child.items():
-                key = _quoted(inner)
+                key = _quote(inner)
                 lines += [f"{pad}  ? {key}", f"{pad}  :"] if len(key) > _LONGEST_KEY else [f"{pad}  {key}:"]
                 if dataclasses.is_dataclass(item):
-                    lines += _dump(item, origins, f"{child_path}.{inner}", depth + 2)
+                    lines += _dump_yaml(item, origins, f"{child_path}.{inner}", depth + 2)
                 else:
-                    lines[-1] += f" {_scalar_text(item)}"
+                    lines[-1] += f" {_format_scalar(item)}"
         else:
-            lines.append(f"{pad}{name}: {_scalar_text(child)}{origin(child_path)}")
+            lines.append(f"{pad}{name}: {_format_scalar(child)}{origin(child_path)}")
     return lines
 
 
@@ -517,26 +531,26 @@ def _dump(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[
 COPY = "template.jinja"
 
 
-def names_file(recipe: Recipe) -> bool:
+def has_template_file(recipe: Recipe) -> bool:
     """Return True if `task.template` is a file of the user, not a shipped name or the tokenizer's own template."""
-    return recipe.task.template not in (AUTO, *shipped_templates())
+    return recipe.task.template not in (AUTO, *list_shipped_templates())
 
 
-def template_copy(recipe: Recipe) -> dict[str, str]:
+def read_template_file(recipe: Recipe) -> dict[str, str]:
     """Return the template file to copy into a new run directory, as file name → text; empty without a template file."""
-    return {COPY: template_text(recipe.task.template)} if names_file(recipe) else {}
+    return {COPY: read_template(recipe.task.template)} if has_template_file(recipe) else {}
 
 
-def with_own_template(run: Path, recipe: Recipe) -> Recipe:
+def with_template_copy(run: Path, recipe: Recipe) -> Recipe:
     """Return `recipe` with the copy of its template in the run directory `run`.
 
     Raises UserError if the template (for runs of earlier versions: the live file) differs from the digest in
     manifest.json.
     """
     task, file = recipe.task, run / "manifest.json"
-    if names_file(recipe) and (run / COPY).is_file():
+    if has_template_file(recipe) and (run / COPY).is_file():
         task = task.replace(template=str((run / COPY).absolute()))
-    noted = read_object(file).get("chat_template") if file.is_file() else None
+    noted = read_json_object(file).get("chat_template") if file.is_file() else None
     if noted is not None and (now := task.template_record()) is not None and now["sha256"] != noted["sha256"]:
         raise UserError(f"task.template: {task.template} changed since the run began; restore it or train anew")
     return dataclasses.replace(recipe, task=task)

@@ -29,19 +29,19 @@ class RecipeRule:
     """Function of a recipe that returns the offending value; None or False if the recipe obeys the rule."""
 
 
-def _compiled(other: str, why: str, broken: Callable[[Recipe], Any]) -> RecipeRule:
+def _compile_rule(other: str, why: str, broken: Callable[[Recipe], Any]) -> RecipeRule:
     return RecipeRule(
         f"train.compile does not go with {other}: {why}; leave one of them out",
         lambda recipe: recipe.train.compile and broken(recipe),
     )
 
 
-def _strict_source(recipe: Recipe) -> str | None:
+def _find_strict_source(recipe: Recipe) -> str | None:
     sources = recipe.data.train.sources or {}
     return next((name for name, source in sources.items() if source.when_over == "refuse"), None)
 
 
-def _with_pieces(recipe: Recipe) -> str | None:
+def _find_split_conflict(recipe: Recipe) -> str | None:
     wrong = {
         "train.truncation: nothing is cut": recipe.train.truncation is not None,
         "data.label_noise, which is drawn over whole rows": recipe.data.label_noise,
@@ -50,19 +50,19 @@ def _with_pieces(recipe: Recipe) -> str | None:
     return next((what for what, broken in wrong.items() if broken), None)
 
 
-def _uneven_warm_up(recipe: Recipe) -> str | None:
+def _find_uneven_warm_up(recipe: Recipe) -> str | None:
     ranks = recipe.mesh.replicate * recipe.mesh.dp
     if recipe.warmup is None or recipe.warmup.batch_size % ranks == 0:
         return None
     return f"{recipe.warmup.batch_size} rows do not divide among the {ranks}"
 
 
-def _other_regularizer(recipe: Recipe) -> str | None:
+def _find_uncompiled_regularizer(recipe: Recipe) -> str | None:
     kind: str = recipe.regularizer.kind
     return None if kind in COMPILED_REGULARIZERS else kind
 
 
-def _no_least_squares(recipe: Recipe) -> str | None:
+def _find_gauss_newton_requirement(recipe: Recipe) -> str | None:
     train = recipe.train
     wrong = {
         "a squared loss: task.kind: regress, or classify with task.loss: squared": not recipe.task.squares,
@@ -92,7 +92,7 @@ RULES: tuple[RecipeRule, ...] = (
     ),
     RecipeRule(
         "train.overlong: split does not go with {it}; leave one of them out",
-        lambda r: r.train.overlong == "split" and _with_pieces(r),
+        lambda r: r.train.overlong == "split" and _find_split_conflict(r),
     ),
     RecipeRule(
         "train.epochs: sources mixed by weight come round at different times, so that none of them ends an epoch; give "
@@ -102,7 +102,7 @@ RULES: tuple[RecipeRule, ...] = (
     RecipeRule(
         "data.train.sources.{it}.when_over: refuse cannot be promised with train.spikes, which leaves batches out and "
         "reads on; set it to repeat, or leave spikes out",
-        lambda r: r.train.spikes is not None and _strict_source(r),
+        lambda r: r.train.spikes is not None and _find_strict_source(r),
     ),
     RecipeRule(
         "optimizer.kind: {it} is for one process; leave mesh.auto off, or take adamw",
@@ -110,29 +110,29 @@ RULES: tuple[RecipeRule, ...] = (
     ),
     RecipeRule(
         "optimizer.kind: gauss-newton solves least squares; it needs {it}",
-        lambda r: r.optimizer.kind == "gauss-newton" and _no_least_squares(r),
+        lambda r: r.optimizer.kind == "gauss-newton" and _find_gauss_newton_requirement(r),
     ),
     RecipeRule(
         "train.compile: blocks are compiled in one process only; leave mesh.auto off, or compile",
         lambda r: r.train.compile and r.mesh.auto,
     ),
-    _compiled(
+    _compile_rule(
         "train.quantization", "quantised products are the library's own kernels",
         lambda r: r.train.quantization is not None,
     ),
-    _compiled(
+    _compile_rule(
         "train.checkpointing", "it replaces the blocks' own forward pass", lambda r: r.train.checkpointing != "none"
     ),
-    _compiled(
+    _compile_rule(
         "adapter.dropout", "compiled masks are not those of the same seed", lambda r: r.adapter.dropout > 0
     ),
-    _compiled(
+    _compile_rule(
         "adapter.projector", "features enter between the blocks", lambda r: r.adapter.projector is not None
     ),
-    _compiled(
+    _compile_rule(
         "adapter.dora", "its norms are taken without a gradient inside of the graph", lambda r: r.adapter.dora
     ),
-    _compiled("regularizer.kind: {it}", "it has not been compared with eager steps", _other_regularizer),
+    _compile_rule("regularizer.kind: {it}", "it has not been compared with eager steps", _find_uncompiled_regularizer),
     RecipeRule(
         "train.compile does not go with record: what is recorded is of plain blocks; leave one out",
         lambda r: r.train.compile and r.record is not None,
@@ -167,7 +167,7 @@ RULES: tuple[RecipeRule, ...] = (
         lambda r: r.select is not None and r.select.from_ is not None and r.warmup is None,
     ),
     RecipeRule(
-        "warmup.batch_size: {it} data ranks of the mesh; take a multiple of them", _uneven_warm_up,
+        "warmup.batch_size: {it} data ranks of the mesh; take a multiple of them", _find_uneven_warm_up,
     ),
 )  # fmt: skip
 CELL_RULES: tuple[RecipeRule, ...] = (
@@ -202,17 +202,17 @@ SPLIT_RULES: tuple[RecipeRule, ...] = (
 
 def check_rules(recipe: Recipe) -> None:
     """Raise UserError for the first rule of `RULES` that the recipe breaks."""
-    _check(RULES, recipe)
+    _check_table(RULES, recipe)
 
 
 def check_cell(recipe: Recipe) -> None:
     """Raise UserError for a recipe that can be run, but not as a cell of a sweep or study."""
-    _check(CELL_RULES, recipe)
+    _check_table(CELL_RULES, recipe)
 
 
-def check_split(recipe: Recipe) -> None:
+def check_multiprocess_selection(recipe: Recipe) -> None:
     """Raise UserError for a selection that cannot be divided among processes."""
-    _check(SPLIT_RULES, recipe)
+    _check_table(SPLIT_RULES, recipe)
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -246,7 +246,7 @@ def check_recipe(recipe: Recipe) -> None:
     recipe.task.template_record()
 
 
-def _check(rules: tuple[RecipeRule, ...], recipe: Recipe) -> None:
+def _check_table(rules: tuple[RecipeRule, ...], recipe: Recipe) -> None:
     for rule in rules:
         found = rule.broken(recipe)
         if found:

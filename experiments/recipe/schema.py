@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flatshift.experiments.recipe.studies import Comparison
-from flatshift.experiments.recipe.tree import key_of
+from flatshift.experiments.recipe.tree import setting_key
 from flatshift.finetune.config import (
     MOST_STEPS,
     Adapter,
@@ -20,16 +20,16 @@ from flatshift.finetune.config import (
     Files,
     Mesh,
     Optimizer,
-    Record,
+    TraceRecording,
     Tracker,
     Train,
     check_bounds,
-    refuse_zero,
+    check_nonzero,
 )
 from flatshift.finetune.models.families import LEAKS_PACKED
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 from flatshift.regularizers.config import Plain, RegularizerConfig
-from flatshift.selection.config import Chunk, Cynical, Embedder, Method, PrecomputedFeatures, Relevance, TfIdf
+from flatshift.selection.config import Cynical, Embedder, Method, PrecomputedFeatures, Relevance, TextChunks, TfIdf
 from flatshift.selection.hygiene.hygiene_config import Hygiene
 
 
@@ -62,7 +62,7 @@ class Select:
     object store."""
     feature_type: Literal["float32", "float16"] = "float32"
     """Storage type of vectors; `float16` halves the space."""
-    chunk: Chunk | None = None
+    chunk: TextChunks | None = None
     """Cut the pool's texts to one length before anything is chosen."""
     relevance: Relevance | None = None
     """Score whole domains of the pool first: choose some of them, or weight them."""
@@ -105,7 +105,7 @@ class WarmUp:
     def __post_init__(self) -> None:
         check_bounds(self, steps=(1, None), lr=(0, None), batch_size=(1, None), accumulate=(1, None))
         check_bounds(self, steps=(None, MOST_STEPS))
-        refuse_zero(self, lr="the warm-up would train nothing; to go without one, leave the `warmup` block out")
+        check_nonzero(self, lr="the warm-up would train nothing; to go without one, leave the `warmup` block out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class Recipe:
     """Metrics and intervals."""
     tracker: Tracker = field(default_factory=Tracker)
     """Experiment trackers that also receive the rows of metrics.jsonl."""
-    record: Record | None = None
+    record: TraceRecording | None = None
     """Quantities recorded at log-spaced steps of fine-tuning; null: nothing but metrics.jsonl."""
     sweep: SweepConfig | None = None
     """Default grid of `flatshift sweep`."""
@@ -189,23 +189,23 @@ def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
 def dotted_keys() -> tuple[str, ...]:
     """Return every key that takes a value, such as `train.steps`, in the order of the dataclasses; for a component with
     kinds, the settings of all kinds."""
-    return tuple(dict.fromkeys(_below(Recipe, "")))
+    return tuple(dict.fromkeys(_iter_dotted_keys(Recipe, "")))
 
 
-def _below(cls: type, path: str) -> typing.Iterator[str]:
+def _iter_dotted_keys(cls: type, path: str) -> typing.Iterator[str]:
     hints = typing.get_type_hints(cls)
     for one in dataclasses.fields(cls):
-        key = f"{path}.{key_of(one.name)}" if path else one.name
+        key = f"{path}.{setting_key(one.name)}" if path else one.name
         hint = hints[one.name]
         options = typing.get_args(hint) or (hint,)
         components = [option for option in options if dataclasses.is_dataclass(option)]
         for component in components:
-            yield from _below(typing.cast(type, component), key)
+            yield from _iter_dotted_keys(typing.cast(type, component), key)
         if not components:
             yield key
 
 
-def keys_by_room(width: int = 100) -> str:
+def format_keys_by_block(width: int = 100) -> str:
     """Return paragraphs `train: steps, batch_size, …`, one per block, no line longer than `width` characters."""
     rooms: dict[str, list[str]] = {}
     for key in dotted_keys():
@@ -225,7 +225,7 @@ def keys_by_room(width: int = 100) -> str:
     return "\n".join(lines)
 
 
-def ending_with(word: str) -> list[str]:
+def find_keys_ending_with(word: str) -> list[str]:
     """Return the keys whose last part is `word`: those of `train` first, the deepest last."""
     found = [key for key in dotted_keys() if "." in key and key.rpartition(".")[2] == word]
     return sorted(found, key=lambda key: (not key.startswith("train."), key.count(".")))

@@ -100,7 +100,7 @@ class Comparison:
             self, rounds=(None, 1000), seeds=(None, 10_000), exploratory_seeds=(None, 10_000),
             sharpness_seeds=(None, 10_000), resamples=(None, 1_000_000),
         )  # fmt: skip
-        _check_rates("lr", self.lr)
+        _check_learning_rates("lr", self.lr)
         for names in (self.tasks, self.methods):
             plain = [name.replace("_", "-") for name in names]
             for name in plain:
@@ -122,7 +122,7 @@ class Comparison:
         if self.methods and self.finalists > self.trials + self.rounds:
             raise ValueError(f"finalists is {self.finalists}, but a method has {self.trials + self.rounds} trials")
         for name, method in self.methods.items():
-            _check_rates(f"methods.{name}.lr", self.rates(method))
+            _check_learning_rates(f"methods.{name}.lr", self.rates(method))
             count = len(self.rates(method)) * math.prod(len(values) for values in method.knobs.values())
             if count != self.trials:
                 raise ValueError(
@@ -154,7 +154,7 @@ class Comparison:
         return range(self.seeds if every else min(self.exploratory_seeds, self.seeds))
 
 
-def _check_rates(name: str, rates: tuple[float, ...]) -> None:
+def _check_learning_rates(name: str, rates: tuple[float, ...]) -> None:
     if len(rates) < 2 or any(not rate > 0 for rate in rates) or list(rates) != sorted(set(rates)):
         raise ValueError(f"{name} must be at least two rising learning rates, got {list(rates)}")
 

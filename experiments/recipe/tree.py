@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from flatshift.finetune.errors import UserError, shortened
+from flatshift.finetune.errors import UserError, shorten
 
 _MAX_DEPTH = 32
 _MAX_BYTES = 1 << 20
@@ -92,15 +92,15 @@ for _name, _pattern, _first in _CORE:
     _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
 
 
-def _scalar(node: yaml.ScalarNode, where: str) -> Any:
+def _parse_scalar(node: yaml.ScalarNode, where: str) -> Any:
     kind = node.tag.rpartition(":")[2]
     text = node.value
     if kind == "str":
         return text
     if kind not in _WRITTEN or not node.tag.startswith("tag:yaml.org,2002:"):
-        raise _foreign_tag(node, where)
+        raise _foreign_tag_error(node, where)
     if not _WRITTEN[kind].match(text):  # an explicit tag: `!!int abc`
-        raise UserError(f"{where}: {shortened(text)!r} is no {kind}; leave the tag out")
+        raise UserError(f"{where}: {shorten(text)!r} is no {kind}; leave the tag out")
     if kind == "null":
         return None
     if kind == "bool":
@@ -110,16 +110,16 @@ def _scalar(node: yaml.ScalarNode, where: str) -> Any:
         # more digits than any setting needs; Python refuses to parse thousands of them
         value = int(text, base) if len(text) <= 70 else MAX_WHOLE + 1
         if abs(value) > MAX_WHOLE:
-            raise UserError(f"{where}: {shortened(text)} is above 2^63 - 1, the largest whole number; quote it as text")
+            raise UserError(f"{where}: {shorten(text)} is above 2^63 - 1, the largest whole number; quote it as text")
         return value
     return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
 
 
-def _foreign_tag(node: yaml.Node, where: str) -> UserError:
-    return UserError(f"{where}: the tag {shortened(node.tag)!r} is not allowed; recipes hold plain values only")
+def _foreign_tag_error(node: yaml.Node, where: str) -> UserError:
+    return UserError(f"{where}: the tag {shorten(node.tag)!r} is not allowed; recipes hold plain values only")
 
 
-class _Reader:
+class _TreeBuilder:
     """Converts the nodes of one document into a tree and counts them; an alias counts each time it is used."""
 
     def __init__(self, source: str) -> None:
@@ -134,9 +134,9 @@ class _Reader:
         if depth > _MAX_DEPTH:  # an alias inside the node it refers to
             raise UserError(f"{where}: {_TOO_DEEP}")
         if isinstance(node, yaml.ScalarNode):
-            return Leaf(_scalar(node, where), node.value, where)
+            return Leaf(_parse_scalar(node, where), node.value, where)
         if node.tag not in ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
-            raise _foreign_tag(node, where)
+            raise _foreign_tag_error(node, where)
         if isinstance(node, yaml.SequenceNode):
             return Items(tuple(self.tree(item, depth + 1) for item in node.value), where)
         assert isinstance(node, yaml.MappingNode)
@@ -148,7 +148,7 @@ class _Reader:
                 raise UserError(f"{at}: a key must be a plain word")
             key = key_node.value
             if key in children:
-                raise UserError(f"{at}: the key {shortened(key)!r} was already given at {keys[key]}; keep one of them")
+                raise UserError(f"{at}: the key {shorten(key)!r} was already given at {keys[key]}; keep one of them")
             children[key] = self.tree(value_node, depth + 1)
             keys[key] = at
         return Branch(children, where, keys)
@@ -167,7 +167,7 @@ def parse(text: str, source: str) -> Tree:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         if error.problem == _TOO_DEEP:
             raise UserError(f"{source}:{line}: {error.problem}") from None
-        raise UserError(f"{source}:{line}: not valid YAML ({shortened(error.problem or 'unreadable', 120)})") from None
+        raise UserError(f"{source}:{line}: not valid YAML ({shorten(error.problem or 'unreadable', 120)})") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         sign = f"U+{error.character:04X}" if isinstance(error.character, int) else "a character"
@@ -179,7 +179,7 @@ def parse(text: str, source: str) -> Tree:
         raise UserError(f"{source}:{line}: not valid YAML (an escape or number that names no character)") from None
     if node is None:
         return Branch({}, f"{source}:1")
-    return _Reader(source).tree(node)
+    return _TreeBuilder(source).tree(node)
 
 
 def parse_file(path: Path) -> Tree:
@@ -203,7 +203,7 @@ def merge(lower: Tree, upper: Tree) -> Tree:
     over another kind it starts from that kind's defaults.
     """
     if not isinstance(upper, Branch):
-        return _same_kind(lower, upper) or upper
+        return _merge_bare_kind(lower, upper) or upper
     if isinstance(lower, Leaf) and isinstance(lower.value, str):
         lower = Branch({"kind": lower}, lower.where, {"kind": lower.where})
     if not isinstance(lower, Branch):
@@ -218,7 +218,7 @@ def merge(lower: Tree, upper: Tree) -> Tree:
     return Branch(children, upper.where, keys, upper.text)
 
 
-def _same_kind(lower: Tree, upper: Tree) -> Branch | None:
+def _merge_bare_kind(lower: Tree, upper: Tree) -> Branch | None:
     """Return the component `lower` if `upper` only names the same kind; else None."""
     if not (isinstance(lower, Branch) and isinstance(upper, Leaf) and isinstance(upper.value, str)):
         return None
@@ -243,7 +243,7 @@ def from_override(dotted: str, value: Any, where: str | None = None) -> Branch:
     elif not isinstance(value, str):
         tree = Leaf(value, str(value), where)
     else:
-        tree = _from_flag(value, where)
+        tree = _parse_flag(value, where)
     for part in reversed(dotted.replace("-", "_").split(".")):
         tree = Branch({part: tree}, where, {part: where})
     assert isinstance(tree, Branch)
@@ -259,37 +259,37 @@ def from_mapping(values: Mapping[str, Any], where: str = "overrides") -> Branch:
     where: the name to use in errors. Raises UserError for any other type, or for a key that is given twice.
     """
     if not isinstance(values, Mapping):
-        raise UserError(f"{where} must be a mapping of recipe keys, got {_kind(values)}")
+        raise UserError(f"{where} must be a mapping of recipe keys, got {_describe_value(values)}")
     whole: Tree = Branch({}, where)
     for key, value in values.items():
         if not isinstance(key, str) or not key:
-            raise UserError(f"{where}: a key must be a text such as 'train.steps', got {shortened(repr(key), 60)}")
+            raise UserError(f"{where}: a key must be a text such as 'train.steps', got {shorten(repr(key), 60)}")
         tree = _from_python(value, key, where)
         for part in reversed(key.replace("-", "_").split(".")):
             tree = Branch({part: tree}, where, {part: where})
-        whole = _beside(whole, tree, "")
+        whole = _merge_disjoint(whole, tree, "")
     assert isinstance(whole, Branch)
     return whole
 
 
-def _beside(one: Tree, other: Tree, path: str) -> Tree:
+def _merge_disjoint(one: Tree, other: Tree, path: str) -> Tree:
     """Merge two trees that set no key in common. Raises UserError for a key that both set."""
     if not (isinstance(one, Branch) and isinstance(other, Branch)):
         raise UserError(f"{other.where}: {path} is given twice; keep one of them")
     children = dict(one.children)
     for key, tree in other.children.items():
-        children[key] = _beside(children[key], tree, f"{path}.{key}".strip(".")) if key in children else tree
+        children[key] = _merge_disjoint(children[key], tree, f"{path}.{key}".strip(".")) if key in children else tree
     return Branch(children, one.where, dict.fromkeys(children, one.where))
 
 
-def key_of(field: str) -> str:
+def setting_key(field: str) -> str:
     """Return a settings field's name in recipes and flags, without the `_` that avoids a Python keyword (`from_`)."""
     return field.removesuffix("_")
 
 
 def _from_python(value: Any, key: str, where: str) -> Tree:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {key_of(one.name): getattr(value, one.name) for one in dataclasses.fields(value)}
+        value = {setting_key(one.name): getattr(value, one.name) for one in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         children = {str(name): _from_python(item, f"{key}.{name}", where) for name, item in value.items()}
         return Branch(children, where, dict.fromkeys(children, where))
@@ -303,11 +303,13 @@ def _from_python(value: Any, key: str, where: str) -> Tree:
         value = str(value)
     if value is None or isinstance(value, bool | int | float | str):
         return Leaf(value, str(value), where)
-    raise UserError(f"{where}: {key} cannot be {_kind(value)}; give a number, a text, a list, a mapping or None")
+    raise UserError(
+        f"{where}: {key} cannot be {_describe_value(value)}; give a number, a text, a list, a mapping or None"
+    )
 
 
-def _kind(value: Any) -> str:
-    return f"{shortened(repr(value), 60)} ({type(value).__name__})"
+def _describe_value(value: Any) -> str:
+    return f"{shorten(repr(value), 60)} ({type(value).__name__})"
 
 
 def refuse_contradictions(overrides: Iterable[Branch]) -> None:
@@ -327,25 +329,27 @@ def refuse_contradictions(overrides: Iterable[Branch]) -> None:
         # A component's bare name is its kind.
         key = ".".join(keys).removesuffix(".kind")
         flag, value = before.setdefault(key, (tree.where, tree))
-        if flag != tree.where and not _same_value(value, tree):
-            raise UserError(f"{tree.where} {_typed(tree)} and {flag} {_typed(value)} contradict each other; keep one")
+        if flag != tree.where and not _values_equal(value, tree):
+            raise UserError(
+                f"{tree.where} {_flag_text(tree)} and {flag} {_flag_text(value)} contradict each other; keep one"
+            )
         before[key] = tree.where, tree
 
 
-def _same_value(one: Leaf | Items, other: Leaf | Items) -> bool:
-    return _typed(one) == _typed(other) or (
+def _values_equal(one: Leaf | Items, other: Leaf | Items) -> bool:
+    return _flag_text(one) == _flag_text(other) or (
         isinstance(one, Leaf) and isinstance(other, Leaf) and one.value == other.value
     )
 
 
-def _typed(tree: Leaf | Items) -> str:
+def _flag_text(tree: Leaf | Items) -> str:
     """Return a value as typed on a command line, where the items of a list follow one another."""
     if isinstance(tree, Items):
-        return " ".join(_typed(item) for item in tree.items if isinstance(item, Leaf | Items))
+        return " ".join(_flag_text(item) for item in tree.items if isinstance(item, Leaf | Items))
     return tree.text
 
 
-def _from_flag(text: str, where: str) -> Tree:
+def _parse_flag(text: str, where: str) -> Tree:
     """Parse a typed value as YAML if possible, and keep the text itself: a text setting takes it as typed."""
     try:
         tree = _relabel(parse(text, where), where)

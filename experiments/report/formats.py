@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from flatshift.experiments.statistics.intervals import Interval
-from flatshift.finetune.errors import printable
-from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.errors import escape_control_characters
+from flatshift.finetune.evaluate.metrics import find_metric
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -165,7 +165,7 @@ AXES = {
 def figure_name(column: str) -> str:
     """Format a column: `test.error` → `test error`; `train.f1_macro` → `train macro F1`."""
     split, dot, metric = column.partition(".")
-    return f"{split} {metric_of(metric).title}" if dot else metric_of(column).title
+    return f"{split} {find_metric(metric).title}" if dot else find_metric(column).title
 
 
 def axis_name(axis: str) -> str:
@@ -193,7 +193,7 @@ def setting(where: Mapping[str, Any]) -> str:
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
     """Format a table for a terminal, columns two spaces apart; columns with an index in `right` are right-aligned."""
-    lines = [[printable(text) for text in line] for line in (columns, *rows)]
+    lines = [[escape_control_characters(text) for text in line] for line in (columns, *rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
 
     def cell(text: str, place: int) -> str:

@@ -12,7 +12,7 @@ from flatshift.experiments.report.figure import drawing
 from flatshift.experiments.report.html import render
 from flatshift.experiments.report.side_by_side import side_by_side
 from flatshift.experiments.results.run import discover
-from flatshift.finetune.atomic import sweep_leftovers, write_text
+from flatshift.finetune.atomic import remove_leftovers, write_text
 from flatshift.finetune.errors import UserError
 
 _OURS, _HEAD = b'<meta name="generator" content="flatshift"', 4096
@@ -60,7 +60,7 @@ def write_plots(run: str | Path) -> list[Path]:
     """
     written = []
     for found in discover([Path(run)]):
-        sweep_leftovers(found.path / "plots")
+        remove_leftovers(found.path / "plots")
         seen: dict[str, int] = {}
         with drawing():
             charts = charts_of(chapter(found))

@@ -10,7 +10,7 @@ from flatshift.experiments.report.blocks import SIDE_BY_SIDE, Block, Chapter, Fi
 from flatshift.experiments.report.charts.training import overlaid
 from flatshift.experiments.results.predictions import Difference, differences
 from flatshift.experiments.results.run import RunResults, best_split, headline
-from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.evaluate.metrics import find_metric
 
 _NOT_SETTINGS = ("extends", "sweep", "comparison", "tracker")
 _LONGEST = 60
@@ -105,7 +105,7 @@ def _table(runs: Sequence[RunResults], names: Sequence[str], split: str) -> Tabl
         return None
     rows = [
         [
-            metric_of(metric).title if not place else "",
+            find_metric(metric).title if not place else "",
             name,
             formats.with_interval(one.metrics.get(metric)),
             _difference(found.get(metric)) if place else "",
@@ -145,12 +145,12 @@ def _finding(runs: Sequence[RunResults], names: Sequence[str]) -> str:
     metric = headline(runs[0].eval[split]) if split is not None else None
     if split is None or metric is None or not all(metric in run.eval[split] for run in runs):
         return f"{len(runs)} runs side by side."
-    lower = metric_of(metric).lower
+    lower = find_metric(metric).lower
     order = sorted(range(len(runs)), key=lambda i: runs[i].eval[split][metric]["value"] * (1 if lower else -1))
     best, other = order[0], 0 if order[0] else order[1]
     found = differences(runs[best].judged(split), runs[other].judged(split))[metric]
     shown, interval = formats.estimate(abs(found.value), *_ends(found))
-    what = f"{split} {metric_of(metric).title}"
+    what = f"{split} {find_metric(metric).title}"
     if not found.clear:
         first, second = (f"{names[i]} has {formats.with_interval(runs[i].eval[split][metric])}" for i in (best, other))
         return f"No run is shown to be the best in {what}: {first}, {second}, not clearly apart."

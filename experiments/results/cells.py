@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from flatshift.finetune.digests import unsealed
+from flatshift.finetune.digests import verify_sealed
 from flatshift.finetune.errors import UserError
 
 Status = Literal["done", "diverged", "failed"]
@@ -64,7 +64,7 @@ def read_result(directory: Path) -> dict[str, Any] | None:
             continue
         except (ValueError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}: not a cell's result ({error}); {fix}") from None
-        found = unsealed(path, found, fix=fix)
+        found = verify_sealed(path, found, fix=fix)
         return {**found, "status": status_of(found)}
     return None
 

@@ -15,10 +15,10 @@ import pyarrow.compute as compute
 import pyarrow.parquet as pq
 
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.bootstrap import Figure, group_interval, ratio_statistic
-from flatshift.finetune.evaluate.classes import judge_classes
-from flatshift.finetune.evaluate.metrics import metric_of
-from flatshift.finetune.evaluate.regression import judge_numbers
+from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval, ratio_statistic
+from flatshift.finetune.evaluate.classes import classification_metrics
+from flatshift.finetune.evaluate.metrics import find_metric
+from flatshift.finetune.evaluate.regression import regression_metrics
 from flatshift.finetune.run_directory import resume_command
 
 NAME = "predictions.parquet"
@@ -74,9 +74,9 @@ class Predictions:
         """Return the index of each row by its file and line."""
         return {row: place for place, row in enumerate(self.table["row"].to_pylist())}
 
-    def figures(self, rows: list[int]) -> dict[str, Figure]:
+    def figures(self, rows: list[int]) -> dict[str, ResampledMetric]:
         """Return every metric these rows determine, in a form that can be evaluated on any resample of them."""
-        made: dict[str, Figure] = {}
+        made: dict[str, ResampledMetric] = {}
         taken = self.table.take(rows)
         for name in taken.column_names:
             if name in _TEXTS or name.endswith(".count"):
@@ -86,17 +86,17 @@ class Predictions:
                 continue
             sums = [column.cast(pa.float64()).to_numpy() for column in columns]
             sums += [np.ones(len(rows))] * (2 - len(sums))
-            made[name] = Figure.over(sums, ratio_statistic())
+            made[name] = ResampledMetric.over(sums, ratio_statistic())
             for other, of in _EXPONENTIALS.items():
                 if of == name and f"{name}.count" in self:
-                    made[other] = Figure.over(sums, ratio_statistic(np.exp))
+                    made[other] = ResampledMetric.over(sums, ratio_statistic(np.exp))
         # Only `figures` is used, so a single resample is enough.
         draw: dict[str, Any] = {"resamples": 1, "confidence": 0.95, "seed": 0}
         if self.of_classes:
-            judge_classes(*(codes.tolist() for codes in self._codes(taken)), figures=made, **draw)
+            classification_metrics(*(codes.tolist() for codes in self._codes(taken)), figures=made, **draw)
         elif {"label", "predicted"} <= set(taken.column_names):
             pair = (taken[name].to_numpy() for name in ("label", "predicted"))
-            judge_numbers(*pair, mean=self.mean, figures=made, **draw)
+            regression_metrics(*pair, mean=self.mean, figures=made, **draw)
         return made
 
 
@@ -164,7 +164,7 @@ def differences(one: RunEvaluation, other: RunEvaluation) -> dict[str, Differenc
     paired = _paired(one, other)
     found = {}
     for name, cell in one.metrics.items():
-        if name not in other.metrics or metric_of(name).is_floor:
+        if name not in other.metrics or find_metric(name).is_floor:
             continue
         if name in paired:
             found[name] = paired[name]

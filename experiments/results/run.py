@@ -22,8 +22,8 @@ from flatshift.experiments.results.sweep import SweepData, read_sweep
 from flatshift.finetune import atomic
 from flatshift.finetune.digests import check_files
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.metrics import in_headline_order, metric_of
-from flatshift.finetune.run_directory import forget_undone, parse_line
+from flatshift.finetune.evaluate.metrics import find_metric, sort_for_headline
+from flatshift.finetune.run_directory import drop_rolled_back, parse_metrics_line
 from flatshift.finetune.tasks import KINDS, BaseTask
 
 EXPECTED = (
@@ -282,8 +282,8 @@ def best_split(tree: dict[str, Any]) -> str | None:
 
 def headline(metrics: dict[str, Any]) -> str | None:
     """Return the headline metric of a split; None without any."""
-    kept = {name: cell for name, cell in metrics.items() if not metric_of(name).is_floor}
-    return next((name for name in ("accuracy", "exact_match", *in_headline_order(kept)) if name in kept), None)
+    kept = {name: cell for name, cell in metrics.items() if not find_metric(name).is_floor}
+    return next((name for name in ("accuracy", "exact_match", *sort_for_headline(kept)) if name in kept), None)
 
 
 def _finite(value: Any) -> TypeGuard[float]:
@@ -296,7 +296,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return a JSON object, or {} if the file does not exist."""
     if not path.is_file():
         return {}
-    return atomic.read_object(path)
+    return atomic.read_json_object(path)
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -308,11 +308,11 @@ def read_metrics(path: Path) -> Metrics:
     for raw in path.read_bytes().split(b"\n"):
         if not raw.strip():
             continue
-        line = parse_line(raw)
+        line = parse_metrics_line(raw)
         if line is None or "split" not in line:
             unreadable += 1
             continue
-        forget_undone(kept, line)
+        drop_rolled_back(kept, line)
         kept[line["stage"], line["split"], line["step"]] = line
     return Metrics(list(kept.values()), unreadable)
 

@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 from flatshift.experiments.results.cells import read_marker, status_of
 from flatshift.experiments.results.table import SweepTable, Where, encode, floats
 from flatshift.experiments.results.traces import STEP, late_traces
-from flatshift.finetune.digests import unsealed
+from flatshift.finetune.digests import verify_sealed
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.metrics import METRICS, loss_form, metric_of
+from flatshift.finetune.evaluate.metrics import METRICS, find_metric, loss_form
 
 GRADIENT, SHARPNESS = "grad.norm", "sharpness.ratio"
 """Metrics of a sweep that are computed from recorded ones."""
@@ -146,7 +146,7 @@ class SweepData(SweepTable):
     def majority_error(self, test: str) -> float | None:
         """Return the mean error of always predicting the most frequent class; None unless `test` is a class error."""
         split, _, metric = test.partition(".")
-        floor = f"{split}.{metric_of('accuracy').floor}"
+        floor = f"{split}.{find_metric('accuracy').floor}"
         if metric != "error" or not self.has(floor):
             return None
         shares = self.column(floor)
@@ -292,7 +292,7 @@ def _flat_result(file: Path) -> dict[str, Any]:
             row[f"{split}.error.items"] = metrics.get("accuracy", {}).get("n")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"{file}: not a cell result; delete it and run the sweep again") from error
-    unsealed(file, tree, fix="delete it and run the sweep again")
+    verify_sealed(file, tree, fix="delete it and run the sweep again")
     return row
 
 

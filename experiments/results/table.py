@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from flatshift.experiments.statistics.curve import Lost
 from flatshift.experiments.statistics.intervals import Interval, t_interval
-from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.evaluate.metrics import find_metric
 
 Where = Mapping[str, Any]
 """Setting: axis → value."""
@@ -257,7 +257,7 @@ def interval(column: str, values: Any) -> Interval | None:
     """Return the t-interval of a metric's values, clipped to its bounds; None for no values."""
     if values is None or not len(values):
         return None
-    return t_interval(values.tolist(), bounds=metric_of(column.partition(".")[2]).bounds)
+    return t_interval(values.tolist(), bounds=find_metric(column.partition(".")[2]).bounds)
 
 
 def encode(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:

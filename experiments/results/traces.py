@@ -101,7 +101,7 @@ def _one_by_one(
 ) -> list[dict[str, Any]]:
     """Return rows of the traces in `folders`; of two lines for a step the later one counts."""
 
-    from flatshift.finetune.train.trace.files import as_planned, read_trace
+    from flatshift.finetune.train.trace.files import align_to_plan, read_trace
 
     traces = {folder: read_trace(folder) for folder in folders}
     known = {*known, *(int(line[STEP]) for lines in traces.values() for line in lines if STEP in line)}
@@ -112,7 +112,7 @@ def _one_by_one(
         planned = _planned(folder)
         if planned is None:
             planned = [] if status == "done" else sorted(known)
-        rows += [{**row, **line} for line in (as_planned(lines, planned, ended(status)) if planned else lines)]
+        rows += [{**row, **line} for line in (align_to_plan(lines, planned, ended(status)) if planned else lines)]
     return rows
 
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from flatshift.finetune.errors import STOP_SIGNALS, Interrupted, printable
-from flatshift.finetune.figures import per_second
+from flatshift.finetune.errors import STOP_SIGNALS, Interrupted, escape_control_characters
+from flatshift.finetune.figures import format_rate
 
 Draw = Callable[..., Path]
 """Function that draws the page of a finished directory and returns its path: `draw(directory)`, or `draw(directory,
@@ -27,7 +27,7 @@ _EVERY_S = 4.0
 """Seconds between two lines of a task where there is no terminal."""
 
 
-class _Output:
+class _OutputState:
     """Time of this process's last output, and the number of other sources of output: bars of a terminal, ranks it
     started."""
 
@@ -36,23 +36,23 @@ class _Output:
 
 
 @contextmanager
-def others_speak() -> Iterator[None]:
-    """Suppress the messages of `never_silent` in the block."""
-    _Output.others += 1
+def pause_heartbeat() -> Iterator[None]:
+    """Suppress the messages of `print_heartbeat` in the block."""
+    _OutputState.others += 1
     try:
         yield
     finally:
-        _Output.others -= 1
-        _Output.last = time.monotonic()
+        _OutputState.others -= 1
+        _OutputState.last = time.monotonic()
 
 
 @contextmanager
-def never_silent(what: str, every: float = _EVERY_S) -> Iterator[None]:
+def print_heartbeat(what: str, every: float = _EVERY_S) -> Iterator[None]:
     """Print on stderr that `what` is at work whenever nothing else was printed for `every` seconds.
 
     If stderr is not a terminal, the interval grows up to a minute: nobody is watching.
     """
-    begun = _Output.last = time.monotonic()
+    begun = _OutputState.last = time.monotonic()
     longest = every if sys.stderr.isatty() else 15 * every
     ended = threading.Event()
 
@@ -60,8 +60,8 @@ def never_silent(what: str, every: float = _EVERY_S) -> Iterator[None]:
         wait = every
         while not ended.wait(every / 8):
             now = time.monotonic()
-            if not _Output.others and now - _Output.last >= wait:
-                _Output.last, wait = now, min(2 * wait, longest)
+            if not _OutputState.others and now - _OutputState.last >= wait:
+                _OutputState.last, wait = now, min(2 * wait, longest)
                 print(f"{what}: at work for {now - begun:.0f} s", file=sys.stderr, flush=True)
 
     speaker = threading.Thread(target=speak, name="never-silent", daemon=True)
@@ -73,7 +73,7 @@ def never_silent(what: str, every: float = _EVERY_S) -> Iterator[None]:
         speaker.join()
 
 
-class _Pace:
+class _RateMeter:
     """Rate of work since the first report, so that neither startup nor work done before a resume counts."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class _Pace:
         return done / max(now - self._start, 1e-9)
 
 
-class Bar(Protocol):
+class ProgressBar(Protocol):
     """Progress of one long task."""
 
     def __call__(self, done: int, note: str = "") -> None:
@@ -127,13 +127,13 @@ class Console:
         """Print the lines `short`, or `whole` if `verbose`; the log always gets `whole`."""
         if self.log is not None:
             for line in whole:
-                self.log(printable(line))
+                self.log(escape_control_characters(line))
         for line in () if self.quiet else whole if self.verbose else short:
-            _Output.last = time.monotonic()
-            print(printable(line), file=sys.stderr, flush=True)
+            _OutputState.last = time.monotonic()
+            print(escape_control_characters(line), file=sys.stderr, flush=True)
 
     @contextmanager
-    def task(self, label: str, total: int | None, unit: str = "", *, brief: bool = False) -> Iterator[Bar]:
+    def task(self, label: str, total: int | None, unit: str = "", *, brief: bool = False) -> Iterator[ProgressBar]:
         """Show a progress bar (terminal), or print a line every four seconds and at the end (elsewhere). total: None if
         unknown.
 
@@ -165,7 +165,7 @@ class Console:
 
             yield beat
 
-    def _bar(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[Bar]:
+    def _bar(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[ProgressBar]:
         from rich import progress as bars
         from rich.console import Console as RichConsole
 
@@ -177,26 +177,26 @@ class Console:
             bars.TimeRemainingColumn(),
             bars.TextColumn("{task.fields[note]}", style="dim"),
         )
-        pace = _Pace()
-        with others_speak(), bars.Progress(*columns, console=RichConsole(stderr=True), transient=brief) as shown:
+        pace = _RateMeter()
+        with pause_heartbeat(), bars.Progress(*columns, console=RichConsole(stderr=True), transient=brief) as shown:
             task = shown.add_task(label, total=total, note="", rate="")
 
             def update(done: int, note: str = "") -> None:
                 pace.begin(done)
                 rate = pace.rate(done)
-                shown.update(task, completed=done, note=note, rate=per_second(rate, unit) if unit else "")
+                shown.update(task, completed=done, note=note, rate=format_rate(rate, unit) if unit else "")
 
             yield update
 
-    def _lines(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[Bar]:
+    def _lines(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[ProgressBar]:
         start = last = time.monotonic()
-        latest, pace = (0, ""), _Pace()
+        latest, pace = (0, ""), _RateMeter()
         said: tuple[int, str] | None = None
 
         def line(done: int, note: str) -> str:
             elapsed = time.monotonic() - start
             rate = pace.rate(done)
-            speed = f", {per_second(rate, unit)}" if unit and done else ""
+            speed = f", {format_rate(rate, unit)}" if unit and done else ""
             so_far = f"{done}{'' if total is None else f'/{total}'}{speed}, {elapsed:.0f} s"
             eta = f", ETA {(total - done) / rate:.0f} s" if done and total is not None else ""
             return f"{label}: {so_far}{eta}{'  ' + note if note else ''}"
@@ -215,7 +215,7 @@ class Console:
 
 
 @contextmanager
-def graceful_stop(announce: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+def catch_stop_signals(announce: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Yield `stop()`, which returns True once a signal came; always False outside the main thread, which gets no
     signals."""
     asked = False
@@ -239,7 +239,7 @@ def graceful_stop(announce: Callable[[str], None]) -> Iterator[Callable[[], bool
 
 
 @contextmanager
-def prompt_end(seconds: float = 0.5) -> Iterator[None]:
+def force_exit_on_signal(seconds: float = 0.5) -> Iterator[None]:
     """End the process with exit code 3 if it does not react to a stop signal within `seconds`.
 
     A signal raises KeyboardInterrupt only between two Python instructions; a long native call (a product, a

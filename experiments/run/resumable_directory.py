@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
-from flatshift.finetune.atomic import is_bare, make_directory, replacing_directory, write_text
+from flatshift.finetune.atomic import atomic_directory, has_only_leftovers, make_directory, write_text
 from flatshift.finetune.errors import Interrupted, UserError
-from flatshift.finetune.run_directory import RECIPE, refuse_nonempty, refuse_old
+from flatshift.finetune.run_directory import RECIPE, check_empty, check_replaceable
 
 _STATE, _KEPT = "state", "kept"
 
@@ -36,7 +36,7 @@ class ResumableWork:
 
 
 @contextlib.contextmanager
-def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command") -> Iterator[ResumableWork]:
+def open_resumable(out: Path, recipe_yaml: str, *, command: str = "the same command") -> Iterator[ResumableWork]:
     """Start or resume the work on `out`, which the caller owns (`flatshift.finetune.lock`). A failure before anything
     was kept leaves `out` as it was.
 
@@ -50,9 +50,9 @@ def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command"
     absent = not out.exists()
     began = (state / RECIPE).is_file()
     if began:
-        _refuse_others(out, recipe_yaml)
-    elif not _bare(out, state):
-        refuse_old(out)
+        _check_same_recipe(out, recipe_yaml)
+    elif not _is_bare_state(out, state):
+        check_replaceable(out)
     make_directory(state)
     write_text(state / RECIPE, recipe_yaml)
     # The same name that `atomic` gives to unfinished directories: a report written inside recognises `out` by it.
@@ -62,7 +62,7 @@ def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command"
     continued = _holds_files(kept)
     try:
         yield ResumableWork(result, kept, continued)
-        with replacing_directory(out.resolve()) as finished:  # --out may be a link to another disk
+        with atomic_directory(out.resolve()) as finished:  # --out may be a link to another disk
             for child in result.iterdir():
                 child.replace(finished / child.name)
     except BaseException as error:
@@ -78,41 +78,43 @@ def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command"
         raise
 
 
-def _bare(out: Path, state: Path) -> bool:
+def _is_bare_state(out: Path, state: Path) -> bool:
     """Return True if `out` is as a kill in the first moment leaves it: with a state that does not name its recipe
     yet."""
-    return state.is_dir() and is_bare(out, but=(_STATE,)) and is_bare(state)
+    return state.is_dir() and has_only_leftovers(out, but=(_STATE,)) and has_only_leftovers(state)
 
 
 def _holds_files(directory: Path) -> bool:
     return any(path.is_file() and not path.name.startswith(".") for path in directory.rglob("*"))
 
 
-def _refuse_others(out: Path, recipe_yaml: str) -> None:
+def _check_same_recipe(out: Path, recipe_yaml: str) -> None:
     """Raise UserError if `out` holds results, or data kept by another recipe's unfinished work."""
-    if not is_bare(out, but=(_STATE,)):
-        refuse_nonempty(out)
+    if not has_only_leftovers(out, but=(_STATE,)):
+        check_empty(out)
     if not _holds_files(out / _STATE / _KEPT):  # another command may take over: nothing is lost
         return
-    theirs = _flat(yaml.safe_load((out / _STATE / RECIPE).read_text(encoding="utf-8")))
-    ours = _flat(yaml.safe_load(recipe_yaml))
+    theirs = _flatten(yaml.safe_load((out / _STATE / RECIPE).read_text(encoding="utf-8")))
+    ours = _flatten(yaml.safe_load(recipe_yaml))
     other = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
     if other:
         key = other[0]
         raise UserError(
-            f"--out: {out} holds the unfinished work of another command ({key} {_shown(theirs.get(key))}, not "
-            f"{_shown(ours.get(key))}); run that one again, name another directory, or delete it"
+            f"--out: {out} holds the unfinished work of another command ({key} {_shorten_value(theirs.get(key))}, not "
+            f"{_shorten_value(ours.get(key))}); run that one again, name another directory, or delete it"
         )
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix: tree}
     return {
-        key: value for name, part in tree.items() for key, value in _flat(part, f"{prefix}.{name}".lstrip(".")).items()
+        key: value
+        for name, part in tree.items()
+        for key, value in _flatten(part, f"{prefix}.{name}".lstrip(".")).items()
     }
 
 
-def _shown(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:59] + "…"

@@ -14,7 +14,7 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.config import Adapter, Optimizer, Train
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive, numpy_generator
+from flatshift.finetune.seeds import derive_seed, numpy_generator
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.selection.config import Gradients, LossGap
 
@@ -36,14 +36,14 @@ def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str],
     each number is divided by the fourth root of its second moment m, so that products of two texts are g·g'/√m; m is
     taken over `moment_texts` of `texts`, drawn by seed. A text without a token gets the zero vector.
     """
-    from flatshift.finetune.data.eval_batching import pad_token
+    from flatshift.finetune.data.eval_batching import get_pad_token_id
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.hidden_states import model_fingerprint
     from flatshift.selection import RandomProjection
 
-    seed = derive(recipe.train.seed, "select", "gradients")
+    seed = derive_seed(recipe.train.seed, "select", "gradients")
     model, tokenizer, device = _opened(recipe, embedder.rank, seed)
-    gradients = SampleGradients(model, device, pad_id=pad_token(tokenizer), batch_size=embedder.batch_size)
+    gradients = SampleGradients(model, device, pad_id=get_pad_token_id(tokenizer), batch_size=embedder.batch_size)
     projection = RandomProjection(embedder.dim, seed=seed, kind="srht")
     scale: np.ndarray | None = None
     if embedder.adam:
@@ -142,9 +142,9 @@ def loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callab
 
 
 def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
-    from flatshift.finetune.compute.numerics import evaluating
+    from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.data.batches import TrainingDataLoader
-    from flatshift.finetune.data.eval_batching import EvalBatching, pad_token
+    from flatshift.finetune.data.eval_batching import EvalBatching, get_pad_token_id
     from flatshift.finetune.evaluate.perplexity import document_nats
     from flatshift.finetune.lock import temporary_directory
     from flatshift.finetune.parallel.engine import Engine
@@ -153,7 +153,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
     from flatshift.finetune.train.trainer import Trainer
     from flatshift.regularizers import build
 
-    seed = derive(recipe.train.seed, "select", "loss gap")
+    seed = derive_seed(recipe.train.seed, "select", "loss gap")
     model, tokenizer, device = _opened(recipe, settings.rank, seed)
     examples = _encoded(list(target), tokenizer, settings.max_length)
     if not examples:
@@ -168,9 +168,9 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
         task=_LANGUAGE,
         batch_size=size,
         accumulate=1,
-        seed=derive(seed, "order"),
+        seed=derive_seed(seed, "order"),
         max_length=settings.max_length,
-        pad_id=pad_token(tokenizer),
+        pad_id=get_pad_token_id(tokenizer),
         group=train.group,
     )
     with temporary_directory("flatshift-gap-") as folder:
@@ -194,7 +194,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
     def measure(texts: Sequence[str]) -> np.ndarray:
         encoded = _encoded(list(texts), tokenizer, settings.max_length)
         inference = EvalBatching.of(tokenizer, train, batch_size=64, device=device)
-        with evaluating(model):
+        with evaluation_mode(model):
             after, tokens = document_nats(model, encoded, inference, task=_LANGUAGE)
             with model.disable_adapter():
                 before, _ = document_nats(model, encoded, inference, task=_LANGUAGE)

@@ -18,7 +18,7 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.pool import Records
 from flatshift.finetune.data.rows import Row, require_rows
 from flatshift.finetune.data.view import RowView
-from flatshift.selection.config import needs
+from flatshift.selection.config import required_inputs
 
 BLANK = "the text is blank"
 UNKNOWN = "the embedder knows no token of the text"
@@ -29,7 +29,7 @@ AnyRecords = TypeVar("AnyRecords", bound=Records)
 def drops_blanks(spec: Select) -> bool:
     """Return True if blank texts are skipped; also for a method without texts, so that controls draw from the same
     pool."""
-    return spec.own is None or bool(needs(spec.method) & {"texts", "losses"})
+    return spec.own is None or bool(required_inputs(spec.method) & {"texts", "losses"})
 
 
 def without_blank(records: AnyRecords, files: Sequence[str], name: str) -> AnyRecords:
@@ -53,7 +53,7 @@ def without_unknown(
 
     Prints the number of skipped records. Raises UserError if nothing is left.
     """
-    from flatshift.selection.features import TakenRows
+    from flatshift.selection.features import IndexedRows
 
     known = known_rows(x)
     if known.all():
@@ -61,7 +61,7 @@ def without_unknown(
     fewer = _kept(records, known, UNKNOWN, files, name)
     gone = fewer.skipped[len(records.skipped) :]
     console.say(f"{name}: skipped {len(gone):,} records, first {gone[0]}")
-    return fewer, x[known] if isinstance(x, np.ndarray) else TakenRows(x, np.flatnonzero(known)), known
+    return fewer, x[known] if isinstance(x, np.ndarray) else IndexedRows(x, np.flatnonzero(known)), known
 
 
 def _kept(records: AnyRecords, keep: np.ndarray, reason: str, files: Sequence[str], name: str) -> AnyRecords:

@@ -22,7 +22,7 @@ from flatshift.experiments.select.pool import PoolRecords, Records
 from flatshift.experiments.select.remote_features import Copied, copied
 from flatshift.finetune.data.view import RowView
 from flatshift.finetune.errors import UserError, is_remote, user_path
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.selection.config import (
     BackboneEmbedder,
     Embedder,
@@ -31,13 +31,13 @@ from flatshift.selection.config import (
     Static,
     TfIdf,
     TokenNgrams,
-    needs,
+    required_inputs,
 )
 from flatshift.selection.errors import BadRow
-from flatshift.selection.features import FeatureCache, TakenRows, in_shards, load_features, open_directory
+from flatshift.selection.features import FeatureCache, IndexedRows, embed_in_shards, load_features, open_directory
 from flatshift.selection.features.cache import SHARD_ROWS
 from flatshift.selection.features.directory import FeatureDirectory
-from flatshift.selection.validation import same_width
+from flatshift.selection.validation import check_same_width
 
 HELD_BYTES = 256 << 20
 """Most bytes of vectors held in memory; larger ones stay on disk behind an array interface."""
@@ -73,14 +73,14 @@ def check_unread(spec: Select, x: Any, y: Any) -> None:
     Raises SelectionError for a wrong shape and BadRow for a row that is not finite. A method that reads features checks
     them itself.
     """
-    if spec.own is None or "features" in needs(spec.method):
+    if spec.own is None or "features" in required_inputs(spec.method):
         return
-    from flatshift.selection.transport.problem import finite_rows  # imports torch
+    from flatshift.selection.transport.problem import check_finite_rows  # imports torch
 
-    same_width(x, y)
+    check_same_width(x, y)
     for side, matrix in (("pool", x), ("target", y)):
         for low in range(0, len(matrix), _SCANNED):
-            finite_rows(np.asarray(matrix[low : low + _SCANNED]), side, low)
+            check_finite_rows(np.asarray(matrix[low : low + _SCANNED]), side, low)
 
 
 def tokenizer_of(recipe: Recipe) -> tuple[Callable[[list[str]], list[list[int]]], int]:
@@ -185,7 +185,7 @@ class Vectors:
         with self._console.task(label, len(texts), "texts") as task:
             cache = self._cache(len(texts))
             if cache is None:
-                return in_shards(texts, embed, dtype=dtype, progress=task)
+                return embed_in_shards(texts, embed, dtype=dtype, progress=task)
             rows = cache.features(texts, embed, key=key, dtype=dtype, progress=task)
         if self.spec.cache:
             for name in ("computed", "reused", "broken"):
@@ -269,7 +269,7 @@ def _own(path: str, records: Records, index: np.ndarray, name: str, given: str) 
         )
     if directory is not None and directory.has_ids:
         _same_ids(directory, records, name)
-    taken = TakenRows(matrix, index)
+    taken = IndexedRows(matrix, index)
     if taken.nbytes <= HELD_BYTES:
         return np.asarray(taken)
     # All rows in file order need no index.
@@ -296,10 +296,10 @@ def _same_ids(directory: FeatureDirectory, records: Records, name: str) -> None:
 
 def _tfidf(vectors: Vectors, settings: TfIdf) -> Embedding:
     from flatshift.selection import TfIdfEmbedder
-    from flatshift.selection.features.tfidf import load_fitted
+    from flatshift.selection.features.tfidf import load_or_fit
 
     cache = vectors.spec.cache
-    seed = derive(vectors.recipe.train.seed, "tfidf")
+    seed = derive_seed(vectors.recipe.train.seed, "tfidf")
     tfidf = TfIdfEmbedder(dim=settings.dim, buckets=settings.buckets, seed=seed, fit_rows=settings.fit_rows)
     if not cache:
         tfidf.fit(vectors.pool_texts, vectors.near)
@@ -309,7 +309,7 @@ def _tfidf(vectors: Vectors, settings: TfIdf) -> Embedding:
     for text in texts:
         digest.update(text.encode())
     path = user_path(cache) / f"tfidf-{digest.hexdigest()[:40]}.npz"
-    load_fitted(path, tfidf, lambda: tfidf.fit(texts))
+    load_or_fit(path, tfidf, lambda: tfidf.fit(texts))
     return Embedding(tfidf.transform, f"tfidf {tfidf.fingerprint}")
 
 
@@ -317,7 +317,7 @@ def _token_ngrams(vectors: Vectors, settings: TokenNgrams) -> Embedding:
     from flatshift.selection.features.token_space import TokenNgramEmbedder
 
     tokenize, size = tokenizer_of(vectors.recipe)
-    seed = derive(vectors.recipe.train.seed, "token n-grams")
+    seed = derive_seed(vectors.recipe.train.seed, "token n-grams")
     made = TokenNgramEmbedder(tokenize, size, dim=settings.dim, fit_rows=settings.fit_rows, seed=seed)
     made.fit(vectors.pool_texts, vectors.near)
     return Embedding(made.transform, f"tokens {made.fingerprint}", made.transform_target)

@@ -20,10 +20,10 @@ from flatshift.finetune.config import Columns, Files
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from flatshift.finetune.data.view import RowView
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from flatshift.selection.hygiene import Cleaned, Listed
+    from flatshift.selection.hygiene import CleaningResult, DropList
 
 _ENTRIES = 4096
 
@@ -50,7 +50,7 @@ def clean_rows(
     if not settings.on:
         return rows, None
     _refuse_pieces_beside_features(spec)
-    from flatshift.selection.hygiene import Reference, clean
+    from flatshift.selection.hygiene import ReferenceTexts, clean_pool
 
     started = time.monotonic()
     judged = [*apart, *_judged_rows(recipe, spec)] if repeats or settings.decontaminate is not None else []
@@ -61,17 +61,17 @@ def clean_rows(
             "or data.dev.files and data.test.files"
         )
     references = [
-        Reference("target", [row.values["text"] for row in target]),
-        Reference("eval", [text for text, _ in judged_texts]),
+        ReferenceTexts("target", [row.values["text"] for row in target]),
+        ReferenceTexts("eval", [text for text, _ in judged_texts]),
     ]
     listed = _listed(spec, rows, console) if settings.drops else None
     with console.task("clean pool", len(rows), "texts") as task:
-        cleaned = clean(
+        cleaned = clean_pool(
             rows.texts,
             settings,
             references=references,
             listed=listed,
-            seed=derive(recipe.train.seed, "hygiene"),
+            seed=derive_seed(recipe.train.seed, "hygiene"),
             progress=lambda what, done: task(done, what),
         )
     named = {"target": [row.id for row in target], "eval": [identity for _, identity in judged_texts]}
@@ -97,18 +97,18 @@ def clean_rows(
     return kept, manifest
 
 
-def _listed(spec: Select, rows: RowView, console: Console) -> Listed:
+def _listed(spec: Select, rows: RowView, console: Console) -> DropList:
     """Return the entries of `drops`, looked up among the pool's ids.
 
     Raises:
         UserError: an unreadable file, an entry without an id, or (if bad rows are refused and the whole pool is read)
             one whose id no record has.
     """
-    from flatshift.selection.hygiene import Listed
+    from flatshift.selection.hygiene import DropList
 
     files = spec.hygiene.drops
     skipped: list[str] = []
-    listed = Listed(memory=int(spec.hygiene.memory_gib * 2**29))
+    listed = DropList(memory=int(spec.hygiene.memory_gib * 2**29))
     entries = read_rows(files, required=("id",), bad_rows=spec.bad_rows, skipped=skipped)
     while some := list(islice(entries, _ENTRIES)):
         matches, reasons = ([_said(row, name) for row in some] for name in ("match", "why"))
@@ -159,7 +159,7 @@ def _read(recipe: Recipe, files: Files, columns: Columns, bad_rows: Literal["ref
         return []
     rows = read_rows(files.files, columns=columns, required=(), bad_rows=bad_rows)
     kept = require_rows(rows, files=files.files, what=what)
-    return limit_rows(kept, files.limit, seed=derive(recipe.train.seed, "limit", what))
+    return limit_rows(kept, files.limit, seed=derive_seed(recipe.train.seed, "limit", what))
 
 
 def _all_texts(row: Row) -> list[str]:
@@ -172,12 +172,12 @@ def _all_texts(row: Row) -> list[str]:
     ]
 
 
-def _kept_rows(rows: RowView, cleaned: Cleaned) -> RowView:
+def _kept_rows(rows: RowView, cleaned: CleaningResult) -> RowView:
     kept = rows.take(cleaned.kept)
     return kept.cut(cleaned.pieces.get(place) for place in cleaned.kept.tolist()) if cleaned.pieces else kept
 
 
-def _told(cleaned: Cleaned) -> str:
+def _told(cleaned: CleaningResult) -> str:
     parts = [f"{count:,} {cause}" for cause, count in cleaned.counts().items()]
     if cleaned.pieces:
         pieces = sum(map(len, cleaned.pieces.values()))
@@ -185,7 +185,7 @@ def _told(cleaned: Cleaned) -> str:
     return "dropped " + ", ".join(parts)
 
 
-def _say_limits(cleaned: Cleaned, console: Console) -> None:
+def _say_limits(cleaned: CleaningResult, console: Console) -> None:
     """Print what the steps could not check."""
     ngrams = cleaned.diagnostics.get("decontaminate", {})
     if ngrams.get("too_short"):

@@ -14,7 +14,7 @@ import numpy as np
 from flatshift.experiments.select.outputs import plain
 from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.selection.features import FeatureCache
-from flatshift.selection.features.cache import written_whole
+from flatshift.selection.features.cache import atomic_file
 from flatshift.selection.methods.base import Selector
 
 _FILE = "scores.npz"
@@ -43,7 +43,7 @@ class KeptScores:
         for name, part in (("nearest", selector.nearest_target_), ("readings", selector.readings_)):
             if part is not None:
                 arrays[name] = part
-        with written_whole(self.path) as handle:
+        with atomic_file(self.path) as handle:
             np.savez(handle, digest=np.array(self._digest()), **arrays)
 
     def restore(self, selector: Selector) -> bool:

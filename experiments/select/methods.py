@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from flatshift.experiments.recipe.schema import Recipe, Select
-from flatshift.experiments.run.console import Bar, Console
+from flatshift.experiments.run.console import Console, ProgressBar
 from flatshift.experiments.select.kept import kept_losses
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import LanguageModel
-from flatshift.selection.config import Domains, LossGap, Method, Perplexity, needs, ranking
+from flatshift.selection.config import Domains, LossGap, Method, Perplexity, ranking_method, required_inputs
 from flatshift.selection.errors import TooLittleMemory
 from flatshift.selection.transport.progress import ITERATIONS
 
@@ -27,7 +27,7 @@ _PATIENCE_S = 2.0
 
 def check_method(spec: Select) -> None:
     """Raise UserError for settings that cannot work or have no effect, before anything is read."""
-    wanted = needs(spec.method)
+    wanted = required_inputs(spec.method)
     kind: str = spec.method.kind
     if isinstance(spec.method, Domains):
         kind = f"{spec.method.inside.kind} inside domains"
@@ -55,7 +55,7 @@ def check_method(spec: Select) -> None:
 
 def vectors_needed(spec: Select) -> bool:
     """Return True if pool and target get vectors: the method uses them, or they are given and serve the report."""
-    return "features" in needs(spec.method) or spec.own is not None
+    return "features" in required_inputs(spec.method) or spec.own is not None
 
 
 def makes_vectors(spec: Select) -> bool:
@@ -74,7 +74,7 @@ def idle_setting(spec: Select) -> str | None:
 
 def solver_device(recipe: Recipe) -> str:
     """Return the device of the transport solver: `train.device`, or the CPU for methods without a solver."""
-    if recipe.select is None or "features" not in needs(recipe.select.method):
+    if recipe.select is None or "features" not in required_inputs(recipe.select.method):
         return "cpu"
     from flatshift.finetune.compute.cuda_status import resolve_device
 
@@ -90,7 +90,7 @@ def backbone_surprise(
     loaded at the first call, in the recipe's precision. state: directory that keeps the losses of each batch until the
     selection is complete.
     """
-    inner = ranking(method)
+    inner = ranking_method(method)
     if isinstance(inner, LossGap):
         from flatshift.experiments.select.adapted import loss_gap
 
@@ -112,7 +112,7 @@ def backbone_surprise(
 
 def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
     from flatshift.finetune.compute.cuda_status import resolve_device
-    from flatshift.finetune.compute.precision import read_precision
+    from flatshift.finetune.compute.precision import infer_precision
     from flatshift.finetune.data.encoding import encode
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.perplexity import document_nats
@@ -123,7 +123,7 @@ def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.n
     device = resolve_device(recipe.train.device)
     tokenizer = open_backbone(recipe.backbone).tokenizer
     model = load_backbone(recipe.backbone, task=task, precision=recipe.train.precision, device=device).eval()
-    inference = EvalBatching.of(tokenizer, read_precision(recipe.train, model), batch_size=64, device=device)
+    inference = EvalBatching.of(tokenizer, infer_precision(recipe.train, model), batch_size=64, device=device)
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]
@@ -154,7 +154,7 @@ def watched(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Show a selector's `progress(stage, done, total)` as consecutive tasks of the console."""
     start = time.monotonic()
     stage: tuple[str, int] | None = None
-    update: Bar | None = None
+    update: ProgressBar | None = None
     with ExitStack() as shown:
 
         def progress(name: str, done: int, total: int) -> None:

@@ -15,7 +15,7 @@ from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.finetune.atomic import json_text
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.data.view import RowView
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.selection.methods.base import Selector
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _write_targets(directory: Path, rows: Iterable[Row]) -> None:
 def _write_map(directory: Path, x: np.ndarray, y: np.ndarray, selected: np.ndarray, seed: int) -> None:
     import pyarrow.parquet as pq
 
-    pq.write_table(project(x, y, selected, seed=derive(seed, "map"), max_points=4000), directory / "map.parquet")
+    pq.write_table(project(x, y, selected, seed=derive_seed(seed, "map"), max_points=4000), directory / "map.parquet")
 
 
 def project(
@@ -157,7 +157,7 @@ def project(
 
     if X.ndim != 2 or Y.ndim != 2 or X.shape[1] != Y.shape[1]:
         raise ValueError(f"pool features {X.shape} and target features {Y.shape} must be N×d and M×d with one d")
-    rng = np.random.default_rng(derive(seed, "report map"))
+    rng = np.random.default_rng(derive_seed(seed, "report map"))
 
     def sample(rows: np.ndarray, count: int) -> np.ndarray:
         return rows if len(rows) <= count else np.sort(rng.choice(rows, count, replace=False))
@@ -198,9 +198,9 @@ def _write_judged_domains(directory: Path, ids: set[str]) -> None:
     """Write the shipped pool's hidden tags, for the report only and after the selection."""
     import lzma
 
-    from flatshift.finetune.assets import pool_tags
+    from flatshift.finetune.assets import pool_tags_path
 
-    with lzma.open(pool_tags(), "rt", encoding="utf-8") as tags:
+    with lzma.open(pool_tags_path(), "rt", encoding="utf-8") as tags:
         lines = (line.rstrip("\n").split("\t") for line in tags)
         text = "".join(f"{identity}\t{domain}\n" for identity, domain, *_ in lines if identity in ids)
     (directory / "judged_domains.tsv").write_text(text, encoding="utf-8")

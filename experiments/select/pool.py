@@ -15,8 +15,8 @@ from flatshift.finetune.config import Files
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from flatshift.finetune.data.view import RowView, spill_rows
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive
-from flatshift.selection.config import Chunk, Domains
+from flatshift.finetune.seeds import derive_seed
+from flatshift.selection.config import Domains, TextChunks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,7 +82,7 @@ def read_pool(spec: Select, seed: int, directory: Path, console: Console) -> Poo
         require_rows([], files=spec.pool.files, what="pool", skipped=skipped)
     total = len(view) + len(skipped)
     if spec.pool.limit is not None:
-        view = view.take(limit_rows(range(len(view)), spec.pool.limit, seed=derive(seed, "limit", "pool")))
+        view = view.take(limit_rows(range(len(view)), spec.pool.limit, seed=derive_seed(seed, "limit", "pool")))
     return PoolRecords(view, skipped, total)
 
 
@@ -92,7 +92,7 @@ def read_records(files: Files, spec: Select, seed: int, name: str) -> Records:
     rows = _rows(files, spec, name, skipped)
     kept = require_rows(rows, files=files.files, what=name, skipped=skipped)
     total = len(kept) + len(skipped)
-    return Records(limit_rows(kept, files.limit, seed=derive(seed, "limit", name)), skipped, total)
+    return Records(limit_rows(kept, files.limit, seed=derive_seed(seed, "limit", name)), skipped, total)
 
 
 def chunked(recipe: Recipe, view: RowView, console: Console) -> RowView:
@@ -115,7 +115,7 @@ def chunked(recipe: Recipe, view: RowView, console: Console) -> RowView:
     return pieces
 
 
-def _spans(recipe: Recipe, chunk: Chunk, texts: Iterable[str]) -> Iterator[list[tuple[int, int]]]:
+def _spans(recipe: Recipe, chunk: TextChunks, texts: Iterable[str]) -> Iterator[list[tuple[int, int]]]:
     """Yield the pieces of each text; none for a text without a unit."""
     if chunk.unit == "chars":
         for text in texts:

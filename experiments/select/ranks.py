@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatshift.experiments.recipe import Resolved
-from flatshift.experiments.recipe.rules import check_split
+from flatshift.experiments.recipe.rules import check_multiprocess_selection
 from flatshift.experiments.run.console import Draw
 from flatshift.experiments.select.select import select
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import consistency, failure, spawn, watchdog
 from flatshift.selection import Pool, SelectionError
-from flatshift.selection.features import sent_rows
+from flatshift.selection.features import sendable_rows
 from flatshift.selection.methods.base import Progress, Selector
 from flatshift.selection.methods.gotd import GotDSelector
 from flatshift.selection.transport.blocks import BLOCK
@@ -54,15 +54,15 @@ def select_on_ranks(
     import torch.distributed as dist
 
     recipe = resolved.recipe
-    check_split(recipe)
+    check_multiprocess_selection(recipe)
     # One thread per rank: results then do not depend on the number of ranks.
     torch.set_num_threads(1)
     size = int(os.environ["WORLD_SIZE"])
-    world = spawn.join(Mesh(dp=size, stall=recipe.mesh.stall), recipe.train.device)
+    world = spawn.join_mesh(Mesh(dp=size, stall=recipe.mesh.stall), recipe.train.device)
     # `join` creates no process group for a single process, and the solver needs one.
     if size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    consistency.require_agreement(world, consistency.intentions(recipe))
+    consistency.check_ranks_agree(world, consistency.collect_job_facts(recipe))
     manifest = None
     if world.rank == 0:
         manifest = select(resolved, out, quiet=quiet, draw=draw, fit=_Ranks(world).fit)
@@ -104,7 +104,7 @@ class _Ranks:
         weights = None if pool.weights is None else np.asarray(pool.weights, dtype=np.float64)
         parts = list(itertools.pairwise(edges))
         jobs = [
-            _Job(settings, sent_rows(pool.features, a, b), None if weights is None else weights[a:b], seen)
+            _Job(settings, sendable_rows(pool.features, a, b), None if weights is None else weights[a:b], seen)
             for a, b in parts
         ]
         mine, figures = self._map(self._handed(jobs), progress)
@@ -142,7 +142,7 @@ class _Ranks:
         def told(stage: str, done: int, total: int) -> None:
             nonlocal steps
             steps += 1
-            watchdog.progress(steps, stage)
+            watchdog.report_progress(steps, stage)
             pace.note(stage, done)
             if progress is not None:
                 progress(stage, done, total)

@@ -13,8 +13,8 @@ from flatshift.experiments.select.blank_rows import known_rows
 from flatshift.experiments.select.embedding import Vectors
 from flatshift.experiments.select.pool import PoolRecords
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive
-from flatshift.selection.config import GotD, GotDContrast, Relevance, ranking
+from flatshift.finetune.seeds import derive_seed
+from flatshift.selection.config import GotD, GotDContrast, Relevance, ranking_method
 
 
 def check_relevance(spec: Select) -> None:
@@ -36,7 +36,7 @@ def check_relevance(spec: Select) -> None:
 
 def _cost(spec: Select) -> str:
     """Return the cost of the ranking method, inside domains that of the inner one; the default is squared distances."""
-    method = ranking(spec.method)
+    method = ranking_method(spec.method)
     return method.cost if isinstance(method, GotD | GotDContrast) else "sqeuclidean"
 
 
@@ -51,10 +51,10 @@ def judge_domains(
     if settings is None:
         return pool, None, None
     from flatshift.selection.methods.relevance import (
+        choose_nearest_domains,
         domain_distances,
-        mass_by_distance,
-        nearest_domains,
         sample_domains,
+        weights_by_distance,
     )
 
     view = pool.rows
@@ -64,13 +64,13 @@ def judge_domains(
             f"select.relevance: no record of the pool has the column {spec.domain_column!r}; name it in "
             "select.domain_column"
         )
-    drawn = sample_domains(domains, settings.sample, ids=view.ids, seed=derive(seed, "relevance"))
+    drawn = sample_domains(domains, settings.sample, ids=view.ids, seed=derive_seed(seed, "relevance"))
     samples = {name: vectors.pool(view.take(rows), f"embed {name}") for name, rows in drawn.items()}
     near = vectors.target()
     if spec.own is None:
         samples, near = _known(samples, near, console)
     distances = domain_distances(
-        samples, near, epsilon=settings.epsilon, seed=derive(seed, "relevance"), cost=_cost(spec)
+        samples, near, epsilon=settings.epsilon, seed=derive_seed(seed, "relevance"), cost=_cost(spec)
     )
     shown = ", ".join(f"{name} {value:.4g}" for name, value in distances.items())
     about: dict[str, Any] = {
@@ -79,10 +79,10 @@ def judge_domains(
         "sampled": {n: len(r) for n, r in drawn.items()},
     }
     if settings.use == "weight":
-        weights, masses = mass_by_distance(distances, domains, temperature=settings.temperature)
+        weights, masses = weights_by_distance(distances, domains, temperature=settings.temperature)
         console.say(f"domains by distance to the target: {shown}; weighted")
         return pool, weights, about | {"masses": masses}
-    chosen = nearest_domains(distances, settings.keep)
+    chosen = choose_nearest_domains(distances, settings.keep)
     kept = np.flatnonzero(np.fromiter((name in chosen for name in domains), bool, len(domains)))
     console.say(f"domains by distance to the target: {shown}; {', '.join(chosen)} stay, {len(kept):,} records")
     about |= {"chosen": chosen, "records_before": len(view), "records_without_domain": domains.count(None)}

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.run.console import Console
-from flatshift.finetune.atomic import fsync_directory, make_directory, read_object, write_json
-from flatshift.finetune.data.remote import BLOCK, RemoteFile, find
-from flatshift.finetune.digests import digest
+from flatshift.finetune.atomic import fsync_directory, make_directory, read_json_object, write_json
+from flatshift.finetune.data.remote import BLOCK, RemoteFile, find_objects
+from flatshift.finetune.digests import file_sha256
 from flatshift.finetune.errors import UserError, user_path
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.selection.errors import SelectionError
@@ -64,8 +64,8 @@ def _array(address: str, root: Path, flag: str, console: Console) -> Copied:
             with console.task(f"copy {flag.removeprefix('--')}, MiB", (source.size or 0) >> 20) as bar:
                 sha256 = _copy(source, to, lambda done: bar(done >> 20))
             write_json(folder / _SOURCE, {"path": address, "sha256": sha256, "bytes": to.stat().st_size})
-        known = read_object(folder / _SOURCE, "sha256", "bytes", fix=f"delete {folder}, it is copied anew")
-        if digest(to) != known["sha256"]:
+        known = read_json_object(folder / _SOURCE, "sha256", "bytes", fix=f"delete {folder}, it is copied anew")
+        if file_sha256(to) != known["sha256"]:
             raise UserError(f"{flag}: {to} is no longer the copy of {address}; delete {folder}, it is copied anew")
     return Copied(to, {"path": address, "sha256": known["sha256"], "bytes": known["bytes"], "version": version})
 
@@ -125,7 +125,7 @@ def _copy_shards(address: str, manifest: dict[str, Any], folder: Path, flag: str
 
 def _object(address: str, flag: str) -> RemoteFile:
     try:
-        files, directory = find(address)
+        files, directory = find_objects(address)
     except UserError as error:
         raise UserError(f"{flag}: {error}") from error.__cause__
     if directory or len(files) != 1:

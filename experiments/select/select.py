@@ -21,7 +21,7 @@ import numpy as np
 from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console, Draw
-from flatshift.experiments.run.resumable_directory import unfinished
+from flatshift.experiments.run.resumable_directory import open_resumable
 from flatshift.experiments.select.blank_rows import drops_blanks, without_blank, without_unknown
 from flatshift.experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows, tokenizer_of
 from flatshift.experiments.select.hygiene import clean_rows
@@ -43,15 +43,15 @@ from flatshift.experiments.select.relevance import check_relevance, judge_domain
 from flatshift.experiments.select.selection_checks import can_check, check_choice, non_fatal
 from flatshift.experiments.select.target import check_target, read_target, target_record
 from flatshift.finetune.atomic import write_json
-from flatshift.finetune.data.files import describe
-from flatshift.finetune.digests import DONE, FILES, sums
+from flatshift.finetune.data.files import describe_files
+from flatshift.finetune.digests import DONE, FILES, file_digests
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import disk_full_interrupts, write_provenance
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.selection import Pool, build_selector
-from flatshift.selection.config import Auto, GotD, needs
-from flatshift.selection.hygiene.duplicates import normalise
+from flatshift.selection.config import Auto, GotD, required_inputs
+from flatshift.selection.hygiene.duplicates import normalise_text
 from flatshift.selection.methods.base import Progress, Selector
 from flatshift.selection.methods.domains import DomainsSelector
 
@@ -91,7 +91,7 @@ def select(
         )
     console = Console(quiet=quiet)
     recipe_yaml = resolved.to_yaml()
-    with disk_full_interrupts(f"selecting into {out}"), exclusive_lock(out), unfinished(out, recipe_yaml) as work:
+    with disk_full_interrupts(f"selecting into {out}"), exclusive_lock(out), open_resumable(out, recipe_yaml) as work:
         directory = work.directory
         write_provenance(directory, recipe_yaml=recipe_yaml)
         console.log = _appender(directory / "log.txt")
@@ -192,7 +192,7 @@ def select_into(
     write_json(directory / "manifest.json", manifest)
     # log.txt still grows, so it gets no digest.
     kept = [file for file in directory.iterdir() if file.is_file() and file.name != "log.txt"]
-    write_json(directory / DONE, {FILES: sums(directory, kept)})
+    write_json(directory / DONE, {FILES: file_digests(directory, kept)})
     console.say(f"selected {spec.budget:,} of {len(sides.pool.rows):,} in {time.monotonic() - started:.1f} s")
     told = manifest["selection"]
     if "distinct" in told:
@@ -266,7 +266,7 @@ def _tokenise(recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Co
     """Tokenise both sides with the backbone's tokenizer if the method reads tokens; the pool's are stored on disk."""
     spec = recipe.select
     assert spec is not None
-    if "tokens" not in needs(spec.method):
+    if "tokens" not in required_inputs(spec.method):
         return
     from flatshift.selection import TokenRows
 
@@ -302,7 +302,7 @@ def _fitted(
     more: dict[str, Any] = {} if sides.z is None else {"negative": Pool(features=sides.z)}
     selector = build_selector(
         spec.method,
-        seed=derive(recipe.train.seed, "select"),
+        seed=derive_seed(recipe.train.seed, "select"),
         budget=spec.budget,
         measure=backbone_surprise(recipe, spec.method, target.texts or (), state),
         device=solver_device(recipe),
@@ -378,7 +378,7 @@ def _manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np
     files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "inputs": [line for part in files for line in describe(part)],
+        "inputs": [line for part in files for line in describe_files(part)],
         "target": sides.seen,
         "selection": {
             **{name: value for name, value in solver.items() if name != "method"},
@@ -446,7 +446,7 @@ def _without_copies(selector: Selector, sides: PoolAndTarget, chosen: np.ndarray
     kept: list[int] = []
     again: list[int] = []
     for row, written in zip(chosen.tolist(), rows.take(chosen).texts, strict=True):
-        text = normalise(written)
+        text = normalise_text(written)
         (again if text in seen else kept).append(row)
         seen.add(text)
     if not again:
@@ -458,7 +458,7 @@ def _without_copies(selector: Selector, sides: PoolAndTarget, chosen: np.ndarray
             break
         block = order[low : low + _TAKEN]
         for row, written in zip(block.tolist(), rows.take(block).texts, strict=True):
-            if wanted[domain(row)] and (text := normalise(written)) not in seen:
+            if wanted[domain(row)] and (text := normalise_text(written)) not in seen:
                 seen.add(text)
                 kept.append(row)
                 wanted[domain(row)] -= 1

@@ -16,9 +16,9 @@ from flatshift.experiments.recipe.schema import Select
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.finetune.errors import Interrupted
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.selection import Pool, build_selector
-from flatshift.selection.config import Domains, GotD, GotDContrast, Method, needs, ranking
+from flatshift.selection.config import Domains, GotD, GotDContrast, Method, ranking_method, required_inputs
 from flatshift.selection.errors import ConvergenceWarning, SelectionError
 from flatshift.selection.methods.base import Selector
 
@@ -32,7 +32,7 @@ _TOLERANCE = 1e-4
 
 def can_check(spec: Select) -> bool:
     """Return True if the method works on features with a meaningful distance."""
-    wanted = needs(spec.method)
+    wanted = required_inputs(spec.method)
     return spec.checks and "features" in wanted and not {"gradients", "tokens"} & wanted
 
 
@@ -56,9 +56,9 @@ def check_choice(
         x, y = sides.x, sides.y
         assert y is not None
         potentials = getattr(selector, "potentials_", getattr(getattr(selector, "inside", None), "potentials_", None))
-        inner = ranking(spec.method)
+        inner = ranking_method(spec.method)
         cost = getattr(inner, "cost", "sqeuclidean")
-        seed = derive(seed, "checks")
+        seed = derive_seed(seed, "checks")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # a tolerance missed on a part is in `marginal_error`
             found = check_selection(

@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.data.holdout import SPLITS, RowKeys, cut_documents, set_apart
+from flatshift.experiments.data.holdout import SPLITS, RowKeys, cut_documents, split_holdout
 from flatshift.experiments.data.splits import cut_line, read_splits
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.pool import Records, read_records
-from flatshift.finetune.atomic import read_object
+from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.config import Columns, Data
-from flatshift.finetune.data.files import describe
+from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.rows import Row, limit_rows
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 
 
 def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
@@ -51,7 +51,7 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
             console.say(f"target: {cut_line(cut, data.holdout)}")
         else:
             try:
-                kept, _ = set_apart(keys, data.holdout)
+                kept, _ = split_holdout(keys, data.holdout)
             except UserError:  # nor would a run train on so few
                 kept = np.arange(len(keys))
             apart = [found.rows[i] for i in np.setdiff1d(np.arange(len(keys)), kept).tolist()]
@@ -60,7 +60,7 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
                 f"target: {len(apart):,} of its {found.total:,} rows are set apart, for a run on them to judge by "
                 f"(data.holdout {data.holdout:g})"
             )
-    limited = limit_rows(found.rows, spec.target.limit, seed=derive(recipe.train.seed, "limit", "target"))
+    limited = limit_rows(found.rows, spec.target.limit, seed=derive_seed(recipe.train.seed, "limit", "target"))
     return replace(found, rows=limited), apart
 
 
@@ -100,7 +100,7 @@ def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
         seen = target_record(recipe, skipped) if spec.target.files else None
         cure = "leave select.target.files out: the target is then the training rows that are not set apart"
     else:
-        seen = read_object(Path(spec.from_) / "manifest.json", "selection").get("target")
+        seen = read_json_object(Path(spec.from_) / "manifest.json", "selection").get("target")
         files = " ".join(data.train.all_files)
         cure = f"select anew with --target {files} --data.holdout {data.holdout:g}, which sets the same rows apart"
     if not seen:
@@ -128,4 +128,4 @@ def _share_apart(data: Data) -> float:
 
 
 def _contents(files: Iterable[str]) -> list[str]:
-    return [str(one["sha256"] or one["path"]) for one in describe(tuple(files))]
+    return [str(one["sha256"] or one["path"]) for one in describe_files(tuple(files))]

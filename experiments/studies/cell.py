@@ -26,7 +26,7 @@ from flatshift.experiments.recipe.key import TRAINING_ROWS
 from flatshift.experiments.recipe.rules import check_cell
 from flatshift.experiments.results.cells import RESULT, Status, flatshift_version, result_files, source_digest
 from flatshift.experiments.run.console import Console
-from flatshift.finetune.digests import digest, write_sealed
+from flatshift.finetune.digests import file_sha256, write_sealed
 from flatshift.finetune.errors import Interrupted, is_out_of_memory, user_path
 from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
 
@@ -88,13 +88,13 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mappi
     adapter.
     """
     from flatshift.experiments.recipe.auto import resolve_auto
-    from flatshift.experiments.workflows.run_parts import recipe_inputs
+    from flatshift.experiments.workflows.run_parts import list_input_files
 
     resolved = resolve_auto(resolved)
     if resolved.recipe.eval.train_limit is None:
         judged = dataclasses.replace(resolved.recipe.eval, train_limit=TRAINING_ROWS)
         resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, eval=judged))
-    digests = [file_digest(path) for path in recipe_inputs(resolved.recipe)]
+    digests = [file_digest(path) for path in list_input_files(resolved.recipe)]
     digests += _backbone_digests(resolved.recipe.backbone)
     digests += settings_digests(resolved.recipe)
     return Cell(recipe_key(resolved.recipe, digests), point, seed, resolved, laid or {})
@@ -117,10 +117,10 @@ def _backbone_digests(name: str) -> list[list[str]]:
     from flatshift.finetune import assets
 
     directory = user_path(name)
-    if name.startswith("package:") or assets.backbone(name) is not None or not directory.is_dir():
+    if name.startswith("package:") or assets.backbone_directory(name) is not None or not directory.is_dir():
         return []
-    files = [*assets.beside_weights(directory), *sorted(directory.glob("*.safetensors"))]
-    return [[path.name, digest(path)] for path in files]
+    files = [*assets.non_weight_files(directory), *sorted(directory.glob("*.safetensors"))]
+    return [[path.name, file_sha256(path)] for path in files]
 
 
 @functools.cache
@@ -133,9 +133,9 @@ def _adapter_digest(name: str, where: str) -> str:
 @functools.cache
 def file_digest(path: str) -> list[str]:
     """Return the SHA-256 of each data file that `path` expands to."""
-    from flatshift.finetune.data.files import describe
+    from flatshift.finetune.data.files import describe_files
 
-    return [entry["sha256"] for entry in describe([path])]
+    return [entry["sha256"] for entry in describe_files([path])]
 
 
 def without_cache(recipe: Recipe) -> Recipe:
@@ -172,19 +172,19 @@ def train_cell(directory: Path, cell: Cell, recipe: Recipe) -> Result:
     recipe: the cell's own, for this process.
     Raises Diverged, also for a trained adapter whose loss on judged rows is not a finite number.
     """
-    from flatshift.experiments.data.splits import prepare
+    from flatshift.experiments.data.splits import prepare_data
     from flatshift.experiments.select.target import check_target
     from flatshift.experiments.workflows.context import run_context
     from flatshift.experiments.workflows.run_parts import remove_weights
-    from flatshift.experiments.workflows.train import execute
+    from flatshift.experiments.workflows.train import execute_parts
 
     check_cell(recipe)
-    rows = prepare(recipe)
+    rows = prepare_data(recipe)
     check_target(recipe, rows.skipped)
     probe = cell.probe() if cell.probe is not None else None
     run = RunDirectory.create(directory, recipe_yaml=cell.resolved.to_yaml())
     with run_context(recipe, run, Console(quiet=True, log=run.log), cell=True, probe=probe) as context:
-        metrics = execute(context, rows)
+        metrics = execute_parts(context, rows)
     remove_weights(directory)
     _refuse_broken(metrics)
     figures = None if probe is None else probe.figures()

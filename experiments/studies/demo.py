@@ -21,7 +21,7 @@ from flatshift.experiments.studies.warmups import study
 from flatshift.experiments.workflows.train import resume, train
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.lock import exclusive_lock
-from flatshift.finetune.run_directory import refuse_nonempty, write_provenance
+from flatshift.finetune.run_directory import check_empty, write_provenance
 
 _RUN = {
     "train.steps": 40,
@@ -97,7 +97,7 @@ def demo(out: Path, *, draw: Draw) -> Path:
 def _demo(out: Path, draw: Draw) -> Path:
     marker = out / "demo.json"
     if not marker.is_file():
-        refuse_nonempty(out)
+        check_empty(out)
         write_json(marker, {"what": "flatshift demo"})
     started = time.monotonic()
     jobs = min(2, os.cpu_count() or 1)

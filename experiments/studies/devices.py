@@ -27,9 +27,9 @@ class DevicePlacement:
         """CPU threads of one worker."""
         if self.given is not None:
             return self.given
-        from flatshift.finetune.planner.devices import at_hand
+        from flatshift.finetune.planner.devices import detect_devices
 
-        return max(1, at_hand("cpu").count // self.jobs)
+        return max(1, detect_devices("cpu").count // self.jobs)
 
     def device(self, worker: int) -> str | None:
         """Return the device of a worker."""
@@ -48,16 +48,16 @@ def place(cell: Cell, device: str | None) -> Cell:
 
 def on_cuda(places: DevicePlacement, cells: Sequence[Cell]) -> bool:
     """Return True if any of the cells runs on a CUDA device."""
-    from flatshift.finetune.planner.devices import at_hand
+    from flatshift.finetune.planner.devices import detect_devices
 
     wanted = set(places.devices) or {cell.resolved.recipe.train.device for cell in cells}
-    return any(device != "cpu" and at_hand(device).kind == "cuda" for device in wanted)
+    return any(device != "cpu" and detect_devices(device).kind == "cuda" for device in wanted)
 
 
 def _cuda_devices() -> int:
-    from flatshift.finetune.planner.devices import at_hand
+    from flatshift.finetune.planner.devices import detect_devices
 
-    found = at_hand()
+    found = detect_devices()
     return found.count if found.kind == "cuda" else 0
 
 

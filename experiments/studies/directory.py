@@ -14,9 +14,9 @@ from flatshift.experiments.results.cells import flatshift_version, read_result, 
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell
 from flatshift.finetune.atomic import write_json
-from flatshift.finetune.digests import DONE, FILES, sums
+from flatshift.finetune.digests import DONE, FILES, file_digests
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.lock import taken
+from flatshift.finetune.lock import try_lock
 
 WORKERS = ".workers.lock"
 """Lock file that every worker process holds for as long as it may write into cells."""
@@ -28,7 +28,7 @@ def study_lock(out: Path) -> Iterator[None]:
     """Hold the lock of a worker that may write into cells."""
     fd = os.open(out / WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        while taken(fd, shared=True) is False:  # another command is waiting for orphans
+        while try_lock(fd, shared=True) is False:  # another command is waiting for orphans
             time.sleep(0.01)
         yield
     finally:
@@ -45,7 +45,7 @@ def await_orphans(out: Path) -> None:
     fd = os.open(out / WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         # None: this file system has no locks.
-        while taken(fd) is False:
+        while try_lock(fd) is False:
             if time.monotonic() > deadline:
                 raise UserError(
                     f"{out}: a worker of an earlier command is still at work there; end it (`fuser {out / WORKERS}` "
@@ -60,7 +60,7 @@ def note_finished(out: Path, names: Iterable[str]) -> None:
     """Write done.json: SHA-256 of the existing files among `names`, and of the files of each cell
     (`flatshift.finetune.digests`)."""
     kept = [*(out / name for name in names), *(out / "cells").glob("*/*.json*"), *(out / "cells").glob("*/*.yaml")]
-    write_json(out / DONE, {FILES: sums(out, [file for file in kept if file.is_file()])})
+    write_json(out / DONE, {FILES: file_digests(out, [file for file in kept if file.is_file()])})
 
 
 def results_of(out: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:

@@ -30,8 +30,8 @@ from flatshift.experiments.studies.devices import DevicePlacement, on_cuda, plac
 from flatshift.experiments.studies.directory import await_orphans, results_of, study_lock
 from flatshift.experiments.studies.leases import Leases
 from flatshift.experiments.studies.progress import CellProgress
-from flatshift.finetune.atomic import sweep_leftovers
-from flatshift.finetune.child_process import without_namesakes
+from flatshift.finetune.atomic import remove_leftovers
+from flatshift.finetune.child_process import without_cwd_imports
 from flatshift.finetune.errors import Interrupted
 from flatshift.finetune.launch.spawn import THREADS
 from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
@@ -78,7 +78,7 @@ def run_cells(
     """
     if leases is None:
         await_orphans(out)
-        sweep_leftovers(out / "cells")
+        remove_leftovers(out / "cells")
     unique = {cell.key: cell for cell in cells}
     results = {key: found for key, found in results_of(out, cells).items() if key not in rerun}
     todo = [cell for key, cell in unique.items() if key not in results]
@@ -188,7 +188,7 @@ class _Queue:
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(os.getpid(), self.places.threads, self.out, self.run, there))
         # The worker must not import a file of the user's that is named like a module.
-        with without_namesakes():
+        with without_cwd_imports():
             process.start()
         there.close()  # so that the pipe ends with the worker
         return _Worker(number, process, here)
@@ -270,7 +270,7 @@ class _Queue:
         """Remove what a worker that is dead was writing of `cell`; other workers are writing theirs."""
         for leftover in (self.out / "cells").glob(f".{cell.key}.*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-        sweep_leftovers(self.out / "cells" / cell.key)
+        remove_leftovers(self.out / "cells" / cell.key)
 
     def _ended(self, cell: Cell) -> bool:
         """Count the result of a cell that its worker has left; False if there is none."""

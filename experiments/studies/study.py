@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from flatshift.experiments.recipe import Resolved
-from flatshift.experiments.recipe.build import nearest
+from flatshift.experiments.recipe.build import suggest_nearest
 from flatshift.experiments.recipe.resolve import apply_overrides, recipe_tree, resolve_tree
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
@@ -22,7 +22,7 @@ from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.devices import DevicePlacement
 from flatshift.experiments.studies.directory import WORKERS, note_finished
 from flatshift.experiments.studies.queue import RunCell, run_cells, run_logged
-from flatshift.finetune.atomic import is_bare, make_directory, sweep_leftovers, write_json, write_text
+from flatshift.finetune.atomic import has_only_leftovers, make_directory, remove_leftovers, write_json, write_text
 from flatshift.finetune.digests import DONE
 from flatshift.finetune.errors import Interrupted, UserError, is_remote
 from flatshift.finetune.lock import INSIDE, exclusive_lock
@@ -63,11 +63,11 @@ def study_recipe(
     Raises:
         UserError: a recipe without the block, or one that cannot be built.
     """
-    from flatshift.experiments.recipe.auto import settled_tree
+    from flatshift.experiments.recipe.auto import resolve_auto_tree
 
     tree = apply_overrides(recipe_tree(reference), overrides)
     name = Path(reference).stem
-    tree = settled_tree(tree, name=name, kept=None if out is None else out / RECIPE, of=of)
+    tree = resolve_auto_tree(tree, name=name, kept=None if out is None else out / RECIPE, of=of)
     resolved = resolve_tree(tree, (), name=name, of=of)
     assert isinstance(tree, Branch)
     if getattr(resolved.recipe, block) is None:
@@ -80,7 +80,7 @@ def locate(name: str, data: Path | None, where: str) -> str:
 
     where: the recipe key, for the error message. Raises UserError if there is no such file.
     """
-    from flatshift.finetune.data.files import expand
+    from flatshift.finetune.data.files import expand_files
     from flatshift.finetune.data.formats import HUB, SAMPLE
 
     elsewhere = name.startswith(HUB) or is_remote(name)
@@ -89,7 +89,7 @@ def locate(name: str, data: Path | None, where: str) -> str:
     else:
         place = str(((data or Path()) / name).absolute())
     try:
-        (found,) = expand([place])
+        (found,) = expand_files([place])
     except UserError as error:
         hint = "; name the directory of the study's files with --data" if data is None else ""
         raise UserError(f"{where}: {error}{hint}") from None
@@ -101,7 +101,7 @@ def chosen(flag: str, given: Sequence[Any], known: Iterable[Any]) -> list[Any]:
     known = list(known)
     for name in given:
         if name not in known:
-            raise UserError(f"{flag}: the study has no {name!r}{nearest(str(name), map(str, known))}")
+            raise UserError(f"{flag}: the study has no {name!r}{suggest_nearest(str(name), map(str, known))}")
     return [name for name in known if not given or name in given]
 
 
@@ -112,13 +112,17 @@ def claim_study(out: Path, recipe_yaml: str, what: str) -> None:
     error message. Raises UserError if `out` holds something else.
     """
     marker = out / RECIPE
-    if out.exists() and not marker.is_file() and not (out.is_dir() and is_bare(out, but=("cells", INSIDE, WORKERS))):
+    if (
+        out.exists()
+        and not marker.is_file()
+        and not (out.is_dir() and has_only_leftovers(out, but=("cells", INSIDE, WORKERS)))
+    ):
         raise UserError(f"{out} is not empty and is not a {what}'s directory; name another --out")
-    sweep_leftovers(out)
+    remove_leftovers(out)
     (out / DONE).unlink(missing_ok=True)  # it describes a finished study
     write_text(marker, recipe_yaml)  # first: after a kill from here on the same command recognises the directory
     make_directory(out / "cells")
-    sweep_leftovers(out / "cells")
+    remove_leftovers(out / "cells")
     write_provenance(out)
 
 

@@ -17,7 +17,7 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import Cell, cell_of, run_cells
 from flatshift.experiments.studies.devices import DevicePlacement
-from flatshift.experiments.workflows.build import text_perplexity
+from flatshift.experiments.workflows.build import evaluate_perplexity
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import write_provenance
@@ -69,7 +69,7 @@ def study(
     }
     run_cells(out, list(cells.values()), DevicePlacement(jobs), console, label=f"study {name}")
     surprise, cold = _surprise(
-        text_perplexity(resolve_auto(load_recipe(recipe, overrides)).recipe, None, only=("test",))
+        evaluate_perplexity(resolve_auto(load_recipe(recipe, overrides)).recipe, None, only=("test",))
     )
     rows = []
     floor = None

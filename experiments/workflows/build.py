@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from flatshift.experiments.data.sources import judged_train
-from flatshift.experiments.data.splits import Prepared, read_splits
+from flatshift.experiments.data.sources import sample_train_for_eval
+from flatshift.experiments.data.splits import PreparedData, read_splits
 from flatshift.experiments.recipe.schema import Recipe, warm_up_task
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.adapters.initial_values import InitialAdapter
-from flatshift.finetune.atomic import read_object, replacing, write_json
+from flatshift.finetune.atomic import atomic_file, read_json_object, write_json
 from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
@@ -24,12 +24,12 @@ from flatshift.finetune.data.example import IGNORE, Example
 from flatshift.finetune.data.rows import limit_rows
 from flatshift.finetune.digests import adapter_digest, record_digest
 from flatshift.finetune.evaluate.evaluator import evaluate
-from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.evaluate.metrics import find_metric
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 
 LoadedModel = tuple[Engine, Any]
@@ -76,7 +76,7 @@ def load_model(
     return engine, open_backbone(recipe.backbone).tokenizer
 
 
-def skipped_rows_summary(prepared: Prepared, max_length: int) -> list[str]:
+def skipped_rows_summary(prepared: PreparedData, max_length: int) -> list[str]:
     """Return sentences on the rows lost in preparation: notes of the encoding, dropped rows, skipped rows."""
     lines = list(prepared.notes)
     if prepared.dropped:
@@ -113,7 +113,7 @@ def evaluate_split(
         config=recipe.eval,
         inference=inference,
         label_names=label_names,
-        seed=derive(recipe.train.seed, "bootstrap", split),
+        seed=derive_seed(recipe.train.seed, "bootstrap", split),
         said=said,
     )
 
@@ -133,11 +133,11 @@ def evaluate_watched(
         return evaluate(model, tokenizer, examples, inference=dataclasses.replace(inference, beat=beat), **how)
 
 
-def judge_splits(
+def evaluate_splits(
     recipe: Recipe,
     engine: Engine,
     tokenizer: Any,
-    prepared: Prepared,
+    prepared: PreparedData,
     console: Console,
     *,
     watch: Watch,
@@ -150,7 +150,7 @@ def judge_splits(
     keep: predictions.parquet to write, of dev and test. finished: splits of an earlier try, which are reused; splits
     that finish now are added to it.
     """
-    splits = {"train": judged_train(recipe, prepared.train), "dev": prepared.dev, "test": prepared.test}
+    splits = {"train": sample_train_for_eval(recipe, prepared.train), "dev": prepared.dev, "test": prepared.test}
     result, tables = {}, []
     for split, examples in splits.items():
         if not examples:
@@ -166,8 +166,8 @@ def judge_splits(
             )  # fmt: skip
             table = None
             if keep is not None and split != "train" and engine.is_main:
-                columns = {"row": places_of(examples), "text": texts_of(examples, tokenizer), **said}
-                table = predictions_table(split, columns)
+                columns = {"row": format_example_places(examples), "text": decode_examples(examples, tokenizer), **said}
+                table = build_predictions_table(split, columns)
             if finished is not None:
                 finished.add(split, result[split], table)
         console.say(f"{split}: {', '.join(format_metrics(result[split]))}")
@@ -178,7 +178,7 @@ def judge_splits(
 
 
 def evaluate_base_model(
-    recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, folder: Path, *, watch: Watch
+    recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData, folder: Path, *, watch: Watch
 ) -> dict[str, Any]:
     """Write cold.json and cold.parquet of a run: the first `eval.cold` rows of test (else dev), evaluated with the base
     model.
@@ -195,7 +195,7 @@ def evaluate_base_model(
         said=said,
     )  # fmt: skip
     if engine.is_main:
-        write_tables(folder / COLD_ROWS, [predictions_table(split, {"row": places_of(some), **said})])
+        write_tables(folder / COLD_ROWS, [build_predictions_table(split, {"row": format_example_places(some), **said})])
         write_json(folder / COLD, {split: found})
     return {split: found}
 
@@ -224,7 +224,7 @@ class FinishedSplits:
         import pyarrow.parquet as pq
 
         file, rows = self.folder / f"{split}.json", self.folder / f"{split}.parquet"
-        record = read_object(file) if file.is_file() else {}
+        record = read_json_object(file) if file.is_file() else {}
         if record.get("of") != self.of:
             return None
         return record["figures"], pq.read_table(rows) if rows.is_file() else None
@@ -245,13 +245,13 @@ TEXTS_KEPT, _LONGEST = 2000, 600
 """Rows of a split whose text is stored with their predictions, and characters of each text."""
 
 
-def places_of(examples: Sequence[Example]) -> list[str]:
+def format_example_places(examples: Sequence[Example]) -> list[str]:
     """Return the place of each example as file name and line, without the directory: the same for a copy of the
     file."""
     return [example.where.rpartition("/")[2] for example in examples]
 
 
-def texts_of(examples: Sequence[Example], tokenizer: Any) -> list[str | None]:
+def decode_examples(examples: Sequence[Example], tokenizer: Any) -> list[str | None]:
     """Return the text that the model reads of each of the first examples, up to the answer if there is one."""
     found: list[str | None] = [None] * len(examples)
     for place, example in enumerate(examples[:TEXTS_KEPT]):
@@ -262,11 +262,11 @@ def texts_of(examples: Sequence[Example], tokenizer: Any) -> list[str | None]:
             answer = next((i for i, label in enumerate(labels) if label != IGNORE), len(ids))
             # a single token before the labels is the start token, not a prompt
             ids = ids[:answer] if answer > 1 else ids
-        found[place] = shortened_text(str(tokenizer.decode(ids[:_LONGEST], skip_special_tokens=True)))
+        found[place] = shorten_text(str(tokenizer.decode(ids[:_LONGEST], skip_special_tokens=True)))
     return found
 
 
-def shortened_text(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Return the text as one line of at most 600 characters."""
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
@@ -278,10 +278,10 @@ def write_predictions(path: Path, splits: Iterable[tuple[str, Mapping[str, Seque
 
     splits: pairs of a split's name and its columns, with one entry for each row of the split.
     """
-    write_tables(path, [predictions_table(split, columns) for split, columns in splits])
+    write_tables(path, [build_predictions_table(split, columns) for split, columns in splits])
 
 
-def predictions_table(split: str, columns: Mapping[str, Sequence[Any]]) -> Any:
+def build_predictions_table(split: str, columns: Mapping[str, Sequence[Any]]) -> Any:
     """Return one split of `write_predictions` as an Arrow table."""
     import pyarrow as pa
 
@@ -293,7 +293,7 @@ def write_tables(path: Path, tables: Sequence[Any]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with replacing(path) as temporary:
+    with atomic_file(path) as temporary:
         pq.write_table(pa.concat_tables(tables, promote_options="default"), temporary)
 
 
@@ -305,7 +305,7 @@ def format_metrics(metrics: dict[str, Any]) -> list[str]:
 
     return [
         f"{name} {number(m['value'])}"
-        + (f" [{number(m['low'])}, {number(m['high'])}]" if not metric_of(name).is_floor else "")
+        + (f" [{number(m['low'])}, {number(m['high'])}]" if not find_metric(name).is_floor else "")
         for name, m in metrics.items()
     ]
 
@@ -317,7 +317,7 @@ _ROWS = 500
 """Maximum rows of each split; enough for an interval of a few per cent."""
 
 
-def text_perplexity(
+def evaluate_perplexity(
     recipe: Recipe,
     adapter: Path | None,
     *,
@@ -345,7 +345,7 @@ def text_perplexity(
     engine, tokenizer = model or load_model(recipe, task, None, world=world, adapter=adapter)
     result = {}
     for name, split in splits.items():
-        subset = limit_rows(split, min(_ROWS, len(split)), seed=derive(0, "shift", name))
+        subset = limit_rows(split, min(_ROWS, len(split)), seed=derive_seed(0, "shift", name))
         encoded = encode(
             subset, task=task, tokenizer=tokenizer, max_length=recipe.train.max_length,
             truncation=recipe.train.truncation, bad_rows="skip",

@@ -14,12 +14,12 @@ from typing import Any
 
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.evaluation_target import Adapted, EvaluationTarget
-from flatshift.experiments.workflows.generate import alone, finished_recipe
+from flatshift.experiments.workflows.evaluation_target import AdapterSwitcher, EvaluationTarget
+from flatshift.experiments.workflows.generate import read_finished_recipe, to_single_process
 from flatshift.finetune.compute.numerics import cpu_threads
-from flatshift.finetune.data.encoding import end_token
-from flatshift.finetune.data.example import Question
-from flatshift.finetune.data.formats import has_half_pair
+from flatshift.finetune.data.encoding import get_end_token
+from flatshift.finetune.data.example import GenerationPrompt
+from flatshift.finetune.data.formats import has_lone_surrogate
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
 
@@ -38,7 +38,7 @@ class Reply:
     """True if the model ended its answer itself; False if `max_new_tokens` did."""
 
 
-class WritingRuns:
+class GenerativeRuns:
     """Finished generative runs, by name; only one answers at a time, from whatever thread."""
 
     def __init__(self, paths: Sequence[Path], *, overrides: Sequence[Branch] = (), quiet: bool = False) -> None:
@@ -48,7 +48,7 @@ class WritingRuns:
             raise UserError("name at least one RUN_DIR")
         self._subjects: dict[str, EvaluationTarget] = {}
         for path in paths:
-            recipe = alone(finished_recipe(path, overrides))
+            recipe = to_single_process(read_finished_recipe(path, overrides))
             recipe.task.check_writes()
             if recipe.adapter.projector is not None:
                 raise UserError(f"{path}: its adapter reads features with every row, and nobody hands it any here")
@@ -57,7 +57,7 @@ class WritingRuns:
             if path.resolve() in [one.run.resolve() for one in self._subjects.values() if one.run is not None]:
                 raise UserError(f"{path} is named twice; name each run once")
             self._subjects[name] = EvaluationTarget(name, recipe, path)
-        self._models = Adapted(Console(quiet=quiet))
+        self._models = AdapterSwitcher(Console(quiet=quiet))
         self._lock = threading.Lock()
         self._at: str | None = None
         self._model: Any = None
@@ -107,8 +107,8 @@ class WritingRuns:
             how = Decoding(**{"max_new_tokens": task.max_new_tokens, **(decoding or {})})
         except (ValueError, TypeError) as error:
             raise UserError(f"{error}") from None
-        question = _question(task, asked, tokenizer, raw=raw)
-        ends = {end_token(tokenizer), question.stop} - {None}
+        question = _build_question(task, asked, tokenizer, raw=raw)
+        ends = {get_end_token(tokenizer), question.stop} - {None}
         written: list[int] = []
         said, lead = "", "" if raw else question.lead
 
@@ -117,7 +117,7 @@ class WritingRuns:
             if token in ends:
                 return
             written.append(token)
-            text = _without(lead, str(tokenizer.decode(written, skip_special_tokens=True)))
+            text = _strip_lead(lead, str(tokenizer.decode(written, skip_special_tokens=True)))
             if not text.endswith("\ufffd"):  # an incomplete character: wait for its other bytes
                 told(text[len(said) :])
                 said = text
@@ -136,23 +136,23 @@ class WritingRuns:
                 decoder_start=backbone.decoder_start if task.encoder_decoder else None,
                 on_token=tell if how.num_beams == 1 else None,
             )
-        text = _without(lead, str(tokenizer.decode(answer.ids, skip_special_tokens=True)))
+        text = _strip_lead(lead, str(tokenizer.decode(answer.ids, skip_special_tokens=True)))
         if len(text) > len(said):
             told(text[len(said) :])
         return Reply(text, len(question.ids), len(answer.ids), answer.ended)
 
 
-def _without(lead: str, text: str) -> str:
+def _strip_lead(lead: str, text: str) -> str:
     """Remove from an answer the text that its template writes first, complete or in part."""
     return "" if lead.startswith(text) else text.removeprefix(lead)
 
 
-def _question(task: Any, asked: str | Sequence[Message], tokenizer: Any, *, raw: bool) -> Question:
+def _build_question(task: Any, asked: str | Sequence[Message], tokenizer: Any, *, raw: bool) -> GenerationPrompt:
     turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(turn) for turn in asked]
     for turn in turns:
         if turn.get("role") not in ("system", "user", "assistant") or not isinstance(turn.get("content"), str):
             raise UserError("a message needs a role (system, user or assistant) and a text as its content")
-        if has_half_pair(turn["content"]):
+        if has_lone_surrogate(turn["content"]):
             raise UserError("a message is not valid Unicode; write it in UTF-8")
     if not turns or turns[-1]["role"] != "user":
         raise UserError("the last message must be the user's: there is nothing to answer")

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from flatshift.experiments.data.splits import Prepared
+from flatshift.experiments.data.splits import PreparedData
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.run.console import Console, Draw, graceful_stop
+from flatshift.experiments.run.console import Console, Draw, catch_stop_signals
 from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.compute.matmul_rate import peak_rate
 from flatshift.finetune.compute.numerics import cpu_threads
@@ -29,7 +29,7 @@ class FineTuneProbe(Protocol):
     def step(self, line: Mapping[str, Any]) -> None:
         """Called after an optimizer step with its row of metrics.jsonl."""
 
-    def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> None:
+    def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> None:
         """Called after the evaluation of the chosen adapter, which is loaded in `engine`."""
 
     def figures(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def run_context(
             raise UserError("mesh: a cell of a sweep or study trains on one device; leave every axis at 1 and auto off")
         world = ProcessMesh.alone(resolve_device(recipe.train.device))
     run = dataclasses.replace(run, writes=world.is_main)
-    with cpu_threads(recipe.train.threads), graceful_stop(console.say) as stop:
+    with cpu_threads(recipe.train.threads), catch_stop_signals(console.say) as stop:
         trackers = open_trackers(recipe.tracker, run, config=dataclasses.asdict(recipe), say=console.say)
         try:
             yield RunContext(
@@ -90,7 +90,7 @@ def run_context(
                 world=world,
                 stop=stop,
                 trackers=trackers,
-                peak_tflops=None if cell else _peak(recipe, world, console),
+                peak_tflops=None if cell else _resolve_peak_tflops(recipe, world, console),
                 cell=cell,
                 **rest,
             )
@@ -98,7 +98,7 @@ def run_context(
             trackers.close()
 
 
-def _peak(recipe: Recipe, world: ProcessMesh, console: Console) -> float:
+def _resolve_peak_tflops(recipe: Recipe, world: ProcessMesh, console: Console) -> float:
     """Return the peak rate of one device, TFLOP/s: from the recipe, else measured."""
     if recipe.train.peak_tflops is not None:
         return recipe.train.peak_tflops

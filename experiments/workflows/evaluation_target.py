@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.recipe.auto import resolve_auto
-from flatshift.experiments.recipe.build import build
+from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.resolve import Resolved
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, from_override, merge
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.generate import adapted_recipe, alone
+from flatshift.experiments.workflows.generate import read_adapted_recipe, to_single_process
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.finetune.errors import UserError
 
@@ -41,7 +41,7 @@ def is_run(name: str) -> bool:
     return (Path(name) / "recipe.resolved.yaml").is_file()
 
 
-def subjects_of(
+def resolve_subjects(
     names: Sequence[str], overrides: Sequence[Branch], has_data: bool, console: Console
 ) -> list[EvaluationTarget]:
     """Return the subjects that `names` refer to: run directories, and base models evaluated like the first run on them,
@@ -54,7 +54,11 @@ def subjects_of(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"eval: {twice} is named twice; name it once")
-    runs = {name: alone(adapted_recipe(Path(name), overrides, other_rows=has_data)) for name in names if is_run(name)}
+    runs = {
+        name: to_single_process(read_adapted_recipe(Path(name), overrides, other_rows=has_data))
+        for name in names
+        if is_run(name)
+    }
     found = []
     for name in names:
         if name in runs:
@@ -67,7 +71,9 @@ def subjects_of(
             backbone = open_backbone(name)
         except UserError as error:
             raise UserError(f"{name} is not a run directory, and {error}") from None
-        beside = next((r for r, recipe in runs.items() if _same(open_backbone(recipe.backbone), backbone)), None)
+        beside = next(
+            (r for r, recipe in runs.items() if _is_same_backbone(open_backbone(recipe.backbone), backbone)), None
+        )
         if runs:
             like = beside or next(iter(runs))
             recipe = dataclasses.replace(runs[like], backbone=runs[like].backbone if beside else name)
@@ -85,7 +91,7 @@ def subjects_of(
         given = [from_override("backbone", name, "eval"), from_override("task.kind", kind, "eval"), *overrides]
         for one in given:
             tree = merge(tree, one)
-        recipe = alone(build(Recipe, tree))
+        recipe = to_single_process(build_settings(Recipe, tree))
         if recipe.task.pack:  # nothing is trained
             recipe = dataclasses.replace(recipe, task=recipe.task.replace(pack=False))
         recipe = resolve_auto(Resolved(recipe, name, {}), say=console.say).recipe
@@ -97,11 +103,11 @@ def subjects_of(
     return found
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same_backbone(a: Any, b: Any) -> bool:
     return bool(a.directory.resolve() == b.directory.resolve())
 
 
-class Adapted:
+class AdapterSwitcher:
     """Models of subjects, one at a time, with as few loads of a backbone as possible."""
 
     def __init__(self, console: Console) -> None:
@@ -114,7 +120,7 @@ class Adapted:
     def of(self, subject: EvaluationTarget, label_names: tuple[str, ...] | None) -> Any:
         """Return the model of `subject` in evaluation precision; the previous model becomes unusable."""
         from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter
-        from flatshift.finetune.adapters.offsets import offsets_of
+        from flatshift.finetune.adapters.offsets import folded_offsets
         from flatshift.finetune.compute.cuda_status import resolve_device
         from flatshift.finetune.compute.precision import adapter_dtype
         from flatshift.finetune.models.load import load_backbone
@@ -160,7 +166,7 @@ class Adapted:
             initial=(initial if initial.is_dir() else folder) if folded else None,
         )
         load_adapter(self._model, folder)
-        if offsets_of(self._model) or recipe.task.new_head or recipe.adapter.soft_tokens is not None:
+        if folded_offsets(self._model) or recipe.task.new_head or recipe.adapter.soft_tokens is not None:
             self._base = None  # such changes cannot be removed again
         return self._model
 

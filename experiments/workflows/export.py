@@ -16,20 +16,24 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatshift.experiments.data.splits import learnt
+from flatshift.experiments.data.splits import read_label_record
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.workflows.folder_check import Folder, compare, expected
-from flatshift.experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
-from flatshift.experiments.workflows.model_card import card, published_name, run_title
+from flatshift.experiments.workflows.folder_check import Folder, compare_folder, compute_expected
+from flatshift.experiments.workflows.generation_settings import (
+    collect_end_tokens,
+    read_trained_ends,
+    save_generation_settings,
+)
+from flatshift.experiments.workflows.model_card import build_card, published_name, run_title
 from flatshift.experiments.workflows.run_parts import awaits_evaluation, check_run
-from flatshift.experiments.workflows.saved_tokenizer import RunRows, run_rows, save_tokenizer
+from flatshift.experiments.workflows.saved_tokenizer import RunRows, read_run_rows, save_tokenizer
 from flatshift.finetune.atomic import write_json, write_text
-from flatshift.finetune.digests import DONE, digest
-from flatshift.finetune.errors import UserError, first_line, shortened
+from flatshift.finetune.digests import DONE, file_sha256
+from flatshift.finetune.errors import UserError, first_error_line, shorten
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
-from flatshift.finetune.run_directory import RECIPE, new_output, refuse_old, resume_command
+from flatshift.finetune.run_directory import RECIPE, check_replaceable, output_directory, resume_command
 
 if TYPE_CHECKING:
     from flatshift.finetune.adapters.saved import SavedAdapter
@@ -39,7 +43,7 @@ _FILES = ("adapter_model.safetensors", "adapter_config.json")
 """Files of `adapter/` that are exported; any other file in it is not."""
 
 
-def export(
+def export_run(
     path: Path, out: Path, *, base_model: str | None = None, license: str | None = None, add: Sequence[str] = ()
 ) -> dict[str, Any] | None:
     """Write adapter, tokenizer and a model card made from the run to the new directory `out`.
@@ -54,40 +58,40 @@ def export(
     adapter is not of this backbone.
     """
     with exclusive_lock(out):
-        refuse_old(out)
-        return _export(path, out, base_model, license, add)
+        check_replaceable(out)
+        return _write_export(path, out, base_model, license, add)
 
 
-def _export(
+def _write_export(
     path: Path, out: Path, base_model: str | None, license: str | None, add: Sequence[str]
 ) -> dict[str, Any] | None:
-    from flatshift.finetune.adapters.adapter import read_adapter, require_saved
+    from flatshift.finetune.adapters.adapter import check_saved, read_adapter
 
     recipe = resume_recipe(path).recipe
     require_trained(path, recipe)
-    own = _own(path, recipe, alone=not add)
+    own = _open_run_adapter(path, recipe, alone=not add)
     tensors = read_adapter(path / "adapter")
-    added = [_weighted(text, recipe) for text in add]
+    added = [_parse_weighted_adapter(text, recipe) for text in add]
     checked = recipe.adapter.init != "loftq"
     if base_model is not None:
         _require_hub_name(base_model)
-    labels, ends = known_labels(path, recipe), trained_ends(path)
-    rows, stops = rows_in_reach(recipe, labels), all_ends(recipe, ends.values())
+    labels, ends = read_class_labels(path, recipe), read_trained_ends(path)
+    rows, stops = read_available_rows(recipe, labels), collect_end_tokens(recipe, ends.values())
     others = [(saved.path, weight) for saved, weight in added]
     with (
-        expected(path, recipe, labels, rows, stops, added=others) if checked else nullcontext() as wanted,
-        new_output(out) as temporary,
+        compute_expected(path, recipe, labels, rows, stops, added=others) if checked else nullcontext() as wanted,
+        output_directory(out) as temporary,
     ):
         if added:
-            from flatshift.finetune.adapters.combine import combine
+            from flatshift.finetune.adapters.combine import combine_adapters
 
-            assert own is not None  # `_own` refuses soft tokens here
-            combine([(own, 1.0), *added], temporary)
+            assert own is not None  # `_open_run_adapter` refuses soft tokens here
+            combine_adapters([(own, 1.0), *added], temporary)
         else:
             for name in _FILES:
                 if (path / "adapter" / name).is_file():
                     shutil.copyfile(path / "adapter" / name, temporary / name)
-            require_saved(read_adapter(temporary), tensors)
+            check_saved(read_adapter(temporary), tensors)
         settings = json.loads((temporary / "adapter_config.json").read_text(encoding="utf-8"))
         settings["base_model_name_or_path"] = base_model or published_name(recipe.backbone)
         write_json(temporary / "adapter_config.json", settings)
@@ -97,8 +101,8 @@ def _export(
         compared = None
         if wanted is not None:
             folder = Folder(temporary, exact=True, adapter=True)
-            (compared,) = compare(wanted, recipe, labels, [folder], ends=list(ends.values()))
-        text = card(
+            (compared,) = compare_folder(wanted, recipe, labels, [folder], ends=list(ends.values()))
+        text = build_card(
             path,
             recipe,
             tokenizer=tokenizer,
@@ -112,15 +116,15 @@ def _export(
     return compared
 
 
-def rows_in_reach(recipe: Recipe, labels: tuple[str, ...] | None) -> RunRows | None:
+def read_available_rows(recipe: Recipe, labels: tuple[str, ...] | None) -> RunRows | None:
     """Return rows of the run's files; None for a run whose data is not available here."""
     try:
-        return run_rows(recipe, labels)
+        return read_run_rows(recipe, labels)
     except (UserError, OSError):
         return None
 
 
-def _own(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapter | None:
+def _open_run_adapter(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapter | None:
     """Return the run's adapter; None for soft tokens.
 
     Raises UserError for an adapter that fits changed frozen weights, and for soft tokens that would be added to.
@@ -142,7 +146,7 @@ def _own(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapter | None:
     return own
 
 
-def _weighted(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
+def _parse_weighted_adapter(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
     """Parse `DIR=WEIGHT` or `DIR` (weight 1) into an adapter of the recipe's backbone and its weight."""
     from flatshift.finetune.adapters.saved import SavedAdapter
 
@@ -172,9 +176,9 @@ def require_trained(path: Path, recipe: Recipe) -> None:
     check_run(path, recipe)
 
 
-def known_labels(path: Path, recipe: Recipe) -> tuple[str, ...] | None:
+def read_class_labels(path: Path, recipe: Recipe) -> tuple[str, ...] | None:
     """Return the classes of a run in head order, as in its label record; None for a task without classes."""
-    return learnt(recipe, path)[0] if recipe.task.has_classes else None
+    return read_label_record(recipe, path)[0] if recipe.task.has_classes else None
 
 
 def _require_hub_name(name: str) -> None:
@@ -194,15 +198,15 @@ _KINDS = {".safetensors", ".json", ".md", ".txt", ".jinja", ".model", ".gguf", "
 _NAMES = {"Modelfile"}
 
 
-def push(folder: Path, repository: str, *, public: bool = False, message: str | None = None) -> str:
+def push_to_hub(folder: Path, repository: str, *, public: bool = False, message: str | None = None) -> str:
     """Upload `folder` as one commit to `repository` (ORGANISATION/NAME, created if necessary); returns the commit's
     address.
 
     The sizes of all files, and the SHA-256 of those that the hub stores separately (weights), are then queried and
     compared.
     public: True makes a newly created repository visible to everybody; an existing one keeps its visibility.
-    Raises UserError for a folder that is not from `export` or `merge`, files of other kinds (such as pickles), a name
-    that the hub does not allow, a hub that refuses or cannot be reached, and uploaded files that differ.
+    Raises UserError for a folder that is not from `export_run` or `merge`, files of other kinds (such as pickles), a
+    name that the hub does not allow, a hub that refuses or cannot be reached, and uploaded files that differ.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
@@ -221,7 +225,7 @@ def push(folder: Path, repository: str, *, public: bool = False, message: str | 
         )
         there = {found.path: found for found in api.get_paths_info(repository, sorted(files), revision=made.oid)}
     except Exception as error:  # requests, the hub and its storage raise many kinds
-        reason = shortened(first_line(error), 160)
+        reason = shorten(first_error_line(error), 160)
         raise UserError(
             f"the model hub did not take it ({reason}); log in with `hf auth login` (a token that may write), and look "
             "whether it can be reached"
@@ -229,7 +233,9 @@ def push(folder: Path, repository: str, *, public: bool = False, message: str | 
     for name, file in files.items():
         found = there.get(name)
         kept = getattr(found, "lfs", None)
-        if getattr(found, "size", None) != file.stat().st_size or (kept is not None and kept.sha256 != digest(file)):
+        if getattr(found, "size", None) != file.stat().st_size or (
+            kept is not None and kept.sha256 != file_sha256(file)
+        ):
             raise UserError(f"{repository}: {name} came to lie there otherwise than it is here; push it again")
     return str(made.commit_url)
 
@@ -240,12 +246,14 @@ def files_to_upload(folder: Path) -> dict[str, Path]:
         raise UserError(f"{folder}: no such folder; make one with `flatshift export` or `flatshift merge`")
     if (folder / RECIPE).is_file():
         raise UserError(
-            f"{folder} is a run directory, which names files of this machine; push what `export` makes of it"
+            f"{folder} is a run directory, which names files of this machine; push what `export_run` makes of it"
         )
     if not (folder / "README.md").is_file():
         raise UserError(f"{folder} has no README.md, so it is no folder of `flatshift export` or `flatshift merge`")
     found = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if not file.is_dir()}
     for name, file in found.items():
         if file.is_symlink() or not file.is_file() or (file.suffix not in _KINDS and file.name not in _NAMES):
-            raise UserError(f"{folder}: {name} is nothing that `export` or `merge` makes; take it out of the folder")
+            raise UserError(
+                f"{folder}: {name} is nothing that `export_run` or `merge` makes; take it out of the folder"
+            )
     return found

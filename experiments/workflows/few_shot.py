@@ -18,17 +18,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flatshift.experiments.recipe.build import build
+from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.tree import parse_file
 from flatshift.finetune.config import Columns
-from flatshift.finetune.data.encoding import Specials
+from flatshift.finetune.data.encoding import SpecialTokens
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.bootstrap import Figure
-from flatshift.finetune.evaluate.candidates import Candidate, cut, score
-from flatshift.finetune.evaluate.classes import judge_classes
-from flatshift.finetune.evaluate.prompts import Asked, Prompt, ask, check, shipped
+from flatshift.finetune.evaluate.bootstrap import ResampledMetric
+from flatshift.finetune.evaluate.candidates import Candidate, score_candidates, tokenize_candidates
+from flatshift.finetune.evaluate.classes import classification_metrics
+from flatshift.finetune.evaluate.prompts import FilledPrompt, Prompt, check_prompt, fill_prompt, shipped_prompts
 from flatshift.finetune.seeds import numpy_generator
 
 Score = Literal["sum", "label", "mean", "byte", "pmi", "calibrated"]
@@ -72,10 +72,10 @@ class FewShot:
 
 
 @dataclass
-class Ranked:
+class RankingResult:
     """Answers of one subject."""
 
-    figures: dict[str, Figure] = field(default_factory=dict)
+    figures: dict[str, ResampledMetric] = field(default_factory=dict)
     """accuracy and chance; with labels also f1_macro, matthews, majority_floor: means over the seeds."""
     right: NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), bool))
     """True for right answers, shape (seeds, rows)."""
@@ -92,12 +92,14 @@ class Ranked:
 
 def read_prompt(name: str) -> Prompt:
     """Read a prompt from a file, or a shipped one by name. Raises UserError with file:line."""
-    path = shipped().get(name)
+    path = shipped_prompts().get(name)
     if path is None:
         path = Path(name)
         if not path.is_file():
-            raise UserError(f"--prompt: {name} is no file and none of the shipped prompts ({', '.join(shipped())})")
-    found: Prompt = build(Prompt, parse_file(path))
+            raise UserError(
+                f"--prompt: {name} is no file and none of the shipped prompts ({', '.join(shipped_prompts())})"
+            )
+    found: Prompt = build_settings(Prompt, parse_file(path))
     try:
         found.columns()
     except UserError as error:  # an error in its templates
@@ -125,26 +127,26 @@ def rank_rows(
     inference: EvalBatching,
     *,
     window: int,
-) -> Ranked:
+) -> RankingResult:
     """Rank the candidates of every row under every seed.
 
     The model must be in evaluation mode already. window: maximum tokens of a text.
     """
     try:
-        found = Ranked(notes=check(asked.prompt, tokenizer))
+        found = RankingResult(notes=check_prompt(asked.prompt, tokenizer))
     except UserError as error:
         raise UserError(f"--prompt {asked.name}: {str(error).removeprefix('prompt: ')}") from None
     if not tokenizer.is_fast:
         raise UserError("few-shot: this backbone's tokenizer cannot say where its tokens lie (no tokenizer.json)")
-    begin = Specials.of(tokenizer).prefix
-    items = [ask(asked.prompt, row, spoken=asked.spoken) for row in rows]
+    begin = SpecialTokens.of(tokenizer).prefix
+    items = [fill_prompt(asked.prompt, row, spoken=asked.spoken) for row in rows]
     gold = np.array([item.gold for item in items])
     right: list[NDArray] = []
     chosen: list[NDArray] = []
     hits: dict[str, list[float]] = {name: [] for name in SCORES}
     for seed in asked.seeds if asked.shots else asked.seeds[:1]:
-        contexts = _contexts(items, source, asked, seed)
-        scores = _scored(model, tokenizer, items, contexts, begin, asked, window, inference, found)
+        contexts = _draw_shots(items, source, asked, seed)
+        scores = _score_candidates(model, tokenizer, items, contexts, begin, asked, window, inference, found)
         for name, values in scores.items():
             picks = np.array([int(np.argmax(row)) for row in values])
             hits[name].append(float((picks == gold).mean()))
@@ -154,31 +156,31 @@ def rank_rows(
     found.right, found.by_seed = np.array(right), hits[asked.score]
     found.others = {name: float(np.mean(values)) for name, values in hits.items() if values}
     found.predictions = [[items[i].names[pick] for i, pick in enumerate(picks)] for picks in chosen]
-    found.figures = _figures(items, gold, chosen, found.right, labelled=bool(asked.prompt.labels))
+    found.figures = _ranking_metrics(items, gold, chosen, found.right, labelled=bool(asked.prompt.labels))
     return found
 
 
-def _figures(
-    items: Sequence[Asked], gold: NDArray, chosen: Sequence[NDArray], right: NDArray, *, labelled: bool
-) -> dict[str, Figure]:
-    each = [dict[str, Figure]() for _ in chosen]
+def _ranking_metrics(
+    items: Sequence[FilledPrompt], gold: NDArray, chosen: Sequence[NDArray], right: NDArray, *, labelled: bool
+) -> dict[str, ResampledMetric]:
+    each = [dict[str, ResampledMetric]() for _ in chosen]
     for of, picks in zip(each, chosen, strict=True):
         if labelled:
-            judge_classes(gold.tolist(), picks.tolist(), resamples=0, confidence=0.95, seed=0, figures=of)
+            classification_metrics(gold.tolist(), picks.tolist(), resamples=0, confidence=0.95, seed=0, figures=of)
     share = right.mean(axis=0)
     chance = np.array([1.0 / len(item.said) for item in items])
-    figures = {"accuracy": Figure.over([share], lambda x: x.mean(-1))}
+    figures = {"accuracy": ResampledMetric.over([share], lambda x: x.mean(-1))}
     for name in each[0] if labelled else ():
         if name != "accuracy":
-            figures[name] = _mean_of([of[name] for of in each])
-    return figures | {"chance": Figure.over([chance], lambda x: x.mean(-1))}
+            figures[name] = _mean_metric([of[name] for of in each])
+    return figures | {"chance": ResampledMetric.over([chance], lambda x: x.mean(-1))}
 
 
-def _mean_of(figures: Sequence[Figure]) -> Figure:
-    return Figure(figures[0].rows, lambda drawn: np.mean([figure.of(drawn) for figure in figures], axis=0))
+def _mean_metric(figures: Sequence[ResampledMetric]) -> ResampledMetric:
+    return ResampledMetric(figures[0].rows, lambda drawn: np.mean([figure.of(drawn) for figure in figures], axis=0))
 
 
-def _contexts(items: Sequence[Asked], source: Sequence[Row], asked: FewShot, seed: int) -> list[list[str]]:
+def _draw_shots(items: Sequence[FilledPrompt], source: Sequence[Row], asked: FewShot, seed: int) -> list[list[str]]:
     """Return the worked examples before each row, in order."""
     if not asked.shots:
         return [[] for _ in items]
@@ -187,7 +189,7 @@ def _contexts(items: Sequence[Asked], source: Sequence[Row], asked: FewShot, see
     for row in source:
         pools.setdefault(str(row.values.get(by, "")) if by else "", []).append(row)
     whole = [row for pool in pools.values() for row in pool]
-    drawn: dict[str, list[Asked]] = {}
+    drawn: dict[str, list[FilledPrompt]] = {}
     found = []
     for item in items:
         name = str(item.row.values.get(by, "")) if by else ""
@@ -195,30 +197,33 @@ def _contexts(items: Sequence[Asked], source: Sequence[Row], asked: FewShot, see
             pool = pools.get(name, [])
             pool = pool if len(pool) > asked.shots else whole
             places = numpy_generator(seed, "shots", name).permutation(len(pool))[: asked.shots + 1]
-            drawn[name] = [ask(asked.prompt, pool[i], spoken=asked.spoken) for i in places]
+            drawn[name] = [fill_prompt(asked.prompt, pool[i], spoken=asked.spoken) for i in places]
         others = [shot for shot in drawn[name] if (shot.before, shot.said) != (item.before, item.said)]
         found.append([shot.solved for shot in others[: asked.shots]])
     return found
 
 
-def _scored(
+def _score_candidates(
     model: Any,
     tokenizer: Any,
-    items: Sequence[Asked],
+    items: Sequence[FilledPrompt],
     contexts: Sequence[list[str]],
     begin: Sequence[int],
     asked: FewShot,
     window: int,
     inference: EvalBatching,
-    found: Ranked,
+    found: RankingResult,
 ) -> dict[str, list[NDArray[np.float64]]]:
     """Return every score of every candidate: `SCORES` → item → (K,)."""
     texts = [
-        [_put(shots, before, said, item.after, asked) for before, said in zip(item.before, item.said, strict=True)]
+        [
+            _format_candidate(shots, before, said, item.after, asked)
+            for before, said in zip(item.before, item.said, strict=True)
+        ]
         for item, shots in zip(items, contexts, strict=True)
     ]
-    made = _fitted(tokenizer, items, contexts, texts, begin, asked, window, found)
-    logs = score(model, made, inference)
+    made = _fit_to_window(tokenizer, items, contexts, texts, begin, asked, window, found)
+    logs = score_candidates(model, made, inference)
     result: dict[str, list[NDArray[np.float64]]] = {name: [] for name in ("sum", "label", "mean", "byte")}
     for candidates, scored in zip(made, logs, strict=True):
         pairs = list(zip(candidates, scored, strict=True))
@@ -227,40 +232,48 @@ def _scored(
         result["mean"].append(np.array([one.mean() for one in scored]))
         result["byte"].append(np.array([one.sum() / c.bytes for c, one in pairs]))
     if asked.score == "pmi":
-        neutral = [[_put([], item.neutral, said, item.after, asked) for said in item.said] for item in items]
-        free_of = _sums(model, tokenizer, neutral, begin, inference)
+        neutral = [
+            [_format_candidate([], item.neutral, said, item.after, asked) for said in item.said] for item in items
+        ]
+        free_of = _sum_log_likelihoods(model, tokenizer, neutral, begin, inference)
         result["pmi"] = [own - free for own, free in zip(result["sum"], free_of, strict=True)]
     if asked.score == "calibrated":
         free = [
-            [_put(shots, empty, said, item.after, asked) for empty in item.content_free for said in item.said]
+            [
+                _format_candidate(shots, empty, said, item.after, asked)
+                for empty in item.content_free
+                for said in item.said
+            ]
             for item, shots in zip(items, contexts, strict=True)
         ]
-        for own, sums in zip(result["label"], _sums(model, tokenizer, free, begin, inference, label=True), strict=True):
-            share = np.exp(_normalised(sums.reshape(-1, len(own)))).mean(axis=0)
-            result.setdefault("calibrated", []).append(_normalised(own[None])[0] - np.log(share))
+        for own, sums in zip(
+            result["label"], _sum_log_likelihoods(model, tokenizer, free, begin, inference, label=True), strict=True
+        ):
+            share = np.exp(_log_normalise(sums.reshape(-1, len(own)))).mean(axis=0)
+            result.setdefault("calibrated", []).append(_log_normalise(own[None])[0] - np.log(share))
     return result
 
 
-def _normalised(logs: NDArray) -> NDArray:
+def _log_normalise(logs: NDArray) -> NDArray:
     """Return the log of the shares along the last dim."""
     top = logs - logs.max(-1, keepdims=True)
     shares: NDArray = top - np.log(np.exp(top).sum(-1, keepdims=True))
     return shares
 
 
-def _put(shots: Sequence[str], before: str, said: str, after: str, asked: FewShot) -> tuple[str, str, str]:
+def _format_candidate(shots: Sequence[str], before: str, said: str, after: str, asked: FewShot) -> tuple[str, str, str]:
     return "".join(shot + asked.prompt.separator for shot in shots) + before, said, after
 
 
-def _sums(
+def _sum_log_likelihoods(
     model: Any, tokenizer: Any, texts: Sequence[list[tuple[str, str, str]]], begin: Sequence[int],
     inference: EvalBatching,
     *, label: bool = False,
 ) -> list[NDArray[np.float64]]:  # fmt: skip
     """Return the log-likelihoods of texts; each distinct text is scored once."""
     distinct = list(dict.fromkeys(one for item in texts for one in item))
-    made = cut(tokenizer, distinct, begin)
-    logs = [scored[0] for scored in score(model, [[one] for one in made], inference)]
+    made = tokenize_candidates(tokenizer, distinct, begin)
+    logs = [scored[0] for scored in score_candidates(model, [[one] for one in made], inference)]
     known = {
         text: float((log[c.label[0] : c.label[1]] if label else log).sum())
         for text, c, log in zip(distinct, made, logs, strict=True)
@@ -268,19 +281,19 @@ def _sums(
     return [np.array([known[one] for one in item]) for item in texts]
 
 
-def _fitted(
+def _fit_to_window(
     tokenizer: Any,
-    items: Sequence[Asked],
+    items: Sequence[FilledPrompt],
     contexts: Sequence[list[str]],
     texts: list[list[tuple[str, str, str]]],
     begin: Sequence[int],
     asked: FewShot,
     window: int,
-    found: Ranked,
+    found: RankingResult,
 ) -> list[list[Candidate]]:
     """Return candidates that fit `window` tokens: whole worked examples are left out first, starting with the
     earliest."""
-    flat = cut(tokenizer, [one for item in texts for one in item], begin)
+    flat = tokenize_candidates(tokenizer, [one for item in texts for one in item], begin)
     made, at = [], 0
     for item in texts:
         made.append(flat[at : at + len(item)])
@@ -292,7 +305,9 @@ def _fitted(
             shots.pop(0)
             found.dropped += 1
             pairs = zip(one_item.before, one_item.said, strict=True)
-            candidates = cut(tokenizer, [_put(shots, b, s, one_item.after, asked) for b, s in pairs], begin)
+            candidates = tokenize_candidates(
+                tokenizer, [_format_candidate(shots, b, s, one_item.after, asked) for b, s in pairs], begin
+            )
         if (over := max(len(one.ids) for one in candidates) - window) > 0:
             found.cut += 1
             if any(one.start - over < len(begin) + 1 for one in candidates):

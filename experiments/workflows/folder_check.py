@@ -22,12 +22,12 @@ from typing import Any
 
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.saved_tokenizer import RunRows, run_rows
-from flatshift.finetune.atomic import read_object
+from flatshift.experiments.workflows.saved_tokenizer import RunRows, read_run_rows
+from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.data.eval_batching import EvalBatching
-from flatshift.finetune.data.example import Question
-from flatshift.finetune.errors import UserError, shortened
+from flatshift.finetune.data.example import GenerationPrompt
+from flatshift.finetune.errors import UserError, shorten
 from flatshift.finetune.lock import temporary_directory
 from flatshift.finetune.models.backbone import auto_class, open_backbone
 from flatshift.finetune.seeds import numpy_generator
@@ -44,7 +44,7 @@ FAR = {False: 0.25, True: 1e-3}
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedAnswers:
     """Answers of the run's own model, in float32."""
 
     work: Path
@@ -63,7 +63,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Gguf:
+class GgufFile:
     """A GGUF file in a folder."""
 
     file: str
@@ -76,14 +76,14 @@ class Gguf:
     """Folder of the package `gguf`, where it is not installed."""
 
 
-def alone_in_float32(recipe: Recipe) -> Recipe:
+def to_single_float32_process(recipe: Recipe) -> Recipe:
     """Return the recipe for one process in float32, on the backbone's float weights."""
     train = dataclasses.replace(recipe.train, precision="fp32", quantization=None, backbone_dropout=None, device="cpu")
     return dataclasses.replace(recipe, train=train, mesh=Mesh())
 
 
 @contextlib.contextmanager
-def expected(
+def compute_expected(
     path: Path,
     recipe: Recipe,
     labels: tuple[str, ...] | None,
@@ -91,7 +91,7 @@ def expected(
     ends: Sequence[int],
     *,
     added: Sequence[tuple[Path, float]] = (),
-) -> Iterator[Expected]:
+) -> Iterator[ExpectedAnswers]:
     """Compute the answers of backbone + adapter in float32; their files are deleted at the end of the block.
 
     rows: all rows of the run that are compared (`run_rows`); None: unavailable. ends: tokens that end an answer. added:
@@ -99,15 +99,15 @@ def expected(
     """
     from safetensors.torch import save_file
 
-    exact = alone_in_float32(recipe)
+    exact = to_single_float32_process(recipe)
     tokenizer = open_backbone(recipe.backbone).tokenizer
-    memory = None if _fits(recipe) else int(available_memory() * _MEMORY_SHARE)
+    memory = None if _fits_in_memory(recipe) else int(available_memory() * _MEMORY_SHARE)
     if memory is None and not added:
         model = load_model(exact, exact.task, labels, adapter=path / "adapter")[0].model.eval()
     else:
-        model = streamed(exact, labels, path / "adapter", added=added).eval()
+        model = load_streamed(exact, labels, path / "adapter", added=added).eval()
     drawn = rows is None
-    batches = [drawn_inputs(recipe, tokenizer, model.config)] if drawn else _inputs(exact, labels, tokenizer)
+    batches = [draw_inputs(recipe, tokenizer, model.config)] if drawn else _run_inputs(exact, labels, tokenizer)
     device = next(p.device for p in model.parameters() if not p.is_meta)
     with temporary_directory("flatshift-check-") as work:
         import torch
@@ -121,10 +121,12 @@ def expected(
                 count += len(logits)
         save_file(tensors, work / "asked.safetensors")
         del tensors
-        reference = [] if not recipe.task.is_generative else _reference(exact, model, tokenizer, rows, ends, memory)
+        reference = (
+            [] if not recipe.task.is_generative else _build_reference(exact, model, tokenizer, rows, ends, memory)
+        )
         del model
         gc.collect()  # reference cycles of hooks keep the model alive, and the folder's model is loaded next
-        yield Expected(work, tuple(batches[0]), len(batches), drawn, count, reference, memory)
+        yield ExpectedAnswers(work, tuple(batches[0]), len(batches), drawn, count, reference, memory)
 
 
 @dataclass(frozen=True)
@@ -136,12 +138,12 @@ class Folder:
     """Its weights are in 32 bits."""
     adapter: bool = False
     """It is one for PEFT."""
-    gguf: Gguf | None = None
+    gguf: GgufFile | None = None
     """Its GGUF file, which is compared (`plain_gguf`)."""
 
 
-def compare(
-    wanted: Expected,
+def compare_folder(
+    wanted: ExpectedAnswers,
     recipe: Recipe,
     labels: tuple[str, ...] | None,
     folders: Sequence[Folder],
@@ -164,13 +166,13 @@ def compare(
     return [
         {"unread": found["unread"]}
         if found["unread"]
-        else _judged(wanted, found, recipe, labels, exact=folder.exact, classes=one["classes"], ends=ends)
-        for folder, one, found in zip(folders, asked, _ask(wanted.work, packages), strict=True)
+        else _check_answers(wanted, found, recipe, labels, exact=folder.exact, classes=one["classes"], ends=ends)
+        for folder, one, found in zip(folders, asked, _run_plain_check(wanted.work, packages), strict=True)
     ]
 
 
 def _asked(
-    wanted: Expected, recipe: Recipe, labels: tuple[str, ...] | None, folder: Folder, ends: Sequence[int]
+    wanted: ExpectedAnswers, recipe: Recipe, labels: tuple[str, ...] | None, folder: Folder, ends: Sequence[int]
 ) -> dict[str, Any]:
     """What `plain_check` is asked of one folder."""
     task = recipe.task
@@ -203,7 +205,7 @@ def _asked(
     }  # fmt: skip
 
 
-def _ask(work: Path, packages: Sequence[str]) -> list[dict[str, Any]]:
+def _run_plain_check(work: Path, packages: Sequence[str]) -> list[dict[str, Any]]:
     command = [sys.executable, "-P", str(Path(__file__).with_name("plain_check.py")), str(work)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     if packages:
@@ -211,16 +213,16 @@ def _ask(work: Path, packages: Sequence[str]) -> list[dict[str, Any]]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = shortened(said[-1] if said else f"exit code {done.returncode}", 200)
+        reason = shorten(said[-1] if said else f"exit code {done.returncode}", 200)
         raise UserError(f"plain transformers cannot use what was written: {reason}")
-    found = read_object(work / "found.json")
+    found = read_json_object(work / "found.json")
     assert not found["ours"], found["ours"]
     answers: list[dict[str, Any]] = found["folders"]
     return answers
 
 
-def _judged(
-    wanted: Expected,
+def _check_answers(
+    wanted: ExpectedAnswers,
     found: dict[str, Any],
     recipe: Recipe,
     labels: tuple[str, ...] | None,
@@ -253,14 +255,16 @@ def _judged(
         # Within twice the largest logit difference, rounding can swap the two likeliest tokens.
         if not one["margins"][min(parts, len(one["margins"]) - 1)] <= 2 * difference:
             raise UserError(
-                f"plain transformers answers the prompt {shortened(one['text'], 60)!r} with the tokens {said['ids']}"
+                f"plain transformers answers the prompt {shorten(one['text'], 60)!r} with the tokens {said['ids']}"
                 f"{'' if said['ended'] else ', without an end'}, and the run with {one['answer']}"
             )
         rounded += 1
     other = None
     if classes is not None:
         names = list(labels or ())
-        other = sum(said != want for said, want in zip(found["names"], _names(wanted, names, classes), strict=True))
+        other = sum(
+            said != want for said, want in zip(found["names"], _expected_classes(wanted, names, classes), strict=True)
+        )
         if exact and other and difference <= 1e-4 * largest:
             raise UserError("plain transformers gives rows other classes than the run, or other names of them")
     stops = sorted(ends) if found["answers"] else []
@@ -280,23 +284,23 @@ def _judged(
     }
 
 
-def _names(wanted: Expected, names: list[str], classes: str) -> list[list[str]]:
+def _expected_classes(wanted: ExpectedAnswers, names: list[str], classes: str) -> list[list[str]]:
     from safetensors import safe_open
 
-    from flatshift.experiments.workflows.plain_check import chosen
+    from flatshift.experiments.workflows.plain_check import select_classes
 
     with safe_open(wanted.work / "asked.safetensors", "pt") as rows:
         logits = [row for n in range(wanted.batches) for row in rows.get_tensor(f"{n}.logits").tolist()]
-    return [chosen(row, names, several=classes == "several") for row in logits]
+    return [select_classes(row, names, several=classes == "several") for row in logits]
 
 
 # ----------------------------------------------------------------------------------------------------- what is asked of
 
 
-def _inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> list[dict[str, Any]]:
+def _run_inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> list[dict[str, Any]]:
     """Return the inputs: for a head one padded batch of rows, as its users make them; else the first tokens of each
     row."""
-    examples = [example for _, example in run_rows(recipe, labels, most=_ROWS, whole=False)]
+    examples = [example for _, example in read_run_rows(recipe, labels, most=_ROWS, whole=False)]
     task = recipe.task
     if task.is_sequence_level:
         return [next(EvalBatching(len(examples), tokenizer.pad_token_id).batches(examples, task)).inputs]
@@ -304,7 +308,7 @@ def _inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> l
     return [{name: tensor[:, :_TOKENS] for name, tensor in batch.items()} for batch in batches]
 
 
-def drawn_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
+def draw_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
     """Return rows of plain tokens drawn by `train.seed`, for a run whose own rows are unavailable.
 
     All end with the same token, as a head over an encoder-decoder requires.
@@ -325,9 +329,9 @@ def drawn_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
     return inputs
 
 
-def _questions(recipe: Recipe, rows: RunRows | None, tokenizer: Any) -> list[Question]:
+def _choose_prompts(recipe: Recipe, rows: RunRows | None, tokenizer: Any) -> list[GenerationPrompt]:
     task = recipe.task
-    asked: list[Question] = []
+    asked: list[GenerationPrompt] = []
     if rows is not None:
         with contextlib.suppress(UserError):
             asked = task.ask([row for row, _ in rows[:_PROMPTS]], tokenizer, bad_rows="skip")[0]
@@ -336,14 +340,14 @@ def _questions(recipe: Recipe, rows: RunRows | None, tokenizer: Any) -> list[Que
     return [one for one in asked if len(one.ids) <= _LONGEST] or asked[:1]
 
 
-def _reference(
+def _build_reference(
     recipe: Recipe, model: Any, tokenizer: Any, rows: RunRows | None, ends: Sequence[int], memory: int | None
 ) -> list[dict[str, Any]]:
     import torch
 
     from flatshift.finetune.evaluate.generation import Decoding, context_overflow, continue_prompts
 
-    questions = _questions(recipe, rows, tokenizer)
+    questions = _choose_prompts(recipe, rows, tokenizer)
     task, device = recipe.task, next(p.device for p in model.parameters() if not p.is_meta)
     start = open_backbone(recipe.backbone).decoder_start if task.encoder_decoder else None
     found: list[dict[str, Any]] = []
@@ -372,11 +376,11 @@ def _reference(
     for place, answer in answers:
         asked = found[roomy[place]]
         asked |= {"answer": answer.ids, "ended": answer.ended, "most": most}
-        asked["margins"] = _margins(model, asked["ids"], answer.ids, start)
+        asked["margins"] = _logit_margins(model, asked["ids"], answer.ids, start)
     return sorted(found, key=lambda one: "answer" not in one)
 
 
-def _margins(model: Any, prompt: list[int], answer: list[int], start: int | None) -> list[float]:
+def _logit_margins(model: Any, prompt: list[int], answer: list[int], start: int | None) -> list[float]:
     """Return for each token of an answer, and for the one after it, the likeliest logit minus the second."""
     import torch
 
@@ -392,7 +396,7 @@ def _margins(model: Any, prompt: list[int], answer: list[int], start: int | None
 # -------------------------------------------------------------------------------------------------------- large models
 
 
-def _fits(recipe: Recipe) -> bool:
+def _fits_in_memory(recipe: Recipe) -> bool:
     """Return True if half of the free memory holds the backbone in float32."""
     from flatshift.finetune.models.safetensors_index import read_index
 
@@ -400,7 +404,7 @@ def _fits(recipe: Recipe) -> bool:
     return 4 * sum(math.prod(entry.shape) for entry in entries) <= available_memory() * _MEMORY_SHARE
 
 
-def streamed(
+def load_streamed(
     recipe: Recipe, labels: tuple[str, ...] | None, adapter: Path, *, added: Sequence[tuple[Path, float]] = ()
 ) -> Any:
     """Build backbone + adapter in float32; frozen weights stay in their files until their block runs.
@@ -410,39 +414,39 @@ def streamed(
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from flatshift.experiments.workflows.plain_check import stream
+    from flatshift.experiments.workflows.plain_check import stream_weights
     from flatshift.finetune.adapters.adapter import read_adapter
     from flatshift.finetune.adapters.merge import read_changes
     from flatshift.finetune.models.meta import build_skeleton
-    from flatshift.finetune.models.weight_names import canonical, read_weight
+    from flatshift.finetune.models.weight_names import canonical_name, weight_reader
 
     skeleton: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=labels)
     checkpoint = skeleton.checkpoint
-    read = read_weight(skeleton)
+    read = weight_reader(skeleton)
     changes = [(read_changes(skeleton, folder)[0], weight) for folder, weight in added]
     config: Any = LoraConfig.from_pretrained(str(adapter))
     model: Any = get_peft_model(skeleton, config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     tensors = read_adapter(adapter)
     with torch.no_grad():
         for full, _ in model.named_parameters():
-            name = canonical(full)
+            name = canonical_name(full)
             if name in tensors and ".original_module." not in full:
                 owner, _, leaf = full.rpartition(".")
                 value = torch.nn.Parameter(tensors[name].float(), requires_grad=False)
                 model.get_submodule(owner)._parameters[leaf] = value
         for full, buffer in model.named_buffers():
-            if canonical(full) in checkpoint.keys:
-                buffer.copy_(read(canonical(full)))
+            if canonical_name(full) in checkpoint.keys:
+                buffer.copy_(read(canonical_name(full)))
 
     def changed(full: str) -> Any:
-        name = canonical(full)
+        name = canonical_name(full)
         value = read(name).float()
         for change, weight in ((found[name], weight) for found, weight in changes if name in found):
             product = weight * change.scale * (change.b @ change.a)
             value += product.mT if change.transposed else product
         return value
 
-    stream(model, changed)
+    stream_weights(model, changed)
     return model
 
 

@@ -19,11 +19,11 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.run_parts import check_run
-from flatshift.finetune.atomic import replacing
+from flatshift.finetune.atomic import atomic_file
 from flatshift.finetune.compute.numerics import cpu_threads
 from flatshift.finetune.config import Mesh
-from flatshift.finetune.data.encoding import end_token
-from flatshift.finetune.data.formats import has_half_pair
+from flatshift.finetune.data.encoding import get_end_token
+from flatshift.finetune.data.formats import has_lone_surrogate
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
@@ -59,14 +59,14 @@ def generate_from_run(
     with nullcontext() if out is None else exclusive_lock(out):
         if out is not None and out.exists():
             raise UserError(f"--out: {out} exists; name another file or remove it")
-        asked = _generate(path, prompts, data, raw, decoding, batch_size, overrides, quiet)
+        asked = _generate_answers(path, prompts, data, raw, decoding, batch_size, overrides, quiet)
         if out is not None:
-            with replacing(out) as temporary, temporary.open("w", encoding="utf-8") as stream:
+            with atomic_file(out) as temporary, temporary.open("w", encoding="utf-8") as stream:
                 stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in asked)
         return asked
 
 
-def _generate(
+def _generate_answers(
     path: Path,
     prompts: Sequence[str],
     data: Sequence[str],
@@ -80,7 +80,7 @@ def _generate(
     from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
     from flatshift.finetune.models.backbone import open_backbone
 
-    recipe = alone(finished_recipe(path, overrides, other_rows=bool(data)))
+    recipe = to_single_process(read_finished_recipe(path, overrides, other_rows=bool(data)))
     if recipe.adapter.projector is not None:
         raise UserError(
             f"{path}: its adapter reads features with every row (adapter.projector), and `flatshift generate` hands "
@@ -98,14 +98,14 @@ def _generate(
     if batch_size < 1:
         raise UserError(f"--batch-size: {batch_size} is too small; give at least 1")
     for number, text in enumerate(prompts, start=1):
-        if has_half_pair(text):  # a lone surrogate: Python's stand-in for a byte that is not UTF-8
+        if has_lone_surrogate(text):  # a lone surrogate: Python's stand-in for a byte that is not UTF-8
             raise UserError(f"--prompt {number} is not valid UTF-8; write it in that encoding")
     console = Console(quiet=quiet)
     tokenizer = open_backbone(recipe.backbone).tokenizer
     questions = task.ask_texts(prompts, tokenizer, raw=raw)
     if data:
         skipped: list[str] = []
-        found, left_out = task.ask(_read(recipe, data, skipped), tokenizer, bad_rows=recipe.data.bad_rows)
+        found, left_out = task.ask(_read_prompts(recipe, data, skipped), tokenizer, bad_rows=recipe.data.bad_rows)
         if skipped := [*skipped, *left_out]:
             console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
         questions += found
@@ -122,7 +122,7 @@ def _generate(
             [one.ids for one in questions],
             how,
             EvalBatching.of(tokenizer, recipe.train, batch_size=batch_size, device=engine.device),
-            end=[token for token in (end_token(tokenizer), *ends) if token is not None],
+            end=[token for token in (get_end_token(tokenizer), *ends) if token is not None],
             decoder_start=start,
         )
         for done, (place, answer) in enumerate(answers, start=1):
@@ -132,7 +132,7 @@ def _generate(
     return asked
 
 
-def _read(recipe: Recipe, files: Sequence[str], skipped: list[str]) -> list[Row]:
+def _read_prompts(recipe: Recipe, files: Sequence[str], skipped: list[str]) -> list[Row]:
     rows = read_rows(
         files,
         columns=recipe.data.columns,
@@ -143,15 +143,15 @@ def _read(recipe: Recipe, files: Sequence[str], skipped: list[str]) -> list[Row]
     return require_rows(rows, files=files, what="prompt", skipped=skipped)
 
 
-def finished_recipe(path: Path, overrides: Sequence[Branch] = (), *, other_rows: bool = False) -> Recipe:
+def read_finished_recipe(path: Path, overrides: Sequence[Branch] = (), *, other_rows: bool = False) -> Recipe:
     """The recipe of a run that has an adapter, all as it left it; raises UserError otherwise. Arguments as of
     `resume_recipe`."""
-    recipe = adapted_recipe(path, overrides, other_rows=other_rows)
+    recipe = read_adapted_recipe(path, overrides, other_rows=other_rows)
     check_run(path, recipe)
     return recipe
 
 
-def adapted_recipe(path: Path, overrides: Sequence[Branch] = (), *, other_rows: bool = False) -> Recipe:
+def read_adapted_recipe(path: Path, overrides: Sequence[Branch] = (), *, other_rows: bool = False) -> Recipe:
     """The recipe of a run that has an adapter, which nobody has compared yet; raises UserError otherwise. Arguments as
     of `resume_recipe`."""
     recipe = resolve_device_precision(resume_recipe(path, overrides, other_rows=other_rows).recipe)
@@ -162,12 +162,12 @@ def adapted_recipe(path: Path, overrides: Sequence[Branch] = (), *, other_rows: 
     return recipe
 
 
-def alone(recipe: Recipe) -> Recipe:
+def to_single_process(recipe: Recipe) -> Recipe:
     """Return the recipe for one process."""
     return dataclasses.replace(recipe, mesh=Mesh())
 
 
-def render(records: Sequence[dict[str, Any]]) -> str:
+def format_answers(records: Sequence[dict[str, Any]]) -> str:
     """Format the generated texts, below their prompts if there are several."""
     if len(records) == 1:
         return str(records[0]["text"])

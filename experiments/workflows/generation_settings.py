@@ -9,24 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.finetune.atomic import read_object, write_json
-from flatshift.finetune.data.encoding import end_token
+from flatshift.finetune.atomic import read_json_object, write_json
+from flatshift.finetune.data.encoding import get_end_token
 from flatshift.finetune.models.backbone import Backbone, open_backbone
 
 SETTINGS = "generation_config.json"
 
 
-def trained_ends(path: Path) -> dict[str, int]:
+def read_trained_ends(path: Path) -> dict[str, int]:
     """Return the tokens that ended the trained answers of the run in `path`, by their text, from its manifest."""
-    found: dict[str, int] = read_object(path / "manifest.json", "ends")["ends"]
+    found: dict[str, int] = read_json_object(path / "manifest.json", "ends")["ends"]
     return found
 
 
-def all_ends(recipe: Recipe, trained: Iterable[int]) -> list[int]:
+def collect_end_tokens(recipe: Recipe, trained: Iterable[int]) -> list[int]:
     """Return every token that ends an answer: the backbone's own, the `trained` ones, the tokenizer's."""
     backbone = open_backbone(recipe.backbone)
-    closing = end_token(backbone.tokenizer)
-    return list(dict.fromkeys([*_own_ends(backbone), *trained, *([] if closing is None else [closing])]))
+    closing = get_end_token(backbone.tokenizer)
+    return list(dict.fromkeys([*_backbone_end_tokens(backbone), *trained, *([] if closing is None else [closing])]))
 
 
 def save_generation_settings(recipe: Recipe, folder: Path, ends: Sequence[int]) -> None:
@@ -36,16 +36,16 @@ def save_generation_settings(recipe: Recipe, folder: Path, ends: Sequence[int]) 
     backbone = open_backbone(recipe.backbone)
     file = backbone.directory / SETTINGS
     if file.is_file():
-        settings = read_object(file)
+        settings = read_json_object(file)
     else:
         settings = GenerationConfig.from_model_config(backbone.own_config({})).to_diff_dict()
     settings.pop("_from_model_config", None)
     if settings.get("pad_token_id") is None:
         settings["pad_token_id"] = backbone.tokenizer.pad_token_id
-    write_json(folder / SETTINGS, settings | {"eos_token_id": _shown(ends)})
+    write_json(folder / SETTINGS, settings | {"eos_token_id": _format_end_tokens(ends)})
 
 
-def set_ends(config: Any, ends: Sequence[int]) -> None:
+def set_end_tokens(config: Any, ends: Sequence[int]) -> None:
     """Set these `ends` in a decoder's configuration if it names one; the heads of an encoder-decoder need a single
     one."""
     from huggingface_hub.errors import StrictDataclassError
@@ -53,16 +53,16 @@ def set_ends(config: Any, ends: Sequence[int]) -> None:
     for one in (config, config.get_text_config()):
         if getattr(one, "eos_token_id", None) is not None and not config.is_encoder_decoder:
             with contextlib.suppress(StrictDataclassError):  # an architecture that allows a single one only
-                one.eos_token_id = _shown(ends)
+                one.eos_token_id = _format_end_tokens(ends)
 
 
-def _own_ends(backbone: Backbone) -> list[int]:
+def _backbone_end_tokens(backbone: Backbone) -> list[int]:
     file = backbone.directory / SETTINGS
-    found = read_object(file).get("eos_token_id") if file.is_file() else None
+    found = read_json_object(file).get("eos_token_id") if file.is_file() else None
     if found is None:
         found = getattr(backbone.config.get_text_config(), "eos_token_id", None)
     return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
-def _shown(ends: Sequence[int]) -> int | list[int] | None:
+def _format_end_tokens(ends: Sequence[int]) -> int | list[int] | None:
     return None if not ends else ends[0] if len(ends) == 1 else list(ends)

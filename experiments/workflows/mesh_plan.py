@@ -17,13 +17,13 @@ from flatshift.experiments.workflows.run_parts import FINE_TUNE
 from flatshift.finetune.config import Train
 from flatshift.finetune.data.formats import SAMPLE
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.figures import duration
-from flatshift.finetune.planner.calibration import calibrate, kept_slack
+from flatshift.finetune.figures import format_duration
+from flatshift.finetune.planner.calibration import cached_overhead, calibrate
 from flatshift.finetune.planner.cluster import Cluster, read_sizes
-from flatshift.finetune.planner.devices import at_hand
-from flatshift.finetune.planner.evaluation import evaluation_plan
-from flatshift.finetune.planner.footprint import Sizes
-from flatshift.finetune.planner.layouts import Layout, best_of, layouts, table
+from flatshift.finetune.planner.devices import detect_devices
+from flatshift.finetune.planner.evaluation import plan_evaluation
+from flatshift.finetune.planner.footprint import BackboneSizes
+from flatshift.finetune.planner.layouts import Layout, best_layout, enumerate_layouts, format_table
 from flatshift.finetune.planner.rules import RuleSettings
 from flatshift.finetune.planner.throughput import DEVICES, PUBLISHED
 
@@ -32,22 +32,22 @@ _AUTO = "bf16"
 """Precision that `train.precision: auto` resolves to on every device of the table with native bf16 products."""
 
 
-def calibrated() -> list[str]:
+def calibrate_machine() -> list[str]:
     """Measure the rates of this machine and store them; returns lines on the result."""
-    devices = at_hand()
+    devices = detect_devices()
     return calibrate(devices.row, devices.kind, devices.count)[1]
 
 
-def _cluster(gpus: str, node: int | None, link: float | None, network: float | None) -> Cluster:
+def _parse_cluster(gpus: str, node: int | None, link: float | None, network: float | None) -> Cluster:
     if gpus.strip().lower() != "here":
         return Cluster.parse(gpus, node=node, link=link, network=network)
     if given := [name for name, value in (("node", node), ("nvlink", link), ("ib", network)) if value is not None]:
         raise UserError(f"--{given[0]}: --gpus here is one machine as it is; write COUNTxNAME to describe another")
-    devices = at_hand()
+    devices = detect_devices()
     return Cluster.at_hand(devices, devices.count, devices.count)
 
 
-def plan(
+def plan_mesh(
     recipe: str,
     overrides: Sequence[Branch] = (),
     *,
@@ -70,19 +70,19 @@ def plan(
     counted = resolved.recipe.train.epochs is None
     own = any(not name.startswith(SAMPLE) for name in resolved.recipe.data.train.all_files)
     if not counted and tokens is None and (own or model is None):
-        resolved, data = _counted(resolved)
+        resolved, data = _resolve_epochs(resolved)
         counted = True
     found = resolved.recipe
     train = found.train
     if train.precision == "auto":
         train = dataclasses.replace(train, precision=_AUTO)  # type: ignore[arg-type]
-    cluster = _cluster(gpus, node, link, network)
+    cluster = _parse_cluster(gpus, node, link, network)
     sizes = read_sizes(model or found.backbone, found.adapter).under(found.task)
     settings = RuleSettings.of(dataclasses.replace(found, train=train))
     settings = dataclasses.replace(settings, mesh=dataclasses.replace(found.mesh, auto=False))
     ways = ("none", "selective", "full") if recompute == "any" else (recompute,)
-    priced = layouts(sizes, cluster, settings, recompute=ways)
-    best = best_of([layout for layout in priced if layout.expert_parallel == 1])
+    priced = enumerate_layouts(sizes, cluster, settings, recompute=ways)
+    best = best_layout([layout for layout in priced if layout.expert_parallel == 1])
     wanted = tokens if tokens is not None else float(best.tokens * train.steps) if counted else None
     timed = best.fits and train.precision != "fp32" and wanted is not None
     hours = 0.0 if wanted is None else wanted / best.tokens * best.time.total / 3600
@@ -101,34 +101,34 @@ def plan(
         "hours": float(f"{hours:.3g}") if timed else None,
         "cost": round(hours * cluster.count * price, 2) if price is not None and timed else None,
         "best": priced.index(best),
-        "evaluation": _evaluation(sizes, found, train, best, cluster.kind),
+        "evaluation": _evaluation_cost(sizes, found, train, best, cluster.kind),
         "layouts": [layout.document() for layout in priced],
-        "process_gib": _process(cluster, best),
-        "notes": _notes(cluster, sizes, priced[0], best),
-        "table": table(priced, cluster, sizes),
+        "process_gib": _process_memory(cluster, best),
+        "notes": _plan_notes(cluster, sizes, priced[0], best),
+        "table": format_table(priced, cluster, sizes),
     }
 
 
-def _counted(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
+def _resolve_epochs(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
     """Return the recipe with its epochs as optimizer steps, and the number of its training rows and their tokens."""
     from flatshift.experiments.data.sources import epochs_to_steps
-    from flatshift.experiments.data.splits import prepare
-    from flatshift.finetune.data.columns import Examples
-    from flatshift.finetune.seeds import derive
+    from flatshift.experiments.data.splits import prepare_data
+    from flatshift.finetune.data.columns import ColumnarExamples
+    from flatshift.finetune.seeds import derive_seed
 
     recipe = resolved.recipe
-    rows = prepare(recipe).train
-    lengths = Examples.of(rows).ragged("input_ids")
+    rows = prepare_data(recipe).train
+    lengths = ColumnarExamples.of(rows).ragged("input_ids")
     held = 0 if lengths is None else int(lengths[2].sum())
-    settled = epochs_to_steps(resolved, rows, seed=derive(recipe.train.seed, FINE_TUNE))
+    settled = epochs_to_steps(resolved, rows, seed=derive_seed(recipe.train.seed, FINE_TUNE))
     updates = settled.recipe.train.steps
     return settled, {"rows": len(rows), "tokens": held, "by": recipe.backbone, "updates": updates}
 
 
-def _evaluation(sizes: Sizes, recipe: Recipe, train: Train, best: Layout, kind: str) -> dict[str, Any]:
+def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: Layout, kind: str) -> dict[str, Any]:
     """Return the evaluation's memory on top of the weights, and the number of optimizer steps of the best layout that
     take as long as a thousand of the longest rows."""
-    found = evaluation_plan(
+    found = plan_evaluation(
         sizes,
         recipe.task,
         train,
@@ -145,14 +145,14 @@ def _evaluation(sizes: Sizes, recipe: Recipe, train: Train, best: Layout, kind: 
     }
 
 
-def _process(cluster: Cluster, best: Layout) -> list[float] | None:
+def _process_memory(cluster: Cluster, best: Layout) -> list[float] | None:
     """Return the least and most GiB that a process of the best layout takes of a CPU's memory; None without a
     calibration."""
-    slack = kept_slack() if cluster.kind == "cpu" else None
+    slack = cached_overhead() if cluster.kind == "cpu" else None
     return None if slack is None else [round(end / 2**30, 2) for end in slack.interval(best.needs.total)]
 
 
-def _notes(cluster: Cluster, sizes: Sizes, first: Layout, best: Layout) -> list[str]:
+def _plan_notes(cluster: Cluster, sizes: BackboneSizes, first: Layout, best: Layout) -> list[str]:
     notes = [
         "Seconds are a model's, fitted on A100s under full training: see docs/does-it-fit.md for its errors."
         if cluster.constants == PUBLISHED
@@ -180,7 +180,7 @@ def _notes(cluster: Cluster, sizes: Sizes, first: Layout, best: Layout) -> list[
     return notes
 
 
-def render(document: dict[str, Any]) -> str:
+def format_plan(document: dict[str, Any]) -> str:
     """Format the table, the settings to paste, hours and cost."""
     lines = [*document["table"]]
     if document["fits"]:
@@ -194,7 +194,7 @@ def render(document: dict[str, Any]) -> str:
             if document["tokens"] is None
             else "train.precision fp32: seconds are those of bf16 products and too short; no hours"
             if document["hours"] is None
-            else f"{document['tokens']:,.0f} tokens take {duration(3600 * document['hours'])}"
+            else f"{document['tokens']:,.0f} tokens take {format_duration(3600 * document['hours'])}"
             + (f" and cost {document['cost']:,.2f}" if document["cost"] is not None else "")
         )
         if document["data"] is not None:
@@ -203,7 +203,7 @@ def render(document: dict[str, Any]) -> str:
             )
         lines += [
             f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{shown}; an update of "
-            f"{duration(best['update_s'])} ({_causes(best['seconds'])})",
+            f"{format_duration(best['update_s'])} ({_format_time_shares(best['seconds'])})",
             took,
             "evaluation: {rows_at_once:,} rows at once take {gib:g} GiB beside the weights, a thousand of the longest "
             "are as long as {updates_per_1000_rows:,g} updates".format(**document["evaluation"]),
@@ -218,7 +218,7 @@ def render(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _causes(seconds: dict[str, float]) -> str:
+def _format_time_shares(seconds: dict[str, float]) -> str:
     total = sum(seconds.values()) or 1.0
     shares = sorted(((value / total, name) for name, value in seconds.items()), reverse=True)
     return ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)

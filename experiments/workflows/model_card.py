@@ -17,17 +17,17 @@ from typing import Any, Literal
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.run_parts import FINE_TUNE, WARM_UP
 from flatshift.finetune import assets
-from flatshift.finetune.atomic import read_object
+from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.data.formats import HUB, SAMPLE, HubName
 from flatshift.finetune.digests import DONE
-from flatshift.finetune.evaluate.metrics import METRICS, metric_of
+from flatshift.finetune.evaluate.metrics import METRICS, find_metric
 from flatshift.finetune.models.backbone import PACKAGE
 
 Form = Literal["adapter", "merged", "gguf", "ollama", "vllm"]
 _LOCAL_PATH = re.compile(r"(?<![\w.~:/-])(?:~|\.\.?)?/[^\s,'\"\]}]*")
 
 
-def card(
+def build_card(
     path: Path,
     recipe: Recipe,
     *,
@@ -46,29 +46,29 @@ def card(
     """
     base = base_model or published_name(recipe.backbone)
     parts = [
-        _metadata(path, recipe, base, license, judged=not added, form=form),
-        f"# {recipe.task.kind} {'adapter on' if form == 'adapter' else 'model from'} {code(base)}\n",
-        *([_sum(added, rank)] if added else []),
-        _summary(path, recipe),
+        _format_metadata(path, recipe, base, license, judged=not added, form=form),
+        f"# {recipe.task.kind} {'adapter on' if form == 'adapter' else 'model from'} {format_code_span(base)}\n",
+        *([_describe_sum(added, rank)] if added else []),
+        _format_summary(path, recipe),
     ]
     if form == "adapter" and base_model is None and _is_local(recipe.backbone):
         parts.append(
-            f"**To fill in:** the backbone was a local directory; put its hub name in place of {code(base)}, here and "
+            f"**To fill in:** the backbone was a local directory; put its hub name in place of {format_code_span(base)}, here and "
             "in adapter_config.json (`flatshift export --base-model ORGANISATION/NAME` does both).\n"
         )
     parts += [
         "## Use\n",
-        *_use(recipe, tokenizer, labels, base, form),
+        *_format_usage(recipe, tokenizer, labels, base, form),
         "## How it was judged\n",
-        _figures(_evaluation(path)),
+        _format_metrics_table(_read_evaluation(path)),
         "## How it was trained\n",
-        _settings(recipe),
-        fenced(_without_paths((path / "command.txt").read_text(encoding="utf-8").strip())),
-        _versions(read_object(path / "environment.json", "versions")),
+        _format_settings(recipe),
+        format_code_block(_without_paths((path / "command.txt").read_text(encoding="utf-8").strip())),
+        _format_versions(read_json_object(path / "environment.json", "versions")),
         "## Data\n",
-        _data(recipe, read_object(path / "manifest.json", "inputs")["inputs"]),
+        _format_data(recipe, read_json_object(path / "manifest.json", "inputs")["inputs"]),
         "## Licence\n",
-        _licence(base, license),
+        _format_licence(base, license),
     ]
     return "\n".join(parts)
 
@@ -87,13 +87,13 @@ def published_name(backbone: str) -> str:
 def _is_local(backbone: str) -> bool:
     if backbone.startswith(PACKAGE):
         return False
-    return assets.backbone(backbone) is None and Path(backbone).expanduser().is_dir()
+    return assets.backbone_directory(backbone) is None and Path(backbone).expanduser().is_dir()
 
 
 # --------------------------------------------------------------------------------------------- markdown
 
 
-def code(text: object, *, table: bool = False) -> str:
+def format_code_span(text: object, *, table: bool = False) -> str:
     """Return a code span of `text` that no text can close; line breaks become spaces."""
     shown = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     ticks = "`" * (1 + max((len(run) for run in re.findall("`+", shown)), default=0))
@@ -102,72 +102,72 @@ def code(text: object, *, table: bool = False) -> str:
     return f"{ticks} {shown} {ticks}" if shown.startswith("`") or shown.endswith("`") else f"{ticks}{shown}{ticks}"
 
 
-def fenced(text: str, language: str = "") -> str:
+def format_code_block(text: str, language: str = "") -> str:
     """Return a code block of `text` that no text can close."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}\n"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
 # --------------------------------------------------------------------------------------------- parts
 
 
-def _metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, judged: bool, form: Form) -> str:
+def _format_metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, judged: bool, form: Form) -> str:
     from huggingface_hub import ModelCardData
 
-    found = {name for metrics in _evaluation(path).values() for name in metrics}
+    found = {name for metrics in _read_evaluation(path).values() for name in metrics}
     data = ModelCardData(
         base_model=None if base.startswith(PACKAGE) else base,
         library_name={"adapter": "peft", "gguf": "gguf", "ollama": "gguf"}.get(form, "transformers"),
         license=license,
         pipeline_tag=recipe.task.pipeline_tag,
         tags=[*(["lora"] if form == "adapter" else []), "flatshift", recipe.regularizer.kind],
-        datasets=_hub_sources(recipe) or None,
+        datasets=_hub_dataset_names(recipe) or None,
         metrics=list(dict.fromkeys(m.hub for m in METRICS.values() if judged and m.hub and m.name in found)) or None,
     )
     missing = [] if license is not None else ["# license: TO FILL IN, by its name on the hub (apache-2.0, mit, …)"]
     return "\n".join(["---", *data.to_yaml().strip().splitlines(), *missing, "---", ""])
 
 
-def _hub_sources(recipe: Recipe) -> list[str]:
+def _hub_dataset_names(recipe: Recipe) -> list[str]:
     """Return the names of hub data sets among the run's files."""
     splits = (recipe.data.train.all_files, recipe.data.dev.files, recipe.data.test.files)
     names = [HubName.read(name).source for files in splits for name in files if name.startswith(HUB)]
     return list(dict.fromkeys(names))
 
 
-def _sum(added: Sequence[tuple[str, float]], rank: int | None) -> str:
-    others = ", ".join(f"{code(name)} with weight {weight:g}" for name, weight in added)
+def _describe_sum(added: Sequence[tuple[str, float]], rank: int | None) -> str:
+    others = ", ".join(f"{format_code_span(name)} with weight {weight:g}" for name, weight in added)
     return (
         f"**A sum of adapters**, of rank {rank}: to the adapter described below (weight 1) is added {others}. The sum "
         "has not been judged: all figures, settings and data below are of that first adapter alone.\n"
     )
 
 
-def _summary(path: Path, recipe: Recipe) -> str:
+def _format_summary(path: Path, recipe: Recipe) -> str:
     adapter, train = recipe.adapter, recipe.train
     targets = adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets)
-    kind = f"LoRA of rank {adapter.rank} (alpha {adapter.numerator:g}) on {code(targets)}"
+    kind = f"LoRA of rank {adapter.rank} (alpha {adapter.numerator:g}) on {format_code_span(targets)}"
     if adapter.soft_tokens is not None:
         kind = f"{adapter.soft_tokens} soft tokens before every row"
-    made = _updates(path, FINE_TUNE, of=f" of {train.batch_size * train.accumulate} rows")
+    made = _describe_steps(path, FINE_TUNE, of=f" of {train.batch_size * train.accumulate} rows")
     text = f"{kind}; regularizer `{recipe.regularizer.kind}`; {made}, seed {train.seed}"
     if recipe.warmup is not None:
-        text += f", after a warm-up of {_updates(path, WARM_UP)} on selected data"
+        text += f", after a warm-up of {_describe_steps(path, WARM_UP)} on selected data"
     return text + ". Made with Flatshift.\n"
 
 
-def _updates(path: Path, stage: str, *, of: str = "") -> str:
+def _describe_steps(path: Path, stage: str, *, of: str = "") -> str:
     """Describe the optimizer steps that were made, which may be fewer than requested."""
-    done = read_object(path / "stages" / stage / DONE, "steps", "target_steps")
+    done = read_json_object(path / "stages" / stage / DONE, "steps", "target_steps")
     text = f"{done['steps']:,} updates{of}"
     if done.get("stopped_early"):
         text += f" (stopped early, as dev got no better; {done['target_steps']:,} were asked for)"
@@ -178,25 +178,25 @@ def _updates(path: Path, stage: str, *, of: str = "") -> str:
     return text
 
 
-def _evaluation(path: Path) -> dict[str, dict[str, Any]]:
+def _read_evaluation(path: Path) -> dict[str, dict[str, Any]]:
     """Return eval.json; empty for a run that is not evaluated yet."""
     file = path / "eval.json"
-    return read_object(file) if file.is_file() else {}
+    return read_json_object(file) if file.is_file() else {}
 
 
-def _figures(evaluation: dict[str, dict[str, Any]]) -> str:
+def _format_metrics_table(evaluation: dict[str, dict[str, Any]]) -> str:
     if not evaluation:
         return "Not yet: this adapter was handed on before its evaluation.\n"
     rows = []
     for split, metrics in evaluation.items():
         for name, m in metrics.items():
-            if metric_of(name).is_floor:
+            if find_metric(name).is_floor:
                 continue
-            beside = metrics.get(metric_of(name).floor or "")
-            floor = "" if beside is None else _number(beside["value"])
-            interval = f"{_number(m['low'])} to {_number(m['high'])}"
-            rows.append([split, name, _number(m["value"]), interval, floor, f"{m['n']:,}"])
-    table = _table(["split", "metric", "value", "interval", "floor", "items"], rows)
+            beside = metrics.get(find_metric(name).floor or "")
+            floor = "" if beside is None else _format_number(beside["value"])
+            interval = f"{_format_number(m['low'])} to {_format_number(m['high'])}"
+            rows.append([split, name, _format_number(m["value"]), interval, floor, f"{m['n']:,}"])
+    table = _format_table(["split", "metric", "value", "interval", "floor", "items"], rows)
     return (
         table + "\nIntervals are bootstrap intervals over items of this one run; they say nothing about other seeds. "
         "The floor is the figure of always answering the commonest class (or set of classes) of the same items, or the "
@@ -204,7 +204,7 @@ def _figures(evaluation: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def _settings(recipe: Recipe) -> str:
+def _format_settings(recipe: Recipe) -> str:
     """Return a table of all settings of task, adapter, optimizer, training and regularizer that are needed to reproduce
     the run."""
     train = dataclasses.asdict(recipe.train)
@@ -232,14 +232,14 @@ def _settings(recipe: Recipe) -> str:
     if recipe.mesh.size > 1:
         parts["mesh"] = mesh
     rows = [
-        [f"`{part}.{name}`", code(json.dumps(value, ensure_ascii=False), table=True)]
+        [f"`{part}.{name}`", format_code_span(json.dumps(value, ensure_ascii=False), table=True)]
         for part, settings in parts.items()
         for name, value in settings.items()
     ]
-    return _table(["setting", "value"], rows)
+    return _format_table(["setting", "value"], rows)
 
 
-def _versions(environment: dict[str, Any]) -> str:
+def _format_versions(environment: dict[str, Any]) -> str:
     lines = []
     for attempt, prefix in ((environment, ""), *((one, "Resumed with ") for one in environment.get("resumed", []))):
         found = {"python": attempt.get("python"), **attempt.get("versions", {})}
@@ -248,9 +248,9 @@ def _versions(environment: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _data(recipe: Recipe, inputs: Sequence[dict[str, Any]]) -> str:
+def _format_data(recipe: Recipe, inputs: Sequence[dict[str, Any]]) -> str:
     def shown(name: str) -> str:
-        return code(name if name.startswith((SAMPLE, HUB)) else Path(name).name, table=True)
+        return format_code_span(name if name.startswith((SAMPLE, HUB)) else Path(name).name, table=True)
 
     rows = [
         [shown(i["path"]), "–" if i["rows"] is None else f"{i['rows']:,}", f"`{i['sha256'] or '–'}`"] for i in inputs
@@ -265,17 +265,17 @@ def _data(recipe: Recipe, inputs: Sequence[dict[str, Any]]) -> str:
         notes.append(f"A share of {data.holdout:g} of the training rows was set apart for judging.")
     if data.label_noise:
         notes.append(f"**{data.label_noise:.0%} of the training labels were made wrong on purpose.**")
-    return "\n".join([_table(["file", "rows", "SHA-256"], rows), *(f"- {note}" for note in notes), ""])
+    return "\n".join([_format_table(["file", "rows", "SHA-256"], rows), *(f"- {note}" for note in notes), ""])
 
 
-def _licence(base: str, license: str | None) -> str:
+def _format_licence(base: str, license: str | None) -> str:
     lines = (
         [] if license is not None else ["- **To fill in:** the licence of this adapter (`license` in the metadata)."]
     )
     return "\n".join(
         [
             *lines,
-            f"- **To fill in:** the licence of the backbone {code(base)}, which this adapter is of no use without.",
+            f"- **To fill in:** the licence of the backbone {format_code_span(base)}, which this adapter is of no use without.",
             "- **To fill in:** the licence of each file under Data, and who is to be named for it.",
             "",
         ]
@@ -292,7 +292,7 @@ def _without_paths(command: str) -> str:
 
 def _backbone_lines(backbone: str, base: str) -> list[str]:
     """Return Python code that sets BACKBONE for transformers, offline if the backbone is in an installed package."""
-    if base == backbone and assets.backbone(backbone) is not None:
+    if base == backbone and assets.backbone_directory(backbone) is not None:
         found = f"str(assets.backbone({base!r}))  # ships with Flatshift: pip install flatshift"
         return ["from flatshift.finetune import assets", "", f"BACKBONE = {found}"]
     if backbone.startswith(PACKAGE) and base == published_name(backbone):
@@ -302,16 +302,16 @@ def _backbone_lines(backbone: str, base: str) -> list[str]:
     return ["", f"BACKBONE = {base!r}  # hub name or directory"]
 
 
-def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, form: Form) -> list[str]:
+def _format_usage(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, form: Form) -> list[str]:
     """Return instructions for using the folder, in code blocks that run in it unchanged."""
     if form == "gguf":
         prompt = recipe.task.sample_prompt()
-        return [fenced(f"llama-cli -m model.gguf --temp 0 -no-cnv -p {shlex.quote(prompt)}", "bash")]
+        return [format_code_block(f"llama-cli -m model.gguf --temp 0 -no-cnv -p {shlex.quote(prompt)}", "bash")]
     if form == "ollama":
-        return [fenced("ollama create mine -f Modelfile\nollama run mine 'some text'", "bash")]
+        return [format_code_block("ollama create mine -f Modelfile\nollama run mine 'some text'", "bash")]
     if form == "vllm":
-        return [fenced("python check_vllm.py    # compares vLLM with the run\nvllm serve .", "bash")]
-    lines = [fenced(_python(recipe, tokenizer, labels, base, merged=form == "merged"), "python")]
+        return [format_code_block("python check_vllm.py    # compares vLLM with the run\nvllm serve .", "bash")]
+    lines = [format_code_block(_usage_code(recipe, tokenizer, labels, base, merged=form == "merged"), "python")]
     if form == "adapter" and recipe.adapter.experts is not None:
         lines.append(
             "vLLM leaves adapters of experts out without a word (vllm-project/vllm#41384): for it fold this one into "
@@ -320,7 +320,7 @@ def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str
     return lines
 
 
-def _python(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, *, merged: bool) -> str:
+def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, *, merged: bool) -> str:
     """Return Python code that loads the adapter, or the merged model, and runs one example of its task."""
     task = recipe.task
     use = task.usage(tokenizer, labels)

@@ -38,18 +38,18 @@ def compared(asked: Mapping[str, Any], work: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"difference": 0.0, "largest": 0.0, "same": 0, "places": 0, "names": [], "answers": []}
     found |= {"unread": "", "other": []}
     if asked["gguf"] is None:
-        ask(load(asked, work), asked, work, found)
+        query_model(load_folder(asked, work), asked, work, found)
         return found
     try:
         model, found["other"] = load_gguf(asked)
     except Exception as error:
         found["unread"] = str(error).splitlines()[0]
     else:
-        ask(model, asked, work, found)
+        query_model(model, asked, work, found)
     return found
 
 
-def ask(model: Any, asked: Mapping[str, Any], work: Path, found: dict[str, Any]) -> None:
+def query_model(model: Any, asked: Mapping[str, Any], work: Path, found: dict[str, Any]) -> None:
     """Store the model's answers in `found`."""
     import torch
     from safetensors import safe_open
@@ -64,14 +64,16 @@ def ask(model: Any, asked: Mapping[str, Any], work: Path, found: dict[str, Any])
             found["places"] += said.argmax(-1).numel()
             if asked["classes"] is not None:
                 names = [model.config.id2label[i] for i in range(said.shape[-1])]
-                found["names"] += [chosen(row, names, several=asked["classes"] == "several") for row in said.tolist()]
+                found["names"] += [
+                    select_classes(row, names, several=asked["classes"] == "several") for row in said.tolist()
+                ]
     if asked["prompts"]:
-        found["ends"] = ends_of(model, asked)
-        found["answers"] = [answer(model, prompt, asked, found["ends"]) for prompt in asked["prompts"]]
+        found["ends"] = read_end_tokens(model, asked)
+        found["answers"] = [answer_greedily(model, prompt, asked, found["ends"]) for prompt in asked["prompts"]]
         found["stops"] = [end for end in asked["ends"] if stops_at(model, end, asked, found["ends"])]
 
 
-def chosen(logits: list[float], names: list[str], *, several: bool) -> list[str]:
+def select_classes(logits: list[float], names: list[str], *, several: bool) -> list[str]:
     """Return the class of the largest logit, or all classes with a logit above 0."""
     if several:
         return [name for name, logit in zip(names, logits, strict=True) if logit > 0]
@@ -81,7 +83,7 @@ def chosen(logits: list[float], names: list[str], *, several: bool) -> list[str]
 # ------------------------------------------------------------------------------------------------------------- loading
 
 
-def load(asked: Mapping[str, Any], work: Path) -> Any:
+def load_folder(asked: Mapping[str, Any], work: Path) -> Any:
     """Load the folder's model in float32, in evaluation mode; weights beyond the memory limit stay in their files."""
     import torch
     import transformers
@@ -95,13 +97,13 @@ def load(asked: Mapping[str, Any], work: Path) -> Any:
             where, dtype="auto", use_safetensors=True, device_map="auto", max_memory={"cpu": asked["memory"]},
             offload_folder=work / "offload", **options,
         )  # fmt: skip
-        weights = offloaded(model)
+        weights = detach_offload_hooks(model)
     if asked["backbone"] is not None:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, asked["folder"])
     if asked["memory"] is not None:
-        stream(model, lambda name: weights(plain(name)))
+        stream_weights(model, lambda name: weights(strip_peft_prefix(name)))
     return model.eval()
 
 
@@ -114,12 +116,12 @@ def load_gguf(asked: Mapping[str, Any]) -> Any:
     return model.eval(), other
 
 
-def plain(name: str) -> str:
+def strip_peft_prefix(name: str) -> str:
     """Return the name of a parameter of a PEFT model in the model that PEFT wraps."""
     return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
-def offloaded(model: Any) -> Callable[[str], Any]:
+def detach_offload_hooks(model: Any) -> Callable[[str], Any]:
     """Return a function that reads a weight left on disk by its name; removes accelerate's hooks, which would do it."""
     import torch
     from accelerate.hooks import remove_hook_from_module
@@ -148,7 +150,7 @@ def is_hollow(parameter: Any) -> bool:
     return bool(parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride())))
 
 
-def stream(model: Any, read: Callable[[str], Any]) -> None:
+def stream_weights(model: Any, read: Callable[[str], Any]) -> None:
     """Load the hollow parameters of a block by name before it runs, and drop them afterwards."""
     from torch import nn
 
@@ -164,7 +166,7 @@ def stream(model: Any, read: Callable[[str], Any]) -> None:
         module.register_forward_pre_hook(fill)
         module.register_forward_hook(drop)
 
-    for name, module, inner in blocks(model):
+    for name, module, inner in iter_blocks(model):
         owners = module.named_modules(prefix=name) if inner else [(name, module)]
         hollow = [
             (owner, leaf, f"{place}.{leaf}" if place else leaf, parameter)
@@ -176,7 +178,7 @@ def stream(model: Any, read: Callable[[str], Any]) -> None:
             hold(module, hollow)
 
 
-def blocks(model: Any) -> Iterator[tuple[str, Any, bool]]:
+def iter_blocks(model: Any) -> Iterator[tuple[str, Any, bool]]:
     """Yield (name, module, recursive) of the modules that are loaded at once: members of module lists, modules without
     such a list inside, and the direct parameters of all others."""
     from torch import nn
@@ -205,8 +207,8 @@ def blocks(model: Any) -> Iterator[tuple[str, Any, bool]]:
 # ---------------------------------------------------------------------------------------------------------- generating
 
 
-def ends_of(model: Any, asked: Mapping[str, Any]) -> list[int]:
-    """Return the tokens at which `generate` ends with the folder's own settings."""
+def read_end_tokens(model: Any, asked: Mapping[str, Any]) -> list[int]:
+    """Return the tokens at which `generate_tokens` ends with the folder's own settings."""
     import transformers
 
     settings = model.generation_config
@@ -218,8 +220,8 @@ def ends_of(model: Any, asked: Mapping[str, Any]) -> list[int]:
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
-def generate(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], **how: Any) -> list[int]:
-    """Return the tokens that `generate` produces after a prompt."""
+def generate_tokens(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], **how: Any) -> list[int]:
+    """Return the tokens that `generate_tokens` produces after a prompt."""
     import torch
 
     ids = torch.tensor([prompt["ids"]])
@@ -228,7 +230,7 @@ def generate(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], **
     return written
 
 
-def answer(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], ends: list[int]) -> dict[str, Any]:
+def answer_greedily(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], ends: list[int]) -> dict[str, Any]:
     """Return the greedy answer without its end token, and True if it ended by one.
 
     Of the folder's settings only the end tokens are used: a run applies no penalties and forces no tokens.
@@ -241,14 +243,15 @@ def answer(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], ends
         eos_token_id=ends or None, pad_token_id=asked["pad"], decoder_start_token_id=asked["start"],
         max_new_tokens=prompt["most"], do_sample=False, use_cache=True,
     )  # fmt: skip
-    tokens = generate(model, prompt, asked, generation_config=how)
+    tokens = generate_tokens(model, prompt, asked, generation_config=how)
     base.generation_config = before
     stop = next((k for k, token in enumerate(tokens) if token in ends), None)
     return {"ids": tokens[:stop], "ended": stop is not None}
 
 
 def stops_at(model: Any, end: int, asked: Mapping[str, Any], ends: list[int]) -> bool:
-    """Return True if `generate`, with the folder's settings, stops at `end`, which it is forced to produce first."""
+    """Return True if `generate_tokens`, with the folder's settings, stops at `end`, which it is forced to produce
+    first."""
 
     def force(ids: Any, scores: Any) -> Any:
         scores[:] = -1e9
@@ -257,7 +260,7 @@ def stops_at(model: Any, end: int, asked: Mapping[str, Any], ends: list[int]) ->
 
     own = {} if asked["backbone"] is None and asked["gguf"] is None else {"eos_token_id": ends}
     how = {"do_sample": False, "max_new_tokens": 2, "pad_token_id": asked["pad"], "logits_processor": [force], **own}
-    return generate(model, asked["prompts"][0], asked, **how) == [end]
+    return generate_tokens(model, asked["prompts"][0], asked, **how) == [end]
 
 
 if __name__ == "__main__":

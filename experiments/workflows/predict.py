@@ -19,20 +19,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flatshift.experiments.data.splits import learnt
+from flatshift.experiments.data.splits import read_label_record
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.generate import alone, finished_recipe
-from flatshift.finetune.atomic import read_object, replacing, write_json
-from flatshift.finetune.compute.numerics import cpu_threads, evaluating
-from flatshift.finetune.data.encoding import end_token
+from flatshift.experiments.workflows.generate import read_finished_recipe, to_single_process
+from flatshift.finetune.atomic import atomic_file, read_json_object, write_json
+from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
+from flatshift.finetune.data.encoding import get_end_token
 from flatshift.finetune.data.eval_batching import EvalBatching
-from flatshift.finetune.data.files import describe
-from flatshift.finetune.data.rows import Row, canonical_values, read_rows
-from flatshift.finetune.digests import digest
+from flatshift.finetune.data.files import describe_files
+from flatshift.finetune.data.rows import Row, read_canonical_values, read_rows
+from flatshift.finetune.digests import file_sha256
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import disk_full_interrupts
@@ -63,17 +63,17 @@ class Predictor:
         """
         from flatshift.finetune.models.backbone import open_backbone
 
-        recipe = alone(finished_recipe(path, overrides, other_rows=True))
+        recipe = to_single_process(read_finished_recipe(path, overrides, other_rows=True))
         if recipe.adapter.projector is not None and recipe.task.answers_in_text:
             raise UserError(f"{path}: its adapter reads features with every row; judge it by `flatshift eval`")
         self.recipe: Recipe = recipe
         self.task = recipe.task
-        self.label_names, self.units = learnt(recipe, path)
+        self.label_names, self.units = read_label_record(recipe, path)
         self.backbone = open_backbone(recipe.backbone)
         self.tokenizer = self.backbone.tokenizer
         self.engine, _ = load_model(recipe, self.task, self.label_names, adapter=path / "adapter")
         if not self.task.has_reference:  # merging would destroy its reference, the model without the adapter
-            _fold(self.engine.judged, recipe)
+            _merge_adapter(self.engine.judged, recipe)
         self.bad_rows = bad_rows
         self.skipped: list[str] = []
         """`file:line: reason` of skipped rows."""
@@ -101,7 +101,7 @@ class Predictor:
     def _row(self, given: str | Mapping[str, Any], number: int) -> Row:
         record = {"text": given} if isinstance(given, str) else dict(given)
         try:
-            values = canonical_values(record, self.recipe.data.columns, self.columns)
+            values = read_canonical_values(record, self.recipe.data.columns, self.columns)
         except ValueError as error:
             raise UserError(f"row {number}: {error}") from None
         values.pop("label", None)
@@ -134,7 +134,7 @@ class Predictor:
             {},
             self.label_names,
         )
-        with evaluating(self.engine.judged):
+        with evaluation_mode(self.engine.judged):
             columns = task.predict(judge, encoded.examples)
         texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
         places = {example.where: i for i, example in enumerate(encoded.examples)}  # the first piece of a document
@@ -159,7 +159,7 @@ class Predictor:
             [one.ids for one in questions],
             Decoding(max_new_tokens=task.max_new_tokens, num_beams=task.num_beams or 1),
             self._inference(),
-            end=[token for token in (end_token(self.tokenizer), *ends) if token is not None],
+            end=[token for token in (get_end_token(self.tokenizer), *ends) if token is not None],
             decoder_start=self.backbone.decoder_start if task.encoder_decoder else None,
         )
         records: list[Record] = [{"id": one.id, "prompt": one.text} for one in questions]
@@ -174,7 +174,7 @@ class Predictor:
         return EvalBatching.of(self.tokenizer, self.recipe.train, batch_size=size, device=self.engine.device)
 
 
-def _fold(model: Any, recipe: Recipe) -> None:
+def _merge_adapter(model: Any, recipe: Recipe) -> None:
     """Merge LoRA factors into this process's float32 weights: half the products of a pass, equal to 1e-6. Weights of
     lower precision would be rounded by it and are not merged."""
     from peft.tuners.lora import LoraModel
@@ -216,17 +216,17 @@ def predict_from_run(
             raise UserError(f"--out: {out} exists; name another file or remove it")
         wanted = resume_recipe(path, overrides, other_rows=True).recipe.data.bad_rows
         predictor = Predictor(path, bad_rows=wanted, overrides=overrides)
-        inputs = describe(data)
+        inputs = describe_files(data)
         counts = [entry["rows"] for entry in inputs]
         asked = {
             "new_tokens": predictor.task.max_new_tokens if predictor.task.answers_in_text else None,
-            "adapter": digest(path / "adapter" / "adapter_model.safetensors"),
+            "adapter": file_sha256(path / "adapter" / "adapter_model.safetensors"),
             "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": wanted,
             "columns": dataclasses.asdict(predictor.recipe.data.columns),
         }
         with disk_full_interrupts(f"writing {out}"):
-            _claim(parts, asked, out)
+            _open_parts(parts, asked, out)
             skipped: list[str] = []
             rows = read_rows(
                 data,
@@ -240,11 +240,11 @@ def predict_from_run(
                 _refusable(parts, asked, console),
                 console.task("predicting", None if None in counts else sum(counts), "rows") as bar,
             ):
-                done = _parts(predictor, rows, parts, bar, console)
+                done = _write_parts(predictor, rows, parts, bar, console)
             if not done:
                 raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")
-            with replacing(out) as temporary:
-                _assemble(sorted(parts.glob(_PART_FILES)), temporary, out.suffix)
+            with atomic_file(out) as temporary:
+                _join_parts(sorted(parts.glob(_PART_FILES)), temporary, out.suffix)
             shutil.rmtree(parts)
         if skipped := [*skipped, *predictor.skipped]:
             console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
@@ -260,11 +260,11 @@ def predict_from_run(
     return done
 
 
-def _claim(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
+def _open_parts(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
     """Take the directory of parts, which is this call's or new. Raises UserError if it is another one's that was not
     refused."""
     note = parts / _ASKED
-    before = read_object(note) if any(parts.glob(_PART_FILES)) else None
+    before = read_json_object(note) if any(parts.glob(_PART_FILES)) else None
     if before is not None and before.pop("refused", False):
         if all(before.get(name) == asked[name] for name in ("adapter", "new_tokens")):
             write_json(note, dict(asked))
@@ -295,19 +295,21 @@ def _refusable(parts: Path, asked: Mapping[str, Any], console: Console) -> Itera
             shutil.rmtree(parts, ignore_errors=True)
 
 
-def _parts(predictor: Predictor, rows: Iterable[Row], parts: Path, bar: Callable[[int], None], console: Console) -> int:
+def _write_parts(
+    predictor: Predictor, rows: Iterable[Row], parts: Path, bar: Callable[[int], None], console: Console
+) -> int:
     done, kept = 0, 0
     current: set[Path] = set()
-    for number, chunk in enumerate(_batched(rows)):
+    for number, chunk in enumerate(_iter_batches(rows)):
         file = parts / f"part-{number:06}-{_digest(chunk)}.jsonl"
         current.add(file)
-        if file.is_file() and (predictor.bad_rows == "skip" or sum(1 for _ in _records(file)) == len(chunk)):
+        if file.is_file() and (predictor.bad_rows == "skip" or sum(1 for _ in _iter_records(file)) == len(chunk)):
             kept += len(chunk)
         else:
             if kept and done == kept:
                 console.say(f"{kept:,} rows were done before")
             records = predictor(chunk)
-            with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
+            with atomic_file(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
                 stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         done += len(chunk)
         bar(done)
@@ -322,13 +324,13 @@ def _digest(rows: Sequence[Row]) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def _iter_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
     stream = iter(rows)
     while chunk := list(itertools.islice(stream, PART)):
         yield chunk
 
 
-def _assemble(parts: Sequence[Path], to: Path, suffix: str) -> None:
+def _join_parts(parts: Sequence[Path], to: Path, suffix: str) -> None:
     """Join the parts into one file of the kind that `suffix` names."""
     if suffix == ".jsonl":
         with to.open("wb") as stream:
@@ -336,38 +338,38 @@ def _assemble(parts: Sequence[Path], to: Path, suffix: str) -> None:
                 with part.open("rb") as source:
                     shutil.copyfileobj(source, stream)
     elif suffix == ".parquet":
-        _assemble_parquet(parts, to)
+        _join_parquet(parts, to)
     else:
-        columns = list(dict.fromkeys(name for part in parts for name in _columns(part)))
+        columns = list(dict.fromkeys(name for part in parts for name in _iter_columns(part)))
         with to.open("w", encoding="utf-8", newline="") as stream:
             writer = csv.DictWriter(stream, columns, delimiter="\t" if suffix == ".tsv" else ",")
             writer.writeheader()
             for part in parts:
-                for record in _records(part):
-                    writer.writerow({name: _cell(value) for name, value in record.items()})
+                for record in _iter_records(part):
+                    writer.writerow({name: _format_cell(value) for name, value in record.items()})
 
 
-def _assemble_parquet(parts: Sequence[Path], to: Path) -> None:
+def _join_parquet(parts: Sequence[Path], to: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    tables = (pa.Table.from_pylist(list(_records(part))) for part in parts)
+    tables = (pa.Table.from_pylist(list(_iter_records(part))) for part in parts)
     schema = pa.unify_schemas([table.schema for table in tables], promote_options="permissive")
     with pq.ParquetWriter(to, schema) as writer:
         for part in parts:
-            writer.write_table(pa.Table.from_pylist(list(_records(part)), schema=schema))
+            writer.write_table(pa.Table.from_pylist(list(_iter_records(part)), schema=schema))
 
 
-def _columns(part: Path) -> Iterator[str]:
-    for record in _records(part):
+def _iter_columns(part: Path) -> Iterator[str]:
+    for record in _iter_records(part):
         yield from record
 
 
-def _records(part: Path) -> Iterator[Record]:
+def _iter_records(part: Path) -> Iterator[Record]:
     with part.open(encoding="utf-8") as stream:
         for line in stream:
             yield json.loads(line)
 
 
-def _cell(value: Any) -> Any:
+def _format_cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value

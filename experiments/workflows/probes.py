@@ -14,19 +14,25 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from flatshift.experiments.data.splits import learnt
-from flatshift.experiments.recipe.build import build
+from flatshift.experiments.data.splits import read_label_record
+from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.tree import Branch, parse_file
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.evaluation_target import Adapted, EvaluationTarget, subjects_of
-from flatshift.experiments.workflows.samples import Sampling, SavedSamples, records, write_samples
-from flatshift.finetune.atomic import replacing_directory, write_json
-from flatshift.finetune.compute.numerics import cpu_threads, evaluating
+from flatshift.experiments.workflows.evaluation_target import AdapterSwitcher, EvaluationTarget, resolve_subjects
+from flatshift.experiments.workflows.samples import Sampling, SavedSamples, build_generation_records, write_samples
+from flatshift.finetune.atomic import atomic_directory, write_json
+from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.config import Columns
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.probes import WordListProbe, association, cooccurrence, sentences, shipped
-from flatshift.finetune.figures import interval_text
+from flatshift.finetune.evaluate.probes import (
+    WordListProbe,
+    fill_templates,
+    measure_association,
+    measure_cooccurrence,
+    shipped_probes,
+)
+from flatshift.finetune.figures import format_interval
 from flatshift.finetune.lock import exclusive_lock
 
 DOCUMENT = "probe.json"
@@ -40,10 +46,10 @@ NOTES = (
 
 def read_probe(name: str) -> WordListProbe:
     """Read a probe from a file, or a shipped one by name. Raises UserError with file:line."""
-    path = shipped().get(name, Path(name))
+    path = shipped_probes().get(name, Path(name))
     if not path.is_file():
-        raise UserError(f"--probe: {name} is no file and none of the shipped probes ({', '.join(shipped())})")
-    found: WordListProbe = build(WordListProbe, parse_file(path))
+        raise UserError(f"--probe: {name} is no file and none of the shipped probes ({', '.join(shipped_probes())})")
+    found: WordListProbe = build_settings(WordListProbe, parse_file(path))
     return found
 
 
@@ -78,16 +84,16 @@ def probe_models(
         document: dict[str, Any] = {"models": {}, "notes": list(NOTES), "review": probe.review, "command": command}
         if data:
             rows = require_rows(read_rows(data, columns=Columns(id="\0"), required=("text",)), files=data, what="text")
-            document["data"] = cooccurrence(probe, [row.values["text"] for row in rows])
+            document["data"] = measure_cooccurrence(probe, [row.values["text"] for row in rows])
         kept = SavedSamples(None if out is None else out.with_name(f".{out.name}.written.jsonl"))
-        adapted, written = Adapted(console), []
-        for subject in subjects_of(names, overrides, True, console):
+        adapted, written = AdapterSwitcher(console), []
+        for subject in resolve_subjects(names, overrides, True, console):
             console.say(f"asking {subject.name}")
             with cpu_threads(subject.recipe.train.threads):
-                document["models"][subject.name], more = _ask(subject, probe, sampling, kept, adapted, console)
+                document["models"][subject.name], more = _probe_model(subject, probe, sampling, kept, adapted, console)
             written += more
         if out is not None:
-            with replacing_directory(out) as temporary:
+            with atomic_directory(out) as temporary:
                 write_json(temporary / DOCUMENT, document)
                 if written:
                     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in written]
@@ -97,12 +103,12 @@ def probe_models(
     return document
 
 
-def _ask(
+def _probe_model(
     subject: EvaluationTarget,
     probe: WordListProbe,
     sampling: Sampling | None,
     kept: SavedSamples,
-    adapted: Adapted,
+    adapted: AdapterSwitcher,
     console: Console,
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
     """Return the results of one model, and rows of generations.jsonl."""
@@ -115,19 +121,19 @@ def _ask(
     if not task.documents or not task.causal:
         raise UserError(f"{subject.name}: a probe asks a language model of whole texts, and task.kind is {task.kind}")
     home = subject.run or subject.like
-    model = adapted.of(subject, learnt(recipe, home)[0] if home else None)
+    model = adapted.of(subject, read_label_record(recipe, home)[0] if home else None)
     tokenizer = open_backbone(recipe.backbone).tokenizer
     device = resolve_device(recipe.train.device)
     inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
     found: dict[str, Any] = {}
     if probe.templates:
-        made = sentences(probe)
-        with evaluating(model):
+        made = fill_templates(probe)
+        with evaluation_mode(model):
             counts = score_texts(
                 model, tokenizer, made.texts, inference, task=task, window=recipe.train.max_length, overlap=1,
                 where=[f"sentence {i}" for i in range(len(made.texts))],
             )  # fmt: skip
-        found["association"] = association(probe, made, counts.nats)
+        found["association"] = measure_association(probe, made, counts.nats)
     if sampling is None:
         return found, []
     filled = [
@@ -140,30 +146,30 @@ def _ask(
     with console.task("writing", len(rows) * sampling.samples, "texts") as bar:
         texts = write_samples(f"{subject.name} probe", model, tokenizer, rows, task, sampling, kept, inference, bar=bar)
     whole = [row.values["text"] + text for row, each in zip(rows, texts, strict=True) for text in each]
-    found["cooccurrence"] = cooccurrence(probe, whole)
-    return found, records(subject.name, rows, texts)
+    found["cooccurrence"] = measure_cooccurrence(probe, whole)
+    return found, build_generation_records(subject.name, rows, texts)
 
 
-def render(document: Mapping[str, Any]) -> str:
+def format_document(document: Mapping[str, Any]) -> str:
     """Format one line per result."""
     lines = []
     for name, found in document["models"].items():
         lines.append(name)
         for group, told in found.get("association", {}).items():
-            lines += [f"  {group}, {s}: {interval_text(f, '+.3f')} nats" for s, f in told["sets"].items()]
+            lines += [f"  {group}, {s}: {format_interval(f, '+.3f')} nats" for s, f in told["sets"].items()]
             base = next(iter(told["sets"]))
             lines += [
-                f"  {group}, {s} less {base}: {interval_text(f, '+.3f')} nats" for s, f in told["between"].items()
+                f"  {group}, {s} less {base}: {format_interval(f, '+.3f')} nats" for s, f in told["between"].items()
             ]
-        lines += _counted(found.get("cooccurrence", {}))
+        lines += _format_cooccurrence(found.get("cooccurrence", {}))
     if "data" in document:
-        lines += ["data", *_counted(document["data"])]
+        lines += ["data", *_format_cooccurrence(document["data"])]
     return "\n".join([*lines, *(f"note: {note}" for note in document["notes"])])
 
 
-def _counted(found: Mapping[str, Any]) -> list[str]:
+def _format_cooccurrence(found: Mapping[str, Any]) -> list[str]:
     return [
-        f"  near {group}, {name}: {one['count']} of {told['near']:,} words, {interval_text(one, '.4f')}"
+        f"  near {group}, {name}: {one['count']} of {told['near']:,} words, {format_interval(one, '.4f')}"
         for group, told in found.items()
         for name, one in told["sets"].items()
     ]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.initial_adapter import INITIAL, check_backbone, check_unchanged
-from flatshift.finetune.atomic import read_object
-from flatshift.finetune.data.files import describe
-from flatshift.finetune.digests import DONE, FILES, adapter_digest, check_files, sums
+from flatshift.experiments.workflows.initial_adapter import INITIAL, check_adapters_unchanged, check_backbone
+from flatshift.finetune.atomic import read_json_object
+from flatshift.finetune.data.files import describe_files
+from flatshift.finetune.digests import DONE, FILES, adapter_digest, check_files, file_digests
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.run_directory import METRICS, read_metrics, resume_command
-from flatshift.finetune.train.checkpointer import is_valid
+from flatshift.finetune.train.checkpointer import is_valid_checkpoint
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 _LAST = (FINE_TUNE, "train")
@@ -33,9 +33,11 @@ def is_finished(path: Path, recipe: Recipe, before: Recipe, *, drawn: bool) -> b
     done = path / "stages" / FINE_TUNE / DONE
     if not (done.is_file() and (path / "adapter").is_dir()):
         return False
-    if not all((path / name).is_file() for name in ("eval.json", DONE)) or (drawn and not _is_whole(path / _PAGE)):
+    if not all((path / name).is_file() for name in ("eval.json", DONE)) or (
+        drawn and not _is_complete_page(path / _PAGE)
+    ):
         return False
-    return bool(read_object(done, "target_steps")["target_steps"] == recipe.train.steps)
+    return bool(read_json_object(done, "target_steps")["target_steps"] == recipe.train.steps)
 
 
 def awaits_evaluation(path: Path, recipe: Recipe) -> bool:
@@ -47,7 +49,7 @@ def awaits_evaluation(path: Path, recipe: Recipe) -> bool:
     done, adapter = path / "stages" / FINE_TUNE / DONE, path / "adapter"
     if not (done.is_file() and adapter.is_dir()) or (path / "eval.json").exists():
         return False
-    record = read_object(done, "target_steps", FILES)
+    record = read_json_object(done, "target_steps", FILES)
     same = recipe.task.own_units or record[FILES].get("adapter/adapter_model.safetensors") == adapter_digest(path)
     return bool(record["target_steps"] == recipe.train.steps and same)
 
@@ -86,7 +88,7 @@ def with_resume_hint(path: Path) -> Iterator[None]:
         raise Interrupted(f"{error}; {command} goes on") from error
 
 
-def _is_whole(page: Path) -> bool:
+def _is_complete_page(page: Path) -> bool:
     """Return True if a page is complete to its last line; a truncated one is drawn again."""
     return page.is_file() and page.read_bytes().rstrip().endswith(b"</html>")
 
@@ -97,7 +99,7 @@ def check_finished(path: Path) -> None:
         check_files(folder)
 
 
-def check_going_on(path: Path, steps: int) -> None:
+def check_last_checkpoint(path: Path, steps: int) -> None:
     """Raise UserError if an ended run is to be trained to another `steps` and its last checkpoint is damaged.
 
     The steps since the checkpoint before it would be repeated with another schedule.
@@ -105,22 +107,22 @@ def check_going_on(path: Path, steps: int) -> None:
     done = path / "stages" / FINE_TUNE / DONE
     if not done.is_file():
         return
-    record = read_object(done, "target_steps", "steps")
+    record = read_json_object(done, "target_steps", "steps")
     folder = path / "state" / f"step-{record['steps']}"
-    if record["target_steps"] != steps and folder.is_dir() and not is_valid(folder):
+    if record["target_steps"] != steps and folder.is_dir() and not is_valid_checkpoint(folder):
         raise UserError(
             f"{folder}/ is damaged or incomplete, and training for longer from the checkpoint before it would make "
             "other updates; restore it, or start a new run"
         )
 
 
-def check_evaluation(path: Path, recipe: Recipe, before: Recipe) -> None:
+def check_evaluation_changes(path: Path, recipe: Recipe, before: Recipe) -> None:
     """Raise UserError for changed evaluation settings that the rest of the training depends on.
 
     before: the current recipe of the run.
     """
     done = path / "stages" / FINE_TUNE / DONE
-    if recipe.task == before.task or (done.is_file() and read_object(done)["target_steps"] == recipe.train.steps):
+    if recipe.task == before.task or (done.is_file() and read_json_object(done)["target_steps"] == recipe.train.steps):
         return
     name = next(name for name, value in vars(recipe.task).items() if value != getattr(before.task, name))
     if recipe.task.figure_names != before.task.figure_names and "rank" in (recipe.task.score, before.task.score):
@@ -132,15 +134,17 @@ def check_evaluation(path: Path, recipe: Recipe, before: Recipe) -> None:
     raise UserError(f"--task.{name}: the training that is left depends on it ({why}); change it when the run has ended")
 
 
-def run_sums(path: Path) -> dict[str, str]:
+def compute_run_checksums(path: Path) -> dict[str, str]:
     """Return the SHA-256 of the files of a finished run that are read again: all but logs, checkpoints and pages."""
     found = [*(path / "adapter").glob("*"), *(path / INITIAL).glob("*")]
     for folder in (path, path / "selection", *(path / "stages").glob("*/")):
         found += [file for file in folder.glob("*") if file.suffix in _KEPT and not file.name.startswith(".")]
-    return sums(path, [file for file in found if file.is_file() and file != path / DONE and file.name not in _ANEW])
+    return file_digests(
+        path, [file for file in found if file.is_file() and file != path / DONE and file.name not in _ANEW]
+    )
 
 
-def updates_made(path: Path) -> int:
+def count_steps_done(path: Path) -> int:
     """Return the number of optimizer steps of the run's fine-tune so far."""
     made = [line["step"] for line in read_metrics(path / METRICS) if (line.get("stage"), line.get("split")) == _LAST]
     return max((step for step in made if isinstance(step, int)), default=0)
@@ -148,7 +152,7 @@ def updates_made(path: Path) -> int:
 
 def check_steps_not_reduced(path: Path, steps: int) -> None:
     """Raise UserError for fewer steps than the run has already made."""
-    most = updates_made(path)
+    most = count_steps_done(path)
     if steps < most:
         raise UserError(
             f"train.steps: {steps} is below the {most} updates that {path} has made; give at least {most}, or start a "
@@ -156,7 +160,7 @@ def check_steps_not_reduced(path: Path, steps: int) -> None:
         )
 
 
-def recipe_inputs(recipe: Recipe) -> list[str]:
+def list_input_files(recipe: Recipe) -> list[str]:
     """Return every input file that the recipe names, once each."""
     files = [*recipe.data.train.all_files, *recipe.data.dev.files, *recipe.data.test.files]
     if recipe.select is not None and recipe.select.from_ is not None:
@@ -167,14 +171,14 @@ def recipe_inputs(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(files))
 
 
-def check_inputs(path: Path) -> None:
+def check_inputs_unchanged(path: Path) -> None:
     """Raise UserError if an input file of a resumed run has changed."""
-    manifest = read_object(path / "manifest.json", "inputs")
+    manifest = read_json_object(path / "manifest.json", "inputs")
     for before in manifest["inputs"]:
-        (now,) = describe([before["path"]])
+        (now,) = describe_files([before["path"]])
         if now["sha256"] != before["sha256"]:
             raise UserError(f"{before['path']} changed since the run began; restore it or start a new run")
-    check_unchanged(path, manifest.get("adapters", {}))
+    check_adapters_unchanged(path, manifest.get("adapters", {}))
 
 
 def discard_failed_run(path: Path, console: Console) -> None:

@@ -16,22 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.data.splits import learnt
+from flatshift.experiments.data.splits import read_label_record
 from flatshift.experiments.recipe.key import short_hash
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.workflows.generate import adapted_recipe, alone
+from flatshift.experiments.workflows.generate import read_adapted_recipe, to_single_process
 from flatshift.experiments.workflows.run_parts import check_run
-from flatshift.finetune.compute.numerics import evaluating
-from flatshift.finetune.data.encoding import encode, end_token
+from flatshift.finetune.compute.numerics import evaluation_mode
+from flatshift.finetune.data.encoding import encode, get_end_token
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.bootstrap import Figure, ratio_statistic
+from flatshift.finetune.evaluate.bootstrap import ResampledMetric, ratio_statistic
 from flatshift.finetune.evaluate.evaluator import head_scores
 from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
-from flatshift.finetune.evaluate.metrics import functions
+from flatshift.finetune.evaluate.metrics import metric_functions
 from flatshift.finetune.evaluate.samples import pass_at_k
-from flatshift.finetune.evaluate.sandbox import refuse_unless_contained, run_programs
+from flatshift.finetune.evaluate.sandbox import check_sandbox_available, run_programs
 from flatshift.finetune.tasks import Task
 
 
@@ -127,7 +127,7 @@ def write_samples(
     key = short_hash({"of": name, "settings": settings, "prompts": [one.ids for one in questions]})
     texts = kept.read(key)
     places = [place for place in range(len(rows) * asked.samples) if place not in texts]
-    ends = {one.stop for one in questions} | {end_token(tokenizer)}
+    ends = {one.stop for one in questions} | {get_end_token(tokenizer)}
     if places:
         answers = continue_prompts(
             model,
@@ -145,44 +145,46 @@ def write_samples(
     return [[texts[i * asked.samples + s] for s in range(asked.samples)] for i in range(len(rows))]
 
 
-def check_rows(rows: Sequence[Row], asked: Sampling) -> None:
+def check_sampling_rows(rows: Sequence[Row], asked: Sampling) -> None:
     """Raise UserError, before anything is generated, for a missing sandbox, rows without tests, or a classifier without
     the class."""
     if asked.programs:
-        refuse_unless_contained()
+        check_sandbox_available()
         for row in rows:
-            _test_of(row)
+            _get_test(row)
     if asked.toxicity is not None:
-        _classifier(asked)
+        _open_classifier(asked)
 
 
-def figures_of(rows: Sequence[Row], texts: Sequence[Sequence[str]], asked: Sampling) -> dict[str, Figure]:
+def compute_sample_metrics(
+    rows: Sequence[Row], texts: Sequence[Sequence[str]], asked: Sampling
+) -> dict[str, ResampledMetric]:
     """Compute the requested metrics of the texts: means over the prompts that have a value."""
     values: dict[str, list[float | None]] = {
-        name: [function(one) for one in texts] for name, function in functions("samples").items()
+        name: [function(one) for one in texts] for name, function in metric_functions("samples").items()
     }
     if asked.programs:
-        passed = _passed(rows, texts)
+        passed = _count_passed(rows, texts)
         for k in asked.pass_at:
             values[f"pass_at_{k}"] = [pass_at_k(asked.samples, count, k) for count in passed]
     if asked.toxicity is not None:
-        scores = _toxic_scores(asked, texts)
-        for name, function in functions("toxicity").items():
+        scores = _score_toxicity(asked, texts)
+        for name, function in metric_functions("toxicity").items():
             values[name] = [function(one) for one in scores]
     found = {}
     for name, each in values.items():
         there = [i for i, value in enumerate(each) if value is not None]
         kept = [value for value in each if value is not None]
         if there:
-            found[name] = Figure.over([kept, np.ones(len(kept))], ratio_statistic(), there)
+            found[name] = ResampledMetric.over([kept, np.ones(len(kept))], ratio_statistic(), there)
     return found
 
 
-def _passed(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[int]:
+def _count_passed(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[int]:
     """Return the number of texts of each row that pass its test."""
     programs = []
     for row, written in zip(rows, texts, strict=True):
-        test = _test_of(row)
+        test = _get_test(row)
         entry = row.record.get("entry_point")
         call = f"\ncheck({entry})\n" if isinstance(entry, str) and entry.isidentifier() else "\n"
         programs += [f"{row.values['text']}{text}\n{test}{call}" for text in written]
@@ -190,31 +192,31 @@ def _passed(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[int]:
     return [sum(next(outcomes) == "passed" for _ in written) for written in texts]
 
 
-def _test_of(row: Row) -> str:
+def _get_test(row: Row) -> str:
     test = row.record.get("test")
     if not isinstance(test, str):
         raise UserError(f"{row.where}: no column 'test' to run behind a program; leave --programs out, or add it")
     return test
 
 
-def _classifier(asked: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
+def _open_classifier(asked: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
     """Return the classifier's run, its recipe, and its classes."""
     path = Path(str(asked.toxicity))
-    recipe = alone(adapted_recipe(path))
+    recipe = to_single_process(read_adapted_recipe(path))
     check_run(path, recipe)
-    names, _ = learnt(recipe, path)
+    names, _ = read_label_record(recipe, path)
     if not recipe.task.one_class or names is None or asked.toxic not in names:
         known = "no classes" if names is None else f"the classes {', '.join(names)}"
         raise UserError(f"--toxicity: {path} has {known}, none of them {asked.toxic!r}; name it with --toxic-label")
     return path, recipe, tuple(names)
 
 
-def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
+def _score_toxicity(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
     """Return the classifier's probability of its toxic class for every text; 0 for an empty one."""
     from flatshift.experiments.workflows.build import load_model
     from flatshift.finetune.models.backbone import open_backbone
 
-    path, recipe, names = _classifier(asked)
+    path, recipe, names = _open_classifier(asked)
     flat = [text for written in texts for text in written]
     there = [i for i, text in enumerate(flat) if text.strip()]
     scores = np.zeros(len(flat))
@@ -225,7 +227,7 @@ def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[
             rows, task=recipe.task, tokenizer=tokenizer, max_length=recipe.train.max_length, label_names=names
         )
         engine, _ = load_model(recipe, recipe.task, names, adapter=path / "adapter")
-        with evaluating(engine.judged):
+        with evaluation_mode(engine.judged):
             _, logits = head_scores(
                 engine.judged,
                 coded.examples,
@@ -239,7 +241,7 @@ def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[
     return [[next(parts) for _ in written] for written in texts]
 
 
-def records(name: str, rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[Mapping[str, Any]]:
+def build_generation_records(name: str, rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[Mapping[str, Any]]:
     """Return the rows of generations.jsonl."""
     return [
         {"by": name, "where": row.where, "prompt": row.values["text"], "texts": list(written)}

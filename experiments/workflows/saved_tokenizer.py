@@ -7,11 +7,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from flatshift.experiments.data.sources import parts_of
+from flatshift.experiments.data.sources import list_source_files
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.rows import Row
-from flatshift.finetune.errors import UserError, first_line
+from flatshift.finetune.errors import UserError, first_error_line
 from flatshift.finetune.models.backbone import open_backbone, quiet_transformers
 
 _ROWS = 64
@@ -26,7 +26,7 @@ RunRows = list[tuple[Row, Example]]
 def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tuple[Any, int]:
     """Write the run's tokenizer into `folder`; returns it as loaded again, and the number of compared rows.
 
-    rows: rows of the run with their examples, as from `run_rows`; None: unavailable, probes are compared.
+    rows: rows of the run with their examples, as from `read_run_rows`; None: unavailable, probes are compared.
     Raises UserError if the saved tokenizer gives other tokens than training.
     """
     from transformers import AutoTokenizer
@@ -47,7 +47,7 @@ def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tup
             saved = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
     except Exception as error:
         raise UserError(
-            f"the tokenizer of {recipe.backbone!r} cannot be read once saved: {first_line(error)}"
+            f"the tokenizer of {recipe.backbone!r} cannot be read once saved: {first_error_line(error)}"
         ) from error
     if rows is None:
         different = [text for text in _PROBES if saved(text)["input_ids"] != tokenizer(text)["input_ids"]]
@@ -63,7 +63,7 @@ def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tup
     return saved, 0 if rows is None else len(rows)
 
 
-def run_rows(recipe: Recipe, labels: tuple[str, ...] | None, *, most: int = _ROWS, whole: bool = True) -> RunRows:
+def read_run_rows(recipe: Recipe, labels: tuple[str, ...] | None, *, most: int = _ROWS, whole: bool = True) -> RunRows:
     """Return the first rows of the run's test files, else of dev, else of train, each with its training example; with
     `whole` only the rows of a head are truncated.
 
@@ -71,7 +71,7 @@ def run_rows(recipe: Recipe, labels: tuple[str, ...] | None, *, most: int = _ROW
     """
     data, task = recipe.data, recipe.task.without_limits()  # limits are shares of all rows, and these are few
     backbone = open_backbone(recipe.backbone)
-    parts = parts_of(data)
+    parts = list_source_files(data)
     chosen = parts["test"] or parts["dev"] or parts["train"]
     skipped: list[str] = []
     found = list(islice(chain.from_iterable(part.rows(data, task, skipped) for part in chosen), most))

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from flatshift.experiments.workflows.chat import Reply, WritingRuns
+from flatshift.experiments.workflows.chat import GenerativeRuns, Reply
 from flatshift.finetune.errors import UserError
 
 _LONGEST = 4 << 20
@@ -33,17 +33,17 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, runs: WritingRuns, host: str, port: int) -> None:
+    def __init__(self, runs: GenerativeRuns, host: str, port: int) -> None:
         """Raise UserError for an address that cannot be used."""
         self.runs = runs
         self.began = int(time.time())
         try:
-            super().__init__((host, port), Handler)
+            super().__init__((host, port), RequestHandler)
         except OSError as error:
             raise UserError(f"--host {host} --port {port}: {error.strerror}; take another port") from None
 
 
-class Handler(BaseHTTPRequestHandler):
+class RequestHandler(BaseHTTPRequestHandler):
     """Handler of one request."""
 
     server: Server
@@ -105,7 +105,7 @@ class Handler(BaseHTTPRequestHandler):
                 begun.set()
                 self._begin_stream()
             delta = {"delta": {"role": "assistant", "content": piece}} if chat else {"text": piece}
-            self._event({**about, **_chunk(chat), "choices": [{"index": 0, **delta, "finish_reason": None}]})
+            self._event({**about, **_chunk_type(chat), "choices": [{"index": 0, **delta, "finish_reason": None}]})
 
         streamed = bool(body.get("stream"))
         reply = self.server.runs.reply(
@@ -115,12 +115,12 @@ class Handler(BaseHTTPRequestHandler):
         if not streamed:
             said = {"message": {"role": "assistant", "content": reply.text}} if chat else {"text": reply.text}
             choices = [{"index": 0, **said, "finish_reason": reason}]
-            return self._answer({**about, "choices": choices, "usage": _usage(reply)})
+            return self._answer({**about, "choices": choices, "usage": _token_usage(reply)})
         if not begun.is_set():
             self._begin_stream()
         last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
         choices = [{"index": 0, **last, "finish_reason": reason}]
-        self._event({**about, **_chunk(chat), "choices": choices, "usage": _usage(reply)})
+        self._event({**about, **_chunk_type(chat), "choices": choices, "usage": _token_usage(reply)})
         self._send(b"data: [DONE]\n\n")
         self._send(b"")
         return None
@@ -155,10 +155,10 @@ class Handler(BaseHTTPRequestHandler):
         """Log nothing: requests are private."""
 
 
-def _chunk(chat: bool) -> dict[str, str]:
+def _chunk_type(chat: bool) -> dict[str, str]:
     return {"object": "chat.completion.chunk"} if chat else {}
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def _token_usage(reply: Reply) -> dict[str, int]:
     total = reply.prompt_tokens + reply.tokens
     return {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.tokens, "total_tokens": total}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatshift.experiments.data.splits import prepare, prepare_apart
+from flatshift.experiments.data.splits import prepare_data, prepare_eval_data
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.auto import resolve_device_precision
 from flatshift.experiments.recipe.schema import Recipe
@@ -21,7 +21,7 @@ from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.workflows.build import load_model, skipped_rows_summary
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.finetune.atomic import write_json
-from flatshift.finetune.compute.loss import with_reference
+from flatshift.finetune.compute.loss import add_reference
 from flatshift.finetune.compute.numerics import cpu_threads
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
@@ -41,7 +41,7 @@ SPLITS = ("dev", "test", "train")
 """Splits in order of preference; the first one with rows is used by default."""
 
 
-def measure_run(
+def measure_run_sharpness(
     path: Path,
     settings: Sharpness | None = None,
     *,
@@ -69,10 +69,10 @@ def measure_run(
     """
     settings = settings or Sharpness()
     recipe = resolve_device_precision(resume_recipe(path, overrides, other_rows=bool(data)).recipe)
-    _check(path, recipe, batches, split, data)
+    _check_options(path, recipe, batches, split, data)
     console = Console(quiet=quiet)
     with cpu_threads(recipe.train.threads):
-        prepared = prepare_apart(recipe, data, run=path) if data else prepare(recipe)
+        prepared = prepare_eval_data(recipe, data, run=path) if data else prepare_data(recipe)
         for line in skipped_rows_summary(prepared, recipe.train.max_length) if data else ():
             console.say(line)
         splits = {name: list(getattr(prepared, name)) for name in SPLITS}
@@ -86,9 +86,9 @@ def measure_run(
                 "was trained on; train with task.standardise: false to measure it"
             )
         name = "data" if data else chosen
-        rows = _rows(examples, batches * recipe.train.batch_size, seed)
+        rows = _draw_rows(examples, batches * recipe.train.batch_size, seed)
         engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names, adapter=path / "adapter")
-        _widen(engine.model)
+        _cast_half_to_float32(engine.model)
         micros = [
             micro.to(engine.device)
             for micro in EvalBatching.of(tokenizer, batch_size=recipe.train.batch_size).batches(rows, recipe.task)
@@ -96,13 +96,13 @@ def measure_run(
         supervised = sum(micro.supervised for micro in micros)
         head = engine.find_head(micros[0].inputs, task=recipe.task)
         if recipe.task.has_reference:  # computed with the weights before any perturbation
-            micros = with_reference(engine.model, micros, task=recipe.task, head=head)
+            micros = add_reference(engine.model, micros, task=recipe.task, head=head)
         unit = recipe.task.loss_denominator if recipe.task.loss_denominator != "tokens" else "supervised tokens"
         console.say(f"sharpness on {len(rows):,} rows of {name} ({supervised:,} {unit})")
         loss = mean_loss(engine.model, micros, task=recipe.task, head=head)
         with console.task("sharpness", settings.passes(), "passes") as bar:
             found = measure(engine.model, loss, settings, seed=seed, progress=bar)
-    result = _result(found, settings, split=name, rows=len(rows), supervised=supervised, seed=seed, path=path)
+    result = _build_result(found, settings, split=name, rows=len(rows), supervised=supervised, seed=seed, path=path)
     write_json(path / FILE, result)
     for old in (path / "plots").glob("sharpness-*.svg"):  # of an earlier measurement, maybe of a space not measured now
         old.unlink()
@@ -111,7 +111,7 @@ def measure_run(
     return result
 
 
-def _check(path: Path, recipe: Recipe, batches: int, split: str | None, data: Sequence[str]) -> None:
+def _check_options(path: Path, recipe: Recipe, batches: int, split: str | None, data: Sequence[str]) -> None:
     if recipe.mesh.size > 1 or recipe.mesh.auto:
         axes = [axis for axis in ("replicate", "dp", "tp", "pp", "cp") if getattr(recipe.mesh, axis) > 1]
         flags = " ".join([f"--mesh.{axis} 1" for axis in axes] + ["--mesh.auto false"] * recipe.mesh.auto)
@@ -127,13 +127,13 @@ def _check(path: Path, recipe: Recipe, batches: int, split: str | None, data: Se
         raise UserError(f"--sharpness-split: {split!r} is not one of {', '.join(SPLITS)}")
 
 
-def _rows(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
+def _draw_rows(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
     """Return `count` examples drawn by `seed` alone: the same for every run on the same rows."""
     order = numpy_generator(seed, "sharpness", "rows").permutation(len(examples))[:count]
     return [examples[index] for index in sorted(order)]
 
 
-def _widen(model: nn.Module) -> None:
+def _cast_half_to_float32(model: nn.Module) -> None:
     """Convert half-precision weights to float32, which is exact; quantised weights stay."""
     import torch
 
@@ -148,7 +148,7 @@ def _widen(model: nn.Module) -> None:
                 tensor.data = tensor.data.float()
 
 
-def _result(
+def _build_result(
     found: SharpnessResult, settings: Sharpness, *, split: str, rows: int, supervised: int, seed: int, path: Path
 ) -> dict[str, Any]:
     plain = found.as_dict()
@@ -164,7 +164,7 @@ def _result(
     return {"loss": plain["loss"], "measures": plain["measures"], "about": about, "slices": plain["slices"]}
 
 
-def render(result: dict[str, Any]) -> str:
+def format_result(result: dict[str, Any]) -> str:
     """Format the measures as lines: `adapter λ_max 12.3 [12.2, 12.4]`."""
 
     def number(value: float | None) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from flatshift.experiments.results.cells import MARKER
 from flatshift.experiments.workflows.export import files_to_upload
 from flatshift.experiments.workflows.run_parts import check_finished
-from flatshift.finetune.data.upload import RECORD, Uploaded, upload
+from flatshift.finetune.data.upload import RECORD, UploadResult, upload_folder
 from flatshift.finetune.digests import DONE
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import MANIFEST, RECIPE
@@ -25,19 +25,21 @@ _LAST = ("config.json", "adapter_config.json", "result.json", MANIFEST, DONE)
 """Names by which a reader recognises a complete folder, in the order in which they are uploaded."""
 
 
-def push_to_store(folder: Path, place: str, progress: Callable[[int, int], None] | None = None) -> Uploaded:
+def push_to_store(folder: Path, place: str, progress: Callable[[int, int], None] | None = None) -> UploadResult:
     """Upload `folder` to the address `place` and compare it there, as in `flatshift.finetune.data.upload`.
 
     progress: called with the uploaded and the total bytes. Raises UserError for a folder that is not a product of
     Flatshift, not finished, or changed, and as `upload`.
     """
     require_finished(folder)
-    names = _files(folder)
+    names = _files_to_send(folder)
     total = sum((folder / name).stat().st_size for name in names)
     files = [name for name in names if Path(name).name not in _LAST]
-    marks = sorted((name for name in names if Path(name).name in _LAST), key=_rank)
+    marks = sorted((name for name in names if Path(name).name in _LAST), key=_marker_sort_key)
     told = None if progress is None else (lambda done: progress(done, total))
-    return upload(folder, [files, *(list(group) for _, group in itertools.groupby(marks, _rank))], place, progress=told)
+    return upload_folder(
+        folder, [files, *(list(group) for _, group in itertools.groupby(marks, _marker_sort_key))], place, progress=told
+    )
 
 
 def require_finished(folder: Path) -> None:
@@ -70,7 +72,7 @@ def _is_features(folder: Path) -> bool:
     return isinstance(found, dict) and "shards" in found
 
 
-def _files(folder: Path) -> list[str]:
+def _files_to_send(folder: Path) -> list[str]:
     """Return the files to upload, relative to the folder."""
     names = []
     for file in sorted(folder.rglob("*")):
@@ -85,6 +87,6 @@ def _files(folder: Path) -> list[str]:
     return names
 
 
-def _rank(name: str) -> tuple[int, int]:
+def _marker_sort_key(name: str) -> tuple[int, int]:
     """Return the sort key of a marker: deeper ones first, since a stage is finished before its run."""
     return -name.count("/"), _LAST.index(Path(name).name)

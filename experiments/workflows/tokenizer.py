@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.run.console import Console
-from flatshift.finetune.atomic import replacing_directory, write_json
+from flatshift.finetune.atomic import atomic_directory, write_json
 from flatshift.finetune.config import Columns
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
-from flatshift.finetune.errors import UserError, first_line
+from flatshift.finetune.errors import UserError, first_error_line
 from flatshift.finetune.evaluate.bootstrap import ratio_interval
-from flatshift.finetune.evaluate.fertility import TokenizedTexts, Vocabulary, cut_texts
-from flatshift.finetune.evaluate.text import dictionary_missing, language
+from flatshift.finetune.evaluate.fertility import TokenizedTexts, Vocabulary, tokenize_texts
+from flatshift.finetune.evaluate.text import find_language, missing_dictionary_note
 from flatshift.finetune.lock import exclusive_lock
 
 DOCUMENT = "tokenizers.json"
 
 
-def judge_tokenizers(
+def compare_tokenizers(
     names: Sequence[str],
     *,
     data: Sequence[str],
@@ -59,10 +59,12 @@ def judge_tokenizers(
             data, columns=Columns(text=(columns or Columns()).text, id="\0"),
             required=("text", *([group_by] if group_by else [])),
         )  # fmt: skip
-        document = cut_by_each(names, require_rows(rows, files=data, what="text"), group_by, reference, parallel, quiet)
+        document = tokenize_with_each(
+            names, require_rows(rows, files=data, what="text"), group_by, reference, parallel, quiet
+        )
         document |= {"data": list(data), "command": command}
         if out is not None:
-            with replacing_directory(out) as temporary:
+            with atomic_directory(out) as temporary:
                 write_json(temporary / DOCUMENT, document)
                 if page is not None:
                     (temporary / "report.html").write_text(page(document), encoding="utf-8")
@@ -92,14 +94,14 @@ def open_tokenizer(name: str) -> Any:
         raise
     except Exception as error:  # the type depends on the file format
         raise UserError(
-            f"{name}: no tokenizer that can be read ({first_line(error)}); name a tokenizer.json"
+            f"{name}: no tokenizer that can be read ({first_error_line(error)}); name a tokenizer.json"
         ) from error
     if not found.is_fast:
         raise UserError(f"{name}: this tokenizer cannot say where its tokens lie; name one with a tokenizer.json")
     return found
 
 
-def cut_by_each(
+def tokenize_with_each(
     names: Sequence[str],
     rows: Sequence[Row],
     group_by: str | None,
@@ -114,29 +116,29 @@ def cut_by_each(
     groups = {value: np.flatnonzero([v == value for v in values]) for value in sorted(set(values))}
     if reference is not None and reference not in groups:
         raise UserError(f"--reference: no row has {group_by} {reference!r}; there are {', '.join(groups)}")
-    notes = [note for note in [dictionary_missing(texts)] if note]
-    pairs = _pairs(rows, groups, reference, parallel, notes)
+    notes = [note for note in [missing_dictionary_note(texts)] if note]
+    pairs = _parallel_rows(rows, groups, reference, parallel, notes)
     found: dict[str, Any] = {}
     console = Console(quiet=quiet)
     for name in names:
         console.say(f"cutting by {name}")
         vocabulary = Vocabulary(opened(name))
-        cut = cut_texts(vocabulary, texts)
+        cut = tokenize_texts(vocabulary, texts)
         found[name] = {
             "vocabulary": len(vocabulary.tokenizer),
             "used": len(cut.used),
             "scripts": dict(vocabulary.scripts.most_common()),
-            "all": {**cut.of(slice(None)), "interval": _interval(cut, np.arange(len(texts)))},
+            "all": {**cut.of(slice(None)), "interval": _fertility_interval(cut, np.arange(len(texts)))},
             "groups": {
                 group: {
                     **cut.of(places),
-                    "interval": _interval(cut, places),
-                    "parity": _parity(cut, *pairs[group]) if group in pairs else None,
+                    "interval": _fertility_interval(cut, places),
+                    "parity": _compute_parity(cut, *pairs[group]) if group in pairs else None,
                 }
                 for group, places in groups.items()
             },
         }
-    described = {group: language(group) for group in groups}
+    described = {group: find_language(group) for group in groups}
     return {
         "tokenizers": found,
         "rows": {group: len(places) for group, places in groups.items()},
@@ -148,7 +150,7 @@ def cut_by_each(
     }
 
 
-def _pairs(
+def _parallel_rows(
     rows: Sequence[Row], groups: Mapping[str, Any], reference: str | None, parallel: str, notes: list[str]
 ) -> dict[str, tuple[Any, Any]]:
     """Return for each group the rows that the reference has too, and those of the reference, pair by pair.
@@ -180,12 +182,12 @@ def _pairs(
     return found
 
 
-def _parity(cut: TokenizedTexts, own: Sequence[int], theirs: Sequence[int]) -> float | None:
+def _compute_parity(cut: TokenizedTexts, own: Sequence[int], theirs: Sequence[int]) -> float | None:
     whole = int(cut.tokens[list(theirs)].sum())
     return float(cut.tokens[list(own)].sum()) / whole if whole else None
 
 
-def _interval(cut: TokenizedTexts, places: Any) -> list[float | None]:
+def _fertility_interval(cut: TokenizedTexts, places: Any) -> list[float | None]:
     """Return the interval of tokens per word, over documents."""
     if len(places) < 2:
         return [None, None]
@@ -193,7 +195,7 @@ def _interval(cut: TokenizedTexts, places: Any) -> list[float | None]:
     return [interval["low"], interval["high"]]
 
 
-def render(document: Mapping[str, Any]) -> str:
+def format_document(document: Mapping[str, Any]) -> str:
     """Format a line for each tokenizer and group."""
     lines = []
     for name, found in document["tokenizers"].items():
@@ -203,13 +205,13 @@ def render(document: Mapping[str, Any]) -> str:
             parity = figures.get("parity")
             label = f"{group} {document['names'].get(group, '')}".strip()
             lines.append(
-                f"  {label:24} tokens/word {_shown(figures['tokens_per_word'])}  bytes/token "
-                f"{_shown(figures['bytes_per_token'])}  words cut {_shown(figures['continued_words'])}  byte tokens "
-                f"{_shown(figures['byte_tokens'])}  unknown {_shown(figures['unknown'])}"
-                + (f"  parity {_shown(parity)}" if parity is not None else "")
+                f"  {label:24} tokens/word {_format_number(figures['tokens_per_word'])}  bytes/token "
+                f"{_format_number(figures['bytes_per_token'])}  words cut {_format_number(figures['continued_words'])}  byte tokens "
+                f"{_format_number(figures['byte_tokens'])}  unknown {_format_number(figures['unknown'])}"
+                + (f"  parity {_format_number(parity)}" if parity is not None else "")
             )
     return "\n".join([*lines, *(f"note: {note}" for note in document["notes"])])
 
 
-def _shown(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.run.resumable_directory import unfinished
+from flatshift.experiments.run.resumable_directory import open_resumable
 from flatshift.experiments.statistics.intervals import paired_test, t_interval
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.config import Columns
-from flatshift.finetune.data.files import describe
+from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.data.tokenizer_schemes import LEAST, SCHEMES, Scheme, train_tokenizer
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.figures import interval_text
+from flatshift.finetune.figures import format_interval
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.seeds import numpy_generator
 
-from .tokenizer import DOCUMENT, cut_by_each
+from .tokenizer import DOCUMENT, tokenize_with_each
 
 if TYPE_CHECKING:
     from flatshift.finetune.train.small_decoder import SmallDecoder
@@ -64,23 +64,23 @@ def train_schemes(
     Returns the content of tokenizers.json; under `models` of each scheme `{bits_per_byte, beside, tokens, cells}`.
     Raises UserError for settings out of range, too little text, and an `out` that holds something else.
     """
-    from flatshift.finetune.train.small_decoder import SmallDecoder, parameters, train_and_judge
+    from flatshift.finetune.train.small_decoder import SmallDecoder, count_parameters, train_and_evaluate
 
     model = model or SmallDecoder()
-    _check(schemes, vocabulary, seeds, held_out)
+    _check_settings(schemes, vocabulary, seeds, held_out)
     console = Console(quiet=quiet)
     settings: dict[str, Any] = {
-        "schemes": list(schemes), "data": describe(data), "vocabulary": vocabulary, "seeds": seeds,
+        "schemes": list(schemes), "data": describe_files(data), "vocabulary": vocabulary, "seeds": seeds,
         "held_out": held_out, "group_by": group_by, "text": (columns or Columns()).text, "model": asdict(model),
     }  # fmt: skip
-    with exclusive_lock(out), unfinished(out, yaml.safe_dump(settings, sort_keys=False)) as work:
+    with exclusive_lock(out), open_resumable(out, yaml.safe_dump(settings, sort_keys=False)) as work:
         rows = require_rows(
             read_rows(
                 data, columns=Columns(text=settings["text"], id="\0"),
                 required=("text", *([group_by] if group_by else [])),
             ), files=data, what="text",
         )  # fmt: skip
-        apart, training = _split(rows, held_out)
+        apart, training = _split_held_out(rows, held_out)
         texts, judged = [row.values["text"] for row in training], [row.values["text"] for row in apart]
         sizes = sum(len(text.encode()) for text in judged)
         made: dict[str, Any] = {}
@@ -88,14 +88,14 @@ def train_schemes(
             console.say(f"{scheme}: learning at most {vocabulary:,} tokens from {len(texts):,} documents")
             made[scheme] = train_tokenizer(scheme, texts, vocabulary=vocabulary)
             made[scheme].save_pretrained(work.directory / scheme)
-        document = cut_by_each(list(schemes), apart, group_by, None, "id", True, made.__getitem__)
+        document = tokenize_with_each(list(schemes), apart, group_by, None, "id", True, made.__getitem__)
         cells: dict[str, dict[int, dict[str, Any]]] = {scheme: {} for scheme in schemes}
         with console.task("small models", seeds * len(schemes), "models") as bar:
             for place in range(seeds * len(schemes)):
                 seed, scheme = place // len(schemes), schemes[place % len(schemes)]
                 kept = work.state / f"{scheme}-{seed}.json"
                 if not kept.is_file():
-                    nats, tokens = train_and_judge(
+                    nats, tokens = train_and_evaluate(
                         made[scheme], texts, judged, model, vocabulary=vocabulary, seed=seed
                     )  # fmt: skip
                     work.state.mkdir(parents=True, exist_ok=True)
@@ -104,30 +104,30 @@ def train_schemes(
                 bar(place + 1)
         document |= {"data": list(data), "command": command}
         if seeds:
-            document["models"] = _models(cells)
+            document["models"] = _compare_schemes(cells)
             document["trained"] = {
-                **asdict(model), "parameters": parameters(model, vocabulary), "seeds": seeds,
+                **asdict(model), "parameters": count_parameters(model, vocabulary), "seeds": seeds,
                 "documents": len(texts), "held_out": len(judged), "held_out_bytes": sizes,
             }  # fmt: skip
-            document["notes"] = [*document["notes"], *_notes(schemes, seeds)]
+            document["notes"] = [*document["notes"], *_scheme_notes(schemes, seeds)]
         write_json(work.directory / DOCUMENT, document)
         if page is not None:
             (work.directory / "report.html").write_text(page(document), encoding="utf-8")
     return document
 
 
-def render(document: Mapping[str, Any]) -> str:
+def format_document(document: Mapping[str, Any]) -> str:
     """Format a line for each scheme."""
     lines = []
     for scheme, found in document.get("models", {}).items():
-        told = f"{scheme:12} {interval_text(found['bits_per_byte'], '.4f')} bits per byte"
+        told = f"{scheme:12} {format_interval(found['bits_per_byte'], '.4f')} bits per byte"
         if found["beside"]:
-            told += f", {interval_text(found['beside'], '+.4f')} beside {next(iter(document['models']))}"
+            told += f", {format_interval(found['beside'], '+.4f')} beside {next(iter(document['models']))}"
         lines.append(f"{told}; {found['tokens']:,.0f} tokens seen")
     return "\n".join(lines)
 
 
-def _check(schemes: Sequence[str], vocabulary: int, seeds: int, held_out: float) -> None:
+def _check_settings(schemes: Sequence[str], vocabulary: int, seeds: int, held_out: float) -> None:
     twice = [scheme for scheme in schemes if list(schemes).count(scheme) > 1]
     if not schemes or twice:
         raise UserError(f"--schemes: {'names ' + twice[0] + ' twice' if twice else 'name one at least'}")
@@ -139,7 +139,7 @@ def _check(schemes: Sequence[str], vocabulary: int, seeds: int, held_out: float)
         raise UserError(f"--held-out {held_out:g}: a share between 0 and 1")
 
 
-def _split(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
+def _split_held_out(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
     """Return the held-out rows and the others, both in file order; copies of a held-out text are dropped from the
     others."""
     if len(rows) < 2:
@@ -159,7 +159,7 @@ def _split(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
     return [rows[i] for i in sorted(apart)], left
 
 
-def _models(cells: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> dict[str, Any]:
+def _compare_schemes(cells: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> dict[str, Any]:
     first = next(iter(cells))
     base = {seed: cell["bits_per_byte"] for seed, cell in cells[first].items()}
     found: dict[str, Any] = {}
@@ -174,7 +174,7 @@ def _models(cells: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> dict[str, A
     return found
 
 
-def _notes(schemes: Sequence[str], seeds: int) -> list[str]:
+def _scheme_notes(schemes: Sequence[str], seeds: int) -> list[str]:
     told = [
         "Each model saw the same bytes in the same order and has equally many parameters; a scheme that makes more "
         "tokens of a byte also computes more.",

@@ -22,34 +22,39 @@ from typing import Any
 import torch
 import yaml
 
-from flatshift.experiments.data.lengths import check_memory, check_positions, evaluation_line, longest_row
+from flatshift.experiments.data.lengths import (
+    check_memory,
+    check_positions,
+    find_longest_length,
+    format_evaluation_plan,
+)
 from flatshift.experiments.data.sources import (
-    check_supply,
+    check_strict_sources,
+    count_source_epochs,
     epochs_to_steps,
+    format_padding,
+    format_source_epochs,
     mixture_record,
-    padding_line,
-    supply,
-    supply_lines,
 )
 from flatshift.experiments.data.splits import (
-    Prepared,
-    check_lines,
-    check_record,
-    learnt_record,
+    PreparedData,
+    build_check_record,
+    build_label_record,
+    choose_recording,
+    format_data_checks,
     noise_record,
-    prepare,
-    prepare_texts,
-    recording_of,
+    prepare_data,
+    prepare_warm_up_data,
     sample_split_warning,
 )
 from flatshift.experiments.recipe import Resolved, resume_recipe
 from flatshift.experiments.recipe.auto import resolve_auto
-from flatshift.experiments.recipe.resolve import held_out_lines, template_copy
+from flatshift.experiments.recipe.resolve import describe_held_out_rows, read_template_file
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.experiments.recipe.schema import Recipe, warm_up_task
 from flatshift.experiments.recipe.tree import Branch
-from flatshift.experiments.run.console import Bar, Console, Draw
-from flatshift.experiments.run.resumable_directory import unfinished
+from flatshift.experiments.run.console import Console, Draw, ProgressBar
+from flatshift.experiments.run.resumable_directory import open_resumable
 from flatshift.experiments.select.select import select_into
 from flatshift.experiments.select.target import check_target
 from flatshift.experiments.workflows.build import (
@@ -58,16 +63,16 @@ from flatshift.experiments.workflows.build import (
     FinishedSplits,
     LoadedModel,
     evaluate_base_model,
+    evaluate_perplexity,
+    evaluate_splits,
     format_metrics,
-    judge_splits,
     load_model,
     skipped_rows_summary,
-    text_perplexity,
 )
 from flatshift.experiments.workflows.context import RunContext, run_context
 from flatshift.experiments.workflows.initial_adapter import (
     check_backbone,
-    check_beginning,
+    check_start_adapters,
     has_custom_init,
     initial_adapter,
     save_initial_adapter,
@@ -75,50 +80,50 @@ from flatshift.experiments.workflows.initial_adapter import (
 from flatshift.experiments.workflows.run_parts import (
     FINE_TUNE,
     WARM_UP,
-    check_evaluation,
+    check_evaluation_changes,
     check_finished,
-    check_going_on,
-    check_inputs,
+    check_inputs_unchanged,
+    check_last_checkpoint,
     check_steps_not_reduced,
+    compute_run_checksums,
+    count_steps_done,
     discard_failed_run,
     is_finished,
-    recipe_inputs,
-    run_sums,
-    updates_made,
+    list_input_files,
     with_resume_hint,
 )
-from flatshift.finetune.atomic import fsync_directory, read_object, write_json, write_text
+from flatshift.finetune.atomic import fsync_directory, read_json_object, write_json, write_text
 from flatshift.finetune.config import Optimizer, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
-from flatshift.finetune.data.encoding import closing_tokens
-from flatshift.finetune.data.files import describe
+from flatshift.finetune.data.encoding import find_end_tokens
+from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.labels import fold_units
-from flatshift.finetune.data.panel import first_batch_panel
-from flatshift.finetune.digests import DONE, FILES, check_files, copy_sealed
+from flatshift.finetune.data.panel import format_first_batch
+from flatshift.finetune.digests import DONE, FILES, check_files, copy_recorded_files
 from flatshift.finetune.errors import OutOfMemory, UserError
-from flatshift.finetune.figures import duration, predicted_vs_measured, rate_text
+from flatshift.finetune.figures import compare_plan, format_duration, format_throughput
 from flatshift.finetune.launch import consistency, spawn, watchdog
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
-from flatshift.finetune.planner.capacity import Capacity, bits_each
+from flatshift.finetune.planner.capacity import Capacity, bits_per_label
 from flatshift.finetune.planner.cluster import Cluster
-from flatshift.finetune.planner.footprint import Sizes
-from flatshift.finetune.planner.layouts import update_seconds
-from flatshift.finetune.planner.memory import brief_plan, memory_plan, mesh_lines, plan_lines, token_seconds
+from flatshift.finetune.planner.footprint import BackboneSizes
+from flatshift.finetune.planner.layouts import step_seconds
+from flatshift.finetune.planner.memory import condense_plan, memory_plan, mesh_plan_lines, plan_lines, token_seconds
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
-from flatshift.finetune.planner.throughput import device_named
+from flatshift.finetune.planner.throughput import find_device
 from flatshift.finetune.run_directory import (
     RunDirectory,
     add_provenance,
+    check_replaceable,
     disk_full_interrupts,
-    refuse_old,
     resume_command,
 )
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
-from flatshift.finetune.train.peak_memory import PlannedUpdate
+from flatshift.finetune.train.peak_memory import PlannedStep
 from flatshift.finetune.train.schedule import Schedule, learning_rate
 from flatshift.finetune.train.stage import StageResult, TrainingStage, check_length
 from flatshift.finetune.train.trainer import Trainer
@@ -148,23 +153,23 @@ def train(
     with ExitStack() as stack:
         if out is None:
             out = stack.enter_context(consistency.dated_directory("runs", resolved.name))
-        world = stack.enter_context(_mesh(resolved.recipe, path=out))
-        stack.enter_context(_alone_in(out, world))
+        world = stack.enter_context(_join_mesh(resolved.recipe, path=out))
+        stack.enter_context(_lock_run(out, world))
         if world.is_main:
-            refuse_old(out, resumable=True)
+            check_replaceable(out, resumable=True)
         # All input errors are found before the directory exists.
         resolved = resolve_auto(resolved, say=said.append)
         recipe = resolved.recipe
         check_positions(recipe)
-        prepared = prepare(recipe)
-        counted = epochs_to_steps(resolved, prepared.train, seed=derive(recipe.train.seed, FINE_TUNE))
+        prepared = prepare_data(recipe)
+        counted = epochs_to_steps(resolved, prepared.train, seed=derive_seed(recipe.train.seed, FINE_TUNE))
         if counted is not resolved:
             resolved, recipe = counted, counted.recipe
             if prepared.mixture is not None:  # of one source its line before step 1 has both
                 said.append(f"steps: {recipe.train.steps:,} ({resolved.origins['train.steps']})")
-        check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
+        check_strict_sources(recipe, prepared.train, prepared.mixture, seed=derive_seed(recipe.train.seed, FINE_TUNE))
         check_memory(recipe, prepared.train)
-        said += [*held_out_lines(resolved), *sample_split_warning(recipe)]
+        said += [*describe_held_out_rows(resolved), *sample_split_warning(recipe)]
         if recipe.regularizer.kind != "plain":
             said.append(
                 f"regularizer: {recipe.regularizer.kind} ({resolved.origins.get('regularizer.kind', 'default')})"
@@ -172,10 +177,12 @@ def train(
         if recipe.select is not None and recipe.select.from_ is not None:
             check_files(Path(recipe.select.from_))
         check_target(recipe, prepared.skipped)
-        manifest = _manifest(recipe, prepared)
+        manifest = _build_manifest(recipe, prepared)
         if world.is_main:
             manifest["backbone"] = open_backbone(recipe.backbone).record
-            RunDirectory.create(out, recipe_yaml=resolved.to_yaml(), manifest=manifest, texts=template_copy(recipe))
+            RunDirectory.create(
+                out, recipe_yaml=resolved.to_yaml(), manifest=manifest, texts=read_template_file(recipe)
+            )
         world.wait()
         run = RunDirectory(out, writes=world.is_main)
         console = Console(quiet=quiet or not world.is_main, verbose=verbose, log=run.log)
@@ -183,41 +190,47 @@ def train(
             console.say(line)
         try:
             with with_resume_hint(out), run_context(recipe, run, console, world, draw=draw) as context:
-                return execute(context, prepared)
+                return execute_parts(context, prepared)
         except (ValueError, OutOfMemory):  # UserError is a ValueError
             if world.is_main:
                 discard_failed_run(run.path, console)
             raise
 
 
-def _manifest(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
+def _build_manifest(recipe: Recipe, prepared: PreparedData) -> dict[str, Any]:
     """Return manifest.json: the run's inputs and the facts derived from them, such as classes; the caller adds the
     backbone."""
-    manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": {}, **learnt_record(prepared)}
+    manifest: dict[str, Any] = {
+        "inputs": describe_files(list_input_files(recipe)),
+        "backbone": {},
+        **build_label_record(prepared),
+    }
     tokenizer = open_backbone(recipe.backbone).tokenizer
     length = recipe.train.max_length
-    manifest["ends"] = closing_tokens(prepared.train, tokenizer, max_length=length) if recipe.task.is_generative else {}
+    manifest["ends"] = (
+        find_end_tokens(prepared.train, tokenizer, max_length=length) if recipe.task.is_generative else {}
+    )
     if (template := recipe.task.template_record()) is not None:
         manifest["chat_template"] = template
     if prepared.mixture is not None:
         manifest["sources"] = mixture_record(prepared.mixture)
-    manifest["checks"] = check_record(prepared)
-    if adapters := check_beginning(recipe):
+    manifest["checks"] = build_check_record(prepared)
+    if adapters := check_start_adapters(recipe):
         manifest["adapters"] = adapters
     return manifest
 
 
-def _alone_in(path: Path, world: ProcessMesh, **refusal: str) -> AbstractContextManager[None]:
+def _lock_run(path: Path, world: ProcessMesh, **refusal: str) -> AbstractContextManager[None]:
     """Lock a run's directory, on the main rank for all."""
     return exclusive_lock(path, **refusal) if world.is_main else nullcontext()
 
 
 @contextmanager
-def _mesh(recipe: Recipe, *, path: Path) -> Iterator[ProcessMesh]:
+def _join_mesh(recipe: Recipe, *, path: Path) -> Iterator[ProcessMesh]:
     """Join the recipe's mesh, agreed with the other ranks; yields this process's position, and leaves the mesh at the
     end."""
-    world = spawn.join(recipe.mesh, recipe.train.device)
-    consistency.require_agreement(world, consistency.intentions(recipe, run=str(path)))
+    world = spawn.join_mesh(recipe.mesh, recipe.train.device)
+    consistency.check_ranks_agree(world, consistency.collect_job_facts(recipe, run=str(path)))
     with watchdog.no_progress_timeout("preparing"):
         yield world
     spawn.destroy_process_group(world)
@@ -240,9 +253,9 @@ def resume(
     resolved = found = resume_recipe(path, overrides)
     before = resume_recipe(path).recipe
     check_recipe(resolved.recipe)
-    check_evaluation(path, resolved.recipe, before)
+    check_evaluation_changes(path, resolved.recipe, before)
     said: list[str] = []
-    with _mesh(resolved.recipe, path=path) as world, _alone_in(path, world, instead=""):
+    with _join_mesh(resolved.recipe, path=path) as world, _lock_run(path, world, instead=""):
         resolved = resolve_auto(resolved, say=said.append)
         # The recipe was read before the lock was held: another command may have changed it since.
         if world.is_main:
@@ -257,31 +270,31 @@ def resume(
             console.say(line)
         if is_finished(run.path, resolved.recipe, before, drawn=draw is not None):
             check_finished(run.path)
-            result = read_object(run.path / "eval.json")
+            result = read_json_object(run.path / "eval.json")
             console.say(f"{path} is finished: nothing to do")
             return result
-        check_inputs(run.path)
-        if (stretched := _stretched(resolved.recipe, before, run.path)) is not None:
+        check_inputs_unchanged(run.path)
+        if (stretched := _describe_schedule_change(resolved.recipe, before, run.path)) is not None:
             console.say(stretched)
         if world.is_main:  # it alone reads all weights; the other ranks rely on it
             check_files(run.path)
-            check_going_on(run.path, resolved.recipe.train.steps)
+            check_last_checkpoint(run.path, resolved.recipe.train.steps)
             check_backbone(run.path, resolved.recipe)
             (run.path / DONE).unlink(missing_ok=True)  # it certifies a finished run
             fsync_directory(run.path)  # before any file that it lists changes
             write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
             add_provenance(run.path)
         world.wait()
-        prepared = prepare(resolved.recipe)
+        prepared = prepare_data(resolved.recipe)
         if world.is_main and resolved.recipe.task != before.task:  # the classes to be ranked
-            write_json(path / "manifest.json", read_object(path / "manifest.json") | learnt_record(prepared))
+            write_json(path / "manifest.json", read_json_object(path / "manifest.json") | build_label_record(prepared))
         with with_resume_hint(path), run_context(resolved.recipe, run, console, world, draw=draw) as context:
-            return execute(context, prepared)
+            return execute_parts(context, prepared)
 
 
-def _stretched(recipe: Recipe, before: Recipe, path: Path) -> str | None:
+def _describe_schedule_change(recipe: Recipe, before: Recipe, path: Path) -> str | None:
     """Return a sentence on the learning rate of an unfinished run whose number of steps changes."""
-    made, steps = updates_made(path), recipe.train.steps
+    made, steps = count_steps_done(path), recipe.train.steps
     if steps == before.train.steps or (path / "stages" / FINE_TUNE / DONE).is_file() or made >= steps:
         return None
     was, now = (learning_rate(made, steps=one.train.steps, optimizer=recipe.optimizer) for one in (before, recipe))
@@ -291,23 +304,25 @@ def _stretched(recipe: Recipe, before: Recipe, path: Path) -> str | None:
     )
 
 
-def execute(context: RunContext, prepared: Prepared) -> dict[str, Any]:
+def execute_parts(context: RunContext, prepared: PreparedData) -> dict[str, Any]:
     """Run every unfinished part; returns eval.json. Collective: every rank of a mesh calls this."""
     run = context.run
     started = time.monotonic()
-    context.console.outline(check_lines(prepared), check_lines(prepared, whole=True))
+    context.console.outline(format_data_checks(prepared), format_data_checks(prepared, whole=True))
     warmed = None
     if context.recipe.warmup is not None:
         _select(context)
         warmed = _warm_up(context)
-    with open_stage(context, fine_tune(context.recipe, prepared, previous=warmed)) as stage:
+    with open_stage(context, build_fine_tune_plan(context.recipe, prepared, previous=warmed)) as stage:
         if stage.trainer is not None:
             stage.result = stage.trainer.fit()
     result = _evaluate(context, prepared, stage)
     if context.world.is_main:
         write_json(run.path / "timings.json", {"seconds": round(time.monotonic() - started, 2)})
     if context.world.is_main and not context.cell:
-        write_json(run.path / DONE, {FILES: run_sums(run.path)})  # a cell is covered by the record of its sweep
+        write_json(
+            run.path / DONE, {FILES: compute_run_checksums(run.path)}
+        )  # a cell is covered by the record of its sweep
         if context.draw is not None:
             context.console.say(f"report: {context.draw(run.path)}")
     return result
@@ -324,12 +339,12 @@ def _select(context: RunContext) -> None:
         about = yaml.safe_dump({"seed": recipe.train.seed, "select": dataclasses.asdict(recipe.select)})
         with (
             disk_full_interrupts(f"selecting into {directory}"),
-            unfinished(directory, about, command=f"`{resume_command(context.run.path)}`") as work,
+            open_resumable(directory, about, command=f"`{resume_command(context.run.path)}`") as work,
         ):
             if finished is None:
                 select_into(recipe, work.directory, context.console, state=work.state)
             else:
-                copy_sealed(Path(finished), work.directory)
+                copy_recorded_files(Path(finished), work.directory)
                 context.console.say(f"selection: {recipe.select.budget:,} records, taken over from {finished}")
     context.world.wait()
 
@@ -347,7 +362,7 @@ def _warm_up(context: RunContext) -> Path:
     plan = StagePlan(
         name=WARM_UP,
         task=task,
-        prepared=prepare_texts(recipe, [str(folder / "selected.jsonl")], columns, task),
+        prepared=prepare_warm_up_data(recipe, [str(folder / "selected.jsonl")], columns, task),
         optimizer=dataclasses.replace(recipe.optimizer, lr=warmup.lr),
         train=dataclasses.replace(
             recipe.train,
@@ -369,7 +384,7 @@ def _warm_up(context: RunContext) -> Path:
         if not path.is_file():
             only = ("test",) if context.cell else ("dev", "test")
             adapter, model = (stage.adapter, stage.model) if name == "eval" else (None, None)
-            figures = text_perplexity(
+            figures = evaluate_perplexity(
                 recipe, adapter, task=task, only=only, world=world, model=model, watch=context.watch
             )
             if world.is_main:
@@ -385,14 +400,14 @@ class StagePlan:
 
     name: str
     task: Task
-    prepared: Prepared
+    prepared: PreparedData
     optimizer: Optimizer
     train: Train
     previous: Path | None = None
     """Adapter of the previous stage, which this one continues."""
 
 
-def fine_tune(recipe: Recipe, prepared: Prepared, previous: Path | None = None) -> StagePlan:
+def build_fine_tune_plan(recipe: Recipe, prepared: PreparedData, previous: Path | None = None) -> StagePlan:
     """Return the plan of the recipe's own stage, on its own task."""
     return StagePlan(
         name=FINE_TUNE,
@@ -426,7 +441,7 @@ def open_stage(context: RunContext, plan: StagePlan) -> Iterator[OpenStage]:
     """
     recipe, console, path = context.recipe, context.console, context.run.path
     adapter, done = (path / "stages" / plan.name / name for name in ("adapter", DONE))
-    if done.is_file() and read_object(done, "target_steps")["target_steps"] == plan.train.steps:
+    if done.is_file() and read_json_object(done, "target_steps")["target_steps"] == plan.train.steps:
         yield OpenStage(adapter)
         return
     schedule = Schedule.of(plan.train, plan.optimizer, path / "stages" / plan.name)
@@ -445,14 +460,14 @@ def open_stage(context: RunContext, plan: StagePlan) -> Iterator[OpenStage]:
         engine.load_adapter(plan.previous, partial=True)
     else:
         save_initial_adapter(path, recipe, engine, console.say)
-    settings = training_stage(context, plan, engine, tokenizer)
+    settings = build_training_stage(context, plan, engine, tokenizer)
     with console.task(plan.name, plan.train.steps, "steps") as bar:
-        settings = dataclasses.replace(settings, on_step=_shows(context, plan, bar))
+        settings = dataclasses.replace(settings, on_step=_make_step_callback(context, plan, bar))
         stage = OpenStage(adapter, Trainer(engine, tokenizer, settings))
         yield stage
     stage.trainer, result = None, stage.result
     assert result is not None
-    if context.world.is_main and (beside := predicted_vs_measured(read_object(done).get("plan") or {})):
+    if context.world.is_main and (beside := compare_plan(read_json_object(done).get("plan") or {})):
         console.detail(f"{plan.name}: {beside}")
     if result.skipped or result.rewinds:
         console.say(
@@ -463,13 +478,13 @@ def open_stage(context: RunContext, plan: StagePlan) -> Iterator[OpenStage]:
     stage.model = None if has_custom_init(recipe.adapter) else (engine, tokenizer)
 
 
-def _shows(context: RunContext, plan: StagePlan, bar: Bar) -> Callable[[dict[str, Any]], None]:
+def _make_step_callback(context: RunContext, plan: StagePlan, bar: ProgressBar) -> Callable[[dict[str, Any]], None]:
     """Return the callback that reports a step's row to the progress bar and the probe."""
     rate = ""
 
     def on_step(line: dict[str, Any]) -> None:
         nonlocal rate
-        rate = rate_text(line) or rate
+        rate = format_throughput(line) or rate
         loss = "left out" if line.get("skipped") else f"loss {line['loss']:.3f}"
         bar(line["step"], ", ".join(filter(None, [loss, rate])))
         if context.probe is not None and plan.name == FINE_TUNE:
@@ -478,11 +493,11 @@ def _shows(context: RunContext, plan: StagePlan, bar: Bar) -> Callable[[dict[str
     return on_step
 
 
-def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokenizer: Any) -> TrainingStage:
+def build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokenizer: Any) -> TrainingStage:
     """Build the training loop's stage, and report its data, memory and first batch before step 1."""
     recipe, prepared, task, train = context.recipe, plan.prepared, plan.task, plan.train
     say, last = context.console.say, plan.name == FINE_TUNE
-    seed = derive(train.seed, plan.name)
+    seed = derive_seed(train.seed, plan.name)
     batches = TrainingDataLoader(
         prepared.train,
         task=task,
@@ -498,35 +513,35 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         masking=task.masking(tokenizer),
     )
     check_length(engine, batches)
-    told = supply(batches, prepared.mixture, train.steps)
-    for line in supply_lines(told, train.steps, about=batches.packed):
+    told = count_source_epochs(batches, prepared.mixture, train.steps)
+    for line in format_source_epochs(told, train.steps, about=batches.packed):
         say(line)
-    context.console.detail(padding_line(batches, train))
+    context.console.detail(format_padding(batches, train))
     for line in skipped_rows_summary(prepared, train.max_length):
         say(line)
     if prepared.flipped:
         say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
     planned, foretold, read = None, list[str](), task.as_read(train)
     if not batches.packed and not train.compile:  # rows are padded only to the longest of their batch
-        read = dataclasses.replace(read, max_length=min(train.max_length, longest_row(prepared.train)))
+        read = dataclasses.replace(read, max_length=min(train.max_length, find_longest_length(prepared.train)))
     if engine.world.size == 1:
         kind, regularizer = plan.optimizer.kind, recipe.regularizer
         memory = memory_plan(engine.model, train=read, kind=kind, task=task, regularizer=regularizer)
         if not context.cell:  # of a cell nobody reads it
-            planned = PlannedUpdate(memory, _update_seconds(recipe, task, train, engine, batches))
+            planned = PlannedStep(memory, _predict_step_seconds(recipe, task, train, engine, batches))
         fits = plan_lines(engine.model, train=read, optimizer=plan.optimizer, plan=memory)
         if planned is not None and planned.seconds is not None:
             of = "of the longest rows, by the model of `flatshift plan`"
             count = "one update" if train.steps == 1 else f"{train.steps:,} updates"
             foretold = [
-                f"  about {duration(train.steps * planned.seconds)}: {count} of {duration(planned.seconds)}, "
+                f"  about {format_duration(train.steps * planned.seconds)}: {count} of {format_duration(planned.seconds)}, "
                 f"{of if engine.device.type == 'cuda' else 'one row was timed'}"
             ]
     else:
-        fits = mesh_lines(engine, mesh=recipe.mesh, train=read, optimizer=plan.optimizer)
-    context.console.outline([*brief_plan(fits), *foretold], [*fits, *foretold])
+        fits = mesh_plan_lines(engine, mesh=recipe.mesh, train=read, optimizer=plan.optimizer)
+    context.console.outline([*condense_plan(fits), *foretold], [*fits, *foretold])
     if last and not context.cell:
-        judged = evaluation_line(
+        judged = format_evaluation_plan(
             recipe,
             {"train": prepared.train, "dev": prepared.dev, "test": prepared.test},
             classes=len(prepared.label_names or ()),
@@ -536,7 +551,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         )
         if judged is not None:
             say(judged)
-    _say_capacity(context, plan, engine, batches)
+    _report_capacity(context, plan, engine, batches)
     if last and prepared.flipped and engine.is_main:
         write_json(context.run.path / LABEL_NOISE, noise_record(recipe, prepared))
     fresh = getattr(engine.peft.get_base_model(), "new_parameters", ())
@@ -546,7 +561,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
             f"its bias stays 0 ({', '.join(fresh)})"
         )
     first, units = batches.at(0)[0], prepared.units
-    panel = functools.partial(first_batch_panel, first, tokenizer, task, label_names=prepared.label_names, units=units)
+    panel = functools.partial(format_first_batch, first, tokenizer, task, label_names=prepared.label_names, units=units)
     context.console.outline([panel(samples=1, width=240)], [panel()])
     return TrainingStage(
         name=plan.name,
@@ -560,7 +575,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         regularizer=build_regularizer(recipe.regularizer),
         run=context.run,
         seed=seed,
-        recording=recording_of(recipe, prepared) if last else None,
+        recording=choose_recording(recipe, prepared) if last else None,
         stop=context.stop,
         track=context.trackers.log,
         peak_tflops=context.peak_tflops,
@@ -569,13 +584,13 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
     )
 
 
-def _say_capacity(context: RunContext, plan: StagePlan, engine: Engine, batches: TrainingDataLoader) -> None:
+def _report_capacity(context: RunContext, plan: StagePlan, engine: Engine, batches: TrainingDataLoader) -> None:
     """Report the capacity of the adapter compared with the information in the stage's labels.
 
     Always in the log; on the console if the adapter has less. Only for ranks with whole tensors, which know its size.
     """
     names, mesh = plan.prepared.label_names, context.recipe.mesh
-    each = bits_each(plan.task, None if names is None else len(names))
+    each = bits_per_label(plan.task, None if names is None else len(names))
     if each is None or mesh.tp * mesh.pp > 1:
         return
     found = Capacity.of(
@@ -588,7 +603,7 @@ def _say_capacity(context: RunContext, plan: StagePlan, engine: Engine, batches:
     context.console.outline([found.line()] if found.ratio < 1 else [], [found.line()])
 
 
-def _update_seconds(
+def _predict_step_seconds(
     recipe: Recipe, task: Task, train: Train, engine: Engine, batches: TrainingDataLoader
 ) -> float | None:
     """Predicted for one CUDA device whose figures are known, and timed on a CPU; None elsewhere, and for a graph, which
@@ -601,15 +616,15 @@ def _update_seconds(
         longest = min(train.max_length, round(computed / train.accumulate))
         return computed * token_seconds(engine.model, longest, train)
     about = torch.cuda.get_device_properties(engine.device)
-    name = device_named(about.name, about.total_memory)
+    name = find_device(about.name, about.total_memory)
     if name is None:
         return None
     cluster = Cluster.parse(f"1x{name}")
-    sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter).under(task)
-    return update_seconds(sizes, cluster, RuleSettings(recipe.mesh, train, recipe.adapter, task))
+    sizes = BackboneSizes.read(open_backbone(recipe.backbone).directory, recipe.adapter).under(task)
+    return step_seconds(sizes, cluster, RuleSettings(recipe.mesh, train, recipe.adapter, task))
 
 
-def _evaluate(context: RunContext, prepared: Prepared, trained: OpenStage) -> dict[str, dict[str, Any]]:
+def _evaluate(context: RunContext, prepared: PreparedData, trained: OpenStage) -> dict[str, dict[str, Any]]:
     """Judge the chosen adapter on every split and write adapter/ and eval.json at the top of the run."""
     recipe, world = context.recipe, context.world
     engine, tokenizer = trained.model or load_model(
@@ -623,7 +638,7 @@ def _evaluate(context: RunContext, prepared: Prepared, trained: OpenStage) -> di
     finished = None if context.cell or world.size > 1 else FinishedSplits.at(context.run.path, recipe)
     with watchdog.no_progress_timeout("evaluating"):
         keep = None if context.cell else context.run.path / PREDICTIONS
-        result = judge_splits(
+        result = evaluate_splits(
             recipe, engine, tokenizer, prepared, context.console, watch=context.watch, keep=keep, finished=finished
         )
         if context.probe is not None:

@@ -15,20 +15,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..atomic import replacing_directory
-from ..compute.capabilities import kept_draws
+from ..atomic import atomic_directory
+from ..compute.capabilities import preserve_rng_state
 from ..config import Adapter
 from ..digests import check_adapter
 from ..errors import UserError
 from ..models.backbone import open_backbone
-from ..models.weight_names import canonical
+from ..models.weight_names import canonical_name
 from ..seeds import torch_generator
 from . import soft_tokens
-from .initial_values import TAKES_OUT, Calibration, initialise, look_at_data, require_calibration
-from .offsets import ADAPTER, Offset, file_config, fold, join, lora_layers, offsets_of, parted
+from .initial_values import TAKES_OUT, Calibration, collect_statistics, initialise, require_calibration
+from .offsets import (
+    ADAPTER,
+    LowRankOffset,
+    append_offsets,
+    fold_offsets,
+    folded_offsets,
+    lora_layers,
+    saved_config,
+    split_offsets,
+)
 from .projector import check_projector, read_projector, write_projector
 from .saved import SavedAdapter
-from .settings import adapts_head, check_patterns, lora_config, with_ranks_of
+from .settings import adapts_head, check_patterns, lora_config, with_saved_ranks
 from .soft_tokens import attach_soft_tokens
 
 if TYPE_CHECKING:
@@ -74,48 +83,50 @@ def attach_adapter(
     new = tuple(getattr(backbone, "new_parameters", ()))
     config = lora_config(backbone, adapter, task=task, new=new)
     if initial is not None and adapter.init == "eva":
-        config = with_ranks_of(config, initial)
-    deviation = _deviation(backbone)
+        config = with_saved_ranks(config, initial)
+    deviation = _initializer_range(backbone)
     for name in new:
-        _copy(backbone.get_parameter(name), initial_value(name, backbone.get_parameter(name).shape, seed, deviation))
+        _copy_value(
+            backbone.get_parameter(name), initial_value(name, backbone.get_parameter(name).shape, seed, deviation)
+        )
     if initial is None and adapter.init in ("corda", "lora-ga"):
-        look_at_data(backbone, config, adapter, require_calibration(adapter, calibration))
-    model = _wrap(backbone, config)
+        collect_statistics(backbone, config, adapter, require_calibration(adapter, calibration))
+    model = _wrap_with_peft(backbone, config)
     if adapts_head(adapter, new):
-        _keep_head(model, new)
+        _make_head_trainable(model, new)
     check_patterns(model, adapter)
     for parameter in trainable(model).values():
         parameter.data = parameter.data.to(dtype)
     for name, parameter in trainable(model).items():
         if ".lora_" in name and ".lora_magnitude_vector" not in name:  # a magnitude starts as the backbone's row norm
-            _copy(parameter, initial_value(name, parameter.shape, seed, deviation))
+            _copy_value(parameter, initial_value(name, parameter.shape, seed, deviation))
     if adapter.init != "default" or adapter.under is not None:
-        _begin(model, adapter, seed=seed, initial=initial, calibration=calibration)
+        _apply_init(model, adapter, seed=seed, initial=initial, calibration=calibration)
     return model
 
 
-def _keep_head(model: nn.Module, new: Iterable[str]) -> None:
+def _make_head_trainable(model: nn.Module, new: Iterable[str]) -> None:
     """Make a newly initialised head under LoRA trainable, so that it is saved: no checkpoint has it."""
     names = set(new)
     for name, parameter in model.named_parameters():
-        if canonical(name) in names:
+        if canonical_name(name) in names:
             parameter.requires_grad_(True)
 
 
-def _begin(
+def _apply_init(
     model: PeftModel, adapter: Adapter, *, seed: int, initial: str | Path | None, calibration: Calibration | None
 ) -> None:
     """Apply the values and folded parts of `adapter.init` or `adapter.under`, or load those of `initial`."""
     dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
     if initial is not None:
-        kept, beyond = parted(read_adapter(initial), model)
+        kept, beyond = split_offsets(read_adapter(initial), model)
         if not beyond and (adapter.init in TAKES_OUT or adapter.under is not None):
             what = "adapter.under" if adapter.under is not None else f"adapter.init: {adapter.init}"
             raise UserError(f"{initial}: this adapter does not hold what {what} folded into the frozen weights")
         copy_tensors(lora_only(kept), lora_only(trainable(model)), where=str(initial))
-        fold(model, beyond, why=str(initial))
+        fold_offsets(model, beyond, why=str(initial))
     elif adapter.under is not None:
-        fold(model, read_under(adapter.under, model), why="adapter.under")
+        fold_offsets(model, read_adapter_under(adapter.under, model), why="adapter.under")
     else:
         weights = None
         if adapter.init == "loftq":
@@ -125,7 +136,7 @@ def _begin(
         parameter.data = parameter.data.to(dtypes.get(name, next(iter(dtypes.values()))))
 
 
-def read_under(name: str, model: PeftModel) -> dict[str, Offset]:
+def read_adapter_under(name: str, model: PeftModel) -> dict[str, LowRankOffset]:
     """Return the parts that the frozen adapter `name` under the trained one (`adapter.under`) folds into each layer of
     `model`, without the layer's own scale, in the dtype of the layer's factors, as they will be saved with them.
 
@@ -159,7 +170,7 @@ def read_under(name: str, model: PeftModel) -> dict[str, Offset]:
         if a.shape[1] != live.shape[1] or b.shape[0] not in place.shape:
             raise UserError(f"{where}: {layer} of {name} has the shape {tuple(a.shape)}, which is of another backbone")
         ratio = scale / layers[layer].scaling[ADAPTER]
-        offsets[layer] = Offset(a.to(place.device, live.dtype), (ratio * b).to(place.device, live.dtype))
+        offsets[layer] = LowRankOffset(a.to(place.device, live.dtype), (ratio * b).to(place.device, live.dtype))
     return offsets
 
 
@@ -170,26 +181,26 @@ def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, d
     """
     new = tuple(getattr(backbone, "new_parameters", ()))
     config = lora_config(backbone, adapter, task=task, new=new)
-    model = _wrap(backbone, config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+    model = _wrap_with_peft(backbone, config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     check_patterns(model, adapter)
     for parameter in trainable(model).values():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def _wrap(backbone: PreTrainedModel, config: LoraConfig, **options: Any) -> PeftModel:
+def _wrap_with_peft(backbone: PreTrainedModel, config: LoraConfig, **options: Any) -> PeftModel:
     from peft import get_peft_model
 
     try:
         # PEFT initialises from the global generator and warns about Conv1D; both are contained here.
-        with kept_draws({p.device for p in backbone.parameters()}), warnings.catch_warnings():
+        with preserve_rng_state({p.device for p in backbone.parameters()}), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return get_peft_model(backbone, config, **options)
     except ValueError as error:
         raise UserError(f"adapter: PEFT refuses these settings: {str(error).splitlines()[0]}") from error
 
 
-def _deviation(backbone: PreTrainedModel) -> float:
+def _initializer_range(backbone: PreTrainedModel) -> float:
     return float(getattr(backbone.config, "initializer_range", 0.02))
 
 
@@ -214,13 +225,13 @@ def initial_value(name: str, shape: torch.Size | tuple[int, ...], seed: int, dev
 
 
 @torch.no_grad()
-def _copy(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def _copy_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
     parameter.copy_(value)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by plain name: as in the backbone, without PEFT's wrappers and adapter name."""
-    return {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
+    return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 # --------------------------------------------------------------------------------------------- saving and loading
@@ -237,19 +248,19 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
         RuntimeError: the file misses a tensor, differs from a live one, or would be empty; nothing is written either.
     """
     directory = Path(directory)
-    if offsets_of(model):
-        return write_adapter(model, join(trainable(model), model), directory)
+    if folded_offsets(model):
+        return write_adapter(model, append_offsets(trainable(model), model), directory)
     layers = lora_layers(model)
     config: Any = model.peft_config[ADAPTER]
     head = any(f"{layer}.weight" in trainable(model) for layer in layers)  # a head under LoRA is skipped by PEFT
     biases = getattr(config, "bias", "none") != "none" and config.modules_to_save  # PEFT writes the modules' twice
     if head or biases:
         return write_adapter(model, trainable(model), directory)
-    with replacing_directory(directory) as temporary:
+    with atomic_directory(directory) as temporary:
         model.save_pretrained(str(temporary), safe_serialization=True, save_embedding_layers=False)
         (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         write_projector(model, temporary)
-        require_saved(_tensors(temporary), trainable(model))
+        check_saved(_read_tensors(temporary), trainable(model))
         _require_finite(trainable(model), str(directory), _SMALLER)
     return directory
 
@@ -269,21 +280,21 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
     from safetensors.torch import save_file
 
     directory = Path(directory)
-    config = file_config(model) if offsets_of(model) else copy.copy(model.peft_config[ADAPTER])
+    config = saved_config(model) if folded_offsets(model) else copy.copy(model.peft_config[ADAPTER])
     config.inference_mode = True
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = str(model.get_base_model().name_or_path)
     layers = lora_layers(model)
-    host = {file_name(name, layers): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with replacing_directory(directory) as temporary:
+    host = {peft_tensor_name(name, layers): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with atomic_directory(directory) as temporary:
         config.save_pretrained(str(temporary))
         save_file(host, temporary / WEIGHTS, metadata={"format": "pt"})
-        require_saved(_tensors(temporary), tensors)
+        check_saved(_read_tensors(temporary), tensors)
         _require_finite(tensors, str(directory), _SMALLER)
     return directory
 
 
-def file_name(name: str, layers: Mapping[str, Any]) -> str:
+def peft_tensor_name(name: str, layers: Mapping[str, Any]) -> str:
     """Return the name in PEFT's file for a trained parameter's plain name.
 
     layers: the adapted layers by plain name; their own bias (and newly initialised weight) is in the layer that PEFT
@@ -305,12 +316,12 @@ def read_adapter(directory: str | Path) -> dict[str, torch.Tensor]:
             is NaN or infinite.
     """
     check_adapter(Path(directory))
-    tensors = _tensors(directory)
+    tensors = _read_tensors(directory)
     _require_finite(tensors, str(Path(directory) / WEIGHTS), "take another adapter")
     return tensors
 
 
-def _tensors(directory: str | Path) -> dict[str, torch.Tensor]:
+def _read_tensors(directory: str | Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -320,14 +331,14 @@ def _tensors(directory: str | Path) -> dict[str, torch.Tensor]:
             raise UserError(f"{pickles[0]} may be a pickle, which is never read nor shipped; save it as {WEIGHTS}")
         raise UserError(f"{directory}: no adapter here ({WEIGHTS} is missing)")
     try:
-        tensors = {canonical(name): tensor for name, tensor in load_file(file).items()}
+        tensors = {canonical_name(name): tensor for name, tensor in load_file(file).items()}
         tensors = {soft_tokens.WEIGHT if n == soft_tokens.IN_FILE else n: tensor for n, tensor in tensors.items()}
         return tensors | read_projector(directory)
     except SafetensorError as error:
         raise UserError(f"{file} is damaged or cut short: {error}") from error
 
 
-def require_saved(saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
+def check_saved(saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
     """Raise RuntimeError unless the tensors `saved`, read back from a file, equal `live`, by name and bit for bit."""
     if not live or not any(t.numel() for t in saved.values()):
         raise RuntimeError("the adapter to be saved is empty")
@@ -336,7 +347,7 @@ def require_saved(saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Te
             f"the saved adapter has other tensors than the live one: {sorted(saved.keys() ^ live.keys())[:4]}"
         )
     for name, tensor in live.items():
-        if not _same_bits(saved[name], tensor):
+        if not _is_bit_equal(saved[name], tensor):
             raise RuntimeError(f"the saved adapter differs from the live one in {name}")
 
 
@@ -347,7 +358,7 @@ def _require_finite(tensors: Mapping[str, torch.Tensor], where: str, fix: str) -
             raise UserError(f"{where}: {name} has values that are NaN or infinite; {fix}")
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     b = b.detach().cpu()
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -364,18 +375,18 @@ def load_adapter(model: PeftModel, directory: str | Path, *, partial: bool = Fal
     """
     source, target = read_adapter(directory), dict[str, torch.Tensor](trainable(model))
     check_projector(model, directory)
-    if offsets_of(model):
-        source, beyond = parted(source, model)
+    if folded_offsets(model):
+        source, beyond = split_offsets(source, model)
         _require_same_offsets(beyond, model, str(directory))
     if partial:
         source, target = shared_lora(source, target, present=target)
     copy_tensors(source, target, where=str(directory))
 
 
-def _require_same_offsets(beyond: Mapping[str, Offset], model: PeftModel, where: str) -> None:
-    live = offsets_of(model)
+def _require_same_offsets(beyond: Mapping[str, LowRankOffset], model: PeftModel, where: str) -> None:
+    live = folded_offsets(model)
     same = beyond.keys() == live.keys() and all(
-        _same_bits(found.a, live[name].a) and _same_bits(found.b, live[name].b) for name, found in beyond.items()
+        _is_bit_equal(found.a, live[name].a) and _is_bit_equal(found.b, live[name].b) for name, found in beyond.items()
     )
     if not same:
         raise UserError(
@@ -402,12 +413,12 @@ def shared_lora(
 
     def kept(tensors: Mapping[str, torch.Tensor], other: Iterable[str]) -> dict[str, torch.Tensor]:
         known = set(other)
-        return {n: t for n, t in lora_only(tensors).items() if n in known or _in_block(n)}
+        return {n: t for n, t in lora_only(tensors).items() if n in known or _is_in_block(n)}
 
     return kept(source, present), kept(target, source)
 
 
-def _in_block(name: str) -> bool:
+def _is_in_block(name: str) -> bool:
     return any(part.isdecimal() for part in name.split("."))
 
 

@@ -23,7 +23,7 @@ from .saved import SETTINGS, SavedAdapter
 _ENDS = (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B"))
 
 
-def combine(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) -> None:
+def combine_adapters(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) -> None:
     """Write Σ weight · adapter as a PEFT adapter into the existing directory `out`, read it back and compare.
 
     A head, a bias or another module trained in full is taken from the first adapter; only that one may have any.
@@ -34,7 +34,7 @@ def combine(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) -> None:
     """
     from safetensors.torch import save_file
 
-    from .adapter import WEIGHTS, file_name, read_adapter, require_saved
+    from .adapter import WEIGHTS, check_saved, peft_tensor_name, read_adapter
 
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
     kept: dict[str, Tensor] = {}
@@ -57,13 +57,15 @@ def combine(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) -> None:
         kept[f"{layer}.{ends[layer][0]}"] = torch.cat([a for a, _ in factors])
         kept[f"{layer}.{ends[layer][1]}"] = torch.cat([b for _, b in factors], dim=1)
     first = adapters[0][0]
-    host = {file_name(name, parts): tensor.contiguous() for name, tensor in kept.items()}
+    host = {peft_tensor_name(name, parts): tensor.contiguous() for name, tensor in kept.items()}
     save_file(host, out / WEIGHTS, metadata={"format": "pt"})
-    require_saved(read_adapter(out), kept)
-    write_json(out / SETTINGS, _settings(first, {layer: sum(len(a) for a, _ in f) for layer, f in parts.items()}))
+    check_saved(read_adapter(out), kept)
+    write_json(
+        out / SETTINGS, _combined_settings(first, {layer: sum(len(a) for a, _ in f) for layer, f in parts.items()})
+    )
 
 
-def _settings(first: SavedAdapter, ranks: dict[str, int]) -> dict[str, Any]:
+def _combined_settings(first: SavedAdapter, ranks: dict[str, int]) -> dict[str, Any]:
     """Return the adapter_config.json: every layer by name, with its rank, at the scale 1."""
     common = Counter(ranks.values()).most_common(1)[0][0]
     odd = {layer: rank for layer, rank in ranks.items() if rank != common}

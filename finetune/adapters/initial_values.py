@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..compute.numerics import seeded
+from ..compute.numerics import seeded_rng
 from ..config import DATA_INITS, Adapter
 from ..errors import UserError
 from ..models.safetensors_index import read_index
-from ..seeds import derive
-from .offsets import ADAPTER, Offset, fold, lora_layers
+from ..seeds import derive_seed
+from .offsets import ADAPTER, LowRankOffset, fold_offsets, lora_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -79,16 +79,18 @@ def require_calibration(adapter: Adapter, calibration: Calibration | None) -> Ca
 # --------------------------------------------------------------------------------------------- before PEFT wraps
 
 
-def look_at_data(backbone: PreTrainedModel, config: LoraConfig, adapter: Adapter, calibration: Calibration) -> None:
+def collect_statistics(
+    backbone: PreTrainedModel, config: LoraConfig, adapter: Adapter, calibration: Calibration
+) -> None:
     """Store on each layer of the bare `backbone` the statistics that PEFT's corda_init or lora_ga_init will read
     there."""
     if adapter.init == "corda":
-        _corda(backbone, config, calibration)
+        _prepare_corda(backbone, config, calibration)
     elif adapter.init == "lora-ga":
-        _lora_ga(backbone, config, calibration)
+        _prepare_lora_ga(backbone, config, calibration)
 
 
-def _corda(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibration) -> None:
+def _prepare_corda(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibration) -> None:
     from peft.tuners.lora.config import CordaConfig
 
     try:
@@ -103,12 +105,14 @@ def _corda(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibrati
             with calibration.precision():
                 backbone(**micro.inputs)
 
-    settings = dataclasses.replace(_resolved(backbone, config), init_lora_weights="corda", corda_config=CordaConfig())
-    with _put_back(backbone), _refusals("corda"):
+    settings = dataclasses.replace(
+        _resolve_layers(backbone, config), init_lora_weights="corda", corda_config=CordaConfig()
+    )
+    with _restore_state(backbone), _translate_peft_errors("corda"):
         preprocess_corda(backbone, settings, run_model=run)
 
 
-def _lora_ga(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibration) -> None:
+def _prepare_lora_ga(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibration) -> None:
     from peft.tuners.lora.config import LoraGAConfig
     from peft.tuners.lora.loraga import preprocess_loraga
 
@@ -125,13 +129,13 @@ def _lora_ga(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibra
                 loss = batch_loss(backbone, micro, task=calibration.task, head=None) / count
             loss.backward()
 
-    settings: Any = dataclasses.replace(_resolved(backbone, config), lora_ga_config=LoraGAConfig())
+    settings: Any = dataclasses.replace(_resolve_layers(backbone, config), lora_ga_config=LoraGAConfig())
     settings.init_lora_weights = "lora_ga"
-    with _put_back(backbone), _refusals("lora-ga"):
+    with _restore_state(backbone), _translate_peft_errors("lora-ga"):
         preprocess_loraga(backbone, settings, step)
 
 
-def _resolved(backbone: PreTrainedModel, config: LoraConfig) -> LoraConfig:
+def _resolve_layers(backbone: PreTrainedModel, config: LoraConfig) -> LoraConfig:
     """Return `config` with the layers of all-linear by name, as PEFT's functions for bare models need them."""
     import copy
 
@@ -154,21 +158,21 @@ def initialise(
         UserError: settings or layers that PEFT rejects.
     """
     if adapter.init == "eva":
-        _eva(model, require_calibration(adapter, calibration))
+        _initialise_eva(model, require_calibration(adapter, calibration))
     elif adapter.init == "loftq":
-        _loftq(model, weights)
+        _initialise_loftq(model, weights)
     else:
-        offsets: dict[str, Offset] = {}
+        offsets: dict[str, LowRankOffset] = {}
         for name, layer in lora_layers(model).items():
             if ADAPTER not in layer.lora_A:  # embeddings keep the default initialisation
                 continue
             _check_rank(adapter, name, layer)
-            with _own_draws(seed, name, layer), _refusals(adapter.init):
-                start = _factors(layer, adapter)
+            with _seeded_draws(seed, name, layer), _translate_peft_errors(adapter.init):
+                start = _initial_factors(layer, adapter)
             if adapter.init in TAKES_OUT:
-                offsets[name] = Offset(start[0].clone(), -start[1])
+                offsets[name] = LowRankOffset(start[0].clone(), -start[1])
         if offsets:
-            fold(model, offsets, why=f"adapter.init: {adapter.init}")
+            fold_offsets(model, offsets, why=f"adapter.init: {adapter.init}")
 
 
 def _check_rank(adapter: Adapter, name: str, layer: Any) -> None:
@@ -190,7 +194,7 @@ def _check_rank(adapter: Adapter, name: str, layer: Any) -> None:
 
 
 @torch.no_grad()
-def _factors(layer: Any, adapter: Adapter) -> tuple[Tensor, Tensor]:
+def _initial_factors(layer: Any, adapter: Adapter) -> tuple[Tensor, Tensor]:
     """Return A and B as initialised by PEFT's method, in their dtype; the frozen weight is restored."""
     from peft.tuners.lora.config import LoraGAConfig
 
@@ -217,7 +221,7 @@ def _factors(layer: Any, adapter: Adapter) -> tuple[Tensor, Tensor]:
     return a.weight.detach(), b.weight.detach()
 
 
-def _eva(model: PeftModel, calibration: Calibration) -> None:
+def _initialise_eva(model: PeftModel, calibration: Calibration) -> None:
     from peft import EvaConfig, get_eva_state_dict, initialize_lora_eva_weights
 
     config: Any = model.peft_config[ADAPTER]
@@ -243,7 +247,7 @@ def _eva(model: PeftModel, calibration: Calibration) -> None:
         with calibration.precision():
             peft_model(**{name: tensor for name, tensor in batch.items() if name != "mask"})
 
-    with _put_back(model), _refusals("eva"):
+    with _restore_state(model), _translate_peft_errors("eva"):
         state = get_eva_state_dict(
             model,
             batches,
@@ -271,7 +275,7 @@ def _real_tokens(states: Any, mask: Tensor, name: str) -> Tensor:
 
 
 @torch.no_grad()
-def _loftq(model: PeftModel, directory: Path | None) -> None:
+def _initialise_loftq(model: PeftModel, directory: Path | None) -> None:
     """Initialise A and B with the best rank-r approximation of each weight's 4-bit quantisation error (one iteration).
 
     Computes the same as PEFT's `replace_lora_weights_loftq`, but on any device, and with the layer's scale, which that
@@ -285,7 +289,7 @@ def _loftq(model: PeftModel, directory: Path | None) -> None:
     prefix = getattr(model.get_base_model(), "base_model_prefix", "")
     for name, layer in packed.items():
         kept = dequantize_module_weight(layer.get_base_layer()).float()
-        weight = _weight_in_files(directory, f"{name}.weight", prefix).to(kept)
+        weight = _read_file_weight(directory, f"{name}.weight", prefix).to(kept)
         # bitsandbytes may store the transpose of a Conv1D's weight
         fitting = [w for w in (weight, weight.T) if w.shape == kept.shape]
         weight = min(fitting, key=lambda w: float((w - kept).norm()))
@@ -296,7 +300,7 @@ def _loftq(model: PeftModel, directory: Path | None) -> None:
             factor[ADAPTER].weight.copy_(value)
 
 
-def _weight_in_files(directory: Path, name: str, prefix: str) -> Tensor:
+def _read_file_weight(directory: Path, name: str, prefix: str) -> Tensor:
     from safetensors import safe_open
 
     entries = read_index(directory)
@@ -311,17 +315,17 @@ def _weight_in_files(directory: Path, name: str, prefix: str) -> Tensor:
 
 
 @contextlib.contextmanager
-def _own_draws(seed: int, name: str, layer: Any) -> Iterator[None]:
+def _seeded_draws(seed: int, name: str, layer: Any) -> Iterator[None]:
     """Seed the global generators that PEFT draws from, by seed and layer, and restore them afterwards."""
-    with seeded(derive(seed, "init", name), layer.get_base_layer().weight.device):
+    with seeded_rng(derive_seed(seed, "init", name), layer.get_base_layer().weight.device):
         yield
 
 
 @contextlib.contextmanager
-def _put_back(model: nn.Module) -> Iterator[None]:
+def _restore_state(model: nn.Module) -> Iterator[None]:
     """Restore the model's mode, requires_grad flags and the global random state at the end."""
     training, trains = model.training, {p: p.requires_grad for p in model.parameters()}
-    with seeded(0, next(model.parameters()).device):
+    with seeded_rng(0, next(model.parameters()).device):
         try:
             yield
         finally:
@@ -331,7 +335,7 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refusals(kind: str) -> Iterator[None]:
+def _translate_peft_errors(kind: str) -> Iterator[None]:
     """Turn PEFT's errors about a layer or these examples into UserError."""
     import warnings
 
@@ -345,6 +349,6 @@ def _refusals(kind: str) -> Iterator[None]:
         raise UserError(f"adapter.init: {kind} does not work here: {str(error).splitlines()[0]}") from error
 
 
-def needs_rows(adapter: Adapter) -> int:
+def calibration_rows(adapter: Adapter) -> int:
     """Return the number of training examples that the initialisation needs; 0 for most."""
     return (adapter.init_rows or ROWS) if adapter.init in DATA_INITS else 0

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from ..atomic import write_json
-from ..config import by_pattern
+from ..config import match_pattern
 from ..errors import UserError
 from ..models.anatomy import is_conv1d
 from ..models.safetensors_index import INDEX, SINGLE, TensorEntry, read_index
-from ..models.weight_names import canonical, expert_sources
+from ..models.weight_names import canonical_name, stacked_expert_keys
 from .adapter import read_adapter
 from .offsets import ADAPTER
 
@@ -67,7 +67,7 @@ class WeightDelta:
 
     def added_to(self, entry: TensorEntry, start: int, stop: int) -> Tensor:
         """Return the file's rows `start:stop` of W + s·B·A, float64, before DoRA's scaling."""
-        rows = _rows_of(entry, start, stop).double()
+        rows = _read_rows(entry, start, stop).double()
         if rows.ndim == 3:
             product = self.b[start:stop].double() @ self.a[start:stop].double()
             return rows.add_(product.mT if self.transposed else product, alpha=self.scale)
@@ -76,7 +76,7 @@ class WeightDelta:
         return rows.addmm_(self.b[start:stop].double(), self.a.double(), alpha=self.scale)
 
 
-class Rounding:
+class RoundingStatistics:
     """Rounding error of the merged values by dtype: `largest` absolute, and `relative` to the largest value of its
     row."""
 
@@ -102,16 +102,16 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """Result of a merge."""
 
     changed: dict[str, tuple[str, int]]
     """Key of each changed or added tensor → its file's name and its number of rows."""
-    rounding: Rounding
+    rounding: RoundingStatistics
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _TensorSource:
     """One tensor to write: copied from `entry`, or computed by `rows`."""
 
     dtype: torch.dtype
@@ -123,13 +123,13 @@ class _Piece:
     def size(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def chunks(self, rounding: Rounding) -> Iterator[bytes | memoryview]:
+    def chunks(self, rounding: RoundingStatistics) -> Iterator[bytes | memoryview]:
         """Yield the tensor's bytes in order, in chunks; rounding errors are added to `rounding`."""
         if self.entry is not None:
-            yield from _copied(self.entry)
+            yield from _copy_chunks(self.entry)
             return
         assert self.rows is not None
-        for start, stop in _spans(self.shape):
+        for start, stop in _row_spans(self.shape):
             exact = self.rows(start, stop)
             part = exact.to(self.dtype).contiguous()
             rounding.add(exact, part)
@@ -138,7 +138,7 @@ class _Piece:
 
 def merge_files(
     model: PreTrainedModel, adapter: Path, out: Path, *, dtype: torch.dtype, cast: torch.dtype | None = None
-) -> Merged:
+) -> MergeResult:
     """Write the merged weight files into the directory `out`.
 
     Args:
@@ -155,33 +155,33 @@ def merge_files(
     checkpoint: Any = model.checkpoint
     changes, whole = read_changes(model, adapter)
     keys = dict(checkpoint.keys)
-    pieces = _unchanged(checkpoint, cast)
-    added: dict[str, _Piece] = {}
-    for names in sorted({tuple(_tied(model, name)) for name in changes} - {()}):
+    pieces = _unchanged_tensors(checkpoint, cast)
+    added: dict[str, _TensorSource] = {}
+    for names in sorted({tuple(_tied_weights(model, name)) for name in changes} - {()}):
         _untie(model, names)
         shared = checkpoint.entries[keys[names[0]]]
-        added |= {other: _alone(shared, cast) for other in _sharing(checkpoint, names[0])[1:]}
-    for source, there, change in _places(model, changes):
+        added |= {other: _unadapted_tensor(shared, cast) for other in _names_sharing_tensor(checkpoint, names[0])[1:]}
+    for source, there, change in _file_changes(model, changes):
         entry = checkpoint.entries[source]
-        piece = _Piece(cast or entry.dtype, entry.shape, rows=_merged(entry, change))
+        piece = _TensorSource(cast or entry.dtype, entry.shape, rows=_merged_rows(entry, change))
         if there == source:
             pieces[entry.file.name][source] = piece
         else:
             added[there] = piece
     for name, tensor in whole.items():
         if name in checkpoint.converted:
-            raise _refusal(f"{name} is trained whole, and the files of this backbone hold it in another form")
+            raise _merge_error(f"{name} is trained whole, and the files of this backbone hold it in another form")
         kept = cast or (checkpoint.entries[keys[name]].dtype if name in keys else dtype)
-        piece = _Piece(kept, tuple(tensor.shape), rows=partial(_span_of, tensor))
+        piece = _TensorSource(kept, tuple(tensor.shape), rows=partial(_slice_rows, tensor))
         if name not in keys:
             added[name] = piece
-        for other in _tied(model, name) or [name]:  # tied weights trained in full remain one tensor
+        for other in _tied_weights(model, name) or [name]:  # tied weights trained in full remain one tensor
             if other in keys:
                 pieces[checkpoint.entries[keys[other]].file.name][keys[other]] = piece
     pieces[max(pieces)].update(added)  # to the last file
-    rounding = Rounding()
+    rounding = RoundingStatistics()
     for file, content in pieces.items():
-        _write(out / file, content, rounding)
+        _write_file(out / file, content, rounding)
     if len(pieces) > 1 or SINGLE not in pieces:
         places = {key: file for file, content in pieces.items() for key in content}
         total = sum(piece.size for content in pieces.values() for piece in content.values())
@@ -192,7 +192,7 @@ def merge_files(
         for key, piece in content.items()
         if piece.rows is not None
     }
-    return Merged(changed, rounding)
+    return MergeResult(changed, rounding)
 
 
 def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, WeightDelta], dict[str, Tensor]]:
@@ -204,7 +204,7 @@ def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Weigh
     settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     tensors = {name: tensor.float() for name, tensor in read_adapter(adapter).items()}
     if settings.get("lora_bias"):
-        raise _refusal("its factors have biases of their own (lora_bias)")
+        raise _merge_error("its factors have biases of their own (lora_bias)")
     changes: dict[str, WeightDelta] = {}
     owners = {name.split(".lora_")[0] for name in tensors if ".lora_" in name}
     modules = dict(model.named_modules())
@@ -227,8 +227,8 @@ def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Weigh
             a, b = tensors[f"{owner}.lora_A.weight"], tensors[f"{owner}.lora_B.weight"]
             transposed = is_conv1d(kind)
         if not (isinstance(kind, nn.Linear | nn.Embedding) or transposed):
-            raise _refusal(f"{owner} is a {type(kind).__name__}, neither a linear layer nor an embedding")
-        rank, alpha = a.shape[0], by_pattern(settings.get("alpha_pattern"), owner, settings["lora_alpha"])
+            raise _merge_error(f"{owner} is a {type(kind).__name__}, neither a linear layer nor an embedding")
+        rank, alpha = a.shape[0], match_pattern(settings.get("alpha_pattern"), owner, settings["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         changes[f"{owner}.weight"] = WeightDelta(a, b, scale, transposed, magnitude)
     return changes, {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
@@ -249,13 +249,13 @@ def _expert_layers(model: PreTrainedModel, adapter: Path) -> dict[str, tuple[str
             owner = full.removeprefix("base_model.model.")
             stack = owner.split(".base_layer")[0]
             transposed = not layer._did_swap_in_out_features
-            found[canonical(owner + ".lora_A").removesuffix(".lora_A")] = (
+            found[canonical_name(owner + ".lora_A").removesuffix(".lora_A")] = (
                 f"{stack}.{layer.parameter_name}", layer.scaling[ADAPTER], layer.num_experts, transposed,
             )  # fmt: skip
     return found
 
 
-def _places(model: PreTrainedModel, changes: dict[str, WeightDelta]) -> Iterator[tuple[str, str, WeightDelta]]:
+def _file_changes(model: PreTrainedModel, changes: dict[str, WeightDelta]) -> Iterator[tuple[str, str, WeightDelta]]:
     """Yield for each tensor of the files that changes: its key there, its key in the merged files, and the change.
 
     Raises UserError for experts that the files store neither one by one nor all in one tensor.
@@ -267,16 +267,16 @@ def _places(model: PreTrainedModel, changes: dict[str, WeightDelta]) -> Iterator
                 yield key, key, part
         else:
             key = checkpoint.keys[name]
-            yield key, key if name == _sharing(checkpoint, name)[0] else name, change
+            yield key, key if name == _names_sharing_tensor(checkpoint, name)[0] else name, change
 
 
 def _expert_parts(model: PreTrainedModel, name: str, change: WeightDelta) -> Iterator[tuple[str, WeightDelta]]:
     """Yield the files' own tensors of the parameter `name`, in which transformers stacks the experts and concatenates
     the projections (gate, up), each with its part of the change."""
     checkpoint: Any = model.checkpoint
-    parts = expert_sources(model, checkpoint, name)
+    parts = stacked_expert_keys(model, checkpoint, name)
     if not parts or change.a.ndim != 3 or change.transposed:
-        raise _refusal(f"the files of this backbone hold {name} in a form that only transformers can make")
+        raise _merge_error(f"the files of this backbone hold {name} in a form that only transformers can make")
     first = 0
     for keys in parts:
         rows = checkpoint.entries[keys[0]].shape[0]
@@ -293,43 +293,43 @@ def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, WeightDelta
     checkpoint: Any = model.checkpoint
     written = read_index(out)
     worst = 0.0
-    for key, there, change in _places(model, changes):
+    for key, there, change in _file_changes(model, changes):
         before, after = checkpoint.entries[key], written[there]
         scale = _row_scale(before, change) if change.magnitude is not None else None
         for start in {i * (before.shape[0] - 1) // max(rows - 1, 1) for i in range(rows)}:
             exact = change.added_to(before, start, start + 1)
             if scale is not None:
                 exact = exact * (scale if change.transposed else scale[start : start + 1, None]).double()
-            found = _rows_of(after, start, start + 1).double()
+            found = _read_rows(after, start, start + 1).double()
             worst = max(worst, float((found - exact).abs().max() / exact.abs().max().clamp_min(1e-30)))
     return worst
 
 
-def _sharing(checkpoint: Any, name: str) -> list[str]:
+def _names_sharing_tensor(checkpoint: Any, name: str) -> list[str]:
     """Return the names tied to the same tensor of the files as `name`, starting with the one that the tensor is named
     after."""
     return [other for other, key in checkpoint.keys.items() if key == checkpoint.keys[name]]
 
 
-def _alone(entry: TensorEntry, cast: torch.dtype | None) -> _Piece:
+def _unadapted_tensor(entry: TensorEntry, cast: torch.dtype | None) -> _TensorSource:
     """Return the piece for a tensor without an adapter: copied byte by byte, or rounded to `cast`."""
     if cast is None or entry.dtype == cast or not (entry.dtype.is_floating_point and entry.shape):
-        return _Piece(entry.dtype, entry.shape, entry=entry)
-    return _Piece(cast, entry.shape, rows=lambda start, stop: _rows_of(entry, start, stop).double())
+        return _TensorSource(entry.dtype, entry.shape, entry=entry)
+    return _TensorSource(cast, entry.shape, rows=lambda start, stop: _read_rows(entry, start, stop).double())
 
 
-def _unchanged(checkpoint: Any, cast: torch.dtype | None) -> dict[str, dict[str, _Piece]]:
+def _unchanged_tensors(checkpoint: Any, cast: torch.dtype | None) -> dict[str, dict[str, _TensorSource]]:
     """Return, by file, every tensor that the model reads, to be copied. Others (a language head under a classifier) are
     dropped, unless conversions hide which those are."""
     wanted = set(checkpoint.entries) if checkpoint.converted else set(checkpoint.keys.values())
-    pieces: dict[str, dict[str, _Piece]] = {}
+    pieces: dict[str, dict[str, _TensorSource]] = {}
     for key, entry in checkpoint.entries.items():
         if key in wanted:
-            pieces.setdefault(entry.file.name, {})[key] = _alone(entry, cast)
+            pieces.setdefault(entry.file.name, {})[key] = _unadapted_tensor(entry, cast)
     return pieces
 
 
-def _tied(model: PreTrainedModel, name: str) -> list[str]:
+def _tied_weights(model: PreTrainedModel, name: str) -> list[str]:
     """Return the weights tied to the weight `name`, itself included; empty if it is not tied."""
     pairs = model.all_tied_weights_keys
     source = pairs.get(name, name)
@@ -346,21 +346,21 @@ def _untie(model: PreTrainedModel, names: Sequence[str]) -> None:
     config = model.config.get_text_config()
     ties = any(getattr(one, "tie_word_embeddings", False) for one in (model.config, config))
     if len(names) > 2 or not ties or model.config.is_encoder_decoder:
-        raise _refusal(f"{', '.join(names)} are one tensor in this architecture, and the adapter would part them")
+        raise _merge_error(f"{', '.join(names)} are one tensor in this architecture, and the adapter would part them")
     config.tie_word_embeddings = model.config.tie_word_embeddings = False
 
 
-def _refusal(reason: str) -> UserError:
+def _merge_error(reason: str) -> UserError:
     return UserError(
         f"this adapter cannot be folded into the weights: {reason}; hand on the adapter as it is (`flatshift export`)"
     )
 
 
-def _span_of(tensor: Tensor, start: int, stop: int) -> Tensor:
+def _slice_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor[start:stop]
 
 
-def _merged(entry: TensorEntry, change: WeightDelta) -> Rows:
+def _merged_rows(entry: TensorEntry, change: WeightDelta) -> Rows:
     scale = _row_scale(entry, change) if change.magnitude is not None else None
 
     def rows(start: int, stop: int) -> Tensor:
@@ -376,7 +376,7 @@ def _row_scale(entry: TensorEntry, change: WeightDelta) -> Tensor:
     """Return DoRA's scale: magnitude over the norm of each output's weights (m,), float64."""
     assert change.magnitude is not None
     squares = torch.zeros_like(change.magnitude, dtype=torch.float64)
-    for start, stop in _spans(entry.shape):
+    for start, stop in _row_spans(entry.shape):
         weight = change.added_to(entry, start, stop)
         if change.transposed:
             squares += weight.square().sum(dim=0)
@@ -385,7 +385,7 @@ def _row_scale(entry: TensorEntry, change: WeightDelta) -> Tensor:
     return change.magnitude / squares.sqrt()
 
 
-def _rows_of(entry: TensorEntry, start: int, stop: int) -> Tensor:
+def _read_rows(entry: TensorEntry, start: int, stop: int) -> Tensor:
     """Read rows `start:stop` of a tensor of the files into new memory."""
     width = entry.bytes // entry.shape[0]
     data = bytearray((stop - start) * width)
@@ -396,13 +396,13 @@ def _rows_of(entry: TensorEntry, start: int, stop: int) -> Tensor:
     return torch.frombuffer(data, dtype=entry.dtype).reshape(stop - start, *entry.shape[1:])
 
 
-def _spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def _row_spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     step = max(1, _CHUNK // (8 * math.prod(shape[1:]) or 1))
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])
 
 
-def _copied(entry: TensorEntry) -> Iterator[bytes]:
+def _copy_chunks(entry: TensorEntry) -> Iterator[bytes]:
     with entry.file.open("rb") as stream:
         stream.seek(entry.offset)
         left = entry.bytes
@@ -414,7 +414,7 @@ def _copied(entry: TensorEntry) -> Iterator[bytes]:
             yield part
 
 
-def _write(file: Path, pieces: dict[str, _Piece], rounding: Rounding) -> None:
+def _write_file(file: Path, pieces: dict[str, _TensorSource], rounding: RoundingStatistics) -> None:
     """Write a safetensors file: length of the header, header, tensors, wider types first so that each is aligned."""
     order = sorted(pieces, key=lambda key: (-pieces[key].dtype.itemsize, key))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..models.weight_names import canonical
+from ..models.weight_names import canonical_name
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -28,7 +28,7 @@ ADAPTER = "default"
 
 
 @dataclass(frozen=True)
-class Offset:
+class LowRankOffset:
     """Low-rank part folded into one layer, without the layer's scale."""
 
     a: Tensor
@@ -40,7 +40,9 @@ class Offset:
 def lora_layers(model: nn.Module) -> dict[str, Any]:
     """Return the adapted layers by plain name."""
     return {
-        canonical(name): m for name, m in model.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")
+        canonical_name(name): m
+        for name, m in model.named_modules()
+        if hasattr(m, "lora_A") and hasattr(m, "base_layer")
     }
 
 
@@ -51,16 +53,16 @@ def factor_names(layer: Any, name: str) -> tuple[str, str]:
     return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
 
 
-def offsets_of(model: nn.Module) -> dict[str, Offset]:
+def folded_offsets(model: nn.Module) -> dict[str, LowRankOffset]:
     """Return, by layer, the parts folded into the frozen weights of `model`; empty for most models."""
-    found: dict[str, Offset] = getattr(model, "offsets", {})
+    found: dict[str, LowRankOffset] = getattr(model, "offsets", {})
     return found
 
 
 @torch.no_grad()
-def fold(model: PeftModel, offsets: Mapping[str, Offset], *, why: str) -> None:
+def fold_offsets(model: PeftModel, offsets: Mapping[str, LowRankOffset], *, why: str) -> None:
     """Fold `offsets` into the frozen weights of `model`, in float32, rounded once to their dtype, and record them for
-    `offsets_of`.
+    `folded_offsets`.
 
     Raises:
         UserError: a weight that is quantised or shared with another layer; starting with `why`.
@@ -83,47 +85,51 @@ def fold(model: PeftModel, offsets: Mapping[str, Offset], *, why: str) -> None:
         if isinstance(base, nn.Embedding) or getattr(layer, "fan_in_fan_out", False):
             delta = delta.T
         base.weight.data = (base.weight.data.float() + delta.to(base.weight.device)).to(base.weight.dtype)
-    vars(model)["offsets"] = {**offsets_of(model), **offsets}  # not part of its state_dict
+    vars(model)["offsets"] = {**folded_offsets(model), **offsets}  # not part of its state_dict
 
 
-def join(tensors: Mapping[str, Tensor], model: PeftModel) -> dict[str, Tensor]:
+def append_offsets(tensors: Mapping[str, Tensor], model: PeftModel) -> dict[str, Tensor]:
     """Return the trained `tensors` (by plain name) in the form of a file: each factor with the folded part appended."""
     joined = dict(tensors)
-    for name, offset in offsets_of(model).items():
+    for name, offset in folded_offsets(model).items():
         a, b = factor_names(lora_layers(model)[name], name)
         joined[a] = torch.cat([tensors[a].detach(), offset.a.to(tensors[a])], dim=0)
         joined[b] = torch.cat([tensors[b].detach(), offset.b.to(tensors[b])], dim=1)
     return joined
 
 
-def parted(tensors: Mapping[str, Tensor], model: PeftModel) -> tuple[dict[str, Tensor], dict[str, Offset]]:
-    """Split file tensors, reversing `join`: the factors up to the ranks of `model`, and the parts beyond them."""
+def split_offsets(
+    tensors: Mapping[str, Tensor], model: PeftModel
+) -> tuple[dict[str, Tensor], dict[str, LowRankOffset]]:
+    """Split file tensors, reversing `append_offsets`: the factors up to the ranks of `model`, and the parts beyond
+    them."""
     kept, beyond = dict(tensors), {}
     for name, layer in lora_layers(model).items():
         a, b = factor_names(layer, name)
         rank = layer.r[ADAPTER]
         if a in tensors and b in tensors and tensors[a].shape[0] > rank:
-            beyond[name] = Offset(tensors[a][rank:].clone(), tensors[b][:, rank:].clone())
+            beyond[name] = LowRankOffset(tensors[a][rank:].clone(), tensors[b][:, rank:].clone())
             kept[a], kept[b] = tensors[a][:rank].clone(), tensors[b][:, :rank].clone()
     return kept, beyond
 
 
-def file_config(model: PeftModel) -> LoraConfig:
-    """Return the PEFT settings of an adapter written by `join`: wider factors, each layer with its current scale."""
+def saved_config(model: PeftModel) -> LoraConfig:
+    """Return the PEFT settings of an adapter written by `append_offsets`: wider factors, each layer with its current
+    scale."""
     config: Any = copy.deepcopy(model.peft_config[ADAPTER])
     sizes: dict[str, tuple[int, float]] = {}
     for name, layer in lora_layers(model).items():
-        extra = offsets_of(model).get(name)
+        extra = folded_offsets(model).get(name)
         rank = layer.r[ADAPTER] + (0 if extra is None else extra.a.shape[0])
         sizes[name] = rank, layer.scaling[ADAPTER] * rank
     (rank, alpha), _ = Counter(sizes.values()).most_common(1)[0]
-    config.r, config.lora_alpha = rank, _short(alpha)
+    config.r, config.lora_alpha = rank, _int_if_whole(alpha)
     config.rank_pattern = {name: r for name, (r, _) in sizes.items() if r != rank}
-    config.alpha_pattern = {name: _short(a) for name, (_, a) in sizes.items() if a != alpha}
+    config.alpha_pattern = {name: _int_if_whole(a) for name, (_, a) in sizes.items() if a != alpha}
     config.use_rslora = False  # with per-layer ranks and alphas, the scale is alpha/r
     config.init_lora_weights = True
     return config
 
 
-def _short(value: float) -> float | int:
+def _int_if_whole(value: float) -> float | int:
     return int(value) if float(value).is_integer() else value

@@ -56,7 +56,7 @@ def attach_projector(model: PeftModel, projector: Projector, *, seed: int, dtype
         drawn = torch.empty(parameter.shape)
         nn.init.uniform_(drawn, -bound, bound, generator=torch_generator(seed, "init", f"{_MODULE}.{name}"))
         parameter.data.copy_(drawn)
-    front = _Front(owner, projector)
+    front = _FeatureForward(owner, projector)
     if not isinstance(projector.inject, str):
         front.enter_at(projector.inject)
     owner.add_module(_MODULE, linear)
@@ -73,7 +73,7 @@ def blank_features(model: nn.Module, *, rows: int) -> dict[str, Tensor]:
     return {INPUT: torch.zeros(rows, projector.count, projector.width, device=next(model.parameters()).device)}
 
 
-class _Front:
+class _FeatureForward:
     """Forward pass of a model with features at the front of every sequence."""
 
     def __init__(self, model: Any, projector: Projector) -> None:
@@ -117,17 +117,17 @@ class _Front:
     def enter_at(self, inject: tuple[int, ...]) -> None:
         """Register hooks that replace the hidden state at the first position by the k-th vector when the k-th block of
         `inject` starts."""
-        from ..models.anatomy import blocks
+        from ..models.anatomy import transformer_blocks
 
         base = self.model.get_base_model()
-        layers = blocks(base)
+        layers = transformer_blocks(base)
         if inject[-1] >= len(layers):
             raise UserError(
                 f"adapter.projector.inject: there is no block {inject[-1]}; this backbone has {len(layers)}, from 0 to "
                 f"{len(layers) - 1}"
             )
         if inject[0] > 0:
-            _hide_first_place(base, layers, inject[0])
+            _hide_first_position(base, layers, inject[0])
         for k, number in enumerate(inject):
             layers[number].register_forward_pre_hook(functools.partial(self._replace, k), with_kwargs=True)
 
@@ -142,7 +142,7 @@ class _Front:
 # --------------------------------------------------------------------------------------------- skipping the position
 
 
-def _hide_first_place(base: Any, layers: list[nn.Module], first: int) -> None:
+def _hide_first_position(base: Any, layers: list[nn.Module], first: int) -> None:
     """Make the attention of the blocks below `first` skip the first position of each sequence.
 
     Raises:
@@ -158,20 +158,20 @@ def _hide_first_place(base: Any, layers: list[nn.Module], first: int) -> None:
             f"possible in sdpa attention, and this backbone has {config._attn_implementation}; begin with block 0, or "
             "take first"
         )
-    AttentionInterface.register(_ATTENTION, _attend)
+    AttentionInterface.register(_ATTENTION, _attention_hiding_positions)
     AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
     config._attn_implementation = _ATTENTION
     for block in layers[:first]:
         for module in block.modules():
             setattr(module, _HIDDEN, 1)
-    if not _is_hidden(base, layers[first]):
+    if not _is_position_hidden(base, layers[first]):
         raise UserError(
             f"adapter.projector.inject: the blocks of this backbone ({config.model_type}) below {first} cannot leave "
             "the features' place out; begin with block 0, or take first"
         )
 
 
-def _attend(
+def _attention_hiding_positions(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **how: Any
 ) -> tuple[Tensor, None]:
     """Attention function for transformers, (B, H, T, D) each → (B, T, H, D): sdpa, which in blocks that hide positions
@@ -187,7 +187,7 @@ def _attend(
 
 
 @torch.no_grad()
-def _is_hidden(base: Any, block: nn.Module) -> bool:
+def _is_position_hidden(base: Any, block: nn.Module) -> bool:
     """True if the inputs of `block` at the other positions are bit-identical, whatever the input at the first."""
     found: list[Tensor] = []
 
@@ -219,7 +219,7 @@ def write_projector(model: Any, directory: Path) -> None:
     projector: Projector | None = getattr(model, "features_before", None)
     if projector is None:
         return
-    told = json.dumps({**_entry(projector), "features": projector.features})
+    told = json.dumps({**_injection_metadata(projector), "features": projector.features})
     tensors = {name: p.detach().cpu().contiguous() for name, p in model.projector.named_parameters()}
     # a single key: safetensors writes several in arbitrary order, and a resumed run's file has to be identical
     save_file(tensors, directory / FILE, metadata={_MODULE: told})
@@ -239,14 +239,14 @@ def check_projector(model: Any, directory: str | Path) -> None:
     with safe_open(file, "pt") as opened:
         told = json.loads((opened.metadata() or {}).get(_MODULE, "{}"))
     found, wanted = (
-        " and ".join(f"{name} {json.dumps(entry.get(name))}" for name in _entry(projector))
-        for entry in (told, _entry(projector))
+        " and ".join(f"{name} {json.dumps(entry.get(name))}" for name in _injection_metadata(projector))
+        for entry in (told, _injection_metadata(projector))
     )
     if found != wanted:
         raise UserError(f"{file}: this projector has {found}, and adapter.projector here {wanted}; set them alike")
 
 
-def _entry(projector: Projector) -> dict[str, Any]:
+def _injection_metadata(projector: Projector) -> dict[str, Any]:
     """Return the description of where features enter, as stored in a file's metadata."""
     return {"inject": projector.inject, "vectors": projector.count}
 

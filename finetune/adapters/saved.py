@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from torch import Tensor
 
-from ..atomic import read_object
-from ..config import by_pattern
+from ..atomic import read_json_object
+from ..config import match_pattern
 from ..digests import check_adapter, check_files
 from ..errors import UserError, user_path
 from ..models.fingerprint import fingerprint
@@ -56,7 +56,7 @@ class SavedAdapter:
             raise UserError(f"{where}: {name} is neither a finished run directory nor a PEFT adapter ({SETTINGS})")
         check_adapter(path)
         try:
-            settings = read_object(file, fix="save the adapter again")
+            settings = read_json_object(file, fix="save the adapter again")
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         if settings.get("peft_type") != "LORA":
@@ -66,7 +66,7 @@ class SavedAdapter:
                 f"{where}: {name} was begun by {settings['init_lora_weights']} and saved for changed frozen weights; "
                 "save it for the plain backbone (PEFT: path_initial_model_for_weight_conversion)"
             )
-        return cls(path, settings, *_told_by_run(path))
+        return cls(path, settings, *_read_run_record(path))
 
     def require_backbone(self, backbone: Backbone, *, where: str, quantization: str | None = None) -> None:
         """Raise UserError unless this adapter was trained on `backbone` and fits its weights quantised by
@@ -117,12 +117,12 @@ class SavedAdapter:
                 ranks[name.split(".lora_")[0]] = tensor.shape[0]
         found: dict[str, tuple[int, float]] = {}
         for layer, rank in ranks.items():
-            alpha = by_pattern(self.settings.get("alpha_pattern"), layer, self.settings["lora_alpha"])
+            alpha = match_pattern(self.settings.get("alpha_pattern"), layer, self.settings["lora_alpha"])
             found[layer] = rank, alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
         return found
 
 
-def _told_by_run(path: Path) -> tuple[Mapping[str, Any] | None, str | None]:
+def _read_run_record(path: Path) -> tuple[Mapping[str, Any] | None, str | None]:
     """Return (backbone, quantization) of the adapter in `path`, from the run directory that contains it, if any."""
     for place in path.resolve().parents[:3]:  # RUN/adapter, RUN/initial, RUN/stages/NAME/adapter
         manifest, recipe = place / "manifest.json", place / "recipe.resolved.yaml"
@@ -134,12 +134,12 @@ def _told_by_run(path: Path) -> tuple[Mapping[str, Any] | None, str | None]:
             begun, train = (told.get("adapter") or {}).get("init"), told.get("train") or {}
         except (OSError, ValueError, RecursionError, AttributeError, yaml.YAMLError):
             raise UserError(f"{recipe}: not a run's recipe; restore it, or take the adapter's own folder") from None
-        known = read_object(manifest).get("backbone") if manifest.is_file() else None
+        known = read_json_object(manifest).get("backbone") if manifest.is_file() else None
         return known, train.get("quantization") if begun == "loftq" else None
     return None, None
 
 
-def check_start(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftModel, *, where: str) -> None:
+def check_same_settings(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftModel, *, where: str) -> None:
     """Raise one UserError that lists every setting in which the adapter `saved` differs from that of `model`.
 
     tensors: of `saved` by plain name. model: built from the recipe, on meta or not.
@@ -150,12 +150,18 @@ def check_start(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftM
         theirs = {name: live.get(name, value) for name, value in theirs.items()}  # r·E rows; shapes are compared later
     odds: list[str] = []
     if theirs.keys() != live.keys():
-        odds.append(f"it adapts {_leaves(theirs)} and the recipe {_leaves(live)} (adapter.targets)")
+        odds.append(
+            f"it adapts {_count_layer_names(theirs)} and the recipe {_count_layer_names(live)} (adapter.targets)"
+        )
     both = sorted(theirs.keys() & live.keys())
     if any(theirs[name][0] != live[name][0] for name in both):
-        odds.append(f"its rank is {_span(theirs, both, 0)} and the recipe's {_span(live, both, 0)} (adapter.rank)")
+        odds.append(
+            f"its rank is {_format_range(theirs, both, 0)} and the recipe's {_format_range(live, both, 0)} (adapter.rank)"
+        )
     elif any(not math.isclose(theirs[name][1], live[name][1], rel_tol=1e-6) for name in both):
-        odds.append(f"its scale is {_span(theirs, both, 1)} and the recipe's {_span(live, both, 1)} (adapter.alpha)")
+        odds.append(
+            f"its scale is {_format_range(theirs, both, 1)} and the recipe's {_format_range(live, both, 1)} (adapter.alpha)"
+        )
     mine: Any = model.peft_config[ADAPTER]
     if bool(saved.settings.get("use_dora")) != mine.use_dora:
         odds.append(f"it is {'' if not mine.use_dora else 'not '}of DoRA (adapter.dora)")
@@ -163,11 +169,11 @@ def check_start(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftM
         raise UserError(f"{where}: {saved.path} has other settings: {'; '.join(odds)}; set them as it has them")
 
 
-def _leaves(layers: Mapping[str, Any]) -> str:
+def _count_layer_names(layers: Mapping[str, Any]) -> str:
     counts = Counter(name.rsplit(".", 1)[-1] for name in layers)
     return ", ".join(f"{leaf} ({count})" for leaf, count in sorted(counts.items())) or "nothing"
 
 
-def _span(layers: Mapping[str, tuple[int, float]], names: list[str], place: int) -> str:
+def _format_range(layers: Mapping[str, tuple[int, float]], names: list[str], place: int) -> str:
     values = sorted({layers[name][place] for name in names})
     return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"

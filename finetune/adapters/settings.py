@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..config import Adapter, by_pattern
+from ..config import Adapter, match_pattern
 from ..errors import UserError
-from ..models.anatomy import beside_language, is_conv1d, is_linear
+from ..models.anatomy import is_conv1d, is_linear, non_language_modules
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -47,7 +47,7 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new:
     """
     from peft import LoraConfig
 
-    targets: str | list[str] = _targets(backbone, adapter.targets)
+    targets: str | list[str] = _resolve_targets(backbone, adapter.targets)
     _check_layers(backbone, adapter)
     for suffix in adapter.exclude or ():
         _require_module(backbone, suffix, "adapter.exclude", linear=True)
@@ -58,19 +58,19 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new:
     if adapter.experts is not None and not fused:
         raise UserError("adapter.experts: this backbone has no mixture of experts in its blocks; leave it at null")
     if fused:
-        names = names_beside_experts(backbone, _linear_names(backbone, adapter, targets, task), adapter.targets)
-        targets, parameters = split_experts(names)
+        names = without_routers(backbone, _linear_names(backbone, adapter, targets, task), adapter.targets)
+        targets, parameters = split_modules_and_parameters(names)
         if adapter.experts is not None:
-            chosen = [name for name in fused if _in_layers(name, adapter.layers)]
+            chosen = [name for name in fused if _is_in_layers(name, adapter.layers)]
             parameters += chosen
             ranks |= dict.fromkeys(chosen, adapter.experts)
             alphas |= dict.fromkeys(chosen, adapter.numerator_of(adapter.experts))
         _check_experts(adapter, parameters)
-    elif beside_language(backbone):
+    elif non_language_modules(backbone):
         targets = _language_names(backbone, _linear_names(backbone, adapter, targets, task), adapter.targets)
     elif adapter.layers is not None and targets == "all-linear":
         targets = _linear_names(backbone, adapter, targets, task)
-    whole = _whole(backbone, adapter)
+    whole = _fully_trained_modules(backbone, adapter)
     return LoraConfig(
         task_type=None if adapts_head(adapter, new) else task.peft_type,  # else PEFT would train the head in full
         r=adapter.rank,
@@ -82,7 +82,7 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new:
         layers_to_transform=list(adapter.layers) if adapter.layers is not None and not fused else None,
         rank_pattern=ranks,
         alpha_pattern=alphas,
-        modules_to_save=[*_new_outside_head(backbone, task, new), *whole] or None,
+        modules_to_save=[*_new_modules_outside_head(backbone, task, new), *whole] or None,
         bias=_BIAS[adapter.bias],  # type: ignore[arg-type]
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
@@ -91,7 +91,7 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new:
     )
 
 
-def with_ranks_of(config: LoraConfig, directory: str | Path) -> LoraConfig:
+def with_saved_ranks(config: LoraConfig, directory: str | Path) -> LoraConfig:
     """Return `config` with the layers and the per-layer ranks and alphas of the adapter in `directory` (chosen by
     EVA)."""
     from peft import LoraConfig
@@ -108,14 +108,14 @@ def check_patterns(model: PeftModel, adapter: Adapter) -> None:
     layers = [name.removeprefix("base_model.model.") for name, module in model.named_modules() if _has_lora(module)]
     for setting in ("ranks", "alphas"):
         for pattern in getattr(adapter, setting) or {}:
-            if not any(by_pattern({pattern: True}, name, False) for name in layers):
+            if not any(match_pattern({pattern: True}, name, False) for name in layers):
                 leaves = sorted({name.rsplit(".", 1)[-1] for name in layers})
                 raise UserError(
-                    f"adapter.{setting}: no adapted layer is called {pattern!r}; {_nearest(pattern, leaves)}"
+                    f"adapter.{setting}: no adapted layer is called {pattern!r}; {_suggest_names(pattern, leaves)}"
                 )
     for setting, values in (("ranks", adapter.ranks or {}), ("alphas", adapter.numerators)):
         for layer in layers:
-            names = [name for name in values if by_pattern({name: True}, layer, False)]
+            names = [name for name in values if match_pattern({name: True}, layer, False)]
             other = next((name for name in names if values[name] != values[names[0]]), None)
             if other is not None:
                 raise UserError(
@@ -128,7 +128,7 @@ def _has_lora(module: nn.Module) -> bool:
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 
-def _targets(backbone: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
+def _resolve_targets(backbone: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
     wanted = [targets] if isinstance(targets, str) else list(targets)
     if wanted == ["all-linear"]:
         return "all-linear"
@@ -141,18 +141,20 @@ def _targets(backbone: PreTrainedModel, targets: str | tuple[str, ...]) -> str |
 
 def _require_module(backbone: nn.Module, suffix: str, where: str, *, linear: bool, other: str = "") -> None:
     names = [n for n, m in backbone.named_modules() if n and (not linear or _can_have_lora(m))]
-    if not any(_ends(name, suffix) for name in names):
+    if not any(_has_suffix(name, suffix) for name in names):
         leaves = sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdigit()})
         kind = "linear layer" if linear else "module"
-        raise UserError(f"{where}: no {kind} of this backbone is called {suffix!r}; {_nearest(suffix, leaves)}{other}")
+        raise UserError(
+            f"{where}: no {kind} of this backbone is called {suffix!r}; {_suggest_names(suffix, leaves)}{other}"
+        )
 
 
-def _nearest(name: str, leaves: list[str]) -> str:
+def _suggest_names(name: str, leaves: list[str]) -> str:
     nearest = difflib.get_close_matches(name.rsplit(".", 1)[-1], leaves, n=3, cutoff=0.3)
     return (f"nearest: {', '.join(nearest)}; all: " if nearest else "there are ") + ", ".join(leaves)
 
 
-def _ends(name: str, suffix: str) -> bool:
+def _has_suffix(name: str, suffix: str) -> bool:
     return name == suffix or name.endswith(f".{suffix}")
 
 
@@ -170,21 +172,23 @@ def _linear_names(backbone: PreTrainedModel, adapter: Adapter, targets: str | li
         resolved: Any = _maybe_include_all_linear_layers(config, backbone)
         names = sorted(resolved.target_modules)
     else:
-        names = [n for n, m in backbone.named_modules() if _can_have_lora(m) and any(_ends(n, t) for t in targets)]
-    names = [name for name in names if not any(_ends(name, suffix) for suffix in adapter.exclude or ())]
-    return [name for name in names if _in_layers(name, adapter.layers)]
+        names = [
+            n for n, m in backbone.named_modules() if _can_have_lora(m) and any(_has_suffix(n, t) for t in targets)
+        ]
+    names = [name for name in names if not any(_has_suffix(name, suffix) for suffix in adapter.exclude or ())]
+    return [name for name in names if _is_in_layers(name, adapter.layers)]
 
 
 def _language_names(backbone: PreTrainedModel, names: list[str], targets: str | tuple[str, ...]) -> list[str]:
     """Return the `names` in the language model, and elsewhere (a vision tower) only those matched by a target that
     matches nothing in the language model."""
-    beside = tuple(f"{name}." for name in beside_language(backbone))
+    beside = tuple(f"{name}." for name in non_language_modules(backbone))
     inside = [name for name in names if not name.startswith(beside)]
-    asked = [] if isinstance(targets, str) else [t for t in targets if not any(_ends(name, t) for name in inside)]
-    return [name for name in names if name in inside or any(_ends(name, target) for target in asked)]
+    asked = [] if isinstance(targets, str) else [t for t in targets if not any(_has_suffix(name, t) for name in inside)]
+    return [name for name in names if name in inside or any(_has_suffix(name, target) for target in asked)]
 
 
-def _in_layers(name: str, layers: tuple[int, ...] | None) -> bool:
+def _is_in_layers(name: str, layers: tuple[int, ...] | None) -> bool:
     if layers is None:
         return True
     parts = name.split(".")
@@ -204,20 +208,20 @@ def _check_layers(backbone: PreTrainedModel, adapter: Adapter) -> None:
         )
 
 
-def _whole(backbone: PreTrainedModel, adapter: Adapter) -> list[str]:
+def _fully_trained_modules(backbone: PreTrainedModel, adapter: Adapter) -> list[str]:
     """Return the full names of the modules in `adapter.train_whole`: by suffix, PEFT would match `input_layernorm` for
     `norm`."""
     found = []
     for suffix in adapter.train_whole or ():
         _require_module(backbone, suffix, "adapter.train_whole", linear=False)
         for name, module in backbone.named_modules():
-            if name and _ends(name, suffix):
-                _refuse_shared(backbone, name, module)
+            if name and _has_suffix(name, suffix):
+                _check_not_shared(backbone, name, module)
                 found.append(name)
     return found
 
 
-def _refuse_shared(backbone: nn.Module, name: str, module: nn.Module) -> None:
+def _check_not_shared(backbone: nn.Module, name: str, module: nn.Module) -> None:
     own = {id(p) for p in module.parameters()}
     inside = {id(m) for m in module.modules()}
     for other, holder in backbone.named_modules():
@@ -228,7 +232,7 @@ def _refuse_shared(backbone: nn.Module, name: str, module: nn.Module) -> None:
             )
 
 
-def _new_outside_head(backbone: PreTrainedModel, task: Task, new: Iterable[str]) -> list[str]:
+def _new_modules_outside_head(backbone: PreTrainedModel, task: Task, new: Iterable[str]) -> list[str]:
     """Return the modules missing from the checkpoint other than PEFT's own `classifier`/`score` (BERT's pooler): they
     train too.
 
@@ -250,7 +254,7 @@ def adapts_head(adapter: Adapter, new: Iterable[str]) -> bool:
     return any(target.rsplit(".", 1)[-1] in heads for target in named)
 
 
-def trained_whole(module: str, new: Iterable[str]) -> bool:
+def is_fully_trained(module: str, new: Iterable[str]) -> bool:
     """True if this module of a classification backbone trains in full: it is PEFT's head, or missing from the
     checkpoint."""
     return bool(_HEADS & set(module.split("."))) or module in {name.rsplit(".", 1)[0] for name in new}
@@ -269,7 +273,7 @@ def fused_parameters(backbone: nn.Module) -> list[str]:
     return [name for name, p in backbone.named_parameters() if p.ndim == 3 and _EXPERTS.search(name)]
 
 
-def names_beside_experts(backbone: nn.Module, names: Sequence[str], targets: str | tuple[str, ...]) -> list[str]:
+def without_routers(backbone: nn.Module, names: Sequence[str], targets: str | tuple[str, ...]) -> list[str]:
     """Return `names` without routers.
 
     Raises:
@@ -287,7 +291,7 @@ def names_beside_experts(backbone: nn.Module, names: Sequence[str], targets: str
     return kept
 
 
-def split_experts(names: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_modules_and_parameters(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the (modules, parameters) by which PEFT adapts the linear layers `names`."""
     parameters = [name for name in names if name.rsplit(".", 1)[-1] in _RENAMED]
     return [name for name in names if name not in set(parameters)], [f"{name}.weight" for name in parameters]

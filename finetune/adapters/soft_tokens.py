@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compute.numerics import seeded
+from ..compute.numerics import seeded_rng
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..models.anatomy import cache_name
@@ -53,27 +53,27 @@ def attach_soft_tokens(
     width = table.weight.shape[1]
     if width != backbone.config.get_text_config().hidden_size:
         raise UserError(f"adapter.soft_tokens: this backbone's embeddings have {width} channels, its blocks others")
-    with seeded(0, table.weight.device):  # PEFT initialises values that are replaced below
+    with seeded_rng(0, table.weight.device):  # PEFT initialises values that are replaced below
         config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=count, token_dim=width)
         model: Any = get_peft_model(backbone, config)
     drawn = torch.randint(0, table.weight.shape[0], (count,), generator=torch_generator(seed, "init", WEIGHT))
     soft = model.prompt_encoder["default"].embedding
     soft.weight.data = table.weight.detach()[drawn.to(table.weight.device)].to(dtype).clone()
     model.soft_tokens = count
-    model.forward = functools.partial(_own_tokens_only, model)
+    model.forward = functools.partial(_forward_own_tokens, model)
     # PEFT (0.21) detects the first generation step by the cache, which it only knows by its older name
     model.base_model_prepare_inputs_for_generation = functools.partial(
-        _renamed, model.base_model_prepare_inputs_for_generation, cache_name(), "past_key_values"
+        _rename_input, model.base_model_prepare_inputs_for_generation, cache_name(), "past_key_values"
     )
     model.prepare_inputs_for_generation = functools.partial(
-        _renamed, model.prepare_inputs_for_generation, "past_key_values", cache_name()
+        _rename_input, model.prepare_inputs_for_generation, "past_key_values", cache_name()
     )
     if adapter.projector is not None:
         attach_projector(model, adapter.projector, seed=seed, dtype=dtype)
     return model
 
 
-def _renamed(
+def _rename_input(
     prepare: Callable[..., dict[str, Any]], old: str, new: str, /, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     """Return the inputs of a generation step with one of them renamed."""
@@ -83,7 +83,7 @@ def _renamed(
     return inputs
 
 
-def _own_tokens_only(model: Any, **inputs: Any) -> Any:
+def _forward_own_tokens(model: Any, **inputs: Any) -> Any:
     """Run the forward pass of PEFT's class and drop the logits of the soft tokens."""
     output = type(model).forward(model, **inputs)
     output.logits = output.logits[:, model.soft_tokens :]

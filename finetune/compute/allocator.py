@@ -14,13 +14,13 @@ NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CON
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 
 
-def fixed_workspaces(environment: Mapping[str, str]) -> dict[str, str]:
+def cublas_workspace_env(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variable that makes cuBLAS reproducible (`train.deterministic`): 32 MiB of workspace per
     stream. cuBLAS reads it at its first product. Empty if the environment sets it already."""
     return {} if WORKSPACES in environment else {WORKSPACES: ":4096:8"}
 
 
-def growing_segments(environment: Mapping[str, str], *, platform: str = sys.platform) -> dict[str, str]:
+def expandable_segments_env(environment: Mapping[str, str], *, platform: str = sys.platform) -> dict[str, str]:
     """Return the environment variable that enables expandable segments for a process that may use CUDA.
 
     Empty if the environment sets the allocator already, or off Linux, where the driver has no such memory. CPU

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from ..config import Train
 from .capabilities import capabilities
 from .cuda_status import is_cuda, product_dtype
-from .numerics import bf16_instructions, dropout_rates
+from .numerics import dropout_rates, has_bf16_matmul
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine
@@ -62,7 +62,7 @@ _OLDEST = (8, 0)
 # --------------------------------------------------------------------------------------------- offsets of samples
 
 
-def starts(position_ids: Tensor) -> tuple[Tensor, int]:
+def sample_offsets(position_ids: Tensor) -> tuple[Tensor, int]:
     """Return the offsets of samples in packed rows (B, T) in host memory, and the tokens of the longest sample.
 
     Offsets count in the concatenated rows and include the end: int32 (N + 1,).
@@ -72,12 +72,12 @@ def starts(position_ids: Tensor) -> tuple[Tensor, int]:
     return first.to(torch.int32), int(first.diff().max())
 
 
-def as_mask(begins: Tensor, longest: int) -> Tensor:
+def offsets_as_mask(begins: Tensor, longest: int) -> Tensor:
     """Return the offsets in the form of the model's attention mask; a view of `begins`."""
     return begins[None, None, None].expand(1, 1, longest, -1)
 
 
-def without_starts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def drop_sample_offsets(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return model inputs without sample offsets, for rows that may be sliced: positions alone then separate
     samples."""
     return {name: value for name, value in inputs.items() if name != "attention_mask" or value.dtype != torch.int32}
@@ -91,7 +91,7 @@ Kernel = Callable[..., Tensor]
 query sees, including itself, or None for all before it."""
 
 
-def flash(
+def flash_attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, begins: Tensor, longest: int, *, scale: float | None, window: int | None
 ) -> Tensor:
     """Run torch's flash attention, causal within each sample."""
@@ -108,7 +108,7 @@ def flash(
     return found
 
 
-def _forward(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
+def _make_attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
     """Return the attention function for transformers: `kernel` if it receives sample offsets, else sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -156,10 +156,10 @@ def flash_attention_problem(engine: Engine, train: Train, device: torch.device) 
         return "no CUDA device"
     if torch.cuda.get_device_capability(device) < _OLDEST or not torch.backends.cuda.is_flash_attention_available():
         return "this device or build has no flash attention"
-    return _unsuited(engine, train)
+    return _model_problem(engine, train)
 
 
-def _unsuited(engine: Engine, train: Train) -> str | None:
+def _model_problem(engine: Engine, train: Train) -> str | None:
     """Return a reason given by the run or its base model, as for `flash_attention_problem`; None if there is none."""
     if engine.world.width("cp", "pp") > 1:
         return "tokens lie on several ranks"
@@ -178,12 +178,12 @@ def _unsuited(engine: Engine, train: Train) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def register(kernel: Kernel) -> None:
+def register_packed_attention(kernel: Kernel) -> None:
     """Register `kernel` with transformers under `NAME`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _forward(kernel))
+    AttentionInterface.register(NAME, _make_attention_function(kernel))
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
@@ -222,7 +222,7 @@ def packed_attention(model: nn.Module, device: torch.device) -> Iterator[None]:
         if all(registry[name] in (sdpa_mask, eager_mask) for name in names):
             changed = {name: registry[name] for name in names}
     for name, usual in changed.items():
-        AttentionMaskInterface.register(name, partial(_mask, usual))
+        AttentionMaskInterface.register(name, partial(_make_mask, usual))
     token = _ASKED.set(bool(changed))
     try:
         yield
@@ -254,7 +254,7 @@ def packed_batch(batch: Any) -> Iterator[dict[str, Tensor]]:
         _READ.reset(token)
 
 
-def _within(mask: Callable[..., Tensor], positions: Tensor, sample: Tensor) -> Callable[..., Tensor]:
+def _restrict_to_samples(mask: Callable[..., Tensor], positions: Tensor, sample: Tensor) -> Callable[..., Tensor]:
     """Restrict transformers' `mask` function to each sample of packed rows, by positions in the sample; both (B, T).
 
     The oldest transformers that we support has no such function.
@@ -267,7 +267,7 @@ def _within(mask: Callable[..., Tensor], positions: Tensor, sample: Tensor) -> C
     return seen
 
 
-def _mask(usual: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
+def _make_mask(usual: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
     """Compute transformers' mask by the `usual` function: the keys that each query sees, bool (B, 1, T, T) (for `eager`
     the bias added to their scores); None if the kernel's own causal masking suffices."""
     from transformers.masking_utils import causal_mask_function
@@ -277,7 +277,7 @@ def _mask(usual: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
         return usual(**how)
     if rows.positions is not None:
         sample = torch.diff(rows.positions, prepend=rows.positions[:, :1] - 1, dim=-1).ne(1).cumsum(-1)
-        how["mask_function"] = _within(how["mask_function"], rows.positions, sample)
+        how["mask_function"] = _restrict_to_samples(how["mask_function"], rows.positions, sample)
         return usual(**{**how, "attention_mask": None, "allow_is_causal_skip": False})
     behind = how.get("allow_is_causal_skip", True) and how["mask_function"] is causal_mask_function
     if behind or not rows.padded:
@@ -294,7 +294,7 @@ BLOCK = 32
 """Queries per product; of 32, 64 and 128 the fastest at 96 to 512 tokens."""
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
+def blocked_causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
     """Compute softmax(scale · q kᵀ) v over the keys up to each query.
 
     query (B, H, T, D), key (B, H_kv, T, D), value (B, H_kv, T, E) → (B, H, T, E); H is a multiple of H_kv.
@@ -315,7 +315,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor
 
 
 @contextlib.contextmanager
-def blocked(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> Iterator[None]:
+def use_blocked_attention(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> Iterator[None]:
     """Make `model` attend by blocks inside if that is faster, and restore `sdpa` on exit.
 
     Applies on a CPU that multiplies bf16 matrices, with transformers' `sdpa` attention, to calls over the whole text
@@ -325,11 +325,11 @@ def blocked(model: nn.Module, device: torch.device | str, dtype: torch.dtype | N
     """
     config: Any = getattr(model, "config", None)
     kind = capabilities(torch.device(device)).kind
-    able = kind == "cpu" and dtype is torch.bfloat16 and bf16_instructions()
+    able = kind == "cpu" and dtype is torch.bfloat16 and has_bf16_matmul()
     if not able or getattr(config, "_attn_implementation", None) != "sdpa":
         yield
         return
-    _register_blocks()
+    _register_blocked_attention()
     config._attn_implementation = _BLOCKS
     try:
         yield
@@ -337,15 +337,15 @@ def blocked(model: nn.Module, device: torch.device | str, dtype: torch.dtype | N
         config._attn_implementation = "sdpa"
 
 
-def _register_blocks() -> None:
+def _register_blocked_attention() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-    AttentionInterface.register(_BLOCKS, _attend_blocks)
+    AttentionInterface.register(_BLOCKS, _blocked_attention_forward)
     AttentionMaskInterface.register(_BLOCKS, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
-def _attend_blocks(
+def _blocked_attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -368,4 +368,4 @@ def _attend_blocks(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.autocast(query.device.type, enabled=False):
         query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
-        return attend(query, key, value, scale=scale).transpose(1, 2).contiguous(), None
+        return blocked_causal_attention(query, key, value, scale=scale).transpose(1, 2).contiguous(), None

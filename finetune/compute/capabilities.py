@@ -3,8 +3,8 @@
     able = capabilities(device)
     torch.zeros((), dtype=able.sums, device=device)
 
-Code that must really touch `torch.cuda` is in the functions below. `rehearsed` substitutes a record for a device's own,
-so that a step runs on tensors without values (`meta`) as it would on the device of that record.
+Code that must really touch `torch.cuda` is in the functions below. `override_capabilities` substitutes a record for a
+device's own, so that a step runs on tensors without values (`meta`) as it would on the device of that record.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Capabilities:
     """Dtype of long sums, as of a loss over tokens: float64 is free on a CPU but runs at 1/64 of the rate on a GPU."""
     short_products: bool
     """True if bf16 attention over short rows uses batched products
-    (`flatshift.finetune.compute.numerics.attention`)."""
+    (`flatshift.finetune.compute.numerics.attention_kernel`)."""
     fused_optimizer: bool
     """True if torch's AdamW updates all tensors in one pass."""
     pinned: bool
@@ -88,20 +88,20 @@ _REHEARSED: dict[str, Capabilities] = {}
 
 def capabilities(device: torch.device | str) -> Capabilities:
     """Return the record of `device`; the CPU's for a type that is neither CPU nor CUDA (`meta` outside of
-    `rehearsed`)."""
+    `override_capabilities`)."""
     place = torch.device(device)
     if place.type in _REHEARSED:
         return _REHEARSED[place.type]
-    return _of_cuda(place.index) if place.type == "cuda" else CPU
+    return _cuda_capabilities(place.index) if place.type == "cuda" else CPU
 
 
 @functools.cache
-def _of_cuda(index: int | None) -> Capabilities:
+def _cuda_capabilities(index: int | None) -> Capabilities:
     return H200 if torch.cuda.get_device_capability(index) >= (8, 0) else T4
 
 
 @contextlib.contextmanager
-def rehearsed(record: Capabilities, *, on: str = "meta") -> Iterator[None]:
+def override_capabilities(record: Capabilities, *, on: str = "meta") -> Iterator[None]:
     """Make `capabilities` return `record` for devices of type `on` inside."""
     before = _REHEARSED.get(on)
     _REHEARSED[on] = record
@@ -113,24 +113,24 @@ def rehearsed(record: Capabilities, *, on: str = "meta") -> Iterator[None]:
             _REHEARSED[on] = before
 
 
-def _real(device: torch.device | str) -> bool:
+def _is_real_cuda(device: torch.device | str) -> bool:
     kind = torch.device(device).type
     return kind == "cuda" and kind not in _REHEARSED
 
 
-def copied(tensor: Tensor, device: torch.device | str) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a host tensor on `device` without waiting for the copy; the tensor itself if it is already on it."""
     return tensor.to(device, non_blocking=capabilities(device).pinned)
 
 
-def kept_draws(devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
+def preserve_rng_state(devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
     """Restore the random generators of the host and of `devices` on exit."""
-    return torch.random.fork_rng(devices=[device for device in devices if _real(device)])
+    return torch.random.fork_rng(devices=[device for device in devices if _is_real_cuda(device)])
 
 
-def seed_draws(seed: int, device: torch.device) -> None:
-    """Seed the generators of the host and of `device`; use inside `kept_draws`."""
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the generators of the host and of `device`; use inside `preserve_rng_state`."""
     torch.default_generator.manual_seed(seed)
-    if _real(device):
+    if _is_real_cuda(device):
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)

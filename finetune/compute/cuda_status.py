@@ -81,7 +81,7 @@ def has_driver() -> bool:
     return True
 
 
-def absence(found: CudaStatus) -> CudaUnavailable | None:
+def diagnose_cuda(found: CudaStatus) -> CudaUnavailable | None:
     """Return the reason why torch sees no CUDA device; None if it sees one."""
     if found.count:
         return None
@@ -109,9 +109,9 @@ def absence(found: CudaStatus) -> CudaUnavailable | None:
     )
 
 
-def missing(name: str, found: CudaStatus) -> str:
+def missing_device_message(name: str, found: CudaStatus) -> str:
     """Return the error message for an unavailable device `name` (cuda, cuda:N)."""
-    reason = absence(found)
+    reason = diagnose_cuda(found)
     if reason is not None:
         return f"{name}: {reason.what}; {' or '.join(filter(None, [reason.fix, 'take train.device: cpu']))}"
     others = f"cuda:0 to cuda:{found.count - 1} are" if found.count > 1 else "cuda:0 is"
@@ -142,7 +142,7 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if inside else tensor.dtype
 
 
-def read_straight_to(device: torch.device) -> dict[str, Any]:
+def direct_load_kwargs(device: torch.device) -> dict[str, Any]:
     """Return the `from_pretrained` arguments that load each tensor from its safetensors file directly to `device`.
 
     Building a model on the host and moving it needs host memory for all of it, which a machine that hosts GPUs may not
@@ -168,5 +168,5 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in {"cpu", "cuda"}:
         raise UserError(f"train.device: {name!r} is not served; take auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"train.device: {missing(name, probe_cuda())}")
+        raise UserError(f"train.device: {missing_device_message(name, probe_cuda())}")
     return device

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from flatshift.regularizers.layers.signs import counters, layer_uid, mix64, mix64_, signed, step_id
+from flatshift.regularizers.layers.signs import counter_values, layer_uid, mix64, mix64_, step_id, to_int64
 
 LANES = 4
 """Elements decided by one word."""
@@ -56,12 +56,12 @@ class KeyedDropout:
         return DropoutPass(self, step_id(self.seed, step), first, rows, tokens, {})
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.passes: list[DropoutPass] = []
 
 
-_thread = _Thread()
+_thread = _ThreadState()
 
 
 class DropoutPass(TorchFunctionMode):
@@ -101,7 +101,7 @@ class DropoutPass(TorchFunctionMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
             return input
-        dropped: Tensor = _Dropped.apply(input, *self._mask(input.shape, p, input.device))
+        dropped: Tensor = _DropoutFunction.apply(input, *self._mask(input.shape, p, input.device))
         return input.copy_(dropped) if inplace else dropped
 
     def _attention(
@@ -131,7 +131,7 @@ class DropoutPass(TorchFunctionMode):
         elif attn_mask is not None:
             scores = scores + attn_mask
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-        return _Dropped.apply(weights, *self._mask(weights.shape, dropout_p, weights.device)) @ value
+        return _DropoutFunction.apply(weights, *self._mask(weights.shape, dropout_p, weights.device)) @ value
 
     # ------------------------------------------------------------------ masks
 
@@ -140,13 +140,13 @@ class DropoutPass(TorchFunctionMode):
         name = self._caller()
         call = self._calls.get((name, self._query), 0)
         self._calls[name, self._query] = call + 1
-        key = signed(layer_uid(f"dropout {call} {name}")) ^ self._step
+        key = to_int64(layer_uid(f"dropout {call} {name}")) ^ self._step
         *leading, (start, size) = self._coordinates(name, shape, device)
         words: Tensor | int = key
         for indices in leading:
-            words = mix64((words if isinstance(words, int) else words[..., None]) + counters(indices))
+            words = mix64((words if isinstance(words, int) else words[..., None]) + counter_values(indices))
         lowest, highest = start // LANES, -(-(start + size) // LANES)
-        last = counters(torch.arange(lowest, highest, device=device))
+        last = counter_values(torch.arange(lowest, highest, device=device))
         lanes = mix64_((words if isinstance(words, int) else words[..., None]) + last).view(torch.int16)
         threshold = round(rate * _STEPS)
         kept = lanes >= threshold - _STEPS // 2
@@ -207,7 +207,7 @@ _DRAWN: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-class _Dropped(torch.autograd.Function):
+class _DropoutFunction(torch.autograd.Function):
     """x · kept · scale; saves only the mask, one byte per element. Differentiable any number of times."""
 
     @staticmethod
@@ -219,10 +219,10 @@ class _Dropped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = ctx.saved_tensors
-        return _Dropped.apply(grad, kept, ctx.scale), None, None
+        return _DropoutFunction.apply(grad, kept, ctx.scale), None, None
 
 
-def recomputed() -> Callable[[], DropoutPass] | None:
+def recompute_factory() -> Callable[[], DropoutPass] | None:
     """Return a factory of contexts in which a module about to be called draws the same masks when backward recomputes
     it.
 
@@ -232,7 +232,7 @@ def recomputed() -> Callable[[], DropoutPass] | None:
 
 
 @contextmanager
-def queries_from(position: int) -> Iterator[None]:
+def with_query_offset(position: int) -> Iterator[None]:
     """Set the global position of the first query of attention inside."""
     here = _thread.passes[-1] if _thread.passes else None
     if here is not None:

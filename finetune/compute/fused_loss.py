@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from ..atomic import write_json
 from ..config import Train
 from .cuda_status import is_cuda, product_dtype
-from .loss import IGNORED, Head, aligned, linear_cross_entropy
-from .numerics import attention, evaluating
+from .loss import IGNORED, Head, align_targets, linear_cross_entropy
+from .numerics import attention_kernel, evaluation_mode
 from .precision import autocast, compute_dtype
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class FusedLossKernel(Protocol):
 # ------------------------------------------------------------------------------------------- available kernels
 
 
-def at_hand() -> dict[str, FusedLossKernel]:
+def available_kernels() -> dict[str, FusedLossKernel]:
     """Return the kernels available here by name; their packages are not imported yet."""
     found: dict[str, FusedLossKernel] = {}
     if importlib.util.find_spec("liger_kernel") is not None:
@@ -103,7 +103,7 @@ def _torch(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: flo
 
 
 @dataclass(frozen=True)
-class Trial:
+class KernelTrial:
     """Result of one kernel on a micro-batch."""
 
     seconds: float
@@ -112,36 +112,36 @@ class Trial:
     """Reason it cannot be used."""
 
 
-def tried(
+def benchmark_kernels(
     kernels: Mapping[str, FusedLossKernel], hidden: Tensor, linear: nn.Linear, targets: Tensor, *, ratio: float = 0.0
-) -> dict[str, Trial]:
+) -> dict[str, KernelTrial]:
     """Time our slices (under `OURS`) and each of `kernels` on hidden states (n, D), alternating the order of the turns.
 
     ratio: ε of label smoothing.
     """
     computed = {}
-    trials: dict[str, Trial] = {}
+    trials: dict[str, KernelTrial] = {}
     candidates: dict[str, FusedLossKernel] = {OURS: linear_cross_entropy, **kernels}
     for name, kernel in candidates.items():
         try:
-            computed[name] = _passed(kernel, hidden, linear, targets, ratio)
+            computed[name] = _loss_and_gradient(kernel, hidden, linear, targets, ratio)
         except Exception as error:  # a third-party kernel may raise anything: compiler, limits, memory
             text = str(error).strip()
-            trials[name] = Trial(math.inf, text.splitlines()[0] if text else type(error).__name__)
+            trials[name] = KernelTrial(math.inf, text.splitlines()[0] if text else type(error).__name__)
     for name, (loss, gradient) in computed.items():
-        if name != OURS and (difference := _difference(computed[OURS], (loss, gradient))) is not None:
-            trials[name] = Trial(math.inf, difference)
+        if name != OURS and (difference := _describe_difference(computed[OURS], (loss, gradient))) is not None:
+            trials[name] = KernelTrial(math.inf, difference)
     good = [name for name in candidates if name not in trials]
     best = dict.fromkeys(good, math.inf)
     for turn in range(_TURNS):
         for name in good if turn % 2 else reversed(good):
-            started = _now(hidden.device)
-            _passed(candidates[name], hidden, linear, targets, ratio)
-            best[name] = min(best[name], _now(hidden.device) - started)
-    return trials | {name: Trial(seconds) for name, seconds in best.items()}
+            started = _synchronised_time(hidden.device)
+            _loss_and_gradient(candidates[name], hidden, linear, targets, ratio)
+            best[name] = min(best[name], _synchronised_time(hidden.device) - started)
+    return trials | {name: KernelTrial(seconds) for name, seconds in best.items()}
 
 
-def _passed(
+def _loss_and_gradient(
     kernel: FusedLossKernel, hidden: Tensor, linear: nn.Linear, targets: Tensor, ratio: float
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient with respect to the hidden states."""
@@ -152,7 +152,7 @@ def _passed(
     return loss.detach(), gradient
 
 
-def _difference(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> str | None:
+def _describe_difference(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> str | None:
     """Describe the difference beyond rounding; None if there is none."""
     (loss, gradient), (other, its) = ours, theirs
     dtype = product_dtype(gradient)
@@ -165,7 +165,7 @@ def _difference(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> s
     return None
 
 
-def _now(device: torch.device) -> float:
+def _synchronised_time(device: torch.device) -> float:
     if is_cuda(device):
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -174,7 +174,7 @@ def _now(device: torch.device) -> float:
 # --------------------------------------------------------------------------------------------- the choice
 
 
-def with_kernel(
+def choose_loss_kernel(
     engine: Engine,
     head: Head | None,
     batches: TrainingDataLoader,
@@ -196,8 +196,8 @@ def with_kernel(
         return head
     if train.deterministic:  # timings vary between runs, and the other kernels add in no fixed order
         return head
-    kernels = at_hand() if kernels is None else kernels
-    kept = _agreed(engine, _kept(folder))
+    kernels = available_kernels() if kernels is None else kernels
+    kept = _broadcast_choice(engine, _read_saved_choice(folder))
     if kept is not None:
         if kept != OURS and kept not in kernels:
             say(f"warning: loss: the stage began with the kernel {kept}, which is not here any more; {_GET}")
@@ -205,11 +205,11 @@ def with_kernel(
     if not kernels:
         say(f"loss: our slices, no other kernel is here ({_GET})")
         return head
-    trials = _trial(engine, head, batches.at(0)[0], task=task, train=train, kernels=kernels)
-    seconds = _slowest_rank(engine, {name: trials[name].seconds for name in (OURS, *kernels)})
+    trials = _try_kernels(engine, head, batches.at(0)[0], task=task, train=train, kernels=kernels)
+    seconds = _max_over_ranks(engine, {name: trials[name].seconds for name in (OURS, *kernels)})
     taken = min(kernels, key=lambda name: seconds[name])
     name = taken if seconds[taken] <= GAIN * seconds[OURS] else OURS
-    say(_line(name, seconds, trials))
+    say(_format_choice(name, seconds, trials))
     if engine.is_main:
         shown = {each: None if math.isinf(value) else value for each, value in seconds.items()}
         why = {each: trial.wrong for each, trial in trials.items() if trial.wrong}
@@ -217,27 +217,27 @@ def with_kernel(
     return replace(head, kernel=kernels.get(name))
 
 
-def _trial(
+def _try_kernels(
     engine: Engine, head: Head, micro: MicroBatch, *, task: Task, train: Train, kernels: Mapping[str, FusedLossKernel]
-) -> dict[str, Trial]:
+) -> dict[str, KernelTrial]:
     """Try the kernels on the hidden states of `micro` inside the head's own forward, where FSDP2 has gathered its
     weights."""
-    batch, found = micro.to(engine.device), dict[str, Trial]()
+    batch, found = micro.to(engine.device), dict[str, KernelTrial]()
 
     def cost(hidden: Tensor) -> Tensor:
-        values, targets = aligned(hidden, batch.labels, task)
+        values, targets = align_targets(hidden, batch.labels, task)
         mask = targets != IGNORED
-        found.update(tried(kernels, values[mask], head.linear, targets[mask], ratio=task.smoothing))
+        found.update(benchmark_kernels(kernels, values[mask], head.linear, targets[mask], ratio=task.smoothing))
         return hidden.new_zeros(1, 1, 1)
 
     around = autocast(train, engine.device) if compute_dtype(train) != torch.float32 else contextlib.nullcontext()
-    with evaluating(engine.model), torch.no_grad(), around, head.computing(cost), attention(batch.inputs):
+    with evaluation_mode(engine.model), torch.no_grad(), around, head.computing(cost), attention_kernel(batch.inputs):
         engine.model(**batch.inputs)
     engine.reshard()
     return found
 
 
-def _line(name: str, seconds: Mapping[str, float], trials: Mapping[str, Trial]) -> str:
+def _format_choice(name: str, seconds: Mapping[str, float], trials: Mapping[str, KernelTrial]) -> str:
     def figure(each: str) -> str:
         known = f"{1000 * seconds[each]:.3g} ms" if math.isfinite(seconds[each]) else "not on every rank"
         return f"{each} {trials[each].wrong or known}"
@@ -247,13 +247,13 @@ def _line(name: str, seconds: Mapping[str, float], trials: Mapping[str, Trial]) 
     return f"loss: {what}, {1000 * seconds[name]:.3g} ms on the first micro-batch ({others})"
 
 
-def _kept(folder: Path) -> str | None:
+def _read_saved_choice(folder: Path) -> str | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads((folder / RECORD).read_text(encoding="utf-8"))["kernel"])
     return None
 
 
-def _agreed(engine: Engine, name: str | None) -> str | None:
+def _broadcast_choice(engine: Engine, name: str | None) -> str | None:
     """Return rank 0's value on every rank."""
     if engine.world.size == 1:
         return name
@@ -262,7 +262,7 @@ def _agreed(engine: Engine, name: str | None) -> str | None:
     return box[0]
 
 
-def _slowest_rank(engine: Engine, seconds: Mapping[str, float]) -> dict[str, float]:
+def _max_over_ranks(engine: Engine, seconds: Mapping[str, float]) -> dict[str, float]:
     """Return each kernel's time on its slowest rank, the same on every rank."""
     if engine.world.size == 1:
         return dict(seconds)

@@ -29,7 +29,7 @@ def jacobian(
     Raises:
         UserError: a parameter is not a weight or bias of a linear layer, or a layer is used twice in a pass.
     """
-    owners = _owners(model, parameters)
+    owners = _find_linear_layers(model, parameters)
     seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def keep(layer: nn.Module, given: tuple[Any, ...], out: Tensor) -> None:
@@ -52,11 +52,11 @@ def jacobian(
     for place, target in enumerate(targets):
         grads = torch.autograd.grad(target, ends, retain_graph=place + 1 < len(targets), allow_unused=True)
         by_layer = dict(zip(seen, grads, strict=True))
-        rows.append(torch.cat([_flat(*owner, seen, by_layer) for owner in owners.values()], 1))
+        rows.append(torch.cat([_parameter_gradient(*owner, seen, by_layer) for owner in owners.values()], 1))
     return outputs.detach(), torch.stack(rows, 1)
 
 
-def _owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[nn.Module, str]]:
+def _find_linear_layers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[nn.Module, str]]:
     """Map each parameter name to its linear layer and to `weight` or `bias`."""
     places: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():
@@ -68,7 +68,7 @@ def _owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[st
     return {name: places[id(parameter)] for name, parameter in parameters.items()}
 
 
-def _flat(
+def _parameter_gradient(
     layer: nn.Module, leaf: str, seen: Mapping[nn.Module, tuple[Tensor, Tensor]], grads: Mapping[nn.Module, Any]
 ) -> Tensor:
     """Return the per-example gradient of one parameter, [B, numel]."""

@@ -8,7 +8,7 @@ guessed from the architecture: `find_head` runs one batch and requires identical
 scaled or wrapped logits use their own forward pass.
 
 A loss over whole answers (`task.by_answer`) is not a sum over tokens: it combines log p of each row's answer and the
-base model's log p of it, which `with_reference` computes with the adapter off.
+base model's log p of it, which `add_reference` computes with the adapter off.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from . import attention as packed_attention
 from .capabilities import capabilities
-from .numerics import attention, evaluating
+from .numerics import attention_kernel, evaluation_mode
 from .precision import WidenedLinear
 from .slices import slice_rows
 
@@ -47,7 +47,7 @@ class Batch(Protocol):
     def labels(self) -> Tensor: ...
 
 
-def _chosen(batch: Batch) -> Tensor | None:
+def _target_indices(batch: Batch) -> Tensor | None:
     """Return the indices of the target tokens, if the host computed them
     (`flatshift.finetune.data.micro_batch.MicroBatch.chosen`)."""
     return getattr(batch, "chosen", None)
@@ -102,7 +102,7 @@ def loss_sum(logits: Tensor, labels: Tensor, *, task: Task, chosen: Tensor | Non
     """
     if task.is_sequence_level:
         return task.example_losses(logits, labels).sum()
-    rows, targets = supervised(logits, labels, task, chosen)
+    rows, targets = select_targets(logits, labels, task, chosen)
     return F.cross_entropy(rows.float(), targets, reduction="sum", label_smoothing=task.smoothing)
 
 
@@ -114,24 +114,24 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None 
     if task.by_answer:
         known: MicroBatch = batch  # type: ignore[assignment]
         if task.has_reference and known.sides is not None and known.sides.reference is None:
-            (known,) = with_reference(model, [known], task=task, head=head)
+            (known,) = add_reference(model, [known], task=task, head=head)
         assert known.sides is not None
         return task.answer_losses(answer_log_probs(model, known, task=task, head=head), known.sides).sum()
     if head is None:
-        with attention(batch.inputs), packed_attention.packed_batch(batch) as inputs:
+        with attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
             logits = model(**inputs).logits
-        return loss_sum(logits, batch.labels, task=task, chosen=_chosen(batch))
+        return loss_sum(logits, batch.labels, task=task, chosen=_target_indices(batch))
 
     def cost(hidden: Tensor) -> Tensor:
         # FSDP2 hooks what a unit returns and warns of views
         return _head_loss(hidden, head, batch, task).view(1, 1, 1).clone()
 
-    with head.computing(cost), attention(batch.inputs), packed_attention.packed_batch(batch) as inputs:
+    with head.computing(cost), attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
         return model(**inputs).logits.sum()
 
 
 def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
-    rows, targets = supervised(hidden, batch.labels, task, _chosen(batch))
+    rows, targets = select_targets(hidden, batch.labels, task, _target_indices(batch))
     linear, held = head.linear, getattr(head.linear, "vocabulary", None)
     if held is None:
         kernel = head.kernel if rows.requires_grad and len(rows) else None
@@ -144,9 +144,9 @@ def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
 def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: Task, head: Head | None = None) -> Tensor:
     """Return Σ log p of the target tokens of each row, (R,) float32."""
     if head is None:
-        with attention(batch.inputs), packed_attention.packed_batch(batch) as inputs:
+        with attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
             logits = model(**inputs).logits
-        return _by_row(
+        return _sum_by_row(
             logits, batch, task, lambda rows, targets: F.cross_entropy(rows.float(), targets, reduction="none")
         )
     linear, held = head.linear, getattr(head.linear, "vocabulary", None)
@@ -158,23 +158,23 @@ def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: Task, head: H
         return found
 
     def summed(hidden: Tensor) -> Tensor:
-        return _by_row(hidden, batch, task, nats).view(-1, 1, 1).clone()  # as in `batch_loss`
+        return _sum_by_row(hidden, batch, task, nats).view(-1, 1, 1).clone()  # as in `batch_loss`
 
-    with head.computing(summed), attention(batch.inputs), packed_attention.packed_batch(batch) as inputs:
+    with head.computing(summed), attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
         log_probs: Tensor = model(**inputs).logits.flatten()
     return log_probs
 
 
-def _by_row(values: Tensor, batch: MicroBatch, task: Task, nats: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _sum_by_row(values: Tensor, batch: MicroBatch, task: Task, nats: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     chosen = batch.chosen
     assert chosen is not None
-    each = nats(*supervised(values, batch.labels, task, chosen))
+    each = nats(*select_targets(values, batch.labels, task, chosen))
     rows, tokens = batch.labels.shape
     return each.new_zeros(rows).index_add(0, chosen // tokens, -each)
 
 
 @torch.no_grad()
-def with_reference(
+def add_reference(
     model: nn.Module,
     micros: Sequence[MicroBatch],
     *,
@@ -201,11 +201,11 @@ def with_reference(
     known: list[MicroBatch] = []
     total: Tensor | float = 0.0
     count = 0
-    with evaluating(model):
+    with evaluation_mode(model):
         for micro in micros:
             assert micro.sides is not None
             sides, others = micro.sides, micro.sides.mismatched
-            with backbone_alone(model):
+            with disable_adapters(model):
                 sides = replace(sides, reference=log_probs(micro))
                 apart = None if others is None else -log_probs(others)
             if others is not None and apart is not None:
@@ -220,7 +220,7 @@ def with_reference(
 
 
 @contextlib.contextmanager
-def backbone_alone(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Make every layer that PEFT wraps compute without its adapter; trainability of parameters is unchanged."""
     wrapped: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     before = [module._disable_adapters for module in wrapped]
@@ -259,7 +259,7 @@ def find_head(model: nn.Module, probe: dict[str, Any], *, task: Task) -> Head | 
         return None
     causal: Any = getattr(model, "get_base_model", lambda: model)()
     linear = getattr(causal, "get_output_embeddings", lambda: None)()
-    if not isinstance(linear, nn.Linear) or not _plain(linear) or linear.weight.requires_grad:
+    if not isinstance(linear, nn.Linear) or not _is_plain_linear(linear) or linear.weight.requires_grad:
         return None
     head = Head(linear)
     seen: list[tuple[Tensor, Tensor, bool]] = []
@@ -273,7 +273,7 @@ def find_head(model: nn.Module, probe: dict[str, Any], *, task: Task) -> Head | 
         seen.append((hidden, out, own))
         return out
 
-    logits = _logits(model, probe, head, watched)
+    logits = _logits_with_head(model, probe, head, watched)
     if len(seen) != 1:
         return None
     hidden, out, own = seen[0]
@@ -281,11 +281,17 @@ def find_head(model: nn.Module, probe: dict[str, Any], *, task: Task) -> Head | 
     if not own or hidden.shape[:2] != tokens.shape[:2] or not torch.equal(out, logits):
         return None
     number = hidden.new_full((1, 1, 1), 0.5)
-    return head if torch.equal(number, _logits(model, probe, head, lambda hidden: number).to(number.dtype)) else None
+    return (
+        head
+        if torch.equal(number, _logits_with_head(model, probe, head, lambda hidden: number).to(number.dtype))
+        else None
+    )
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, inputs: dict[str, Tensor], head: Head, forward: Callable[[Tensor], Tensor]) -> Tensor:
+def _logits_with_head(
+    model: nn.Module, inputs: dict[str, Tensor], head: Head, forward: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return the model's logits in evaluation mode with `forward` as its head."""
     training = model.training
     model.eval()
@@ -296,26 +302,26 @@ def _logits(model: nn.Module, inputs: dict[str, Tensor], head: Head, forward: Ca
         model.train(training)
 
 
-def _plain(linear: nn.Linear) -> bool:
+def _is_plain_linear(linear: nn.Linear) -> bool:
     """Return True for nn.Linear itself, our widened subclass, or FSDP2's subclass of nn.Linear."""
     kinds = type(linear).__mro__
     return kinds[0] in (nn.Linear, WidenedLinear) or (kinds[0].__name__ == "FSDPLinear" and nn.Linear in kinds[1:3])
 
 
-def supervised(values: Tensor, labels: Tensor, task: Task, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def select_targets(values: Tensor, labels: Tensor, task: Task, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the rows of `values` [B, T, D] that predict a target token, [n, D], and these tokens [n].
 
     chosen: their indices among the B·T `labels`, ascending; without it the device is asked, and the host waits.
     """
     if chosen is None or labels.shape != values.shape[:2]:
-        values, targets = aligned(values, labels, task)
+        values, targets = align_targets(values, labels, task)
         mask = targets != IGNORED
         return values[mask], targets[mask]
     before = 1 if task.causal else 0
     return values.flatten(0, 1).index_select(0, chosen - before), labels.flatten().index_select(0, chosen)
 
 
-def aligned(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+def align_targets(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     """Return the positions of `values` [B, T, ...] and the labels they predict.
 
     A Seq2Seq decoder reads shifted inputs and a masked token is predicted in place, so both need no shift. Labels may
@@ -348,7 +354,7 @@ def linear_cross_entropies(hidden: Tensor, linear: nn.Linear, targets: Tensor) -
     return _LinearCrossEntropies.apply(hidden, linear.weight, linear.bias, targets)
 
 
-def _slices(
+def _sliced_nll(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -386,7 +392,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         wide = capabilities(hidden.device).sums
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        for nats in _slices(hidden, weight, bias, targets, gradient, smoothing):
+        for nats in _sliced_nll(hidden, weight, bias, targets, gradient, smoothing):
             total += nats.sum(dtype=wide)
         ctx.save_for_backward(gradient)
         return total.float()
@@ -401,7 +407,7 @@ class _LinearCrossEntropies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        parts = list(_slices(hidden, weight, bias, targets, gradient))
+        parts = list(_sliced_nll(hidden, weight, bias, targets, gradient))
         ctx.save_for_backward(gradient)
         return torch.cat(parts)[:, 0] if parts else hidden.new_zeros(0, dtype=torch.float32)
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..cache_directory import cache_root, remember
-from ..processor import processor
+from ..cache_directory import cache_root, write_cached_json
+from ..processor import cpu_info
 from .numerics import cpu_threads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,7 +52,7 @@ class MatmulShape:
 
 
 @dataclass(frozen=True)
-class Rates:
+class MatmulRates:
     """Rates of a CPU in float32 and in bf16."""
 
     fp32: float
@@ -82,28 +82,28 @@ _WORTH = 0.8
 """Ratio of product rates below which no block is timed: nothing else in a step is faster in bf16."""
 
 
-def cpu_rates(shape: MatmulShape) -> tuple[Rates, str | None]:
+def cpu_rates(shape: MatmulShape) -> tuple[MatmulRates, str | None]:
     """Return the CPU's rates, measured once per machine and cached.
 
     The second value describes what is wrong with the cached file, if anything; the rates are then measured again.
     """
-    about = _machine(shape)
+    about = _machine_key(shape)
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_root() / f"rates-{name}.json"
-    kept, wrong = _read(path, about)
+    kept, wrong = _read_cache(path, about)
     if kept is not None:
         return kept, None
     rates = measure_rates(shape)
-    remember(path, {"machine": about, "rates": asdict(rates)})
+    write_cached_json(path, {"machine": about, "rates": asdict(rates)})
     return rates, wrong
 
 
-def _read(path: Path, about: dict[str, object]) -> tuple[Rates | None, str | None]:
+def _read_cache(path: Path, about: dict[str, object]) -> tuple[MatmulRates | None, str | None]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["machine"] != about:
             return None, f"{path} is of another machine; measured anew"
-        rates = Rates(**found["rates"])
+        rates = MatmulRates(**found["rates"])
         if not (rates.fp32 > 0 and rates.bf16 > 0 and (rates.block is None or rates.block > 0)):
             raise ValueError
         return rates, None
@@ -113,9 +113,9 @@ def _read(path: Path, about: dict[str, object]) -> tuple[Rates | None, str | Non
         return None, f"{path} is torn; measured anew"
 
 
-def _machine(shape: MatmulShape) -> dict[str, object]:
+def _machine_key(shape: MatmulShape) -> dict[str, object]:
     """Return everything that a rate depends on."""
-    model, flags = processor()
+    model, flags = cpu_info()
     limits = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "DNNL_MAX_CPU_ISA")
     return {
         "cpu": model,
@@ -127,37 +127,37 @@ def _machine(shape: MatmulShape) -> dict[str, object]:
     }
 
 
-def measure_rates(shape: MatmulShape) -> Rates:
+def measure_rates(shape: MatmulShape) -> MatmulRates:
     """Time both dtypes: a small product, the full one unless bf16 is far behind, and a block unless bf16 is behind."""
     with cpu_threads(1):
-        return _on_one_thread(shape)
+        return _measure_single_thread(shape)
 
 
-def _on_one_thread(shape: MatmulShape) -> Rates:
+def _measure_single_thread(shape: MatmulShape) -> MatmulRates:
     _, n, m = PRODUCT
     rows = _FEW
-    fp32, bf16 = (_rate(dtype, (_FEW, n, m)) for dtype in (torch.float32, torch.bfloat16))
+    fp32, bf16 = (_measure_rate(dtype, (_FEW, n, m)) for dtype in (torch.float32, torch.bfloat16))
     # the full product only if bf16 can still win: it may take a hundred times as long
     if bf16 > fp32 / 4:
         rows = PRODUCT[0]
-        fp32, bf16 = (_rate(dtype, PRODUCT) for dtype in (torch.float32, torch.bfloat16))
+        fp32, bf16 = (_measure_rate(dtype, PRODUCT) for dtype in (torch.float32, torch.bfloat16))
     block = None
     if bf16 > _WORTH * fp32:
         full = MatmulShape.of(tokens=2 * shape.tokens, width=shape.width, inner=shape.inner)
-        steps = [lora_block(s, dtype) for s in (shape, full) for dtype in (torch.float32, torch.bfloat16)]
-        half32, half16, full32, full16 = interleaved(steps, turns=_TURNS, clock=time.thread_time)
+        steps = [make_lora_block(s, dtype) for s in (shape, full) for dtype in (torch.float32, torch.bfloat16)]
+        half32, half16, full32, full16 = time_interleaved(steps, turns=_TURNS, clock=time.thread_time)
         block = math.sqrt(half32 / half16 * full32 / full16)
-    return Rates(fp32, bf16, rows, block)
+    return MatmulRates(fp32, bf16, rows, block)
 
 
-def _rate(dtype: torch.dtype, product: tuple[int, int, int]) -> float:
+def _measure_rate(dtype: torch.dtype, product: tuple[int, int, int]) -> float:
     rows, n, m = product
     x, w = torch.full((rows, n), 0.5, dtype=dtype), torch.full((n, m), 0.5, dtype=dtype)
-    (best,) = interleaved([lambda: torch.mm(x, w)], turns=2, clock=time.thread_time)
+    (best,) = time_interleaved([lambda: torch.mm(x, w)], turns=2, clock=time.thread_time)
     return 2 * rows * n * m / best
 
 
-def interleaved(
+def time_interleaved(
     calls: Sequence[Callable[[], object]], *, turns: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
     """Return each call's shortest time by `clock` in seconds: one warm-up call each, then `turns` rounds over all
@@ -174,7 +174,7 @@ def interleaved(
     return best
 
 
-def lora_block(shape: MatmulShape, dtype: torch.dtype, *, rank: int = 8) -> Callable[[], None]:
+def make_lora_block(shape: MatmulShape, dtype: torch.dtype, *, rank: int = 8) -> Callable[[], None]:
     """Return a function that runs forward and backward through a feed-forward block with LoRA on both frozen products.
 
     As in a training step: under autocast in `dtype`, factors in float32, with the gradient of the input.
@@ -218,7 +218,7 @@ def peak_rate(device: str, precision: str, width: int = 1024, *, seconds: float 
                     torch.cuda.synchronize()
 
             started = clock()
-            (taken,) = interleaved([call], turns=2, clock=clock)
+            (taken,) = time_interleaved([call], turns=2, clock=clock)
             spent = clock() - started
             left -= spent
             best = max(best, 2 * size**3 / taken)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..config import Train
-from .capabilities import capabilities, kept_draws, seed_draws
+from .capabilities import capabilities, preserve_rng_state, seed_generators
 
 SHORT = 128
 """Longest row in tokens for which a CPU uses batched products for bf16 attention, if oneDNN computes these."""
 
 
 @functools.cache
-def bf16_instructions() -> bool:
+def has_bf16_matmul() -> bool:
     """Return True if oneDNN multiplies bf16 matrices here, by bf16 instructions or by AVX512 after widening.
 
     With AVX2 alone it falls back to torch's loop.
@@ -49,7 +49,7 @@ def uses_dropout(model: nn.Module) -> bool:
     return layers or any(rate > 0 for _, _, rate in dropout_rates(getattr(model, "config", None)))
 
 
-def uncounted_dropout(model: nn.Module) -> tuple[str, nn.Module] | None:
+def find_generator_dropout(model: nn.Module) -> tuple[str, nn.Module] | None:
     """Return the first module, with its name, whose dropout uses a generator even inside
     `flatshift.finetune.compute.dropout.DropoutPass`.
 
@@ -72,7 +72,7 @@ def dropout_rates(config: Any) -> Iterator[tuple[Any, str, float]]:
             yield config, key, value
 
 
-def attention(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
+def attention_kernel(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Choose the `scaled_dot_product_attention` kernel for a training pass over `inputs`, model keyword arguments (B,
     T).
 
@@ -85,7 +85,7 @@ def attention(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager
         value.shape[1] for value in inputs.values() if value.ndim > 1 and capabilities(value.device).short_products
     ]
     training = torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
-    if widths and max(widths) <= SHORT and training and bf16_instructions():
+    if widths and max(widths) <= SHORT and training and has_bf16_matmul():
         return sdpa_kernel(SDPBackend.MATH)
     return contextlib.nullcontext()
 
@@ -104,7 +104,7 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deterministic(train: Train, device: torch.device) -> Iterator[None]:
+def deterministic_algorithms(train: Train, device: torch.device) -> Iterator[None]:
     """Allow only reproducible algorithms inside if `train.deterministic` is set; torch raises for an operation without
     one.
 
@@ -125,15 +125,15 @@ def deterministic(train: Train, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
+def seeded_rng(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the random generators with `seed` inside and restore their state on exit."""
-    with kept_draws([device]):
-        seed_draws(seed, device)
+    with preserve_rng_state([device]):
+        seed_generators(seed, device)
         yield
 
 
 @contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put every module into evaluation mode, and on exit back into its previous mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

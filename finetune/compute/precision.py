@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from ..config import Precision, Train
 from ..errors import UserError
 from .capabilities import capabilities
-from .matmul_rate import DTYPES, MatmulShape, Rates, cpu_rates
+from .matmul_rate import DTYPES, MatmulRates, MatmulShape, cpu_rates
 
 GAIN = 1.2
 """Minimum speed-up of bf16 over float32 to choose it, in the product `matmul_rate.PRODUCT`."""
@@ -43,7 +43,7 @@ _BF16_FROM, _FP16_FROM = (8, 0), (7, 0)
 
 
 @dataclass(frozen=True)
-class Choice:
+class PrecisionChoice:
     """Resolved value of `train.precision` on a device."""
 
     precision: str
@@ -53,7 +53,7 @@ class Choice:
     """Warning for the user: requested bf16 that is slow, or a damaged cached measurement."""
 
 
-def choose(train: Train, device: torch.device, shape: MatmulShape) -> Choice:
+def resolve_precision(train: Train, device: torch.device, shape: MatmulShape) -> PrecisionChoice:
     """Resolve `train.precision` for `device`.
 
     shape: of a feed-forward block of the run, used to time a CPU.
@@ -63,7 +63,9 @@ def choose(train: Train, device: torch.device, shape: MatmulShape) -> Choice:
     """
     asked = train.precision
     if device.type == "cuda":
-        return cuda_choice(asked, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+        return resolve_cuda_precision(
+            asked, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        )
     if asked == "fp16":
         raise UserError(
             "train.precision: fp16 is for CUDA devices (a CPU has no fast fp16 products); take auto, fp32 or bf16"
@@ -71,18 +73,18 @@ def choose(train: Train, device: torch.device, shape: MatmulShape) -> Choice:
     if train.tf32:
         raise UserError("train.tf32 is for CUDA devices; leave it off")
     if asked == "fp32":
-        return Choice("fp32", "asked for")
+        return PrecisionChoice("fp32", "asked for")
     rates, wrong = cpu_rates(shape)
     if asked == "bf16":
         slow = (
             f"precision: bf16 as asked, but on this CPU it is slower than fp32, by a factor of {1 / rates.gain:.3g} "
             f"({rates}); train.precision: auto takes fp32"
         )
-        return Choice("bf16", "asked for", slow if rates.gain < 1 else wrong)
-    return Choice(faster(rates), f"{rates}", wrong)
+        return PrecisionChoice("bf16", "asked for", slow if rates.gain < 1 else wrong)
+    return PrecisionChoice(faster_precision(rates), f"{rates}", wrong)
 
 
-def block_shape(directory: Path | None, *, tokens: int = 256) -> MatmulShape:
+def feed_forward_shape(directory: Path | None, *, tokens: int = 256) -> MatmulShape:
     """Return the feed-forward shape of the base model in `directory` for a micro-batch of that many tokens.
 
     A medium size if its config.json is missing or does not specify it.
@@ -106,17 +108,17 @@ def loading_dtype(precision: Precision, directory: Path, device: str | torch.dev
     if narrow:
         return torch.bfloat16
     if precision == "auto":
-        return DTYPES[choose(Train(), torch.device(device), block_shape(directory)).precision]
+        return DTYPES[resolve_precision(Train(), torch.device(device), feed_forward_shape(directory)).precision]
     return DTYPES[precision]
 
 
-def faster(rates: Rates) -> str:
+def faster_precision(rates: MatmulRates) -> str:
     """Return `bf16` if its product and a whole block are both faster by enough, else `fp32`."""
     enough = rates.bf16 >= GAIN * rates.fp32 and rates.block is not None and rates.block >= _BLOCK_GAIN
     return "bf16" if enough else "fp32"
 
 
-def cuda_choice(asked: str, name: str, capability: tuple[int, int]) -> Choice:
+def resolve_cuda_precision(asked: str, name: str, capability: tuple[int, int]) -> PrecisionChoice:
     """Resolve the precision `asked` for the CUDA device `name` of that compute capability."""
     where = f"{name} (sm {capability[0]}.{capability[1]})"
     if asked == "bf16" and capability < _BF16_FROM:
@@ -125,21 +127,21 @@ def cuda_choice(asked: str, name: str, capability: tuple[int, int]) -> Choice:
     if asked == "fp16" and capability < _FP16_FROM:
         raise UserError(f"train.precision: fp16: {where} has no fast fp16 products; take auto or fp32")
     if asked != "auto":
-        return Choice(asked, "asked for")
+        return PrecisionChoice(asked, "asked for")
     if capability >= _BF16_FROM:
-        return Choice("bf16", f"{where} multiplies bf16 natively")
+        return PrecisionChoice("bf16", f"{where} multiplies bf16 natively")
     if capability >= _FP16_FROM:
-        return Choice("fp16", f"{where} multiplies fp16 and not bf16 natively; losses are scaled")
-    return Choice("fp32", f"{where} has neither bf16 nor fast fp16 products")
+        return PrecisionChoice("fp16", f"{where} multiplies fp16 and not bf16 natively; losses are scaled")
+    return PrecisionChoice("fp32", f"{where} has neither bf16 nor fast fp16 products")
 
 
 # --------------------------------------------------------------------------------------------- dtypes for torch
 
 
-def read_precision(train: Train, model: nn.Module) -> Train:
+def infer_precision(train: Train, model: nn.Module) -> Train:
     """Resolve `precision: auto` of `train` from the dtype of the frozen weights of `model`.
 
-    Commands resolve it before loading (`choose`); this is for stages that are trained from Python.
+    Commands resolve it before loading (`resolve_precision`); this is for stages that are trained from Python.
     """
     if train.precision != "auto":
         return train
@@ -168,7 +170,7 @@ def adapter_dtype(train: Train) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def float32_products(train: Train, device: torch.device) -> Iterator[None]:
+def tf32_products(train: Train, device: torch.device) -> Iterator[None]:
     """Enable TF32 in float32 products on CUDA inside if `train.tf32` is set; restore the previous setting on exit."""
     if not (train.tf32 and device.type == "cuda"):
         yield
@@ -190,7 +192,7 @@ def autocast(train: Train, device: torch.device) -> contextlib.AbstractContextMa
 # ------------------------------------------------------------------------- weights stored narrower than they compute
 
 
-class _Product(torch.autograd.Function):
+class _WidenedProduct(torch.autograd.Function):
     """x (…, n) times the transposed frozen weight (m, n), stored narrower than x: (…, m)."""
 
     @staticmethod
@@ -208,7 +210,7 @@ class WidenedLinear(nn.Linear):
     """nn.Linear with a narrow frozen weight; its bias is in the dtype of the product."""
 
     def forward(self, input: Tensor) -> Tensor:
-        out = _Product.apply(input, self.weight)
+        out = _WidenedProduct.apply(input, self.weight)
         return out if self.bias is None else out + self.bias
 
 

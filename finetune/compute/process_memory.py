@@ -31,19 +31,19 @@ def _mallinfo() -> Any:
     except (OSError, AttributeError, TypeError):
         return None
     found.restype = _Malloc
-    before = _used(found())
+    before = _allocated_bytes(found())
     held = bytearray(_PROOF)
-    return found if _used(found()) - before >= len(held) else None
+    return found if _allocated_bytes(found()) - before >= len(held) else None
 
 
-def _used(told: _Malloc) -> int:
+def _allocated_bytes(told: _Malloc) -> int:
     return int(told.uordblks) + int(told.hblkhd)
 
 
-def handed_out() -> int | None:
+def malloc_bytes() -> int | None:
     """Return the bytes that the C library's allocator has in use; None if unknown."""
     found = _mallinfo()
-    return None if found is None else _used(found())
+    return None if found is None else _allocated_bytes(found())
 
 
 def process_bytes(field: str) -> int | None:
@@ -59,18 +59,18 @@ def process_bytes(field: str) -> int | None:
     return None
 
 
-def peaks_during(work: Callable[[], object], *, every: float = 0.002) -> tuple[int | None, int | None]:
+def measure_peaks(work: Callable[[], object], *, every: float = 0.002) -> tuple[int | None, int | None]:
     """Run `work` and return its peak resident bytes (the kernel's high-water mark) and peak bytes in use by malloc.
 
     malloc is polled every `every` seconds. None for a value that is unknown here.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM to the current resident size
-    done, highest = threading.Event(), [handed_out()]
+    done, highest = threading.Event(), [malloc_bytes()]
 
     def watch() -> None:
         while not done.wait(every):
-            now = handed_out()
+            now = malloc_bytes()
             if now is not None:
                 highest.append(max(now, highest.pop() or 0))
 

@@ -25,7 +25,7 @@ from ..seeds import numpy_generator
 from .example import IGNORE, Example
 from .masking import Masking
 from .micro_batch import Collator, MicroBatch
-from .mixture import Epochs, Mixed, Mixture
+from .mixture import EpochSampler, Mixture, MixtureSampler
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -190,8 +190,10 @@ class TrainingDataLoader:
         if len(empty):
             raise UserError(f"{examples[int(empty[0])].where}: this sample has no supervised token")
         assert mixture is None or sum(mixture.sizes) == len(examples)
-        self.samples: Epochs | Mixed
-        self.samples = Epochs(len(self), seed) if mixture is None else Mixed(mixture, seed, self._collator.work)
+        self.samples: EpochSampler | MixtureSampler
+        self.samples = (
+            EpochSampler(len(self), seed) if mixture is None else MixtureSampler(mixture, seed, self._collator.work)
+        )
         """Stream of samples from which rows are built."""
         self._window = 0
         if group is not None:
@@ -285,7 +287,7 @@ class TrainingDataLoader:
         """Return the distinct target tokens (examples for classification) of the first `steps` optimizer steps; an
         estimate if an epoch is incomplete."""
         drawn = self.drawn(steps)
-        mixed = isinstance(self.samples, Mixed)
+        mixed = isinstance(self.samples, MixtureSampler)
         sizes = self._mixed.mixture.sizes if mixed else (len(self),)
         counts = self.samples.counts(drawn).tolist() if mixed else [drawn]
         held = [int(part.sum(dtype=np.int64)) for part in np.split(self._collator.counts, np.cumsum(sizes)[:-1])]
@@ -314,8 +316,8 @@ class TrainingDataLoader:
         return bool((rows.epochs[inside] > 0).any())
 
     @property
-    def _mixed(self) -> Mixed:
-        assert isinstance(self.samples, Mixed)
+    def _mixed(self) -> MixtureSampler:
+        assert isinstance(self.samples, MixtureSampler)
         return self.samples
 
     def padding(self, steps: int) -> float:

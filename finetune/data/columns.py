@@ -34,7 +34,7 @@ _SUFFIX = ".npy"
 
 
 class ExampleWriter:
-    """Writer that appends examples in chunks and returns one `Examples`."""
+    """Writer that appends examples in chunks and returns one `ColumnarExamples`."""
 
     def __init__(self, paths: Sequence[str], folder: Path | None = None) -> None:
         """
@@ -48,7 +48,7 @@ class ExampleWriter:
         self._paths = list(paths)
         self._file = {path: number for number, path in enumerate(paths)}
         self._folder = folder
-        self._sinks: dict[str, _Sink] = {}
+        self._sinks: dict[str, _ColumnWriter] = {}
         self._choices: dict[Any, int] = {}
         self._units: dict[Units, int] = {}
 
@@ -68,21 +68,23 @@ class ExampleWriter:
             given = [getattr(example, name) for example in examples]
             if name in self._sinks or any(value is not None for value in given):
                 self._put(name, np.array([_NONE if value is None else value for value in given], dtype=np.int64))
-        counts = [1 if whole else _supervised(example.labels) for example in examples]
+        counts = [1 if whole else _count_targets(example.labels) for example in examples]
         self._put("supervised", np.array(counts, dtype=np.int32))
         self._put_choices([example.choices for example in examples])
         self._put_units([example.units for example in examples])
         self._put_features([example.features for example in examples])
         self.rows += len(examples)
 
-    def close(self) -> Examples:
+    def close(self) -> ColumnarExamples:
         """Return the examples; in a folder, all files are then complete."""
-        return Examples(_Table({name: sink.close() for name, sink in self._sinks.items()}, self.rows, self._paths))
+        return ColumnarExamples(
+            _ColumnTable({name: sink.close() for name, sink in self._sinks.items()}, self.rows, self._paths)
+        )
 
-    def _sink(self, name: str, dtype: Any) -> _Sink:
+    def _sink(self, name: str, dtype: Any) -> _ColumnWriter:
         if name not in self._sinks:
             path = None if self._folder is None else self._folder / f"{name}{_SUFFIX}"
-            self._sinks[name] = _Sink(np.dtype(dtype), path)
+            self._sinks[name] = _ColumnWriter(np.dtype(dtype), path)
         return self._sinks[name]
 
     def _put(self, name: str, values: np.ndarray, absent: int = _NONE) -> None:
@@ -172,17 +174,17 @@ class ExampleWriter:
         self._put("choices", np.array(numbers, dtype=np.int32), absent=-1)
 
 
-def _supervised(labels: Any) -> int:
+def _count_targets(labels: Any) -> int:
     return len(labels) - labels.count(IGNORE)
 
 
-def open_examples(folder: Path, rows: int, paths: Sequence[str]) -> Examples:
+def open_examples(folder: Path, rows: int, paths: Sequence[str]) -> ColumnarExamples:
     """Map the columns that an `ExampleWriter` wrote to `folder`; `paths` are the current file names."""
-    columns = {path.name.removesuffix(_SUFFIX): _mapped(path) for path in folder.glob(f"*{_SUFFIX}")}
-    return Examples(_Table(columns, rows, list(paths)))
+    columns = {path.name.removesuffix(_SUFFIX): _load_memory_mapped(path) for path in folder.glob(f"*{_SUFFIX}")}
+    return ColumnarExamples(_ColumnTable(columns, rows, list(paths)))
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _load_memory_mapped(path: Path) -> np.ndarray:
     try:
         # A plain array over the same pages, because slicing an np.memmap is several times slower.
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
@@ -190,7 +192,7 @@ def _mapped(path: Path) -> np.ndarray:
         return np.load(path, allow_pickle=False)
 
 
-class _Sink:
+class _ColumnWriter:
     """One-dimensional array that grows, in memory or in an .npy file."""
 
     def __init__(self, dtype: np.dtype, path: Path | None) -> None:
@@ -212,7 +214,7 @@ class _Sink:
         self._handle.seek(0)
         self._header()  # same length as the first header: NumPy reserves room for the shape to grow
         self._handle.close()
-        return _mapped(self._path)
+        return _load_memory_mapped(self._path)
 
     def _header(self) -> None:
         if self._handle is not None:
@@ -220,7 +222,7 @@ class _Sink:
             np.lib.format.write_array_header_1_0(self._handle, about)
 
 
-class _Ragged:
+class _RaggedColumn:
     """Lists of different lengths, concatenated."""
 
     def __init__(self, flat: np.ndarray, lengths: np.ndarray) -> None:
@@ -238,7 +240,7 @@ class _Ragged:
         return None if length < 0 else self.flat[int(self.starts[i]) : int(self.starts[i]) + length]
 
 
-class _Table:
+class _ColumnTable:
     """Columns of all rows."""
 
     def __init__(self, columns: dict[str, np.ndarray], rows: int, paths: list[str]) -> None:
@@ -248,15 +250,17 @@ class _Table:
         if "features" in columns:
             columns["features"] = columns["features"].reshape(rows, int(columns["features.vectors"][0]), -1)
         self.ragged = {
-            name: _Ragged(columns[name], columns[f"{name}.length"]) for name in (*_RAGGED, *_TEXTS) if name in columns
+            name: _RaggedColumn(columns[name], columns[f"{name}.length"])
+            for name in (*_RAGGED, *_TEXTS)
+            if name in columns
         }
         self._sets: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     @cached_property
-    def _choice(self) -> tuple[_Ragged, np.ndarray]:
+    def _choice(self) -> tuple[_RaggedColumn, np.ndarray]:
         counts = self.columns["choice.set"]
         starts = np.cumsum(counts, dtype=np.int64) - counts
-        return _Ragged(self.columns["choice"], self.columns["choice.length"]), starts
+        return _RaggedColumn(self.columns["choice"], self.columns["choice.length"]), starts
 
     def choices(self, i: int) -> tuple[tuple[int, ...], ...] | None:
         number = int(self.columns["choices"][i]) if "choices" in self.columns else -1
@@ -274,7 +278,7 @@ class _Table:
         """Distinct units, indexed by column `units`."""
         if "unit" not in self.columns:
             return []
-        texts = _Ragged(self.columns["unit"], self.columns["unit.length"])
+        texts = _RaggedColumn(self.columns["unit"], self.columns["unit.length"])
         found = [np.asarray(texts.of(k)).tobytes() for k in range(len(texts.lengths))]
         return [Units(**json.loads(text)) for text in found]
 
@@ -334,17 +338,17 @@ class _Table:
         )
 
 
-class Examples(Sequence[Example]):
+class ColumnarExamples(Sequence[Example]):
     """Examples of a table, or a subset of them."""
 
-    def __init__(self, table: _Table, index: np.ndarray | None = None) -> None:
+    def __init__(self, table: _ColumnTable, index: np.ndarray | None = None) -> None:
         self._table = table
         self._index = index
 
     @classmethod
-    def of(cls, examples: Sequence[Example]) -> Examples:
+    def of(cls, examples: Sequence[Example]) -> ColumnarExamples:
         """Return these examples as columns in memory."""
-        if isinstance(examples, Examples):
+        if isinstance(examples, ColumnarExamples):
             return examples
         paths = list(dict.fromkeys(example.where.rpartition(":")[0] for example in examples))
         writer = ExampleWriter(paths)
@@ -357,8 +361,8 @@ class Examples(Sequence[Example]):
     @overload
     def __getitem__(self, key: int) -> Example: ...
     @overload
-    def __getitem__(self, key: slice) -> Examples: ...
-    def __getitem__(self, key: int | slice) -> Example | Examples:
+    def __getitem__(self, key: slice) -> ColumnarExamples: ...
+    def __getitem__(self, key: int | slice) -> Example | ColumnarExamples:
         if isinstance(key, slice):
             return self.take(np.arange(*key.indices(len(self))))
         if not -len(self) <= key < len(self):
@@ -377,10 +381,10 @@ class Examples(Sequence[Example]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def take(self, rows: np.ndarray | Sequence[int]) -> Examples:
+    def take(self, rows: np.ndarray | Sequence[int]) -> ColumnarExamples:
         """Return the examples with these numbers, in this order, without copying."""
         rows = np.asarray(rows, dtype=np.int64)
-        return Examples(self._table, rows if self._index is None else self._index[rows])
+        return ColumnarExamples(self._table, rows if self._index is None else self._index[rows])
 
     def column(self, name: str) -> np.ndarray | None:
         """Return a column that has one value per example: `class`, `target`, `units`, `desirable` or the number of

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ..config import Projector, Train
 from ..errors import UserError
 from .example import IGNORE as IGNORE
-from .example import Encoded as Encoded
+from .example import EncodedRows as EncodedRows
 from .example import Example as Example
-from .example import with_features
+from .example import add_features
 from .labels import Units
 from .rows import PAIRS, PROMPTS, SHARED, Row
-from .template import Template, longest_first
+from .template import Template, truncate_longest_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ def encode(
     overlong: Literal["drop", "refuse", "split"] | None = None,
     units: Units | None = None,
     features: Projector | None = None,
-) -> Encoded:
+) -> EncodedRows:
     """Encode `rows` for `task` into rows of at most `max_length` tokens.
 
     Arguments:
@@ -92,7 +92,7 @@ _CUT_SHARE = 0.5
 """Default maximum share of examples that may be truncated at all."""
 
 
-def _or(given: float | None, default: float) -> float:
+def _value_or_default(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
@@ -135,9 +135,9 @@ class DroppedRows:
     split: int = 0
     pieces: int = 0
 
-    def encoded(self, examples: list[Example], names: tuple[str, ...] | None = None) -> Encoded:
+    def encoded(self, examples: list[Example], names: tuple[str, ...] | None = None) -> EncodedRows:
         """Return these examples with the counts."""
-        return Encoded(
+        return EncodedRows(
             examples,
             self.truncated,
             self.skipped,
@@ -194,7 +194,7 @@ class TruncationCounts:
     split: int = 0
     pieces: int = 0
 
-    def add(self, encoded: Encoded) -> None:
+    def add(self, encoded: EncodedRows) -> None:
         """Add the counts of a chunk."""
         self.samples += len(encoded.examples) - encoded.pieces + encoded.split + encoded.dropped
         self.split += encoded.split
@@ -210,10 +210,15 @@ class TruncationCounts:
     def refuse(self, task: Task, train: Train) -> None:
         """Raise UserError if more was lost than `train.max_dropped`, `task.max_truncated` and `train.max_cut` allow."""
         cut = max(_CUT_SHARE, task.max_truncated or 0) if train.max_cut is None else train.max_cut
-        bare = _or(train.max_cut, task.max_truncated or 0)
+        bare = _value_or_default(train.max_cut, task.max_truncated or 0)
         for lost, setting, share, what in (
-            (self.dropped, "train.max_dropped", _or(train.max_dropped, _SHARE), "are longer than"),
-            (self.cut_answers, "task.max_truncated", _or(task.max_truncated, _SHARE), "have an answer that is cut at"),
+            (self.dropped, "train.max_dropped", _value_or_default(train.max_dropped, _SHARE), "are longer than"),
+            (
+                self.cut_answers,
+                "task.max_truncated",
+                _value_or_default(task.max_truncated, _SHARE),
+                "have an answer that is cut at",
+            ),
             (self.lost_prompts, "train.max_cut", bare, "lose their whole prompt at"),
             (self.truncated, "train.max_cut", cut, "are cut at"),
         ):
@@ -256,7 +261,7 @@ class TruncationCounts:
         return f"{length:,}" if self.at_least is None or length < self.at_least else f"at least {length:,}"
 
 
-Made = tuple[Example | list[Example] | str, Truncation]
+EncodingResult = tuple[Example | list[Example] | str, Truncation]
 """Result of a row: its example, the pieces of its document, or the reason why it is bad; and its truncation."""
 
 
@@ -283,7 +288,7 @@ class RowEncoder:
         self.bad_rows, self.overlong = bad_rows, overlong
         self.left = (truncation or task.truncates) == "left"
         """True if texts and prompts are truncated from the left."""
-        self.specials = specials = Specials.of(tokenizer, begin=not task.encoder_decoder)
+        self.specials = specials = SpecialTokens.of(tokenizer, begin=not task.encoder_decoder)
         around = len(specials.prefix) + len(specials.middle) + max(len(specials.suffix), len(specials.pair_suffix))
         if max_length - around < 2:
             raise UserError(f"train.max_length: {max_length} leaves no room beside the special tokens; give at least 8")
@@ -297,7 +302,7 @@ class RowEncoder:
         self.form = ""
         """Source of the first row's prompt (`flatshift.finetune.data.rows.PROMPTS`)."""
 
-    def add(self, rows: Iterable[Row]) -> Encoded:
+    def add(self, rows: Iterable[Row]) -> EncodedRows:
         """Encode these rows; return the examples and the counts of dropped and truncated ones. Raises UserError as
         `encode`."""
         self.rest = rest = DroppedRows(self.bad_rows, self.overlong, self.max_length)
@@ -306,7 +311,7 @@ class RowEncoder:
 
     def close(self) -> tuple[str, ...]:
         """Return notes on all rows, one sentence each."""
-        return (prompt_form(self.form),) if self.form else ()
+        return (describe_prompt_form(self.form),) if self.form else ()
 
     # -------------------------------------------------------------------------------------------------- for tasks: rows
 
@@ -314,15 +319,15 @@ class RowEncoder:
         self,
         rows: Iterable[Row],
         templates: Sequence[Template],
-        make: Callable[[list[Row], list[list[str]]], list[Made]],
+        make: Callable[[list[Row], list[list[str]]], list[EncodingResult]],
     ) -> list[Example]:
         """Return an example of each usable row. `make` gets a chunk of rows and their filled `templates`."""
         examples = []
-        for filled in chunks(self._filled(rows, templates), _CHUNK):
+        for filled in iter_chunks(self._filled(rows, templates), _CHUNK):
             chunk = [row for row, _ in filled]
             for row, (example, cut) in zip(chunk, make(chunk, [texts for _, texts in filled]), strict=True):
                 if self.features is not None and isinstance(example, Example):
-                    example = with_features(example, row, self.features)
+                    example = add_features(example, row, self.features)
                 if isinstance(example, str):
                     self.rest.bad(row, example)
                 elif isinstance(example, list):
@@ -359,7 +364,7 @@ class RowEncoder:
         """Return each usable row with ids and segments of its text, or of the pair `text`, `text2`, including
         special tokens. If too long, the longer text is truncated first."""
         kept: list[tuple[Row, list[int], list[int] | None]] = []
-        for chunk in chunks(self._paired(rows), _CHUNK):
+        for chunk in iter_chunks(self._paired(rows), _CHUNK):
             for row, (ids, segments, cut) in zip(chunk, self._texts(chunk), strict=True):
                 if not ids:
                     self.rest.bad(row, "the text has no token")
@@ -407,9 +412,9 @@ class RowEncoder:
             ids, cut = self.closed(a, s.suffix, left=self.left)
             return ids, [0] * len(ids) if s.segments else None, cut
         room = self.max_length - len(s.prefix) - len(s.middle) - len(s.pair_suffix)
-        keep_a, keep_b = longest_first(len(a), len(b), room)
-        one = [*s.prefix, *shortened(a, keep_a, left=self.left), *s.middle]
-        two = [*shortened(b, keep_b, left=self.left), *s.pair_suffix]
+        keep_a, keep_b = truncate_longest_first(len(a), len(b), room)
+        one = [*s.prefix, *truncate_tokens(a, keep_a, left=self.left), *s.middle]
+        two = [*truncate_tokens(b, keep_b, left=self.left), *s.pair_suffix]
         segments = [s.segments[0]] * len(one) + [s.segments[1]] * len(two) if s.segments else None
         lost = len(a) + len(b) - keep_a - keep_b
         return one + two, segments, Truncation(len(one) + len(two) + lost, lost > 0)
@@ -448,7 +453,7 @@ class RowEncoder:
     def closed(self, ids: Sequence[int], end: tuple[int, ...], *, left: bool = False) -> tuple[list[int], Truncation]:
         """Return `ids` with the tokenizer's prefix and `end` around them, and what the ids lost to fit."""
         around = len(self.specials.prefix) + len(end)
-        kept = shortened(ids, self.max_length - around, left=left)
+        kept = truncate_tokens(ids, self.max_length - around, left=left)
         return [*self.specials.prefix, *kept, *end], Truncation(len(ids) + around, len(kept) < len(ids))
 
     def bytes(self, text: str, batch: Any, i: int, first: int, stop: int) -> int:
@@ -493,11 +498,11 @@ def enough_of(
     while 2 * size + 1 < len(text):
         # One sign more, since a run of equal signs is cut in pieces that depend on where it begins or ends.
         whole = tokens((size, 2 * size, 2 * size + 1))
-        held = [list(shortened(ids, max_length + 1, left=left)) for ids in whole]
+        held = [list(truncate_tokens(ids, max_length + 1, left=left)) for ids in whole]
         if held[0] == held[1] == held[2] and len(held[0]) > max_length:
             part = _normalised(text[-size:] if left else text[:size], tokenizer)
             end = part[: len(part) // 8] if left else part[-len(part) // 8 :]
-            if _has_edges(part) and _has_edges(end, longest=16):
+            if _has_stable_boundaries(part) and _has_stable_boundaries(end, longest=16):
                 return size, len(whole[0])
         size *= 2
     return None
@@ -509,7 +514,7 @@ def _normalised(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return text if normalizer is None else str(normalizer.normalize_str(text))
 
 
-def _has_edges(text: str, *, longest: int = 256) -> bool:
+def _has_stable_boundaries(text: str, *, longest: int = 256) -> bool:
     """True if pieces of a text have edges that no tokenizer misses: words, or signs that do not repeat. In a long run
     that repeats, where a tokenizer sets its edges may depend on what is far away.
 
@@ -530,7 +535,7 @@ def is_blank(row: Row, columns: Iterable[str]) -> bool:
     return all(value is None or (isinstance(value, str) and not value.strip()) for value in values)
 
 
-def prompt_form(form: str) -> str:
+def describe_prompt_form(form: str) -> str:
     """Return the note on rows whose `prompt` was read from other columns."""
     if form in PAIRS:
         return f"prompt and completion are the columns {form}"
@@ -539,14 +544,14 @@ def prompt_form(form: str) -> str:
     return f"prompts read from {form}'s columns: {', '.join(PROMPTS[form])}"
 
 
-def chunks(rows: Iterable[_Each], size: int) -> Iterator[list[_Each]]:
+def iter_chunks(rows: Iterable[_Each], size: int) -> Iterator[list[_Each]]:
     """Yield lists of `size` rows; the last may be shorter."""
     iterator = iter(rows)
     while chunk := list(islice(iterator, size)):
         yield chunk
 
 
-def shortened(ids: Sequence[Any], room: int, *, left: bool) -> Sequence[Any]:
+def truncate_tokens(ids: Sequence[Any], room: int, *, left: bool) -> Sequence[Any]:
     """Return at most `room` of `ids`, truncated from the right or the left."""
     return ids[max(len(ids) - room, 0) :] if left else ids[:room]
 
@@ -555,7 +560,7 @@ def shortened(ids: Sequence[Any], room: int, *, left: bool) -> Sequence[Any]:
 
 
 @dataclass(frozen=True)
-class Specials:
+class SpecialTokens:
     """Token ids around the content: `prefix A suffix`, or `prefix A middle B pair_suffix`."""
 
     prefix: tuple[int, ...]
@@ -566,15 +571,15 @@ class Specials:
     """token_type_ids of A and its special tokens, and of B and those after it; None if the model takes none."""
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, *, begin: bool = True) -> Specials:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, begin: bool = True) -> SpecialTokens:
         """Return the tokenizer's own special tokens.
 
         If it adds none (GPT-2, most small decoders): its beginning-of-sequence token, if any, as the prefix (unless
         `begin` is false: a decoder of an encoder-decoder starts with another token), and the separator or
         end-of-sequence token between the texts of a pair.
         """
-        prefix, _, suffix = _runs(tokenizer, "a")
-        pair_prefix, middle, pair_suffix = _runs(tokenizer, "a", "b")
+        prefix, _, suffix = _find_special_tokens(tokenizer, "a")
+        pair_prefix, middle, pair_suffix = _find_special_tokens(tokenizer, "a", "b")
         if begin and not prefix and not suffix and tokenizer.bos_token_id is not None:
             prefix = (tokenizer.bos_token_id,)
         if not middle and not pair_prefix and not pair_suffix:
@@ -588,17 +593,17 @@ class Specials:
         return cls(prefix, suffix, middle, pair_suffix, segments)
 
 
-def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def tokenize_plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Tokenise a text without special tokens."""
     return list(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
 
 
-def end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def get_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the token that closes every trained answer: end of sequence, else the first token of the tokenizer's
     suffix; None if it has neither."""
     if tokenizer.eos_token_id is not None:
         return int(tokenizer.eos_token_id)
-    suffix = Specials.of(tokenizer).suffix
+    suffix = SpecialTokens.of(tokenizer).suffix
     return suffix[0] if suffix else None
 
 
@@ -606,7 +611,7 @@ _ENDS_OF = 2000
 """Number of examples sampled to find the tokens that end an answer."""
 
 
-def closing_tokens(
+def find_end_tokens(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, *, max_length: int
 ) -> dict[str, int]:
     """Return the tokens that were trained as the end of an example's (last) answer, by their text.
@@ -614,7 +619,7 @@ def closing_tokens(
     That is the last target token, ignoring whitespace after it, if it is the end of sequence or an added token.
     Examples that fill `max_length` may be truncated and are ignored.
     """
-    added = set(tokenizer.added_tokens_decoder) | {end_token(tokenizer)}
+    added = set(tokenizer.added_tokens_decoder) | {get_end_token(tokenizer)}
     blank: dict[int, bool] = {}
     found: Counter[int] = Counter()
     for place in range(0, len(examples), -(-len(examples) // _ENDS_OF) or 1):
@@ -632,7 +637,9 @@ def closing_tokens(
     return {str(tokenizer.convert_ids_to_tokens(token)): token for token in sorted(found)}
 
 
-def _runs(tokenizer: PreTrainedTokenizerBase, *texts: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _find_special_tokens(
+    tokenizer: PreTrainedTokenizerBase, *texts: str
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return the special tokens before, between and after the content of an encoded text or pair."""
     encoded = tokenizer(*texts, return_special_tokens_mask=True)
     ids, special = encoded["input_ids"], encoded["special_tokens_mask"]

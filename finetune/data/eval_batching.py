@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def _unheard(rows: int) -> None:
+def _ignore_progress(rows: int) -> None:
     pass
 
 
@@ -43,9 +43,9 @@ class DataShard:
     """Pad rows to a multiple of this many tokens (sequence parallelism)."""
     lockstep: bool = False
     """True if every rank must run the same number of forward passes (each gathers sharded weights)."""
-    add: Callable[[np.ndarray], np.ndarray] = _same
+    add: Callable[[np.ndarray], np.ndarray] = _identity
     """Sum of an array over the data ranks."""
-    union: Callable[[dict[int, Any]], dict[int, Any]] = _same
+    union: Callable[[dict[int, Any]], dict[int, Any]] = _identity
     """Union of the items of all data ranks, by index."""
 
     @property
@@ -75,7 +75,7 @@ class EvalBatching:
     autocast_dtype: torch.dtype | None = None
     """None: the model's own precision."""
     share: DataShard = ALONE
-    beat: Callable[[int], None] = _unheard
+    beat: Callable[[int], None] = _ignore_progress
     """Progress callback, called after each batch with the number of finished examples, and in a single process with
     0 after each generated token; an exception from it ends the evaluation. Every rank of a mesh calls it at the same
     points."""
@@ -93,7 +93,7 @@ class EvalBatching:
         """Return settings with the tokenizer's padding and the precision of `train`, whose automatic values must be
         resolved; without `train`, the model's own precision."""
         dtype = None if train is None else autocast_dtype(train)
-        return cls(batch_size, pad_token(tokenizer), device, dtype, share)
+        return cls(batch_size, get_pad_token_id(tokenizer), device, dtype, share)
 
     def batches(
         self, examples: Sequence[Example], task: Task, *, max_tokens: int | None = None
@@ -129,11 +129,11 @@ class EvalBatching:
     @property
     def is_heard(self) -> bool:
         """True if a progress callback is set."""
-        return self.beat is not _unheard
+        return self.beat is not _ignore_progress
 
     def unheard(self) -> EvalBatching:
         """Return a copy without the callback, for trial passes that are no progress."""
-        return replace(self, beat=_unheard)
+        return replace(self, beat=_ignore_progress)
 
     def spread(self, rows: int) -> EvalBatching:
         """Return a copy that counts `rows` rows as one example for the callback."""
@@ -152,6 +152,6 @@ class EvalBatching:
         return forward_precision(self.device, self.autocast_dtype)
 
 
-def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
+def get_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the padding token; for a tokenizer without one its end-of-sequence token, else 0."""
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)

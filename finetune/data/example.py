@@ -17,7 +17,7 @@ import numpy as np
 
 from ..config import Projector
 from .labels import Units
-from .rows import Row, missing_column
+from .rows import Row, missing_column_message
 
 IGNORE = -100
 """Label of a token that is not a target."""
@@ -63,12 +63,12 @@ class Example:
     """The row's K vectors of d float32 numbers (`adapter.projector`)."""
 
 
-def piece(row: Row, number: int) -> tuple[str, str]:
+def name_piece(row: Row, number: int) -> tuple[str, str]:
     """Return id and place of a document's piece, numbered from 0; the first has those of the document."""
     return (f"{row.id}#{number}", f"{row.where}#{number}") if number else (row.id, row.where)
 
 
-def documents_of(examples: Sequence[Example]) -> np.ndarray | None:
+def find_document_starts(examples: Sequence[Example]) -> np.ndarray | None:
     """Return for each example the index of the first piece of its document, (N,); None if no document was split."""
     places = [_PIECE.sub("", example.where) for example in examples]
     first: dict[str, int] = {}
@@ -76,7 +76,7 @@ def documents_of(examples: Sequence[Example]) -> np.ndarray | None:
     return None if len(first) == len(examples) else found
 
 
-def summed(values: np.ndarray, documents: np.ndarray) -> np.ndarray:
+def sum_by_document(values: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """Sum values (N,) of pieces by document: the sum is at the first piece, the others get 0."""
     return np.bincount(documents, weights=values, minlength=len(values)).astype(values.dtype)
 
@@ -85,7 +85,7 @@ _PIECE = re.compile(r"(?<=\d)#\d+$")
 
 
 @dataclass(frozen=True)
-class Question:
+class GenerationPrompt:
     """Model input that waits for an answer."""
 
     id: str
@@ -98,7 +98,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedRows:
     """Examples in row order, with the counts of what encoding lost."""
 
     examples: list[Example]
@@ -130,12 +130,12 @@ class Encoded:
 # --------------------------------------------------------------------------------------------- feature vectors of a row
 
 
-def with_features(example: Example, row: Row, projector: Projector) -> Example | str:
+def add_features(example: Example, row: Row, projector: Projector) -> Example | str:
     """Return `example` with the vectors of its row, or the reason why they are invalid."""
     column = projector.features
     value = row.values.get(column)
     if value is None and column not in row.record:
-        return missing_column(column, row.record, "adapter.projector.features")
+        return missing_column_message(column, row.record, "adapter.projector.features")
     try:
         return dataclasses.replace(example, features=read_vectors(value, projector))
     except ValueError as error:
@@ -152,18 +152,18 @@ def read_vectors(value: Any, projector: Projector) -> tuple[array[float], ...]:
         raise ValueError("is null" if value is None else f"is a {type(value).__name__}, not a list of numbers")
     nested = bool(value) and isinstance(value[0], list | tuple)
     if not nested and projector.count > 1:
-        raise ValueError(f"is one list, not {projector.count} vectors ({_whence(projector)})")
+        raise ValueError(f"is one list, not {projector.count} vectors ({_vector_count_setting(projector)})")
     vectors = value if nested else [value]
     if len(vectors) != projector.count:
-        raise ValueError(f"holds {len(vectors)} vectors, not {projector.count} ({_whence(projector)})")
-    return tuple(_vector(vector, projector.width) for vector in vectors)
+        raise ValueError(f"holds {len(vectors)} vectors, not {projector.count} ({_vector_count_setting(projector)})")
+    return tuple(_parse_vector(vector, projector.width) for vector in vectors)
 
 
-def _whence(projector: Projector) -> str:
+def _vector_count_setting(projector: Projector) -> str:
     return f"adapter.projector.{'vectors' if isinstance(projector.inject, str) else 'inject'}"
 
 
-def _vector(value: Any, width: int) -> array[float]:
+def _parse_vector(value: Any, width: int) -> array[float]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"holds a {type(value).__name__} beside lists")
     if len(value) != width:

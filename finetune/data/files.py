@@ -17,18 +17,18 @@ from .formats import (
     SAVED_DATASET,
     SUPPORTED,
     BrokenFile,
-    count,
-    has_half_pair,
+    count_records,
+    has_lone_surrogate,
+    is_document_file,
     is_saved_dataset,
-    is_text,
-    one_format,
-    shards,
+    list_data_files,
+    select_known_format,
     split_suffix,
 )
 from .remote import DataFile, RemoteFile
 
 
-def expand(files: Sequence[str]) -> list[DataFile]:
+def expand_files(files: Sequence[str]) -> list[DataFile]:
     """Return the paths of `files`: paths as given; globs and directories expanded in sorted order; `sample:NAME` for
     shipped samples; `hub:NAME[CONFIG]@REVISION:SPLIT`; and objects for the addresses of a store.
 
@@ -47,9 +47,9 @@ def expand(files: Sequence[str]) -> list[DataFile]:
 
 def _expand_one(name: str) -> Sequence[DataFile]:
     if name.startswith(SAMPLE):
-        from ..assets import sample
+        from ..assets import sample_path
 
-        return [Path(sample(name.removeprefix(SAMPLE)))]
+        return [Path(sample_path(name.removeprefix(SAMPLE)))]
     if name.startswith(HUB):
         return [Path(name)]
     if not name:
@@ -62,17 +62,17 @@ def _expand_one(name: str) -> Sequence[DataFile]:
     if path.exists():
         if not (path.is_file() or path.is_dir()):
             raise UserError(f"{name}: a pipe, socket or device, which cannot be read twice; write it to a file first")
-        return shards(path) if path.is_dir() and not is_saved_dataset(path) else [path]
+        return list_data_files(path) if path.is_dir() and not is_saved_dataset(path) else [path]
     if glob.has_magic(name):
         matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         found = sorted(Path(match) for match in matches if Path(match).is_file())
         if not found:
             raise UserError(f"{name}: no file matches this pattern")
         for match in found:
-            if has_half_pair(str(match)):
+            if has_lone_surrogate(str(match)):
                 raise UserError(f"{name}: matches a file whose name is not valid UTF-8 ({match.name!a}); rename it")
-        if len({is_text(match) for match in found}) > 1:
-            text = next(match for match in found if is_text(match))
+        if len({is_document_file(match) for match in found}) > 1:
+            text = next(match for match in found if is_document_file(match))
             raise UserError(
                 f"{name}: matches {text.name}, a document, and files of records; name either, as *{text.suffix}"
             )
@@ -81,10 +81,10 @@ def _expand_one(name: str) -> Sequence[DataFile]:
 
 
 def _expand_remote(name: str) -> list[RemoteFile]:
-    found, directory = remote.find(name)
+    found, directory = remote.find_objects(name)
     if directory and any(file.name in SAVED_DATASET for file in found):
         raise UserError(f"{name}: a saved data set is read from a local directory; copy it to this machine first")
-    return one_format(name, found) if directory else found
+    return select_known_format(name, found) if directory else found
 
 
 def _nearest_file(path: Path) -> str:
@@ -94,7 +94,7 @@ def _nearest_file(path: Path) -> str:
     return f"; did you mean {path.parent / nearest[0]}?" if nearest else f"; give {SUPPORTED}"
 
 
-def describe(files: Sequence[str]) -> list[dict[str, Any]]:
+def describe_files(files: Sequence[str]) -> list[dict[str, Any]]:
     """Return `path, sha256, bytes, rows` of each file, for a manifest.
 
     `rows` counts the records, including bad ones; null for a broken file. A saved data set is hashed file by file in
@@ -111,7 +111,7 @@ def describe(files: Sequence[str]) -> list[dict[str, Any]]:
             split_suffix(path)
             digest, size = file_digest(path)
             try:
-                rows: int | None = count(path)
+                rows: int | None = count_records(path)
             except BrokenFile:  # with bad_rows: skip, its readable part was used
                 rows = None
             version = {"version": path.version} if isinstance(path, RemoteFile) else {}

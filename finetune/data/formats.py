@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import UserError, first_line, shortened
+from ..errors import UserError, first_error_line, shorten
 from .remote import DataFile, RemoteFile
 
 JSONL = (".jsonl", ".ndjson", ".json")
@@ -70,7 +70,7 @@ class FileRecord(NamedTuple):
     """Number of null-valued keys, added by Arrow to objects inside lists, that were removed from `values`."""
 
 
-def records(path: DataFile) -> Iterator[FileRecord]:
+def iter_records(path: DataFile) -> Iterator[FileRecord]:
     """Return an iterator over the records of `path` in file order.
 
     Raises:
@@ -78,27 +78,27 @@ def records(path: DataFile) -> Iterator[FileRecord]:
     """
     kind, _ = split_suffix(path)
     if kind == "datasets":
-        return _datasets(path)
+        return _read_dataset(path)
     if kind == ".parquet":
-        return _parquet(path)
+        return _read_parquet(path)
     if kind in DELIMITERS:
-        return _csv(path, DELIMITERS[kind])
+        return _read_csv(path, DELIMITERS[kind])
     if kind in TEXTS:
-        return _document(path)
-    return _array(path) if _is_array(path, kind) else _jsonl(path)
+        return _read_document(path)
+    return _read_json_array(path) if _is_json_array(path, kind) else _read_jsonl(path)
 
 
-def count(path: DataFile) -> int:
+def count_records(path: DataFile) -> int:
     """Count the records of `path`, including bad ones, without parsing them if possible."""
     kind, _ = split_suffix(path)
     if kind == ".parquet":
-        with _parquet_file(path) as file:
+        with _open_parquet(path) as file:
             return int(file.metadata.num_rows)
     if kind in TEXTS:
         return 1
-    if kind in JSONL and not _is_array(path, kind):
-        return sum(1 for line in _lines(path) if line.strip(b" \t\r\n\xef\xbb\xbf"))
-    return sum(1 for _ in records(path))
+    if kind in JSONL and not _is_json_array(path, kind):
+        return sum(1 for line in _read_lines(path) if line.strip(b" \t\r\n\xef\xbb\xbf"))
+    return sum(1 for _ in iter_records(path))
 
 
 def split_suffix(path: DataFile) -> tuple[str, str]:
@@ -108,34 +108,34 @@ def split_suffix(path: DataFile) -> tuple[str, str]:
         UserError: neither a known suffix nor a saved `datasets` directory.
     """
     if isinstance(path, RemoteFile):
-        return _by_name(path)
+        return _parse_suffixes(path)
     if str(path).startswith(HUB) or (path.is_dir() and is_saved_dataset(path)):
         return "datasets", ""
     if path.is_dir():
         raise UserError(f"{path} is a directory; name its files, for example {path}/*.jsonl")
-    return _by_name(path)
+    return _parse_suffixes(path)
 
 
-def shards(directory: Path) -> list[Path]:
+def list_data_files(directory: Path) -> list[Path]:
     """Return the files of a directory in a known format, sorted by name; hidden and other files are ignored.
 
     Raises:
         UserError: there is none, or there are several formats (one of them may not be data).
     """
-    return one_format(str(directory), sorted(directory.iterdir()))
+    return select_known_format(str(directory), sorted(directory.iterdir()))
 
 
-def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
+def select_known_format(directory: str, entries: Sequence[_File]) -> list[_File]:
     """Return the `entries` of a directory that are files in a known format; hidden files are ignored, as are text files
     next to files of records.
 
-    Raises UserError as `shards`.
+    Raises UserError as `list_data_files`.
     """
     found: dict[str, list[_File]] = {}
     for path in entries:
         if path.is_file() and not path.name.startswith((".", "_")):
             with contextlib.suppress(UserError):
-                kind, _ = _by_name(path)
+                kind, _ = _parse_suffixes(path)
                 found.setdefault("JSONL" if kind in JSONL else "text" if kind in TEXTS else kind, []).append(path)
     if len(found) > 1:
         found.pop("text", None)  # a README next to the data
@@ -148,7 +148,7 @@ def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
     return next(iter(found.values()))
 
 
-def is_text(path: DataFile) -> bool:
+def is_document_file(path: DataFile) -> bool:
     """Return True if the file is a single document, by its name."""
     with contextlib.suppress(UserError):
         return split_suffix(path)[0] in TEXTS
@@ -160,7 +160,7 @@ def is_saved_dataset(path: Path) -> bool:
     return any((path / name).is_file() for name in SAVED_DATASET)
 
 
-def _by_name(path: DataFile) -> tuple[str, str]:
+def _parse_suffixes(path: DataFile) -> tuple[str, str]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     kind = suffixes[-1] if suffixes else ""
@@ -174,7 +174,7 @@ def _by_name(path: DataFile) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _named(path: DataFile) -> Iterator[None]:
+def _translate_read_errors(path: DataFile) -> Iterator[None]:
     """Convert errors from reading or decompressing a file into one sentence with its name."""
     try:
         yield
@@ -188,26 +188,26 @@ def _named(path: DataFile) -> Iterator[None]:
         raise BrokenFile(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _chunks(path: DataFile) -> Iterator[bytes]:
+def _read_chunks(path: DataFile) -> Iterator[bytes]:
     """Yield decompressed bytes of `path`, 256 KiB at a time."""
     _, compression = split_suffix(path)
     if compression == ".zst":
-        yield from _zstd_chunks(path)
+        yield from _read_zstd_chunks(path)
         return
     openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
     unpack = openers.get(compression, contextlib.nullcontext)
-    with _named(path), path.open("rb") as packed, unpack(packed) as handle:
+    with _translate_read_errors(path), path.open("rb") as packed, unpack(packed) as handle:
         while chunk := handle.read(_CHUNK):
             yield chunk
 
 
-def _zstd_chunks(path: DataFile) -> Iterator[bytes]:
+def _read_zstd_chunks(path: DataFile) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError as error:
         raise UserError(f"{path}: reading .zst needs the zstandard package: pip install 'flatshift[zstd]'") from error
     # stream_reader would treat a truncated frame as the end of the file; decompressobj reports it.
-    with _named(path), path.open("rb") as handle:
+    with _translate_read_errors(path), path.open("rb") as handle:
         decompressor = None
         while data := handle.read(_CHUNK):
             while data:
@@ -226,12 +226,12 @@ def _zstd_chunks(path: DataFile) -> Iterator[bytes]:
             raise EOFError("it ends inside a zstd frame")
 
 
-def _lines(path: DataFile) -> Iterator[bytes]:
+def _read_lines(path: DataFile) -> Iterator[bytes]:
     """Yield physical lines with their line endings. A UTF-8 byte-order mark is removed; UTF-16 is refused."""
     begun: list[bytes] = []
     number, size = 1, 0
     first = True
-    for chunk in _chunks(path):
+    for chunk in _read_chunks(path):
         if first:
             if chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise UserError(f"{path}: is UTF-16; save it as UTF-8")
@@ -257,15 +257,15 @@ def _lines(path: DataFile) -> Iterator[bytes]:
 # -------------------------------------------------------------------------------------------------------------- formats
 
 
-def _jsonl(path: DataFile) -> Iterator[FileRecord]:
-    for number, line in enumerate(_lines(path)):
+def _read_jsonl(path: DataFile) -> Iterator[FileRecord]:
+    for number, line in enumerate(_read_lines(path)):
         if line.isspace():
             continue
         problem = None
         value: Any = None
         try:
-            value = json.loads(line.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=_object)
-            if line.count(b"[") + line.count(b"{") > DEEPEST and too_deep(value):
+            value = json.loads(line.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=_build_object)
+            if line.count(b"[") + line.count(b"{") > DEEPEST and is_too_deep(value):
                 problem = f"nested deeper than {DEEPEST} levels"
         except UnicodeDecodeError as error:
             problem = f"not valid UTF-8 (byte {error.start + 1} of the line)"
@@ -273,8 +273,8 @@ def _jsonl(path: DataFile) -> Iterator[FileRecord]:
             if number == 0 and line.lstrip().startswith(b"["):
                 raise UserError(f"{path}:1: a JSON array; name the file .json, or write one object a line") from error
             problem = f"not valid JSON ({error.msg} at column {error.colno})"
-        except _Twice as error:
-            problem = f"the key {shortened(error.key)!r} is there twice in one object; keep one of them"
+        except _DuplicateKey as error:
+            problem = f"the key {shorten(error.key)!r} is there twice in one object; keep one of them"
         except RecursionError:
             problem = f"nested deeper than {DEEPEST} levels"
         except ValueError:  # the only other error of json.loads
@@ -284,11 +284,11 @@ def _jsonl(path: DataFile) -> Iterator[FileRecord]:
         yield FileRecord(number, number + 1, {} if problem else value, problem)
 
 
-def _document(path: DataFile) -> Iterator[FileRecord]:
+def _read_document(path: DataFile) -> Iterator[FileRecord]:
     """Yield a plain text file as one record with column `text`, with line endings normalised and the last one
     removed."""
     parts: list[bytes] = []
-    for chunk in _chunks(path):
+    for chunk in _read_chunks(path):
         parts.append(chunk)
         if sum(map(len, parts)) > LONGEST_LINE:
             raise UserError(f"{path}: a document of more than {LONGEST_LINE:,} bytes; cut it into several files")
@@ -303,12 +303,12 @@ def _document(path: DataFile) -> Iterator[FileRecord]:
     yield FileRecord(0, 1, {"text": text})
 
 
-def _is_array(path: DataFile, kind: str) -> bool:
+def _is_json_array(path: DataFile, kind: str) -> bool:
     """Return True if a `.json` file holds one array, or `{"data": […]}`, not one object per line."""
     if kind != ".json":
         return False
     head = b""
-    for chunk in _chunks(path):
+    for chunk in _read_chunks(path):
         head += chunk
         if len(head.removeprefix(codecs.BOM_UTF8).strip()) >= 1 << 10:
             break
@@ -316,14 +316,14 @@ def _is_array(path: DataFile, kind: str) -> bool:
     return bare.startswith(b"[") or _WRAPPED.match(bare.decode("utf-8", errors="replace")) is not None
 
 
-def _array(path: DataFile) -> Iterator[FileRecord]:
+def _read_json_array(path: DataFile) -> Iterator[FileRecord]:
     """Yield the objects of one JSON array, or of one under `data`, decoded one by one in constant memory.
 
     Malformed JSON breaks off the whole file, not only a record, because where the next record starts is unknown.
     """
     unicode = codecs.getincrementaldecoder("utf-8-sig")()
-    strict, loose = json.JSONDecoder(object_pairs_hook=_object), json.JSONDecoder()
-    chunks = _chunks(path)
+    strict, loose = json.JSONDecoder(object_pairs_hook=_build_object), json.JSONDecoder()
+    chunks = _read_chunks(path)
     text, at, line, ended = "", 0, 1, False
 
     def more(size: int) -> None:
@@ -358,9 +358,9 @@ def _array(path: DataFile) -> Iterator[FileRecord]:
                 try:
                     value, end = strict.raw_decode(text, at)
                     problem = None
-                except _Twice as error:
+                except _DuplicateKey as error:
                     value, end = loose.raw_decode(text, at)
-                    problem = f"the key {shortened(error.key)!r} is there twice in one object; keep one of them"
+                    problem = f"the key {shorten(error.key)!r} is there twice in one object; keep one of them"
                 if end < len(text) or ended:  # otherwise a number may continue in the next chunk
                     return value, end, problem
             except json.JSONDecodeError as error:
@@ -388,7 +388,7 @@ def _array(path: DataFile) -> Iterator[FileRecord]:
         value, end, problem = element()
         if problem is None and not isinstance(value, dict):
             problem = f"a JSON {_json_type(value)}, not an object with columns"
-        elif problem is None and too_deep(value):
+        elif problem is None and is_too_deep(value):
             problem = f"nested deeper than {DEEPEST} levels"
         yield FileRecord(ordinal, line, {} if problem else value, problem)
         line += text.count("\n", at, end)
@@ -412,7 +412,7 @@ def _array(path: DataFile) -> Iterator[FileRecord]:
         raise BrokenFile(f"{path}:{line}: something follows the JSON array; keep one array in a file")
 
 
-class _Twice(Exception):
+class _DuplicateKey(Exception):
     """A JSON object has `key` twice, so its value is ambiguous."""
 
     def __init__(self, key: str) -> None:
@@ -420,15 +420,15 @@ class _Twice(Exception):
         self.key = key
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         counts = Counter(key for key, _ in pairs)
-        raise _Twice(next(key for key, _ in pairs if counts[key] > 1))
+        raise _DuplicateKey(next(key for key, _ in pairs if counts[key] > 1))
     return made
 
 
-def too_deep(value: Any) -> bool:
+def is_too_deep(value: Any) -> bool:
     """Return True if lists and objects are nested deeper than `DEEPEST` levels."""
     level = [value]
     for _ in range(DEEPEST + 1):
@@ -446,9 +446,9 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
+def _read_csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
     # Undecodable bytes become lone surrogates, so that one bad record does not end the file.
-    text = (line.decode("utf-8", errors="surrogateescape") for line in _lines(path))
+    text = (line.decode("utf-8", errors="surrogateescape") for line in _read_lines(path))
     csv.field_size_limit(LONGEST_LINE)  # the csv module's default of 128 KiB is too small for documents
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     header: list[str] | None = None
@@ -469,20 +469,22 @@ def _csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
             continue
         if header is None:
             if len(fields) == 1 and delimiter == "," and ";" in fields[0] and reader.line_num == 1:
-                return (yield from _csv(path, ";"))  # separated by semicolons, as spreadsheets write in many locales
+                return (
+                    yield from _read_csv(path, ";")
+                )  # separated by semicolons, as spreadsheets write in many locales
             header = fields
-            _refuse_twins(header, f"{path}:{place}: the header")
+            _check_unique_columns(header, f"{path}:{place}: the header")
             continue
         problem = None
         if len(fields) != len(header):
             problem = f"{len(fields)} fields where the header has {len(header)}"
-        elif any(has_half_pair(value) for value in fields):
+        elif any(has_lone_surrogate(value) for value in fields):
             problem = "not valid UTF-8"
         yield FileRecord(ordinal, place, {} if problem else dict(zip(header, fields, strict=True)), problem)
         ordinal += 1
 
 
-def has_half_pair(text: str) -> bool:
+def has_lone_surrogate(text: str) -> bool:
     """Return True if the string has a lone surrogate, which UTF-8 cannot encode and no tokenizer accepts."""
     if text.isascii():
         return False
@@ -493,44 +495,44 @@ def has_half_pair(text: str) -> bool:
     return False
 
 
-def _parquet(path: DataFile) -> Iterator[FileRecord]:
-    with _parquet_file(path) as file:
-        _refuse_twins(file.schema_arrow.names, f"{path}: the table")
+def _read_parquet(path: DataFile) -> Iterator[FileRecord]:
+    with _open_parquet(path) as file:
+        _check_unique_columns(file.schema_arrow.names, f"{path}: the table")
         ordinal = 0
-        for batch in _batches(file):
-            for values in _arrow_rows(batch):
+        for batch in _read_batches(file):
+            for values in _read_arrow_rows(batch):
                 unread = isinstance(values, str)
-                yield FileRecord(ordinal, ordinal + 1, {}, values) if unread else _of_arrow(ordinal, values)
+                yield FileRecord(ordinal, ordinal + 1, {}, values) if unread else _record_from_arrow(ordinal, values)
                 ordinal += 1
 
 
-def _batches(file: Any) -> Iterator[Any]:
+def _read_batches(file: Any) -> Iterator[Any]:
     """Yield batches one row group at a time; over several row groups Arrow would keep all their bytes in memory."""
     for group in range(file.num_row_groups):
         yield from file.iter_batches(batch_size=1024, row_groups=[group])
 
 
 @contextlib.contextmanager
-def _parquet_file(path: DataFile) -> Iterator[Any]:
+def _open_parquet(path: DataFile) -> Iterator[Any]:
     """Open a Parquet file. Raises UserError if it is invalid, also while it is read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with _named(path), _arrow_source(path) as source, pq.ParquetFile(source) as file:
+        with _translate_read_errors(path), _open_arrow_source(path) as source, pq.ParquetFile(source) as file:
             yield file
     except UserError:
         raise
     except (pa.ArrowException, ValueError, LookupError, ArithmeticError) as error:  # e.g. bad column names
-        raise BrokenFile(f"{path}: not a valid Parquet file ({first_line(error)})") from error
+        raise BrokenFile(f"{path}: not a valid Parquet file ({first_error_line(error)})") from error
 
 
-def _arrow_source(path: DataFile) -> contextlib.AbstractContextManager[Any]:
+def _open_arrow_source(path: DataFile) -> contextlib.AbstractContextManager[Any]:
     """Return what Arrow opens: a path itself, or for an object of a store a handle that reads the requested parts."""
     return path.open("rb") if isinstance(path, RemoteFile) else contextlib.nullcontext(path)
 
 
-def _arrow_rows(batch: Any) -> Iterator[Any]:
+def _read_arrow_rows(batch: Any) -> Iterator[Any]:
     """Yield the rows of a batch; instead of a row that Python cannot represent, a message."""
     try:
         yield from batch.to_pylist()
@@ -543,17 +545,17 @@ def _arrow_rows(batch: Any) -> Iterator[Any]:
         except UnicodeDecodeError:
             yield "not valid UTF-8"
         except (ValueError, ArithmeticError) as error:
-            yield f"holds a value that cannot be read ({first_line(error)})"
+            yield f"holds a value that cannot be read ({first_error_line(error)})"
 
 
-def _refuse_twins(names: Sequence[str], what: str) -> None:
+def _check_unique_columns(names: Sequence[str], what: str) -> None:
     """Raise UserError if a column name occurs twice."""
     if len(set(names)) < len(names):
         twice = min(name for name, count in Counter(names).items() if count > 1)
-        raise UserError(f"{what} has the column {shortened(twice)!r} twice; rename one")
+        raise UserError(f"{what} has the column {shorten(twice)!r} twice; rename one")
 
 
-def _of_arrow(ordinal: int, values: dict[str, Any]) -> FileRecord:
+def _record_from_arrow(ordinal: int, values: dict[str, Any]) -> FileRecord:
     """Return a record without the null-valued keys of objects in its lists (turns, tools).
 
     Arrow gives every object of a column the keys of all others, so an argument of one tool appears, as null, in the
@@ -562,20 +564,20 @@ def _of_arrow(ordinal: int, values: dict[str, Any]) -> FileRecord:
     nulls = 0
     for name, value in values.items():
         if isinstance(value, list) and isinstance(next((one for one in value if one is not None), None), dict):
-            values[name], found = _without_nulls(value)
+            values[name], found = _remove_nulls(value)
             # null keys of a turn itself (`tool_calls`, `name`) are expected, so they are not counted
             nulls += found - sum(part is None for one in value if one is not None for part in one.values())
     return FileRecord(ordinal, ordinal + 1, values, nulls=nulls)
 
 
-def _without_nulls(value: Any) -> tuple[Any, int]:
+def _remove_nulls(value: Any) -> tuple[Any, int]:
     """Return `value` without null-valued keys in any of its objects, and the number of these keys."""
     if isinstance(value, dict):
-        kept = {key: _without_nulls(part) for key, part in value.items() if part is not None}
+        kept = {key: _remove_nulls(part) for key, part in value.items() if part is not None}
         lost = len(value) - len(kept) + sum(count for _, count in kept.values())
         return {key: part for key, (part, _) in kept.items()}, lost
     if isinstance(value, list):
-        parts = [_without_nulls(part) for part in value]
+        parts = [_remove_nulls(part) for part in value]
         return [part for part, _ in parts], sum(count for _, count in parts)
     return value, 0
 
@@ -610,7 +612,7 @@ _HUB_NAME = re.compile(
 )
 
 
-def _datasets(path: DataFile) -> Iterator[FileRecord]:
+def _read_dataset(path: DataFile) -> Iterator[FileRecord]:
     name = str(path)
     given = HubName.read(name) if name.startswith(HUB) else None
     try:
@@ -618,7 +620,7 @@ def _datasets(path: DataFile) -> Iterator[FileRecord]:
     except ImportError as error:
         raise UserError(f"{path}: needs the datasets package: pip install 'flatshift[hf]'") from error
     if given is not None:
-        rows: Any = _opened(datasets, given)
+        rows: Any = _open_hub_dataset(datasets, given)
     else:
         try:
             rows = datasets.load_from_disk(name)
@@ -626,7 +628,7 @@ def _datasets(path: DataFile) -> Iterator[FileRecord]:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{name}: this saved data set cannot be read ({first}); save it again") from error
     if isinstance(rows, dict):
-        raise UserError(f"{name} has several splits; name one: {', '.join(_split_names(name, rows))}")
+        raise UserError(f"{name} has several splits; name one: {', '.join(_list_splits(name, rows))}")
     stream = iter(rows)
     for ordinal in itertools.count():
         try:
@@ -636,10 +638,10 @@ def _datasets(path: DataFile) -> Iterator[FileRecord]:
         except Exception as error:  # network errors may end a stream at any record
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{name}: the data set breaks off at record {ordinal + 1} ({first})") from error
-        yield _of_arrow(ordinal, dict(values))
+        yield _record_from_arrow(ordinal, dict(values))
 
 
-def _opened(package: Any, given: HubName) -> Any:
+def _open_hub_dataset(package: Any, given: HubName) -> Any:
     """Open a hub data set: its rows, or a dict of rows by split."""
     config = {} if given.config is None else {"name": given.config}
     try:
@@ -653,6 +655,6 @@ def _opened(package: Any, given: HubName) -> Any:
         raise UserError(f"{given}: this hub data set cannot be opened ({first})") from error
 
 
-def _split_names(name: str, splits: dict[str, Any]) -> list[str]:
+def _list_splits(name: str, splits: dict[str, Any]) -> list[str]:
     joint = ":" if name.startswith(HUB) else "/"
     return [f"{name}{joint}{split}" for split in splits]

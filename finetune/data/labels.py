@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from .rows import Row, canonical_label, missing_column
+from .rows import Row, canonical_label, missing_column_message
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,18 +44,18 @@ def read_number(value: Any) -> float:
             raise ValueError
         number = float(value)
     except (ValueError, OverflowError):
-        raise ValueError(f"is {_shown(value)}, not a number") from None
+        raise ValueError(f"is {_format_value(value)}, not a number") from None
     if not math.isfinite(number):
-        raise ValueError(f"is {_shown(value)}, not a finite number")
+        raise ValueError(f"is {_format_value(value)}, not a finite number")
     return number
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:39] + "…"
 
 
-def classes_of(rows: Iterable[Row]) -> Iterable[str]:
+def iter_classes(rows: Iterable[Row]) -> Iterable[str]:
     """Yield every class in the rows, with repetitions."""
     for row in rows:
         label = row.values.get("label")
@@ -81,11 +81,11 @@ def label_index(row: Row, label_names: Sequence[str]) -> int:
     """
     label = row.values.get("label")
     if label is None:
-        raise UserError(f"{row.where}: {missing_column('label', row.record, 'data.columns.label')}")
+        raise UserError(f"{row.where}: {missing_column_message('label', row.record, 'data.columns.label')}")
     try:
         return label_names.index(label)
     except ValueError:
-        raise unknown_class(label, label_names, row.where) from None
+        raise unknown_class_error(label, label_names, row.where) from None
 
 
 def class_indices(rows: Sequence[Row], label_names: Sequence[str]) -> list[int]:
@@ -95,7 +95,7 @@ def class_indices(rows: Sequence[Row], label_names: Sequence[str]) -> list[int]:
     return [at if at is not None else label_index(row, label_names) for at, row in zip(found, rows, strict=True)]
 
 
-def unknown_class(label: Any, label_names: Sequence[str], where: str) -> UserError:
+def unknown_class_error(label: Any, label_names: Sequence[str], where: str) -> UserError:
     """Return the error for a label outside the classes; it names the nearest."""
     nearest = difflib.get_close_matches(str(label), label_names, n=1, cutoff=0.4)
     known = ", ".join(map(repr, label_names[:12])) + (", …" if len(label_names) > 12 else "")
@@ -103,7 +103,7 @@ def unknown_class(label: Any, label_names: Sequence[str], where: str) -> UserErr
     return UserError(f"{where}: label {label!r} is not one of the {len(label_names)} classes; {hint}known are {known}")
 
 
-def several_hot(rows: Sequence[Row], label_names: Sequence[str]) -> list[tuple[int, ...]]:
+def encode_multi_hot(rows: Sequence[Row], label_names: Sequence[str]) -> list[tuple[int, ...]]:
     """Return each row's classes as 0 and 1 in head order, (C,); rows with the same classes share a tuple.
 
     Raises:
@@ -118,7 +118,7 @@ def several_hot(rows: Sequence[Row], label_names: Sequence[str]) -> list[tuple[i
         if labels not in made:
             for label in labels:
                 if label not in known:
-                    raise unknown_class(label, label_names, row.where)
+                    raise unknown_class_error(label, label_names, row.where)
             made[labels] = tuple(int(name in labels) for name in label_names)
     return [made[row.values["label"]] for row in rows]
 
@@ -155,7 +155,7 @@ class OutputLayer:
     bias: bool
 
 
-def units_of(targets: Sequence[float], layer: OutputLayer | None) -> Units:
+def fit_units(targets: Sequence[float], layer: OutputLayer | None) -> Units:
     """Return the units of training `targets`; `layer`: the head into which standardisation would be folded, None: do
     not standardise.
 

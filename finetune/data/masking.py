@@ -99,6 +99,6 @@ class Masking:
         return np.sort(np.concatenate([places[first[w] : first[w] + sizes[w]] for w in taken]))
 
 
-def unmasked(read: NDArray[np.int64], labels: NDArray[np.int64]) -> NDArray[np.int64]:
+def unmask_tokens(read: NDArray[np.int64], labels: NDArray[np.int64]) -> NDArray[np.int64]:
     """Restore the row's original tokens, using the labels of masked ones."""
     return np.where(labels != IGNORE, labels, read)

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..compute.capabilities import copied
-from .columns import Examples
+from ..compute.capabilities import copy_to_device
+from .columns import ColumnarExamples
 from .example import IGNORE, Example
-from .masking import unmasked
+from .masking import unmask_tokens
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -45,7 +45,7 @@ class PreferenceTargets:
     def to(self, device: torch.device | str) -> PreferenceTargets:
         """Return a copy on another device."""
         tensors: dict[str, Any] = {
-            name: copied(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: copy_to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         others = None if self.mismatched is None else self.mismatched.to(device)
         return replace(self, mismatched=others, **tensors)
@@ -84,43 +84,43 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on another device."""
-        inputs = {name: copied(tensor, device) for name, tensor in self.inputs.items()}
-        chosen = None if self.chosen is None else copied(self.chosen, device)
+        inputs = {name: copy_to_device(tensor, device) for name, tensor in self.inputs.items()}
+        chosen = None if self.chosen is None else copy_to_device(self.chosen, device)
         sides = None if self.sides is None else self.sides.to(device)
-        return replace(self, inputs=inputs, labels=copied(self.labels, device), chosen=chosen, sides=sides)
+        return replace(self, inputs=inputs, labels=copy_to_device(self.labels, device), chosen=chosen, sides=sides)
 
 
 class Collator:
     """Collator that builds micro-batches from example indices, with views of the columns that store the examples."""
 
     def __init__(self, examples: Sequence[Example], task: Task) -> None:
-        columns = Examples.of(examples)
+        columns = ColumnarExamples.of(examples)
         self.wholes, self.causal = task.is_sequence_level, task.causal
-        self.ids, self.starts, self.lengths = _part(columns, "input_ids")
+        self.ids, self.starts, self.lengths = _get_token_column(columns, "input_ids")
         self.segments = columns.ragged("segments")
         self.words = columns.ragged("words")
         self.features = columns.features()
-        self.answers = None if columns.ragged("decoder_ids") is None else _Answers(columns)
-        self.rejected = None if columns.ragged("rejected_ids") is None else _Rejected(columns)
+        self.answers = None if columns.ragged("decoder_ids") is None else _DecoderTargets(columns)
+        self.rejected = None if columns.ragged("rejected_ids") is None else _RejectedAnswers(columns)
         self.desirable = columns.column("desirable")
         self.is_unpaired = task.is_unpaired
         counts = columns.column("supervised")
         self.counts = np.empty(0, dtype=np.int32) if counts is None else counts
         if task.by_answer:  # a pair counts as one, or as two if each answer has its own loss
             self.counts = np.full(len(self.lengths), 1 + (task.is_unpaired and self.rejected is not None), np.int32)
-        whole = _whole_labels(columns)
+        whole = _get_row_labels(columns)
         if whole is not None:
             self.labels, self.label_starts = whole, self.starts
         else:
-            self.labels, self.label_starts, _ = _part(columns, "labels")
+            self.labels, self.label_starts, _ = _get_token_column(columns, "labels")
 
     def unmasked(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the original tokens of example i and their word numbers, int64 (masked-lm)."""
         length = int(self.lengths[i])
         assert self.words is not None
-        read = _run(self.ids, self.starts[i], length).astype(np.int64)
-        labels = _run(self.labels, self.label_starts[i], length).astype(np.int64)
-        return unmasked(read, labels), _run(self.words[0], self.words[1][i], length).astype(np.int64)
+        read = _slice_tokens(self.ids, self.starts[i], length).astype(np.int64)
+        labels = _slice_tokens(self.labels, self.label_starts[i], length).astype(np.int64)
+        return unmask_tokens(read, labels), _slice_tokens(self.words[0], self.words[1][i], length).astype(np.int64)
 
     @property
     def work(self) -> np.ndarray:
@@ -160,7 +160,10 @@ class Collator:
     def _rows_of(self, i: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return ids and labels of each answer of an example, including its prompt."""
         length = int(self.lengths[i])
-        first = (_run(self.ids, self.starts[i], length), _run(self.labels, self.label_starts[i], length))
+        first = (
+            _slice_tokens(self.ids, self.starts[i], length),
+            _slice_tokens(self.labels, self.label_starts[i], length),
+        )
         return [first] if self.rejected is None else [first, self.rejected.of(i)]
 
     @staticmethod
@@ -219,13 +222,13 @@ class Collator:
             for i in row:
                 length = int(self.lengths[i])
                 stop = start + length
-                ids[r, start:stop] = _run(self.ids, self.starts[i], length)
+                ids[r, start:stop] = _slice_tokens(self.ids, self.starts[i], length)
                 if not self.wholes and self.answers is None:
-                    labels[r, start:stop] = _run(self.labels, self.label_starts[i], length)
+                    labels[r, start:stop] = _slice_tokens(self.labels, self.label_starts[i], length)
                 if self.causal:
                     labels[r, start] = IGNORE
                 if self.segments is not None:
-                    segments[r, start:stop] = _run(self.segments[0], self.segments[1][i], length)
+                    segments[r, start:stop] = _slice_tokens(self.segments[0], self.segments[1][i], length)
                 # restart positions at 0 for this sample
                 positions[r, start:] -= positions[r, start]
                 start = stop
@@ -267,7 +270,7 @@ class Collator:
         )
 
 
-def _whole_labels(columns: Examples) -> np.ndarray | None:
+def _get_row_labels(columns: ColumnarExamples) -> np.ndarray | None:
     """Return labels of whole rows: (N,) int64 classes, (N, C) 0 and 1 (multi-label), or (N,) float32 targets in
     training units; None if labels are per token."""
     seen = columns.seen_targets()
@@ -277,35 +280,37 @@ def _whole_labels(columns: Examples) -> np.ndarray | None:
     return columns.column("class") if several is None else several
 
 
-def _part(columns: Examples, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _get_token_column(columns: ColumnarExamples, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return all tokens concatenated, and start and number of each example's tokens."""
     found = columns.ragged(name)
     return found if found is not None else (np.empty(0, dtype=np.int32), *np.empty((2, 0), dtype=np.int64))
 
 
-def _run(flat: np.ndarray, start: np.integer, length: int) -> np.ndarray:
+def _slice_tokens(flat: np.ndarray, start: np.integer, length: int) -> np.ndarray:
     return flat[int(start) : int(start) + length]
 
 
-class _Rejected:
+class _RejectedAnswers:
     """Rejected answers with their prompts, by example."""
 
-    def __init__(self, columns: Examples) -> None:
-        self._ids, self._starts, self.lengths = _part(columns, "rejected_ids")
-        self._labels, self._label_starts, _ = _part(columns, "rejected_labels")
+    def __init__(self, columns: ColumnarExamples) -> None:
+        self._ids, self._starts, self.lengths = _get_token_column(columns, "rejected_ids")
+        self._labels, self._label_starts, _ = _get_token_column(columns, "rejected_labels")
 
     def of(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and labels of example i."""
         length = int(self.lengths[i])
-        return _run(self._ids, self._starts[i], length), _run(self._labels, self._label_starts[i], length)
+        return _slice_tokens(self._ids, self._starts[i], length), _slice_tokens(
+            self._labels, self._label_starts[i], length
+        )
 
 
-class _Answers:
+class _DecoderTargets:
     """Decoder inputs and labels, by example."""
 
-    def __init__(self, columns: Examples) -> None:
-        self.read, self.starts, self.lengths = _part(columns, "decoder_ids")
-        self.written, self.label_starts, _ = _part(columns, "labels")
+    def __init__(self, columns: ColumnarExamples) -> None:
+        self.read, self.starts, self.lengths = _get_token_column(columns, "decoder_ids")
+        self.written, self.label_starts, _ = _get_token_column(columns, "labels")
 
     def collate(self, rows: Sequence[int], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
         """Return decoder inputs and labels of these examples, (B, T) int64, padded on the right."""
@@ -313,6 +318,6 @@ class _Answers:
         ids, labels = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
         for r, i in enumerate(rows):
             length = int(self.lengths[i])
-            ids[r, :length] = _run(self.read, self.starts[i], length)
-            labels[r, :length] = _run(self.written, self.label_starts[i], length)
+            ids[r, :length] = _slice_tokens(self.read, self.starts[i], length)
+            labels[r, :length] = _slice_tokens(self.written, self.label_starts[i], length)
         return ids, labels

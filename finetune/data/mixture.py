@@ -36,7 +36,7 @@ _BLOCK = 1 << 12
 """Number of samples between two stored counts."""
 
 
-def whole_parts(weights: Sequence[float]) -> list[int]:
+def to_integer_weights(weights: Sequence[float]) -> list[int]:
     """Return the smallest integers in the proportions of `weights`.
 
     Arguments:
@@ -91,7 +91,7 @@ class MixtureSchedule:
         return np.bincount(np.array(self._places[first:stop], dtype=np.int64), minlength=len(self._blocks[0]))
 
 
-class Proportions:
+class SampleProportions:
     """Source of the n-th sample, n = 0, 1, 2, …, in proportions of samples."""
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -99,9 +99,9 @@ class Proportions:
         Arguments:
             weights: ≥ 0, in any unit.
         Raises:
-            UserError: as `whole_parts`.
+            UserError: as `to_integer_weights`.
         """
-        self.parts = whole_parts(weights)
+        self.parts = to_integer_weights(weights)
         """Samples of each source per period."""
         self.period = sum(self.parts)
         self._turns = MixtureSchedule(len(weights))
@@ -180,16 +180,16 @@ class TokenProportions:
     def __init__(self, weights: Sequence[float], lengths: Sequence[Lengths]) -> None:
         """
         Arguments:
-            weights: as for `flatshift.finetune.data.mixture.Proportions`.
+            weights: as for `flatshift.finetune.data.mixture.SampleProportions`.
             lengths: of each source; every sample has at least one token.
         Raises:
-            UserError: as `whole_parts`.
+            UserError: as `to_integer_weights`.
         """
-        self.parts = whole_parts(weights)
+        self.parts = to_integer_weights(weights)
         self._whole = sum(self.parts)
         self._common = math.lcm(*(part for part in self.parts if part))
         self._scale = [self._common // part if part else 0 for part in self.parts]  # 1 / w_i in integer units
-        self._lengths = [_endless(one) for one in lengths]
+        self._lengths = [_iter_lengths(one) for one in lengths]
         self._turns = MixtureSchedule(len(self.parts))
         self._total = 0
         self._served = [0] * len(self.parts)  # tokens
@@ -225,14 +225,14 @@ class TokenProportions:
             heapq.heappush(self._waiting, (self._served[source] * self._scale[source], source))
 
 
-def _endless(lengths: Lengths) -> Iterator[int]:
+def _iter_lengths(lengths: Lengths) -> Iterator[int]:
     for e in count():
         epoch = lengths(e)
         for begin in range(0, len(epoch), _AT_ONCE):
             yield from epoch[begin : begin + _AT_ONCE].tolist()
 
 
-class Epochs:
+class EpochSampler:
     """Endless samples of one source: every epoch has all of them, in its own order."""
 
     def __init__(self, size: int, seed: int, *names: str) -> None:
@@ -286,7 +286,7 @@ class Mixture:
                 raise UserError(f"data.train.sources.{name} has no usable row; give it rows, or weight 0")
 
 
-class Mixed:
+class MixtureSampler:
     """Endless samples of a mixture; each source has its own epochs."""
 
     def __init__(self, mixture: Mixture, seed: int, lengths: np.ndarray | None = None) -> None:
@@ -297,15 +297,17 @@ class Mixed:
             UserError: invalid weights.
         """
         self.mixture = mixture
-        self._sources = [Epochs(size, seed, name) for name, size in zip(mixture.names, mixture.sizes, strict=True)]
+        self._sources = [
+            EpochSampler(size, seed, name) for name, size in zip(mixture.names, mixture.sizes, strict=True)
+        ]
         self._starts = np.concatenate([[0], np.cumsum(mixture.sizes)])
-        self._proportions: Proportions | TokenProportions = Proportions(mixture.weights)
+        self._proportions: SampleProportions | TokenProportions = SampleProportions(mixture.weights)
         self._means = [1.0] * len(mixture.sizes)
         if mixture.weigh == "tokens":
             assert lengths is not None
             parts = np.split(lengths, self._starts[1:-1])
             self._means = [float(part.mean()) for part in parts]
-            ordered = [partial(_ordered, part, source) for part, source in zip(parts, self._sources, strict=True)]
+            ordered = [partial(_epoch_lengths, part, source) for part, source in zip(parts, self._sources, strict=True)]
             self._proportions = TokenProportions(mixture.weights, ordered)
 
     def draw(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -338,6 +340,6 @@ class Mixed:
         return min(size / share for size, share in zip(self.mixture.sizes, self.shares, strict=True) if share)
 
 
-def _ordered(lengths: np.ndarray, source: Epochs, e: int) -> np.ndarray:
+def _epoch_lengths(lengths: np.ndarray, source: EpochSampler, e: int) -> np.ndarray:
     """Return the tokens of each sample of a source's epoch e, in its order."""
     return np.asarray(lengths[source.order(e)])

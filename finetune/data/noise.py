@@ -1,9 +1,9 @@
 """Label noise: a known share of wrong labels, to study their effect on a model.
 
-- rows with a class: another class (`noisy_rows`)
-- rows with an answer in words: the answer of a row with a different one (`foreign_answers`)
-- rows with two answers: chosen and rejected are swapped (`exchanged_rows`)
-- plain texts, whose every token is a label: the row's tokens in random order (`shuffled_examples`)
+- rows with a class: another class (`flip_row_labels`)
+- rows with an answer in words: the answer of a row with a different one (`replace_answers`)
+- rows with two answers: chosen and rejected are swapped (`flip_preferences`)
+- plain texts, whose every token is a label: the row's tokens in random order (`shuffle_tokens`)
 
 All of them draw ⌊rate·n + ½⌋ of n rows, and the rows drawn at a larger rate include those of a smaller one, with the
 same wrong labels. The draw depends on n: to use only part of the rows, draw over all of them first, so that every part
@@ -24,13 +24,13 @@ from .example import IGNORE, Example
 from .rows import Row
 
 
-def _flips(rate: float, rows: int) -> int:
+def _count_flips(rate: float, rows: int) -> int:
     if not 0.0 <= rate <= 1.0:
         raise UserError(f"data.label_noise: {rate} is not a share; give a number from 0 to 1")
     return math.floor(rate * rows + 0.5)
 
 
-def label_noise(labels: Sequence[int], *, rate: float, num_labels: int, seed: int) -> tuple[list[int], list[int]]:
+def flip_labels(labels: Sequence[int], *, rate: float, num_labels: int, seed: int) -> tuple[list[int], list[int]]:
     """Replace exactly ⌊rate·n + ½⌋ of the n labels by a different class, drawn uniformly.
 
     With the same seed, the labels flipped at a larger rate include those flipped at a smaller one, to the same class.
@@ -42,7 +42,7 @@ def label_noise(labels: Sequence[int], *, rate: float, num_labels: int, seed: in
     Raises:
         UserError: a rate outside [0, 1], or fewer than two classes to choose from.
     """
-    flips = _flips(rate, len(labels))
+    flips = _count_flips(rate, len(labels))
     if flips and num_labels < 2:
         raise UserError(f"data.label_noise: {rate} needs another class to replace a label by, and there is only one")
     rng = numpy_generator(seed, "label-noise")
@@ -54,29 +54,29 @@ def label_noise(labels: Sequence[int], *, rate: float, num_labels: int, seed: in
     return noisy.tolist(), sorted(flipped.tolist())
 
 
-def noisy_rows(
+def flip_row_labels(
     rows: Sequence[Row], *, rate: float, label_names: Sequence[str], seed: int
 ) -> tuple[list[Row], list[str]]:
-    """Apply `label_noise` to the rows' `label` column (before encoding, so that templates see it too).
+    """Apply `flip_labels` to the rows' `label` column (before encoding, so that templates see it too).
 
     Returns:
         The new rows, and the ids of those whose label was replaced.
     Raises:
-        UserError: as `label_noise`; or a label that is not in `label_names`.
+        UserError: as `flip_labels`; or a label that is not in `label_names`.
     """
     from .labels import label_index
 
     if not rate:
         return list(rows), []
     index = [label_index(row, label_names) for row in rows]
-    noisy, flipped = label_noise(index, rate=rate, num_labels=len(label_names), seed=seed)
+    noisy, flipped = flip_labels(index, rate=rate, num_labels=len(label_names), seed=seed)
     new = list(rows)
     for i in flipped:
         new[i] = dataclasses.replace(rows[i], values={**rows[i].values, "label": label_names[noisy[i]]})
     return new, [rows[i].id for i in flipped]
 
 
-def foreign_answers(
+def replace_answers(
     rows: Sequence[Row], *, columns: Sequence[str], rate: float, seed: int
 ) -> tuple[list[Row], list[str]]:
     """Replace the answer of a share of the rows by that of another row with a different answer, drawn uniformly.
@@ -88,7 +88,7 @@ def foreign_answers(
     Raises:
         UserError: a rate outside [0, 1], or no two different answers.
     """
-    flips = _flips(rate, len(rows))
+    flips = _count_flips(rate, len(rows))
     if not flips:
         return list(rows), []
     answers = [tuple(str(row.values.get(name)) for name in columns) for row in rows]
@@ -112,7 +112,7 @@ def foreign_answers(
     return new, [rows[i].id for i in flipped]
 
 
-def exchanged_rows(
+def flip_preferences(
     rows: Sequence[Row], *, exchange: Callable[[Row], Row], rate: float, seed: int
 ) -> tuple[list[Row], list[str]]:
     """Give a share of the rows the opposite label, by `exchange`.
@@ -123,14 +123,14 @@ def exchanged_rows(
         UserError: a rate outside [0, 1].
     """
     order = numpy_generator(seed, "label-noise").permutation(len(rows))
-    flipped = sorted(order[: _flips(rate, len(rows))].tolist())
+    flipped = sorted(order[: _count_flips(rate, len(rows))].tolist())
     new = list(rows)
     for i in flipped:
         new[i] = exchange(rows[i])
     return new, [rows[i].id for i in flipped]
 
 
-def shuffled_examples(
+def shuffle_tokens(
     examples: Sequence[Example], *, rate: float, fixed: Collection[int], seed: int, pool: Sequence[str] | None = None
 ) -> tuple[list[Example], list[str]]:
     """Shuffle the target tokens of a share of encoded texts: the same words, with nothing to learn except the row
@@ -144,8 +144,8 @@ def shuffled_examples(
     Raises:
         UserError: a rate outside [0, 1], or too few rows with two different tokens.
     """
-    flips = _flips(rate, len(examples))
-    places = [_movable(example, fixed) for example in examples]
+    flips = _count_flips(rate, len(examples))
+    places = [_find_movable_tokens(example, fixed) for example in examples]
     able = [len({examples[i].input_ids[place] for place in places[i]}) > 1 for i in range(len(examples))]
     if flips > sum(able):
         raise UserError(
@@ -154,16 +154,16 @@ def shuffled_examples(
         )
     names = [example.id for example in examples] if pool is None else pool
     order = numpy_generator(seed, "label-noise").permutation(len(names))
-    drawn = {names[k]: k for k in order[: _flips(rate, len(names))].tolist()}
+    drawn = {names[k]: k for k in order[: _count_flips(rate, len(names))].tolist()}
     new = list(examples)
     flipped = [i for i, example in enumerate(examples) if able[i] and example.id in drawn]
     for i in flipped:
         own = numpy_generator(seed, "label-noise", drawn[examples[i].id])
-        new[i] = _shuffled(examples[i], places[i], own)
+        new[i] = _shuffle_example(examples[i], places[i], own)
     return new, [examples[i].id for i in flipped]
 
 
-def _movable(example: Example, fixed: Collection[int]) -> list[int]:
+def _find_movable_tokens(example: Example, fixed: Collection[int]) -> list[int]:
     assert isinstance(example.labels, list)
     return [
         place
@@ -172,7 +172,7 @@ def _movable(example: Example, fixed: Collection[int]) -> list[int]:
     ]
 
 
-def _shuffled(example: Example, places: Sequence[int], rng: np.random.Generator) -> Example:
+def _shuffle_example(example: Example, places: Sequence[int], rng: np.random.Generator) -> Example:
     assert isinstance(example.labels, list)
     before = [example.input_ids[place] for place in places]
     tokens = before

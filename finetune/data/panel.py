@@ -20,14 +20,14 @@ OPEN, CLOSE = "⟦", "⟧"
 
 
 @dataclass(frozen=True)
-class Span:
+class DecodedSpan:
     """Run of decoded tokens that are all target tokens, or all not."""
 
     text: str
     supervised: bool
 
 
-def panel_spans(micro: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> list[list[Span]]:
+def split_batch_spans(micro: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> list[list[DecodedSpan]]:
     """Return a list of spans for every sample of the batch, without padding but with special tokens.
 
     Samples of a packed row are separated at the restarts of `position_ids`. For an encoder-decoder, the encoder's input
@@ -35,24 +35,24 @@ def panel_spans(micro: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> list[l
     """
     ids = micro.inputs["input_ids"].tolist()
     labels = micro.labels.tolist()
-    shown: list[list[Span]] = []
+    shown: list[list[DecodedSpan]] = []
     decoder = "decoder_input_ids" in micro.inputs
     # labels of whole rows: a class, classes or a target
     whole = micro.labels.ndim == 1 or micro.labels.is_floating_point()
     for row, samples in enumerate(micro.rows):
-        for start, stop in _samples(micro, row, len(samples)):
+        for start, stop in _find_sample_ranges(micro, row, len(samples)):
             if decoder or whole:
                 marks = [False] * (stop - start)
             else:
                 marks = [label != IGNORE for label in labels[row][start:stop]]
-            shown.append(_spans(ids[row][start:stop], marks, tokenizer))
+            shown.append(_split_spans(ids[row][start:stop], marks, tokenizer))
         if decoder:
             written = [label for label in labels[row] if label != IGNORE]
-            shown[-1] += [Span(" → ", False), *_spans(written, [True] * len(written), tokenizer)]
+            shown[-1] += [DecodedSpan(" → ", False), *_split_spans(written, [True] * len(written), tokenizer)]
     return shown
 
 
-def _samples(micro: MicroBatch, row: int, samples: int) -> list[tuple[int, int]]:
+def _find_sample_ranges(micro: MicroBatch, row: int, samples: int) -> list[tuple[int, int]]:
     if "position_ids" not in micro.inputs:
         return [(0, int(micro.inputs["attention_mask"][row].sum()))]
     positions = micro.inputs["position_ids"][row].tolist()
@@ -61,7 +61,7 @@ def _samples(micro: MicroBatch, row: int, samples: int) -> list[tuple[int, int]]
     return list(zip(starts, [*starts[1:], len(positions)], strict=True))[:samples]
 
 
-def _spans(ids: list[int], marks: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[Span]:
+def _split_spans(ids: list[int], marks: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[DecodedSpan]:
     spans = []
     shown = ""
     edges = [i for i in range(1, len(ids)) if marks[i] != marks[i - 1]] + [len(ids)]
@@ -70,13 +70,15 @@ def _spans(ids: list[int], marks: list[bool], tokenizer: PreTrainedTokenizerBase
         # Decode from the start each time, because some tokenizers drop the space before the first word.
         text = str(tokenizer.decode(ids[:edge]))
         spans.append(
-            Span(text[len(shown) :] if text.startswith(shown) else str(tokenizer.decode(ids[start:edge])), marks[start])
+            DecodedSpan(
+                text[len(shown) :] if text.startswith(shown) else str(tokenizer.decode(ids[start:edge])), marks[start]
+            )
         )
         shown, start = text, edge
     return spans
 
 
-def first_batch_panel(
+def format_first_batch(
     micro: MicroBatch,
     tokenizer: PreTrainedTokenizerBase,
     task: Task,
@@ -96,8 +98,8 @@ def first_batch_panel(
     """
     if micro.supervised == 0:
         raise UserError("the first batch has no supervised token, so there is nothing to learn; check task and columns")
-    spans = panel_spans(micro, tokenizer)
-    real = _real_tokens(micro)
+    spans = split_batch_spans(micro, tokenizer)
+    real = _count_tokens(micro)
     rows, said = len(micro.rows), f"{micro.supervised} {task.loss_denominator} supervised"
     if micro.sides is not None:
         said = f"{int(micro.sides.lengths.sum())} supervised in {micro.supervised} {task.loss_denominator}"
@@ -115,8 +117,10 @@ def first_batch_panel(
     return "\n".join(lines)
 
 
-def _real_tokens(micro: MicroBatch) -> int:
-    read = sum(stop - start for r, row in enumerate(micro.rows) for start, stop in _samples(micro, r, len(row)))
+def _count_tokens(micro: MicroBatch) -> int:
+    read = sum(
+        stop - start for r, row in enumerate(micro.rows) for start, stop in _find_sample_ranges(micro, r, len(row))
+    )
     return read + (micro.supervised if "decoder_input_ids" in micro.inputs else 0)
 
 

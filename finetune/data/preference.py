@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .chat.encode import ChatEncoder
-from .encoding import DroppedRows, RowEncoder, Truncation, chunks, is_blank, prompt_form
-from .example import IGNORE, Encoded, Example
-from .rows import Row, missing_column, shared_prompt
+from .encoding import DroppedRows, RowEncoder, Truncation, describe_prompt_form, is_blank, iter_chunks
+from .example import IGNORE, EncodedRows, Example
+from .rows import Row, missing_column_message, split_shared_prompt
 from .template import fit_completion
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ Ids = tuple[list[int], list[int]]
 """Ids of a prompt with an answer, and their labels."""
 
 
-def answers_of(values: Mapping[str, Any], *, single: bool) -> tuple[tuple[Any, ...], bool | None]:
+def read_answers(values: Mapping[str, Any], *, single: bool) -> tuple[tuple[Any, ...], bool | None]:
     """Return the answers of a row, chosen before rejected; or its only one, and whether it is desirable.
 
     single: True if a row may have a single answer.
@@ -42,13 +42,13 @@ def answers_of(values: Mapping[str, Any], *, single: bool) -> tuple[tuple[Any, .
         return (values[CHOSEN], values[REJECTED]), None
     if not single or values.get("completion") is None:
         wanted = "completion" if single and CHOSEN not in values else CHOSEN if values.get(CHOSEN) is None else REJECTED
-        raise ValueError(missing_column(wanted, values))
+        raise ValueError(missing_column_message(wanted, values))
     if not isinstance(values.get("label"), bool):
         raise ValueError("column 'label' does not say whether the completion is desirable; give true or false")
     return (values["completion"],), values["label"]
 
 
-def conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
+def build_conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
     """Return the turns of a prompt with one answer. Each may be a text or a list of turns, an answer also a single
     turn; it may repeat the prompt.
 
@@ -64,7 +64,7 @@ def conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
     if not isinstance(answer, list):
         raise ValueError(f"an answer is a {type(answer).__name__}, not a text or a list of turns")
     if len(answer) > 1:
-        shared = shared_prompt(answer, other).get("prompt", []) if other is not None else answer[:-1]
+        shared = split_shared_prompt(answer, other).get("prompt", []) if other is not None else answer[:-1]
         turns, answer = shared or turns, answer[len(shared) :]
     if len(answer) != 1:
         raise ValueError(f"an answer has {len(answer)} turns behind its prompt; give the assistant's one")
@@ -101,12 +101,12 @@ class PreferenceEncoder:
         self._pairs = self._single = 0
         self._form = ""
 
-    def add(self, rows: Iterable[Row]) -> Encoded:
+    def add(self, rows: Iterable[Row]) -> EncodedRows:
         """Encode these rows; return the examples and the counts of dropped and truncated ones. Raises UserError as
         `encode`."""
         rest = DroppedRows(self._how["bad_rows"] or "refuse", self._how["overlong"], self.max_length)
         examples: list[Example] = []
-        for chunk in chunks(rows, _CHUNK):
+        for chunk in iter_chunks(rows, _CHUNK):
             self._form = self._form or chunk[0].form
             found = self._conversations(chunk, rest) if self._chat is not None else self._texts(chunk)
             for row, made in zip(chunk, found, strict=True):
@@ -125,7 +125,7 @@ class PreferenceEncoder:
 
     def close(self) -> tuple[str, ...]:
         """Return notes on all rows, one sentence each."""
-        notes = [prompt_form(self._form)] if self._form else []
+        notes = [describe_prompt_form(self._form)] if self._form else []
         if self._pairs:
             notes.append(f"{self._pairs:,} pairs of answers, known by the columns chosen and rejected")
         if self._single:
@@ -155,7 +155,7 @@ class PreferenceEncoder:
         filled: list[tuple[list[str], bool | None] | str] = []
         for row in rows:
             try:
-                answers, desirable = answers_of(row.values, single=self.task.is_unpaired)
+                answers, desirable = read_answers(row.values, single=self.task.is_unpaired)
                 lists = [name for name in ("prompt", CHOSEN, REJECTED) if isinstance(row.values.get(name), list)]
                 if lists:
                     raise ValueError(f"column {lists[0]!r} holds turns of a conversation; set task.chat: true")
@@ -217,7 +217,7 @@ class PreferenceEncoder:
         cut = Truncation(len(prefix) + len(prompt) + reserve, something, answer=cut_answer, prompt=lost)
         kept_tokens = min(len(answers[0]), len(sides[0][1]) - sides[0][1].count(IGNORE))
         size = to.bytes(texts[1], batch, place + 1, 0, kept_tokens)
-        return _example(row, sides, size, desirable), cut
+        return _build_example(row, sides, size, desirable), cut
 
     # --------------------------------------------------------------------------------------------------- conversations
 
@@ -229,8 +229,8 @@ class PreferenceEncoder:
         known: dict[str, tuple[int, bool | None]] = {}
         for row in rows:
             try:
-                answers, desirable = answers_of(row.values, single=self.task.is_unpaired)
-                turns = [conversation(row, one, answers[1 - k] if len(answers) == 2 else None)
+                answers, desirable = read_answers(row.values, single=self.task.is_unpaired)
+                turns = [build_conversation(row, one, answers[1 - k] if len(answers) == 2 else None)
                          for k, one in enumerate(answers)]  # fmt: skip
             except ValueError as error:
                 reasons[row.where] = str(error)
@@ -279,10 +279,10 @@ class PreferenceEncoder:
             return self._nothing_left
         needs = max(len(ids) for ids, _ in whole)
         beyond = any(label != IGNORE for _, labels in whole for label in labels[limit:])
-        return _example(row, sides, talks[0].bytes, desirable), Truncation(needs, needs > limit, answer=beyond)
+        return _build_example(row, sides, talks[0].bytes, desirable), Truncation(needs, needs > limit, answer=beyond)
 
 
-def _example(row: Row, sides: Sequence[Ids], size: int, desirable: bool | None) -> Example:
+def _build_example(row: Row, sides: Sequence[Ids], size: int, desirable: bool | None) -> Example:
     (ids, labels), *other = sides
     rejected_ids, rejected_labels = other[0] if other else (None, None)
     return Example(
@@ -291,7 +291,7 @@ def _example(row: Row, sides: Sequence[Ids], size: int, desirable: bool | None) 
     )  # fmt: skip
 
 
-def exchanged(row: Row) -> Row:
+def swap_answers(row: Row) -> Row:
     """Return the row with its answers swapped, or its label negated."""
     values = row.values
     if values.get(CHOSEN) is not None and values.get(REJECTED) is not None:

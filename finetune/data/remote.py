@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from ..errors import UserError, first_line
+from ..errors import UserError, first_error_line
 
 _T = TypeVar("_T")
 
@@ -69,7 +69,7 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        return (_page(self.url) if scheme(self.url) in _ASKS_ONCE else self.url).rpartition("/")[2]
+        return (_strip_query(self.url) if get_scheme(self.url) in _ASKS_ONCE else self.url).rpartition("/")[2]
 
     @property
     def suffixes(self) -> list[str]:
@@ -90,16 +90,16 @@ class RemoteFile:
             # No fsspec cache: the BufferedReader below already requests whole blocks.
             handle = with_retries(self.url, lambda: store.open(path, "rb", block_size=BLOCK, cache_type="none"))
             about = getattr(handle, "details", None) or {}
-            if not _marks(about):  # some clients fetch only the size, or nothing
+            if not _read_version_fields(about):  # some clients fetch only the size, or nothing
                 about = with_retries(self.url, lambda: store.info(path))
-        _same(self.url, about)
-        return io.BufferedReader(_Blocks(self.url, handle), BLOCK)
+        _check_unchanged(self.url, about)
+        return io.BufferedReader(_ObjectReader(self.url, handle), BLOCK)
 
     def digest(self) -> tuple[str, int]:
         """Return SHA-256 and bytes; read only once per process if the store reports versions."""
         store, path = open_store(self.url)
         with translate_store_errors(self.url):
-            mark = _same(self.url, with_retries(self.url, lambda: store.info(path)))
+            mark = _check_unchanged(self.url, with_retries(self.url, lambda: store.info(path)))
         if mark is not None and self.url in _DIGESTS:
             return _DIGESTS[self.url]
         digest, size = hashlib.sha256(), 0
@@ -120,32 +120,32 @@ DataFile = Path | RemoteFile
 """A local file or an object in a store."""
 
 
-class _Seen(NamedTuple):
+class _ObjectVersion(NamedTuple):
     mark: str | None
     """Value that changes with the content: the etag, else the modification time."""
     size: int | None
     told: dict[str, str]
 
 
-_SEEN: dict[str, _Seen] = {}
+_SEEN: dict[str, _ObjectVersion] = {}
 """Version of each object at its first opening."""
 _DIGESTS: dict[str, tuple[str, int]] = {}
 
 
-def find(name: str) -> tuple[list[RemoteFile], bool]:
+def find_objects(name: str) -> tuple[list[RemoteFile], bool]:
     """Return the objects for an address, in the order of local files; and whether it is a directory.
 
     An address names an object, a pattern, or a directory, whose entries except directories are returned.
     Raises UserError: there is none (names the nearest), or the store refuses access or does not answer.
     """
     store, path = open_store(name)
-    pattern = glob.has_magic(_page(name) if scheme(name) in _ASKS_ONCE else name)
+    pattern = glob.has_magic(_strip_query(name) if get_scheme(name) in _ASKS_ONCE else name)
     try:
         with translate_store_errors(name):
             about = with_retries(name, lambda: store.info(path))
-    except _NotThere as error:
+    except _NotFound as error:
         if not pattern:
-            raise UserError(str(error) + _nearest(store, name, path)) from error.__cause__
+            raise UserError(str(error) + _suggest_nearest(store, name, path)) from error.__cause__
         about = None
     if about is not None and about["type"] != "directory":
         return [RemoteFile(name, about.get("size"))], False
@@ -154,7 +154,7 @@ def find(name: str) -> tuple[list[RemoteFile], bool]:
             found = with_retries(name, lambda: store.glob(path, detail=True)).values()
         else:
             found = with_retries(name, lambda: store.ls(path, detail=True))
-    files = _in_order(store, found)
+    files = _sort_files(store, found)
     if about is None and not path.rpartition("/")[2].startswith("."):
         files = [file for file in files if not file.name.startswith(".")]  # * does not match hidden files
     if about is None and not files:
@@ -162,7 +162,7 @@ def find(name: str) -> tuple[list[RemoteFile], bool]:
     return files, about is not None
 
 
-def _in_order(store: Any, found: Iterable[Mapping[str, Any]]) -> list[RemoteFile]:
+def _sort_files(store: Any, found: Iterable[Mapping[str, Any]]) -> list[RemoteFile]:
     files = [
         RemoteFile(store.unstrip_protocol(about["name"]), about.get("size"))
         for about in found
@@ -171,7 +171,7 @@ def _in_order(store: Any, found: Iterable[Mapping[str, Any]]) -> list[RemoteFile
     return sorted(files, key=lambda file: file.url.split("/"))
 
 
-class _Blocks(io.RawIOBase):
+class _ObjectReader(io.RawIOBase):
     """Raw bytes of an open object, with errors converted to one sentence."""
 
     def __init__(self, url: str, handle: Any) -> None:
@@ -217,17 +217,17 @@ class _Blocks(io.RawIOBase):
         super().close()
 
 
-def _same(url: str, about: Mapping[str, Any]) -> str | None:
+def _check_unchanged(url: str, about: Mapping[str, Any]) -> str | None:
     """Return the version mark of an object. Raises UserError if it has changed since its first opening."""
-    said = _marks(about)
-    now = _Seen(said.get("etag") or said.get("modified"), about.get("size"), said)
+    said = _read_version_fields(about)
+    now = _ObjectVersion(said.get("etag") or said.get("modified"), about.get("size"), said)
     first = _SEEN.setdefault(url, now)
     if (first.mark, first.size) != (now.mark, now.size):
-        raise _changed(url)
+        raise _changed_error(url)
     return now.mark
 
 
-def _marks(about: Mapping[str, Any]) -> dict[str, str]:
+def _read_version_fields(about: Mapping[str, Any]) -> dict[str, str]:
     """Return the version fields that a store reports, under our names."""
     return {
         name: str(value).strip('"')
@@ -236,7 +236,7 @@ def _marks(about: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _changed(url: str) -> UserError:
+def _changed_error(url: str) -> UserError:
     return UserError(
         f"{url} changed since this command first read it; leave it alone while it is read, and start again"
     )
@@ -245,20 +245,20 @@ def _changed(url: str) -> UserError:
 # ---------------------------------------------------------------------------------------------------- stores and errors
 
 
-class _NotThere(UserError):
+class _NotFound(UserError):
     """The object or bucket does not exist."""
 
 
-def scheme(url: str) -> str:
+def get_scheme(url: str) -> str:
     """Return the scheme of an address, such as `s3`."""
     return url.partition("://")[0].lower()
 
 
-def _known() -> str:
+def _list_schemes() -> str:
     return ", ".join(f"{kind}://" for kind in ("s3", "gs", "az", "hf", "https"))
 
 
-def _page(url: str) -> str:
+def _strip_query(url: str) -> str:
     """Return a web address without query and fragment."""
     return url.partition("?")[0].partition("#")[0]
 
@@ -266,27 +266,27 @@ def _page(url: str) -> str:
 def open_store(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of an address and the path in it. Raises UserError for one not supported on this
     machine."""
-    kind = scheme(url)
+    kind = get_scheme(url)
     if kind not in SCHEMES:
-        raise UserError(f"{url}: {kind}:// is no kind of store; known are {_known()}; copy it to this machine")
+        raise UserError(f"{url}: {kind}:// is no kind of store; known are {_list_schemes()}; copy it to this machine")
     try:
         import fsspec
 
         store = fsspec.filesystem(kind, use_listings_cache=False)
     except ImportError as error:
         package = _INSTALL.get(kind)
-        install = f"pip install {package}" if package else first_line(error)
+        install = f"pip install {package}" if package else first_error_line(error)
         raise UserError(f"{url}: reading {kind}:// needs another package: {install}") from error
     return store, store._strip_protocol(url)
 
 
 def with_retries(url: str, ask: Callable[[], _T]) -> _T:
     """Return the result of `ask`, with retries if the store's client has none of its own."""
-    for wait in _WAITS if scheme(url) in _ASKS_ONCE else ():
+    for wait in _WAITS if get_scheme(url) in _ASKS_ONCE else ():
         try:
             return ask()
         except Exception as error:
-            if not _silent(_chain(error)):
+            if not _is_transient(_list_causes(error)):
                 raise
             time.sleep(wait)
     return ask()
@@ -300,33 +300,33 @@ def translate_store_errors(url: str, *, writes: bool = False) -> Iterator[None]:
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        raise _refusal(url, error, writes) from error
+        raise _build_store_error(url, error, writes) from error
 
 
-def _refusal(url: str, error: Exception, writes: bool) -> UserError:
-    chain = _chain(error)
+def _build_store_error(url: str, error: Exception, writes: bool) -> UserError:
+    chain = _list_causes(error)
     kinds = [type(one).__name__ for one in chain]
-    said = first_line(chain[-1])
-    place = scheme(url) + "://"
+    said = first_error_line(chain[-1])
+    place = get_scheme(url) + "://"
     if any("Credential" in kind or kind.startswith(("SSO", "Profile")) for kind in kinds):
-        fix = _CREDENTIALS.get(scheme(url), "set those that its client reads")
+        fix = _CREDENTIALS.get(get_scheme(url), "set those that its client reads")
         return UserError(f"{url}: no credentials for {place} ({said}); {fix}")
     if "FileExpired" in kinds:
-        return _changed(url)
+        return _changed_error(url)
     if any(isinstance(one, PermissionError) or getattr(one, "status", None) in (401, 403) for one in chain):
         may = "read and write there" if writes else "read"
         return UserError(f"{url}: the store refuses access ({said}); check the credentials and what they may {may}")
-    if _silent(chain):
+    if _is_transient(chain):
         return UserError(f"{url}: the store does not answer ({said}); check the address and the network, start again")
     if "range requests" in said:
         return UserError(f"{url}: the server gives no parts of an object; copy it to this machine first")
     if isinstance(error, FileNotFoundError):
         bucket = "bucket" in str(error).lower()
-        return _NotThere(f"{url}: {'no such bucket' if bucket else 'no such object'}")
+        return _NotFound(f"{url}: {'no such bucket' if bucket else 'no such object'}")
     return UserError(f"{url}: cannot be {'written to' if writes else 'read from'} the store ({said})")
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def _list_causes(error: BaseException) -> list[BaseException]:
     """Return an error and its causes; the root cause is last."""
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
@@ -334,7 +334,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _silent(chain: Iterable[BaseException]) -> bool:
+def _is_transient(chain: Iterable[BaseException]) -> bool:
     """Return True for errors that may be transient: no answer, or one from an overloaded or failing server."""
     return any(
         isinstance(one, ConnectionError | TimeoutError)
@@ -344,7 +344,7 @@ def _silent(chain: Iterable[BaseException]) -> bool:
     )
 
 
-def _nearest(store: Any, name: str, path: str) -> str:
+def _suggest_nearest(store: Any, name: str, path: str) -> str:
     """Return a hint with the nearest existing name, as the end of a sentence; a general one if the store cannot
     list."""
     parent = path.rstrip("/").rpartition("/")[0]

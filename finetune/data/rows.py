@@ -25,8 +25,8 @@ import numpy as np
 from ..config import Columns
 from ..errors import UserError
 from ..seeds import numpy_generator
-from .files import expand
-from .formats import LONGEST_LINE, BrokenFile, FileRecord, has_half_pair, records
+from .files import expand_files
+from .formats import LONGEST_LINE, BrokenFile, FileRecord, has_lone_surrogate, iter_records
 from .remote import DataFile
 
 _Any = TypeVar("_Any")
@@ -102,7 +102,7 @@ def canonical_label(value: Any) -> str:
     if isinstance(value, str):
         if not value:
             raise ValueError("is empty")
-        if has_half_pair(value):
+        if has_lone_surrogate(value):
             raise ValueError(_HALF_PAIR)
         return value
     if isinstance(value, (bool, int)):
@@ -151,10 +151,10 @@ def read_rows(
         UserError: a bad row (unless skipped), a file that cannot be read, a repeated id, fewer rows than `first`, a
             column of `used` or `named` that no row has (after the last row).
     """
-    reader = _Reader(columns or Columns(), tuple(required), setting, label)
+    reader = _ColumnMapper(columns or Columns(), tuple(required), setting, label)
     reader.files = _as_words(files)
     seen, unnamed = SeenIds(), AutoIds()
-    paths = expand(files)
+    paths = expand_files(files)
     renamed = [n for n in used if n in reader.names and reader.names[n] != getattr(_DEFAULT, n)]
     absent = {reader.names[n]: f"{setting}.{n}" for n in renamed}
     absent |= named or {}
@@ -163,7 +163,9 @@ def read_rows(
     for file_index, path in enumerate(paths):
         if given_rows == first:
             break
-        for record in _unbroken(path, skipped) if bad_rows == "skip" and len(paths) > 1 else records(path):
+        for record in (
+            _read_until_broken(path, skipped) if bad_rows == "skip" and len(paths) > 1 else iter_records(path)
+        ):
             index += 1
             where = f"{path}:{record.place}"
             if absent and not record.problem:
@@ -183,10 +185,10 @@ def read_rows(
             if given is None:
                 unnamed.add(file_index, record.line)
             elif unnamed.named(given):
-                _refuse_twice(given, where, paths, reader)
+                _check_duplicate_id(given, where, paths, reader)
             if given is not None or unnamed.imitated:
                 for again, place in seen.add(name, where):
-                    _refuse_twice(again, place, paths, reader)
+                    _check_duplicate_id(again, place, paths, reader)
             yield Row(values, name, where, record.values, index, record.nulls, reader.form)
             given_rows += 1
             if given_rows == first:
@@ -195,17 +197,17 @@ def read_rows(
         names = ", ".join(map(str, files))
         raise UserError(f"first: {first} rows are asked for, and {names} ends after {given_rows}; ask for no more")
     for again, place in seen.finish():
-        _refuse_twice(again, place, paths, reader)
+        _check_duplicate_id(again, place, paths, reader)
     for own, place in absent.items() if names_there else ():
-        raise UserError(f"{', '.join(map(str, files))}: {missing_column(own, names_there, place)}")
+        raise UserError(f"{', '.join(map(str, files))}: {missing_column_message(own, names_there, place)}")
 
 
-def _unbroken(path: DataFile, skipped: list[str] | None) -> Iterator[FileRecord]:
+def _read_until_broken(path: DataFile, skipped: list[str] | None) -> Iterator[FileRecord]:
     """Yield the records of `path`, one of several files, up to the point where it breaks off; record that as a bad
     row."""
     good = 0
     try:
-        for record in records(path):
+        for record in iter_records(path):
             good += 1
             yield record
     except BrokenFile as error:
@@ -213,7 +215,7 @@ def _unbroken(path: DataFile, skipped: list[str] | None) -> Iterator[FileRecord]
             skipped.append(f"{error}; {good:,} records before that were read")
 
 
-class _Reader:
+class _ColumnMapper:
     """Reader that maps the columns of a record to canonical ones and checks them."""
 
     def __init__(
@@ -243,7 +245,7 @@ class _Reader:
         for name, own in self.names.items():
             value = record.values.get(own) if bridged is None or name != "messages" else bridged
             if name == "id":
-                value = _given_id(value, own)
+                value = _read_id(value, own)
             elif value is not None:
                 value = self._checked(name, own, value)
             elif name in self.required:
@@ -280,11 +282,11 @@ class _Reader:
         form = "" if own else there[0]
         self._one_form(form, {name: tell for name, (tell, *_) in FORMS.items()} | {"": "messages"})
         if form == "Alpaca":
-            return _alpaca(record)
+            return _convert_alpaca(record)
         if form == "TRL":
-            return _prompt_and_completion(record)
+            return _convert_prompt_completion(record)
         if form == "Dolly":
-            asked = "\n\n".join(_texts_of(record, ["instruction", "context"]))
+            asked = "\n\n".join(_get_texts(record, ["instruction", "context"]))
             return _two_turns(asked, record.get("response"))
         if form in TWO_TURNS:
             return _two_turns(*(record.get(name) for name in FORMS[form][:2]))
@@ -314,18 +316,18 @@ class _Reader:
         if own:
             return {}
         if form == SHARED:
-            return shared_prompt(values["chosen"], values["rejected"])
+            return split_shared_prompt(values["chosen"], values["rejected"])
         if form == "ShareGPT":
             return {"prompt": values["conversations"]}
-        asked = "\n\n".join(_texts_of(values, [name for name in PROMPTS[form] if name != "system"]))
-        said = _texts_of(values, ["system"])
+        asked = "\n\n".join(_get_texts(values, [name for name in PROMPTS[form] if name != "system"]))
+        said = _get_texts(values, ["system"])
         if not said:
             return {"prompt": asked}
         return {"prompt": [{"role": "system", "content": said[0]}, {"role": "user", "content": asked}]}
 
     def _completed(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return `prompt`, and `completion` if there is one, of a record that has other columns for them."""
-        forms = pairs_in(values, answered="completion" in self.required)
+        forms = find_pair_forms(values, answered="completion" in self.required)
         forms = [
             form for form in forms if form != "text and label" or (forms == [form] and "label" not in self.required)
         ]
@@ -344,7 +346,7 @@ class _Reader:
             )
         prompt = values[asked]
         if asked == "instruction":
-            prompt = "\n\n".join(_texts_of(values, ["instruction", "input", "context"]))
+            prompt = "\n\n".join(_get_texts(values, ["instruction", "input", "context"]))
         return {"prompt": prompt, **({} if values.get(answer) is None else {"completion": values[answer]})}
 
     def _checked(self, name: str, own: str, value: Any) -> Any:
@@ -363,7 +365,7 @@ class _Reader:
             raise ValueError(f"column {own!r} is a {type(value).__name__}, not text")
         if len(value) > LONGEST_LINE:
             raise ValueError(f"column {own!r} has {len(value):,} characters, more than {LONGEST_LINE:,}; cut the text")
-        _refuse_half_pair(value, own)
+        _check_no_lone_surrogate(value, own)
         return value
 
     def _missing(self, name: str, own: str, record: dict[str, Any]) -> str:
@@ -376,14 +378,14 @@ class _Reader:
             return f"no column {own!r}, but {min(turns)!r}: the recipe chat trains on conversations (`{command}`)"
         flags = _template_flags(record)
         if flags and "completion" in self.required and name in ("prompt", "completion"):
-            return f"{missing_column(own, record)}; name yours: {flags}"
+            return f"{missing_column_message(own, record)}; name yours: {flags}"
         if flags and name == "messages":
             command = f"`flatshift train completion --data {self.files} {flags}`"
-            return f"{missing_column(own, record)}; {command} trains on a prompt and its answer"
-        return missing_column(own, record, f"{self.setting}.{name}" if name in self.names else None)
+            return f"{missing_column_message(own, record)}; {command} trains on a prompt and its answer"
+        return missing_column_message(own, record, f"{self.setting}.{name}" if name in self.names else None)
 
 
-def pairs_in(record: Mapping[str, Any], *, answered: bool = True) -> list[str]:
+def find_pair_forms(record: Mapping[str, Any], *, answered: bool = True) -> list[str]:
     """Return the forms of `PAIRS` that a record has, one for each prompt column; answered: only with an answer."""
     found = [
         form
@@ -395,7 +397,7 @@ def pairs_in(record: Mapping[str, Any], *, answered: bool = True) -> list[str]:
     return list({PAIRS[form][0]: form for form in reversed(found)}.values())[::-1]
 
 
-def _alpaca(record: dict[str, Any]) -> list[dict[str, str]]:
+def _convert_alpaca(record: dict[str, Any]) -> list[dict[str, str]]:
     """Return the turns of `instruction[, input][, output][, history]`. An input is appended to its instruction after
     a blank line; earlier turns are pairs of user and assistant; without an output, the last user turn waits for an
     answer."""
@@ -404,11 +406,11 @@ def _alpaca(record: dict[str, Any]) -> list[dict[str, str]]:
         if value is not None and not isinstance(value, str):
             raise ValueError(f"column {name!r} is a {type(value).__name__}, not text")
     asked = "\n\n".join(part for name in ("instruction", "input") if (part := said[name]))
-    turns = [*_history(record.get("history")), ("user", asked), ("assistant", said["output"])]
+    turns = [*_parse_history(record.get("history")), ("user", asked), ("assistant", said["output"])]
     return [{"role": role, "content": text} for role, text in turns if text or (role == "assistant" and text == "")]
 
 
-def _history(value: Any) -> list[tuple[str, str]]:
+def _parse_history(value: Any) -> list[tuple[str, str]]:
     try:
         pairs = json.loads(value) if isinstance(value, str) and value else value or []
     except (ValueError, RecursionError):
@@ -451,17 +453,17 @@ def _template_flags(record: Mapping[str, Any]) -> str:
     return f"--task.prompt '{{{names[0]}}}\\n' --task.completion '{{{names[-1]}}}'"
 
 
-def _prompt_and_completion(record: dict[str, Any]) -> list[Any]:
+def _convert_prompt_completion(record: dict[str, Any]) -> list[Any]:
     """Return the turns of `prompt[, completion]`, each a text or a list of turns (also as JSON text). Turns of the
     prompt are not trained on."""
     prompt, answer = (
-        _turns_of(record.get(name), role) for name, role in (("prompt", "user"), ("completion", "assistant"))
+        _parse_turns(record.get(name), role) for name, role in (("prompt", "user"), ("completion", "assistant"))
     )
     given = [{**turn, "weight": 0} if _is_answer(turn) else turn for turn in prompt]
     return [*given, *answer]
 
 
-def _turns_of(value: Any, role: str) -> list[Any]:
+def _parse_turns(value: Any, role: str) -> list[Any]:
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
@@ -474,7 +476,7 @@ def _is_answer(turn: Any) -> bool:
     return isinstance(turn, dict) and (turn.get("role") == "assistant" or turn.get("from") in ("gpt", "assistant"))
 
 
-def _texts_of(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def _get_texts(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Return the non-empty texts in these columns."""
     found = {name: values.get(name) for name in names}
     for name, value in found.items():
@@ -483,7 +485,7 @@ def _texts_of(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     return [text for text in found.values() if text]
 
 
-def shared_prompt(chosen: Any, rejected: Any) -> dict[str, Any]:
+def split_shared_prompt(chosen: Any, rejected: Any) -> dict[str, Any]:
     """Split two answers that include their prompt into `prompt, chosen, rejected`: the prompt is the common leading
     turns, or for texts the common leading words."""
     if type(chosen) is not type(rejected) or not isinstance(chosen, list | str):
@@ -499,7 +501,7 @@ def shared_prompt(chosen: Any, rejected: Any) -> dict[str, Any]:
     return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
 
 
-def missing_column(own: str, record: Iterable[str], place: str | None = None) -> str:
+def missing_column_message(own: str, record: Iterable[str], place: str | None = None) -> str:
     """Return the message for a missing column: names the nearest one, or all that exist.
 
     place: the setting that names it.
@@ -510,33 +512,35 @@ def missing_column(own: str, record: Iterable[str], place: str | None = None) ->
     return f"no column {own!r}; {hint}" + (f" (set {place})" if place else "")
 
 
-def canonical_values(record: dict[str, Any], columns: Columns, required: tuple[str, ...] = ("text",)) -> dict[str, Any]:
+def read_canonical_values(
+    record: dict[str, Any], columns: Columns, required: tuple[str, ...] = ("text",)
+) -> dict[str, Any]:
     """Return the `values` of the row that `read_rows` makes of this record. Raises ValueError with the reason if it
     is bad."""
-    return _Reader(columns, required).values(FileRecord(0, 0, record))
+    return _ColumnMapper(columns, required).values(FileRecord(0, 0, record))
 
 
-def _given_id(value: Any, own: str) -> str | None:
+def _read_id(value: Any, own: str) -> str | None:
     if value is None or value == "":
         return None
     if isinstance(value, (str, int)) and not isinstance(value, bool):
-        _refuse_half_pair(given := str(value), own)
+        _check_no_lone_surrogate(given := str(value), own)
         return given
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     raise ValueError(f"column {own!r} is a {type(value).__name__}, not a name or a number")
 
 
-def _refuse_half_pair(value: str, own: str) -> None:
-    if has_half_pair(value):
+def _check_no_lone_surrogate(value: str, own: str) -> None:
+    if has_lone_surrogate(value):
         raise ValueError(f"column {own!r} {_HALF_PAIR}")
 
 
-def _refuse_twice(given: str, where: str, paths: Sequence[DataFile], reader: _Reader) -> None:
+def _check_duplicate_id(given: str, where: str, paths: Sequence[DataFile], reader: _ColumnMapper) -> None:
     """Raise UserError with both places of a repeated id. Only hashes were kept, so the first place is found by
     reading again."""
     for file_index, path in enumerate(paths):
-        for record in records(path):
+        for record in iter_records(path):
             first = f"{path}:{record.place}"
             if first == where:
                 return  # a hash collision, not a repeated id
@@ -545,7 +549,7 @@ def _refuse_twice(given: str, where: str, paths: Sequence[DataFile], reader: _Re
             except ValueError:
                 continue
             if (own or f"{file_index}-{record.line}") == given:
-                hint = "; a record without an id is named by its file and line" if looks_unnamed(given) else ""
+                hint = "; a record without an id is named by its file and line" if is_automatic_id(given) else ""
                 raise UserError(f"{where}: id {given!r} was already given at {first}; ids must be unique{hint}")
 
 
@@ -633,7 +637,7 @@ class SeenIds:
         return found
 
 
-def looks_unnamed(given: str) -> bool:
+def is_automatic_id(given: str) -> bool:
     """Return True if the id has the form of an automatic one: `<file index>-<line>`."""
     return _BY_PLACE.fullmatch(given) is not None
 

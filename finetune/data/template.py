@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserError
-from .rows import Row, canonical_label, missing_column
+from .rows import Row, canonical_label, missing_column_message
 
 
 class Template:
@@ -40,7 +40,9 @@ class Template:
             return ""
         value: Any = instead.get(name, row.values.get(name))
         if value is None:
-            raise ValueError(f"column {name!r} is null" if name in row.record else missing_column(name, row.values))
+            raise ValueError(
+                f"column {name!r} is null" if name in row.record else missing_column_message(name, row.values)
+            )
         try:
             text = value if isinstance(value, str) else canonical_label(value)
             text.encode("utf-8")
@@ -73,7 +75,7 @@ def fit_completion(
     return context, kept, len(context) + len(kept) < len(prefix) + len(prompt) + len(answer)
 
 
-def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
+def truncate_longest_first(a: int, b: int, room: int) -> tuple[int, int]:
     """Return lengths ≤ a, ≤ b with a sum ≤ room: truncate the longer until both are equal, then both (the rule of
     tokenizers).
 

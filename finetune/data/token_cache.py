@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..atomic import replacing_directory
-from ..cache_directory import ABOUT, ENTRY, cache_limit, prune
+from ..atomic import atomic_directory
+from ..cache_directory import ABOUT, ENTRY, cache_limit, prune_cache
 from .files import file_digest
 from .formats import HUB
 from .remote import DataFile
@@ -32,11 +32,11 @@ class CacheError(Exception):
     """The cache directory cannot be written to; says where and why."""
 
 
-class _OfTheInput(Exception):
+class _InputError(Exception):
     """Wrapper that carries an OSError from reading the input past the handler for errors of the cache itself."""
 
 
-class Damaged(Exception):
+class DamagedEntry(Exception):
     """An entry differs from what was written."""
 
 
@@ -64,41 +64,41 @@ class TokenCache:
         Raises:
             CacheError: the directory cannot be written to. And whatever `make` raises.
         """
-        with _named(self.root):
+        with _translate_cache_errors(self.root):
             return self._get(key, make)
 
     def _get(self, key: str, make: Callable[[Path], dict[str, Any]]) -> CachedTokens:
         folder = self.root / f"{ENTRY}{key}"
         try:
             if folder.is_dir():
-                return CachedTokens(folder, _checked(folder), [f"token cache: read from {folder}"])
-        except (Damaged, FileNotFoundError):
+                return CachedTokens(folder, _verify_entry(folder), [f"token cache: read from {folder}"])
+        except (DamagedEntry, FileNotFoundError):
             pass  # checked again below, under the lock
         self.root.mkdir(parents=True, exist_ok=True)
-        with _alone(self.root / f".{ENTRY}{key}.lock") as alone:
+        with _lock_file(self.root / f".{ENTRY}{key}.lock") as alone:
             notes = []
             try:
                 if folder.is_dir():
-                    return CachedTokens(folder, _checked(folder), [f"token cache: read from {folder}"])
-            except (Damaged, FileNotFoundError) as error:
+                    return CachedTokens(folder, _verify_entry(folder), [f"token cache: read from {folder}"])
+            except (DamagedEntry, FileNotFoundError) as error:
                 notes.append(f"token cache: {folder} is damaged ({error}) and was made again")
             if alone:  # without a lock, a temporary directory may be another process's work
                 for leftover in self.root.glob(f".{ENTRY}{key}.*.tmp"):  # left by a process that was killed
                     shutil.rmtree(leftover, ignore_errors=True)
-            with replacing_directory(folder) as temporary:
+            with atomic_directory(folder) as temporary:
                 try:
                     about = make(temporary)
                 except OSError as error:
-                    raise _OfTheInput(error) from error
-                _seal(temporary, about)
-            notes.append(f"token cache: kept in {folder} ({_size(folder) / 2**20:,.1f} MiB)")
-            gone = prune(self.root, limit=cache_limit(), keep=folder)
+                    raise _InputError(error) from error
+                _write_metadata(temporary, about)
+            notes.append(f"token cache: kept in {folder} ({_compute_size(folder) / 2**20:,.1f} MiB)")
+            gone = prune_cache(self.root, limit=cache_limit(), keep=folder)
             if gone:
                 notes.append(f"token cache: {gone} older entries made room")
             return CachedTokens(folder, about, notes)
 
 
-def content_name(path: DataFile) -> str | None:
+def content_key(path: DataFile) -> str | None:
     """Return an identifier of an input's content: the SHA-256 of a file or directory, or the name of a hub data set
     with commit.
 
@@ -110,28 +110,30 @@ def content_name(path: DataFile) -> str | None:
     return file_digest(path)[0]
 
 
-def _seal(folder: Path, about: dict[str, Any]) -> None:
+def _write_metadata(folder: Path, about: dict[str, Any]) -> None:
     """Write about.json, with checksums of all other files."""
-    sums = {str(path.relative_to(folder)): _sum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    sums = {
+        str(path.relative_to(folder)): _compute_checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()
+    }
     (folder / ABOUT).write_text(json.dumps({**about, _FILES: sums}), encoding="utf-8")
 
 
-def _checked(folder: Path) -> dict[str, Any]:
+def _verify_entry(folder: Path) -> dict[str, Any]:
     """Return the metadata in about.json. Raises Damaged if it, or a file, is not as written; FileNotFoundError."""
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         sums = about.pop(_FILES)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{ABOUT} is no description of an entry") from error
+        raise DamagedEntry(f"{ABOUT} is no description of an entry") from error
     for name, expected in sums.items():
-        if _sum(folder / name) != expected:
-            raise Damaged(f"{name} is not what was written")
+        if _compute_checksum(folder / name) != expected:
+            raise DamagedEntry(f"{name} is not what was written")
     with contextlib.suppress(OSError):
         os.utime(folder / ABOUT)  # mark as recently used, for pruning
     return dict(about)
 
 
-def _sum(path: Path) -> list[int]:
+def _compute_checksum(path: Path) -> list[int]:
     """Return size and CRC-32 of a file: enough to detect disk errors and interrupted copies."""
     size = crc = 0
     with path.open("rb") as handle:
@@ -140,16 +142,16 @@ def _sum(path: Path) -> list[int]:
     return [size, crc]
 
 
-def _size(folder: Path) -> int:
+def _compute_size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @contextlib.contextmanager
-def _named(root: Path) -> Iterator[None]:
+def _translate_cache_errors(root: Path) -> Iterator[None]:
     """Convert OSErrors of the cache itself to CacheErrors; those of the input pass unchanged."""
     try:
         yield
-    except _OfTheInput as carrier:
+    except _InputError as carrier:
         cause = carrier.__cause__
         assert cause is not None
         raise cause from None
@@ -158,7 +160,7 @@ def _named(root: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[bool]:
+def _lock_file(path: Path) -> Iterator[bool]:
     """Hold a file lock that is released when the process ends; yields False if the system has no locks. Then several
     processes may build the entry, and the last one to finish replaces it atomically."""
     with path.open("a") as handle:

@@ -55,21 +55,25 @@ def train_tokenizer(scheme: Scheme, texts: Sequence[str], *, vocabulary: int) ->
         raise UserError(f"a vocabulary of {vocabulary} tokens is too small: bytes and special tokens take {LEAST}")
     if not any(texts):
         raise UserError("there is no text to learn a tokenizer from")
-    made = _characters(texts, vocabulary) if scheme == "character" else _byte_level(scheme, texts, vocabulary)
+    made = (
+        _build_character_level(texts, vocabulary)
+        if scheme == "character"
+        else _train_byte_level(scheme, texts, vocabulary)
+    )
     pad, bos, eos = SPECIALS
     return PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token=pad, bos_token=bos, eos_token=eos, clean_up_tokenization_spaces=False
     )
 
 
-def capitals(texts: Sequence[str]) -> list[str]:
+def find_capitals(texts: Sequence[str]) -> list[str]:
     """Return A to Z and the capitals of `texts` whose lower-case form is one character that maps back to them,
     sorted."""
     seen = {*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"}.union(*map(set, texts))
     return sorted(c for c in seen if c != c.lower() and len(c.lower()) == 1 and c.lower().upper() == c)
 
 
-def _byte_level(scheme: Scheme, texts: Sequence[str], vocabulary: int) -> Tokenizer:
+def _train_byte_level(scheme: Scheme, texts: Sequence[str], vocabulary: int) -> Tokenizer:
     """Train byte-level BPE after the scheme's normalisation and pre-tokenisation."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -77,7 +81,7 @@ def _byte_level(scheme: Scheme, texts: Sequence[str], vocabulary: int) -> Tokeni
     cuts: list[Any] = []
     reading: list[Any] = [decoders.ByteLevel()]
     if scheme in ("case", "combined"):
-        letters = capitals(texts)
+        letters = find_capitals(texts)
         # Replace capitals after a space first: their flag goes before the space.
         flags = [(" " + c, f"{FLAG} {c.lower()}") for c in letters] + [(c, FLAG + c.lower()) for c in letters]
         bpe.normalizer = normalizers.Sequence([normalizers.Replace(*pair) for pair in (*_WRITTEN, *flags)])
@@ -100,7 +104,7 @@ def _byte_level(scheme: Scheme, texts: Sequence[str], vocabulary: int) -> Tokeni
     return bpe
 
 
-def _characters(texts: Sequence[str], vocabulary: int) -> Tokenizer:
+def _build_character_level(texts: Sequence[str], vocabulary: int) -> Tokenizer:
     """Build a vocabulary of the most frequent characters (ties by code point), with bytes for all others."""
     from tokenizers import Tokenizer, decoders, models
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .remote import BLOCK, open_store, scheme, translate_store_errors, with_retries
+from .remote import BLOCK, get_scheme, open_store, translate_store_errors, with_retries
 
 RECORD = "upload.json"
 _FORMAT, _VERSION = "flatshift upload", 1
@@ -32,7 +32,7 @@ _NOT_WRITTEN = {"http": "https:// takes no uploads", "https": "https:// takes no
 
 
 @dataclass(frozen=True)
-class Uploaded:
+class UploadResult:
     """Result of an upload: number of files sent, their bytes, and number of files that already existed there."""
 
     sent: int
@@ -41,20 +41,20 @@ class Uploaded:
 
 
 @dataclass(frozen=True)
-class _Sums:
+class _FileDigests:
     bytes: int
     sha256: str
     marks: frozenset[str]
     """Values that stores may report for the content if they use an MD5."""
 
 
-def upload(
+def upload_folder(
     folder: Path,
     groups: Sequence[Collection[str]],
     place: str,
     *,
     progress: Callable[[int], None] | None = None,
-) -> Uploaded:
+) -> UploadResult:
     """Upload the files of `folder`, given by relative names, group by group to `place`, and verify each there.
 
     A file that exists there with the same content is not sent again, unless the store reports no digest. An uploaded
@@ -63,17 +63,17 @@ def upload(
     or an object differs after the upload.
     """
     place = place.rstrip("/")
-    if (why := _NOT_WRITTEN.get(scheme(place))) is not None:
+    if (why := _NOT_WRITTEN.get(get_scheme(place))) is not None:
         raise UserError(f"{place}: {why}; name a place in a store, as s3://bucket/place")
-    there = _Place(place)
-    sums = {name: _sums(folder / name) for group in groups for name in group}
+    there = _StoreLocation(place)
+    sums = {name: _digest_file(folder / name) for group in groups for name in group}
     before = there.objects()
-    _claim(there, sums, before)
+    _write_upload_record(there, sums, before)
     sent = size = done = 0
     for group in groups:
         fresh = set()
         for name in group:
-            if name not in before or not _is_same(before[name], sums[name]):
+            if name not in before or not _has_same_content(before[name], sums[name]):
                 there.put(folder / name, name)
                 fresh.add(name)
             done += sums[name].bytes
@@ -84,10 +84,10 @@ def upload(
             now = there.objects()
             for name in sorted(fresh):
                 there.compare(name, now.get(name), sums[name])
-    return Uploaded(sent, size, len(sums) - sent)
+    return UploadResult(sent, size, len(sums) - sent)
 
 
-class _Place:
+class _StoreLocation:
     """Location in a store that files are uploaded to."""
 
     def __init__(self, url: str):
@@ -108,7 +108,7 @@ class _Place:
 
     def put(self, file: Path, name: str) -> None:
         """Upload a file."""
-        parts = {"chunksize": _PART} if scheme(self.url) in ("s3", "s3a") else {}
+        parts = {"chunksize": _PART} if get_scheme(self.url) in ("s3", "s3a") else {}
         with translate_store_errors(f"{self.url}/{name}", writes=True):
             with_retries(self.url, lambda: self.store.put_file(str(file), f"{self.path}/{name}", **parts))
 
@@ -134,17 +134,17 @@ class _Place:
                 digest.update(chunk)
         return digest.hexdigest()
 
-    def compare(self, name: str, about: Mapping[str, Any] | None, sums: _Sums) -> None:
+    def compare(self, name: str, about: Mapping[str, Any] | None, sums: _FileDigests) -> None:
         """Raise UserError unless the uploaded object equals the file, by its digest or else its bytes."""
         if (
             about is None
             or about.get("size") != sums.bytes
-            or not (_is_same(about, sums) or self.digest(name) == sums.sha256)
+            or not (_has_same_content(about, sums) or self.digest(name) == sums.sha256)
         ):
             raise UserError(f"{self.url}/{name} came to lie there otherwise than it is here; push it again")
 
 
-def _claim(place: _Place, sums: Mapping[str, _Sums], before: Mapping[str, Any]) -> None:
+def _write_upload_record(place: _StoreLocation, sums: Mapping[str, _FileDigests], before: Mapping[str, Any]) -> None:
     """Write the record of this upload to its place. Raises UserError if the place holds anything but a part of this
     upload."""
     files = {name: {"bytes": one.bytes, "sha256": one.sha256} for name, one in sorted(sums.items())}
@@ -168,7 +168,7 @@ def _claim(place: _Place, sums: Mapping[str, _Sums], before: Mapping[str, Any]) 
         raise UserError(f"{place.url} also holds {min(strange)}, which is not of this folder; move it away")
 
 
-def _sums(file: Path) -> _Sums:
+def _digest_file(file: Path) -> _FileDigests:
     """Return size and digests of a file, in one pass."""
     sha256, whole, size, parts = hashlib.sha256(), hashlib.md5(usedforsecurity=False), 0, []
     with file.open("rb") as handle:
@@ -179,10 +179,10 @@ def _sums(file: Path) -> _Sums:
             size += len(part)
     told = {whole.hexdigest(), base64.b64encode(whole.digest()).decode()}
     of_parts = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
-    return _Sums(size, sha256.hexdigest(), frozenset(told | {f"{of_parts}-{len(parts)}"}))
+    return _FileDigests(size, sha256.hexdigest(), frozenset(told | {f"{of_parts}-{len(parts)}"}))
 
 
-def _is_same(about: Mapping[str, Any], sums: _Sums) -> bool:
+def _has_same_content(about: Mapping[str, Any], sums: _FileDigests) -> bool:
     """Return True if the store's metadata confirms this content. Not every etag is an MD5, so a mismatch proves
     nothing."""
     said = (about[key] for key in _DIGESTS if about.get(key))

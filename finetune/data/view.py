@@ -24,7 +24,7 @@ import numpy as np
 
 from ..config import Columns
 from ..errors import UserError, is_disk_full
-from .rows import Row, SeenIds, canonical_values
+from .rows import Row, SeenIds, read_canonical_values
 
 Span = tuple[int, int]
 """Start and end of a piece, in characters of its row's text."""
@@ -47,8 +47,8 @@ def spill_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_colu
         OSError: the disk is full.
     """
     try:
-        _write(rows, path, columns, domain_column)
-        return RowView(_Store(path, columns))
+        _write_rows(rows, path, columns, domain_column)
+        return RowView(_RowStore(path, columns))
     except OSError as error:
         if is_disk_full(error):
             raise
@@ -58,7 +58,7 @@ def spill_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_colu
             path.unlink()
 
 
-def _write(rows: Iterable[Row], path: Path, columns: Columns, domain_column: str) -> None:
+def _write_rows(rows: Iterable[Row], path: Path, columns: Columns, domain_column: str) -> None:
     import pyarrow as pa
 
     schema = pa.schema(
@@ -73,11 +73,11 @@ def _write(rows: Iterable[Row], path: Path, columns: Columns, domain_column: str
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        for batch in _batches(rows, columns, domain_column):
+        for batch in _batch_rows(rows, columns, domain_column):
             writer.write_batch(pa.record_batch(batch, schema=schema))
 
 
-def _batches(rows: Iterable[Row], columns: Columns, domain_column: str) -> Iterator[list[list[Any]]]:
+def _batch_rows(rows: Iterable[Row], columns: Columns, domain_column: str) -> Iterator[list[list[Any]]]:
     batch: list[tuple[Any, ...]] = []
     held = 0
     for row in rows:
@@ -100,7 +100,7 @@ def _batches(rows: Iterable[Row], columns: Columns, domain_column: str) -> Itera
         yield [list(column) for column in zip(*batch, strict=True)]
 
 
-class _Store:
+class _RowStore:
     """Memory-mapped file with access to column values by row number."""
 
     def __init__(self, path: Path, columns: Columns):
@@ -158,7 +158,7 @@ class RowView(Sequence[Row]):
 
     def __init__(
         self,
-        store: _Store,
+        store: _RowStore,
         base: np.ndarray | None = None,
         spans: np.ndarray | None = None,
         numbers: tuple[np.ndarray, ...] = (),
@@ -189,12 +189,12 @@ class RowView(Sequence[Row]):
     @property
     def texts(self) -> Sequence[str]:
         """Texts of the rows."""
-        return _Column(self, self._texts)
+        return _ViewColumn(self, self._texts)
 
     @property
     def ids(self) -> Sequence[str]:
         """Ids of the rows: `<id>#<k>` for piece k of a row that was cut."""
-        return _Column(self, self._ids)
+        return _ViewColumn(self, self._ids)
 
     def domains(self) -> list[str | None] | None:
         """Return each row's domain, sharing equal strings; None if no row has one."""
@@ -255,7 +255,7 @@ class RowView(Sequence[Row]):
 
     def _refuse_twins(self) -> None:
         """Raise UserError if a piece has the same id as another row, which was given an id of that form."""
-        sources = _Column(self, lambda rows: self._store.values("id", self._base[rows]))
+        sources = _ViewColumn(self, lambda rows: self._store.values("id", self._base[rows]))
         if not any(_PIECE.search(name) for name in sources):
             return
         seen = SeenIds()
@@ -299,7 +299,7 @@ class RowView(Sequence[Row]):
         for text, name, (low, high), source, where, index, rest in zip(texts, ids, spans, *stored, strict=True):
             record = json.loads(rest)
             record[columns.text] = text
-            values = canonical_values(record, columns)
+            values = read_canonical_values(record, columns)
             if low >= 0:
                 about = {"source_id": source, "start": low, "end": high}
                 record |= about
@@ -308,7 +308,7 @@ class RowView(Sequence[Row]):
         return out
 
 
-class _Column(Sequence[str]):
+class _ViewColumn(Sequence[str]):
     """One string per row of a view."""
 
     def __init__(self, view: RowView, read: Any):

@@ -16,27 +16,27 @@ _NUMBER = re.compile(r"(?<![\w.])[-−+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?
 _MARK = "####"
 
 
-def normalised(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """Normalise as SQuAD's `normalize_answer` (Rajpurkar et al., arXiv 1606.05250): lower case, no punctuation or
     English articles, single blanks between words."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def match_normalised(answer: str, reference: str) -> float:
-    """Return 1.0 if both are equal once `normalised`."""
-    return float(normalised(answer) == normalised(reference))
+    """Return 1.0 if both are equal once `normalize_answer`."""
+    return float(normalize_answer(answer) == normalize_answer(reference))
 
 
 def f1_words(answer: str, reference: str) -> float:
-    """Return SQuAD's F1 of the words shared by the `normalised` texts; 1 if both are empty, 0 if one is."""
-    ours, theirs = normalised(answer).split(), normalised(reference).split()
+    """Return SQuAD's F1 of the words shared by the `normalize_answer` texts; 1 if both are empty, 0 if one is."""
+    ours, theirs = normalize_answer(answer).split(), normalize_answer(reference).split()
     if not ours or not theirs:
         return float(ours == theirs)
     shared = sum((Counter(ours) & Counter(theirs)).values())
     return 2.0 * shared / (len(ours) + len(theirs))
 
 
-def number_of(text: str) -> Fraction | None:
+def extract_number(text: str) -> Fraction | None:
     """Return the final answer of a text as an exact number: after the last `####` if there is one (GSM8K, arXiv
     2110.14168), else the last number. `1,200`, `−3.50` and `3/4` are numbers; an adjacent `$` or `%` is ignored."""
     _, mark, tail = text.rpartition(_MARK)
@@ -50,17 +50,18 @@ def number_of(text: str) -> Fraction | None:
 
 
 def numeric_match(answer: str, reference: str) -> float:
-    """Return 1.0 if the `number_of` the answer equals that of the reference; an answer without a number is wrong."""
-    said = number_of(answer)
-    return float(said is not None and said == number_of(reference))
+    """Return 1.0 if the `extract_number` the answer equals that of the reference; an answer without a number is
+    wrong."""
+    said = extract_number(answer)
+    return float(said is not None and said == extract_number(reference))
 
 
 def has_number(answer: str, reference: str) -> float:
     """Return 1.0 if the answer contains a number."""
-    return float(number_of(answer) is not None)
+    return float(extract_number(answer) is not None)
 
 
-def spans(tags: str) -> set[tuple[str, int, int]]:
+def parse_spans(tags: str) -> set[tuple[str, int, int]]:
     """Return (type, first, last) of every entity of tags like `B-PER I-PER O`, separated by blanks.
 
     IOB2, IOB1 and IOBES, parsed leniently like seqeval's default: an entity starts at B- or S-, where the type changes,
@@ -87,17 +88,17 @@ def spans(tags: str) -> set[tuple[str, int, int]]:
 def span_f1(answer: str, reference: str) -> tuple[float, float]:
     """Return twice the spans that agree in type and both ends, and the number of spans on both sides: micro F1 over all
     examples (seqeval)."""
-    ours, theirs = spans(answer), spans(reference)
+    ours, theirs = parse_spans(answer), parse_spans(reference)
     return 2.0 * len(ours & theirs), float(len(ours) + len(theirs))
 
 
 def span_precision(answer: str, reference: str) -> tuple[float, float]:
     """Return the number of spans that agree, and of spans in the answer."""
-    ours = spans(answer)
-    return float(len(ours & spans(reference))), float(len(ours))
+    ours = parse_spans(answer)
+    return float(len(ours & parse_spans(reference))), float(len(ours))
 
 
 def span_recall(answer: str, reference: str) -> tuple[float, float]:
     """Return the number of spans that agree, and of spans in the reference."""
-    theirs = spans(reference)
-    return float(len(spans(answer) & theirs)), float(len(theirs))
+    theirs = parse_spans(reference)
+    return float(len(parse_spans(answer) & theirs)), float(len(theirs))

@@ -38,8 +38,8 @@ def generate_answers(
     from transformers import GenerationConfig
 
     start = examples[0].decoder_ids[0] if examples[0].decoder_ids is not None else None
-    prompts = [prompt_of(example) for example in examples]
-    check_room(model, examples, max_new_tokens)
+    prompts = [prompt_tokens(example) for example in examples]
+    check_prompts_fit(model, examples, max_new_tokens)
     stops = {example.stop for example in examples if example.stop is not None} - {tokenizer.eos_token_id}
     ends = [token for token in (tokenizer.eos_token_id, *sorted(stops)) if token is not None]
     config = GenerationConfig(
@@ -82,7 +82,7 @@ def chrf(answer: str, reference: str) -> float:
     said, given = "".join(answer.split()), "".join(reference.split())
     scores = []
     for n in range(1, _LONGEST + 1):
-        ours, theirs = _grams(said, n), _grams(given, n)
+        ours, theirs = _character_ngrams(said, n), _character_ngrams(given, n)
         if n > 1 and not (ours and theirs):
             continue
         shared = sum((ours & theirs).values())
@@ -93,11 +93,11 @@ def chrf(answer: str, reference: str) -> float:
     return sum(scores) / len(scores)
 
 
-def _grams(text: str, n: int) -> Counter[str]:
+def _character_ngrams(text: str, n: int) -> Counter[str]:
     return Counter(text[i : i + n] for i in range(len(text) - n + 1))
 
 
-def prompt_of(example: Example) -> list[int]:
+def prompt_tokens(example: Example) -> list[int]:
     """Return the example's own prompt, else the tokens before the first target token; for an encoder its whole
     input."""
     if example.prompt is not None:
@@ -108,7 +108,7 @@ def prompt_of(example: Example) -> list[int]:
     return example.input_ids[: next(i for i, label in enumerate(example.labels) if label != IGNORE)]
 
 
-def check_room(model: Any, examples: Iterable[Example], max_new_tokens: int) -> None:
+def check_prompts_fit(model: Any, examples: Iterable[Example], max_new_tokens: int) -> None:
     """Raise if a prompt leaves no room for its answer; of `model` only its position limits are used.
 
     Raises:
@@ -116,8 +116,8 @@ def check_room(model: Any, examples: Iterable[Example], max_new_tokens: int) -> 
     """
     if max_new_tokens < 1:
         raise UserError(f"task.max_new_tokens: {max_new_tokens} leaves no answer; give at least 1")
-    longest = max(examples, key=lambda example: len(prompt_of(example)))
-    prompt = prompt_of(longest)
+    longest = max(examples, key=lambda example: len(prompt_tokens(example)))
+    prompt = prompt_tokens(longest)
     room = context_overflow(model, prompt, max_new_tokens, apart=longest.decoder_ids is not None)
     if room is not None:
         raise UserError(

@@ -30,7 +30,7 @@ class BootstrapInterval(TypedDict):
 
 
 @dataclass(frozen=True)
-class Figure:
+class ResampledMetric:
     """Metric of a split that can be recomputed on any subset or resample of its rows, and compared with another
     model's."""
 
@@ -39,7 +39,7 @@ class Figure:
     of: Callable[[NDArray[np.int64]], NDArray]
     """Statistic that takes (R, m) indices into `rows` and returns (R,)."""
     share: bool = False
-    """True if it is the fraction of rows that meet a condition (`possible_share`)."""
+    """True if it is the fraction of rows that meet a condition (`exact_share_interval`)."""
 
     @classmethod
     def over(
@@ -49,8 +49,9 @@ class Figure:
         rows: ArrayLike | None = None,
         *,
         share: bool = False,
-    ) -> Figure:
-        """Build from the arguments of `interval`: arrays of n entries, and a statistic of them with shape (R, m)."""
+    ) -> ResampledMetric:
+        """Build from the arguments of `bootstrap_interval`: arrays of n entries, and a statistic of them with shape (R,
+        m)."""
         arrays = [np.asarray(values, dtype=np.float64) for values in items]
         places = np.arange(len(arrays[0])) if rows is None else np.asarray(rows, dtype=np.int64)
         return cls(places, lambda drawn: statistic(*(values[drawn] for values in arrays)), share)
@@ -63,7 +64,7 @@ class Figure:
         *,
         num_kinds: int,
         share: bool = False,
-    ) -> Figure:
+    ) -> ResampledMetric:
         """Build from the arguments of `frequency_intervals`."""
 
         def of(drawn: NDArray[np.int64]) -> NDArray:
@@ -73,9 +74,9 @@ class Figure:
 
         return cls(np.arange(len(kinds)), of, share)
 
-    def renumbered(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> Figure:
+    def renumbered(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> ResampledMetric:
         """Restrict to its rows numbered `order`, whose indices are now `rows` (ascending in that order)."""
-        return Figure(rows[order], lambda drawn: self.of(order[drawn]), self.share)
+        return ResampledMetric(rows[order], lambda drawn: self.of(order[drawn]), self.share)
 
     def within(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices into `self.rows` of those of `rows` (ascending) that it covers."""
@@ -83,9 +84,9 @@ class Figure:
 
 
 def group_interval(
-    figure: Figure,
+    figure: ResampledMetric,
     groups: Sequence[NDArray[np.int64]],
-    base: Figure | None = None,
+    base: ResampledMetric | None = None,
     *,
     resamples: int = 1000,
     confidence: float = 0.95,
@@ -97,7 +98,7 @@ def group_interval(
     base: subtract this metric of another model, computed on the same resamples of the rows that both cover.
     Returns None if a group has no such row. A single row has no interval.
     """
-    _check(1, resamples, confidence)
+    _check_settings(1, resamples, confidence)
     values, drawn, total = [], [], 0
     for number, places in enumerate(groups):
         rows = np.intersect1d(figure.rows, places)
@@ -118,10 +119,10 @@ def group_interval(
         drawn.append(np.concatenate(parts) if parts else np.array([values[-1]]))
     replicates = np.full(1, np.nan) if total == 1 else np.mean(drawn, axis=0)
     share = figure.share and base is None and len(groups) == 1
-    return _interval(float(np.mean(values)), [replicates], confidence, total, share=share)
+    return _percentile_interval(float(np.mean(values)), [replicates], confidence, total, share=share)
 
 
-def possible_share(found: BootstrapInterval, confidence: float) -> BootstrapInterval:
+def exact_share_interval(found: BootstrapInterval, confidence: float) -> BootstrapInterval:
     """Replace the interval of a fraction that is 0 or 1, for which all resamples are equal.
 
     The new interval is the one that n such examples leave possible: 1 − (α/2)^(1/n) from the end (Clopper & Pearson,
@@ -134,7 +135,7 @@ def possible_share(found: BootstrapInterval, confidence: float) -> BootstrapInte
     return {"value": found["value"], "low": low, "high": high, "n": found["n"]}
 
 
-def interval(
+def bootstrap_interval(
     items: Sequence[ArrayLike],
     statistic: Callable[..., NDArray],
     *,
@@ -149,14 +150,14 @@ def interval(
         items: arrays of shape (n,), resampled together.
         statistic: takes them with shape (R, n) and returns (R,), for example `lambda nats, tokens: nats.sum(-1) /
             tokens.sum(-1)`.
-        share: it is the fraction of examples that meet a condition (`possible_share`).
+        share: it is the fraction of examples that meet a condition (`exact_share_interval`).
         resamples: with 0, the interval is the value alone.
     Raises:
         UserError: no example, or settings out of range.
     """
     arrays = [np.asarray(values, dtype=np.float64) for values in items]
     n = len(arrays[0])
-    _check(n, resamples, confidence)
+    _check_settings(n, resamples, confidence)
     value = statistic(*(values[None] for values in arrays))[0]
     rng = numpy_generator(seed, "bootstrap")
     block = max(1, _ELEMENTS // n)
@@ -164,7 +165,7 @@ def interval(
     for start in range(0, resamples, block):
         drawn = rng.integers(0, n, size=(min(block, resamples - start), n))
         replicates.append(statistic(*(values[drawn] for values in arrays)))
-    return _interval(value, replicates, confidence, n, share=share)
+    return _percentile_interval(value, replicates, confidence, n, share=share)
 
 
 def ratio_interval(
@@ -182,7 +183,7 @@ def ratio_interval(
     0/0 is not finite, so null.
     """
     items = [numerator, denominator]
-    return interval(
+    return bootstrap_interval(
         items, ratio_statistic(transform), share=share, resamples=resamples, confidence=confidence, seed=seed
     )
 
@@ -207,7 +208,7 @@ def frequency_intervals(
     resamples: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
-    figures: dict[str, Figure] | None = None,
+    figures: dict[str, ResampledMetric] | None = None,
 ) -> dict[str, BootstrapInterval]:
     """Bootstrap statistics that depend only on the number of examples of each kind; all use the same resamples.
 
@@ -217,7 +218,7 @@ def frequency_intervals(
     Args:
         kinds: (n,) integers in `range(num_kinds)`, for example cells of a confusion matrix.
         statistics: each takes counts (R, num_kinds) float64 and returns (R,).
-        shares: names of those that are the fraction of examples that meet a condition (`possible_share`).
+        shares: names of those that are the fraction of examples that meet a condition (`exact_share_interval`).
         figures: receives each.
     Raises:
         UserError: no example, or settings out of range.
@@ -226,10 +227,10 @@ def frequency_intervals(
     n = len(kinds)
     if figures is not None:
         figures |= {
-            name: Figure.of_kinds(kinds, of, num_kinds=num_kinds, share=name in shares)
+            name: ResampledMetric.of_kinds(kinds, of, num_kinds=num_kinds, share=name in shares)
             for name, of in statistics.items()
         }
-    _check(n, resamples, confidence)
+    _check_settings(n, resamples, confidence)
     counts = np.bincount(kinds, minlength=num_kinds)
     rng = numpy_generator(seed, "bootstrap")
     block = max(1, _ELEMENTS // num_kinds)
@@ -240,12 +241,12 @@ def frequency_intervals(
             replicates[name].append(statistic(drawn))
     whole = counts[None].astype(np.float64)
     return {
-        name: _interval(statistic(whole)[0], replicates[name], confidence, n, share=name in shares)
+        name: _percentile_interval(statistic(whole)[0], replicates[name], confidence, n, share=name in shares)
         for name, statistic in statistics.items()
     }
 
 
-def _check(n: int, resamples: int, confidence: float) -> None:
+def _check_settings(n: int, resamples: int, confidence: float) -> None:
     if n == 0:
         raise UserError("there is nothing to evaluate: the split has no examples")
     if resamples < 0:
@@ -254,7 +255,7 @@ def _check(n: int, resamples: int, confidence: float) -> None:
         raise UserError(f"eval.confidence: {confidence} is not a share; give for example 0.95")
 
 
-def _interval(
+def _percentile_interval(
     value: float, replicates: list[NDArray], confidence: float, n: int, *, share: bool = False
 ) -> BootstrapInterval:
     drawn = np.concatenate(replicates) if replicates else np.array([value])
@@ -262,9 +263,14 @@ def _interval(
     if np.isfinite(drawn).all():
         tail = (1.0 - confidence) / 2.0
         low, high = np.quantile(drawn, [tail, 1.0 - tail])
-    found: BootstrapInterval = {"value": _finite(value), "low": _finite(low), "high": _finite(high), "n": n}
-    return possible_share(found, confidence) if share and replicates else found
+    found: BootstrapInterval = {
+        "value": _finite_or_none(value),
+        "low": _finite_or_none(low),
+        "high": _finite_or_none(high),
+        "n": n,
+    }
+    return exact_share_interval(found, confidence) if share and replicates else found
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..data.eval_batching import EvalBatching
-from ..models.anatomy import given_cache, kept_cache
-from .generation import padded
+from ..models.anatomy import cache_argument, output_cache
+from .generation import pad_rows
 
 _LOGITS = 1 << 26
 """Maximum number of logits in memory at once (one item is always allowed): 256 MiB in float32."""
@@ -45,7 +45,7 @@ class Candidate:
     """UTF-8 bytes of the scored text."""
 
 
-def cut(tokenizer: Any, texts: Sequence[tuple[str, str, str]], begin: Sequence[int]) -> list[Candidate]:
+def tokenize_candidates(tokenizer: Any, texts: Sequence[tuple[str, str, str]], begin: Sequence[int]) -> list[Candidate]:
     """Tokenise triples (context, label, text after it) into candidates."""
     moved = []
     for context, label, after in texts:
@@ -69,7 +69,7 @@ def cut(tokenizer: Any, texts: Sequence[tuple[str, str, str]], begin: Sequence[i
 
 
 @torch.no_grad()
-def score(
+def score_candidates(
     model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching, *, shared: bool | None = None
 ) -> list[list[NDArray[np.float64]]]:
     """Return log p of every scored token of every candidate of every item.
@@ -78,24 +78,26 @@ def score(
     every candidate separately.
     """
     if shared is None:
-        shared = _can_share(model, items, inference)
+        shared = _can_repeat_cache(model, items, inference)
     if not shared:
-        return _apart(model, items, inference)
+        return _score_separately(model, items, inference)
     found: list[list[NDArray[np.float64]]] = [[] for _ in items]
-    for group in _groups(items):
+    for group in _group_by_prefix(items):
         members = [items[i] for i in group]
-        size = min(_common([item[0].ids for item in members]), *(_own(item) - 1 for item in members))
+        size = min(
+            _common_prefix_length([item[0].ids for item in members]), *(_shared_length(item) - 1 for item in members)
+        )
         size = size if size >= _WORTH and len(group) > 1 else 0
-        cache = _read(model, members[0][0].ids[:size], inference) if size else None
+        cache = _read_prefix(model, members[0][0].ids[:size], inference) if size else None
         order = sorted(group, key=lambda i: -len(items[i][0].ids))
-        for batch in _batches(order, items, model, inference):
-            made = _together(model, [items[i] for i in batch], cache, size, inference)
+        for batch in _item_batches(order, items, model, inference):
+            made = _score_after_prefix(model, [items[i] for i in batch], cache, size, inference)
             for i, scored in zip(batch, made, strict=True):
                 found[i] = scored
     return found
 
 
-def _groups(items: Sequence[Sequence[Candidate]]) -> list[list[int]]:
+def _group_by_prefix(items: Sequence[Sequence[Candidate]]) -> list[list[int]]:
     """Group items with the same first `2 * _WORTH` tokens; items without such a partner are grouped by number of
     candidates."""
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -108,40 +110,44 @@ def _groups(items: Sequence[Sequence[Candidate]]) -> list[list[int]]:
     return found
 
 
-def _common(rows: Sequence[Sequence[int]]) -> int:
+def _common_prefix_length(rows: Sequence[Sequence[int]]) -> int:
     first, shortest = rows[0], min(map(len, rows))
     return next((n for n in range(shortest) if any(row[n] != first[n] for row in rows)), shortest)
 
 
-def _own(item: Sequence[Candidate]) -> int:
+def _shared_length(item: Sequence[Candidate]) -> int:
     """Return the number of tokens that all candidates of an item share and none of them scores."""
-    return min(_common([one.ids for one in item]), *(one.start for one in item), *(len(one.ids) - 1 for one in item))
+    return min(
+        _common_prefix_length([one.ids for one in item]),
+        *(one.start for one in item),
+        *(len(one.ids) - 1 for one in item),
+    )
 
 
-def _batches(
+def _item_batches(
     order: list[int], items: Sequence[Sequence[Candidate]], model: Any, inference: EvalBatching
 ) -> list[list[int]]:
     vocabulary, found, start = int(model.config.get_text_config().vocab_size), [], 0
     while start < len(order):
         item = items[order[start]]
-        longest = max(len(one.ids) for one in item) - _own(item)
+        longest = max(len(one.ids) for one in item) - _shared_length(item)
         rows = max(1, min(inference.batch_size, _LOGITS // (len(item) * longest * vocabulary)))
         found.append(order[start : start + rows])
         start += rows
     return found
 
 
-def _read(model: Any, ids: Sequence[int], inference: EvalBatching) -> Any:
+def _read_prefix(model: Any, ids: Sequence[int], inference: EvalBatching) -> Any:
     with inference.precision():
         row = torch.tensor([list(ids)], device=inference.device)
-        return kept_cache(model(input_ids=row, use_cache=True, logits_to_keep=1))
+        return output_cache(model(input_ids=row, use_cache=True, logits_to_keep=1))
 
 
-def _together(
+def _score_after_prefix(
     model: Any, items: Sequence[Sequence[Candidate]], cache: Any, size: int, inference: EvalBatching
 ) -> list[list[NDArray[np.float64]]]:
     """Score items after `size` shared tokens, which `cache` holds: own words (B, M), then candidates (B·K, C)."""
-    owns = [_own(item) for item in items]
+    owns = [_shared_length(item) for item in items]
     heads = [item[0].ids[size:own] for item, own in zip(items, owns, strict=True)]
     tails = [one.ids[own:] for item, own in zip(items, owns, strict=True) for one in item]
     nats, _ = answer_nats(model, heads, tails, inference, size=size, cache=cache)
@@ -168,8 +174,8 @@ def answer_nats(
     Prompts are padded on the left, answers on the right. cache: of `size` tokens before all prompts.
     """
     each = len(answers) // len(prompts)
-    ids, mask = padded(prompts, inference.pad_id, left=True)
-    written, real = padded(answers, inference.pad_id, left=False)
+    ids, mask = pad_rows(prompts, inference.pad_id, left=True)
+    written, real = pad_rows(answers, inference.pad_id, left=False)
     positions = size + (mask.cumsum(-1) - 1).clamp_min(0)
     ids, mask, written, real, positions = (t.to(inference.device) for t in (ids, mask, written, real, positions))
     mask = torch.cat([mask.new_ones(len(prompts), size), mask], dim=1)
@@ -177,14 +183,14 @@ def answer_nats(
     if cache is not None:
         cache = copy.deepcopy(cache)  # it is repeated in place, and serves other batches too
         cache.batch_repeat_interleave(len(prompts))
-        kept = given_cache(cache)
+        kept = cache_argument(cache)
     with inference.precision():
         asked = model(
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **kept
         )
         logits = asked.logits.repeat_interleave(each, dim=0)
         if written.shape[1] > 1:
-            after = kept_cache(asked)
+            after = output_cache(asked)
             after.batch_repeat_interleave(each)
             start = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
             said = model(
@@ -192,14 +198,14 @@ def answer_nats(
                 attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
                 position_ids=start + torch.arange(written.shape[1] - 1, device=start.device),
                 use_cache=True,
-                **given_cache(after),
+                **cache_argument(after),
             )
             logits = torch.cat([logits, said.logits], dim=1)
     nats = F.cross_entropy(logits.float().flatten(0, 1), written.flatten(), reduction="none").view(written.shape)
     return nats, real
 
 
-def _apart(
+def _score_separately(
     model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching
 ) -> list[list[NDArray[np.float64]]]:
     """Score every candidate as a separate sequence, the longest first."""
@@ -210,7 +216,7 @@ def _apart(
     while start < len(order):
         rows = max(1, min(inference.batch_size, _LOGITS // (len(flat[order[start]].ids) * vocabulary)))
         batch = order[start : start + rows]
-        ids, mask = padded([flat[i].ids for i in batch], inference.pad_id, left=False)
+        ids, mask = pad_rows([flat[i].ids for i in batch], inference.pad_id, left=False)
         ids, mask = ids.to(inference.device), mask.to(inference.device)
         with inference.precision():
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
@@ -223,18 +229,18 @@ def _apart(
     return [[found[next(rows_)] for _ in item] for item in items]
 
 
-def _can_share(model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching) -> bool:
+def _can_repeat_cache(model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching) -> bool:
     """True if both ways agree on the shortest, middle and longest item of the largest group together, so that padding
     is included."""
     if getattr(model, "soft_tokens", 0):
         return False
-    group = sorted(max(_groups(items), key=lambda one: len(list(one))), key=lambda i: len(items[i][0].ids))
-    if any(_own(items[i]) < 1 for i in range(len(items))):
+    group = sorted(max(_group_by_prefix(items), key=lambda one: len(list(one))), key=lambda i: len(items[i][0].ids))
+    if any(_shared_length(items[i]) < 1 for i in range(len(items))):
         return False
     probe = [items[i] for i in dict.fromkeys((group[0], group[len(group) // 2], group[-1]))]
-    alone = _apart(model, probe, inference)
+    alone = _score_separately(model, probe, inference)
     try:
-        both = score(model, probe, inference, shared=True)
+        both = score_candidates(model, probe, inference, shared=True)
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
         return False
     exact = inference.autocast_dtype is None and next(model.parameters()).dtype == torch.float32

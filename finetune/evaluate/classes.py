@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
-from .bootstrap import BootstrapInterval, Figure, frequency_intervals
-from .metrics import ROW_SHARES, functions
+from .bootstrap import BootstrapInterval, ResampledMetric, frequency_intervals
+from .metrics import ROW_SHARES, metric_functions
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ def majority(pairs: LabelPairs, weights: NDArray) -> NDArray:
     return weights[:, pairs.true == pairs.commonest].sum(-1) / weights.sum(-1)
 
 
-def judge_classes(
+def classification_metrics(
     true: Sequence[int],
     predicted: Sequence[int],
     *,
     resamples: int,
     confidence: float,
     seed: int,
-    figures: dict[str, Figure] | None = None,
+    figures: dict[str, ResampledMetric] | None = None,
 ) -> dict[str, BootstrapInterval]:
     """Return the metrics computed from "classes", with intervals; `figures` receives each.
 
@@ -106,7 +106,7 @@ def judge_classes(
         UserError: no example.
     """
     pairs = LabelPairs.of(true, predicted)
-    statistics = {name: partial(function, pairs) for name, function in functions("classes").items()}
+    statistics = {name: partial(function, pairs) for name, function in metric_functions("classes").items()}
     return frequency_intervals(
         pairs.kinds,
         statistics,

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..compute.numerics import evaluating
+from ..compute.numerics import evaluation_mode
 from ..config import Evaluate
 from ..data.eval_batching import EvalBatching
-from ..data.example import IGNORE, Example, summed
+from ..data.example import IGNORE, Example, sum_by_document
 from ..errors import UserError
 from .answers import generate_answers
-from .bootstrap import BootstrapInterval, Figure, ratio_interval, ratio_statistic
-from .classes import judge_classes
-from .metrics import functions
+from .bootstrap import BootstrapInterval, ResampledMetric, ratio_interval, ratio_statistic
+from .classes import classification_metrics
+from .metrics import metric_functions
 from .perplexity import document_nats
 from .ranking import rank_choices
 
@@ -35,15 +35,15 @@ def evaluate(
     inference: EvalBatching | None = None,
     label_names: Sequence[str] | None = None,
     seed: int = 0,
-    figures: dict[str, Figure] | None = None,
+    figures: dict[str, ResampledMetric] | None = None,
     said: dict[str, Any] | None = None,
 ) -> dict[str, BootstrapInterval]:
     """Evaluate `model` on `examples`, in evaluation mode, without gradients and without drawing random numbers.
 
     Returns the metrics of the task, each as `{value, low, high, n}` with n the number of examples. A metric that is not
     finite is null. On a mesh every rank calls this and gets the same metrics; `inference` assigns each rank its
-    examples, and without it this is one process on a CPU. `figures` receives each metric as a `Figure` that can be
-    evaluated on groups of the examples and compared with another model's; the last argument receives the model's
+    examples, and without it this is one process on a CPU. `figures` receives each metric as a `ResampledMetric` that
+    can be evaluated on groups of the examples and compared with another model's; the last argument receives the model's
     outputs for each example (see `Evaluator`).
 
     Raises:
@@ -53,7 +53,7 @@ def evaluate(
         raise UserError("there is nothing to evaluate: the split has no examples")
     draw = {"resamples": config.bootstrap, "confidence": config.confidence, "seed": seed}
     inference = inference or EvalBatching.of(tokenizer, batch_size=config.batch_size)
-    with evaluating(model):
+    with evaluation_mode(model):
         judge = Evaluator(model, tokenizer, task, inference, draw, label_names, {} if figures is None else figures)
         judge = replace(judge, said={} if said is None else said)
         return task.judge(judge, examples)
@@ -71,7 +71,7 @@ class Evaluator:
     draw: dict[str, Any]
     """Arguments of the intervals: `resamples, confidence, seed`."""
     label_names: Sequence[str] | None = None
-    figures: dict[str, Figure] = field(default_factory=dict)
+    figures: dict[str, ResampledMetric] = field(default_factory=dict)
     """Collects every metric by name."""
     said: dict[str, Any] = field(default_factory=dict)
     """Collects columns with one entry per example: `label, predicted, probability` of a class or number, `reference,
@@ -122,7 +122,7 @@ class Evaluator:
         """Compute and record the metric `name`: Σ values / Σ counts, then `transform`; of the examples at `rows`, by
         default all."""
         share = bool(transform is None and np.all(np.asarray(counts) == 1) and np.isin(values, (0.0, 1.0)).all())
-        self.figures[name] = Figure.over([values, counts], ratio_statistic(transform), rows, share=share)
+        self.figures[name] = ResampledMetric.over([values, counts], ratio_statistic(transform), rows, share=share)
         if transform is None and rows is None:
             self.said[name] = np.asarray(values, dtype=np.float64)
             if not np.all(np.asarray(counts) == 1):
@@ -144,7 +144,7 @@ class Evaluator:
         self.said["predicted"] = [named[place] for place in predicted]
         if odds:
             self.said["probability"] = 1.0 / np.exp(scores - scores.max(-1, keepdims=True)).sum(-1)
-        return judge_classes(true, predicted, figures=self.figures, **self.draw)
+        return classification_metrics(true, predicted, figures=self.figures, **self.draw)
 
     def perplexity_metrics(
         self,
@@ -161,24 +161,26 @@ class Evaluator:
         """
         size = np.array([example.bytes for example in examples], dtype=np.float64)
         found = {}
-        for name, function in functions(of).items():
+        for name, function in metric_functions(of).items():
             values, counts, transform = function(nats, tokens, size)
             found[name] = self.ratio(name, values, counts, transform=transform)
             if documents is not None:
                 places = np.unique(documents)
-                items = [summed(np.asarray(part, dtype=np.float64), documents)[places] for part in (values, counts)]
-                self.figures[name] = Figure.over(items, ratio_statistic(transform))
+                items = [
+                    sum_by_document(np.asarray(part, dtype=np.float64), documents)[places] for part in (values, counts)
+                ]
+                self.figures[name] = ResampledMetric.over(items, ratio_statistic(transform))
                 found[name] = ratio_interval(*items, transform=transform, **self.draw)
         return found
 
     def ranked(self, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """Return the metrics of `perplexity_metrics`, and `accuracy, f1_macro, matthews, majority_floor` of the
         likeliest choice."""
-        gold = [_gold(example, self.label_names) for example in examples]
+        gold = [_gold_index(example, self.label_names) for example in examples]
         scores = self.ranks(examples)
         # The gold completion is one of the choices, so its log-likelihood is known.
         nats = -scores[np.arange(len(gold)), gold]
-        figures = self.perplexity_metrics(examples, nats, np.array([_supervised(example) for example in examples]))
+        figures = self.perplexity_metrics(examples, nats, np.array([_count_targets(example) for example in examples]))
         return figures | self.classes(gold, scores)
 
     def answers(
@@ -205,8 +207,8 @@ class Evaluator:
         for column, texts in (("reference", [ref for _, ref in pairs]), ("answer", [said for said, _ in pairs])):
             of_row = dict(zip(rows, texts, strict=True))
             self.said[column] = [of_row.get(row) for row in range(len(examples))]
-        extra = functions("agreement")
-        wanted = functions(of) | {name: extra[name] for name in self.task.metrics}
+        extra = metric_functions("agreement")
+        wanted = metric_functions(of) | {name: extra[name] for name in self.task.metrics}
         figures = {}
         for name, function in wanted.items():
             found = np.array([function(*pair) for pair in pairs], dtype=np.float64)
@@ -240,12 +242,12 @@ def head_scores(
     return inference.share.add(losses), inference.share.add(outputs)
 
 
-def _supervised(example: Example) -> int:
+def _count_targets(example: Example) -> int:
     assert isinstance(example.labels, list)
     return sum(label != IGNORE for label in example.labels[1:])
 
 
-def _gold(example: Example, label_names: Sequence[str] | None) -> int:
+def _gold_index(example: Example, label_names: Sequence[str] | None) -> int:
     if example.gold is None or (label_names is not None and len(example.choices or ()) != len(label_names)):
         raise ValueError("examples that are ranked must be encoded with task.score 'rank' and the same label names")
     return example.gold

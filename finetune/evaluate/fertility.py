@@ -14,7 +14,7 @@ import numpy as np
 import regex
 from numpy.typing import NDArray
 
-from .text import graphemes_of, words_of
+from .text import count_graphemes, split_words
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SCRIPTS = (
@@ -51,7 +51,7 @@ class Vocabulary:
     @cached_property
     def one_character(self) -> NDArray[np.bool_]:
         """(V,) True if the token is one character, surrounding blanks aside."""
-        return np.array([graphemes_of(piece.strip()) == 1 for piece in self.pieces]) & ~self.part_of_character
+        return np.array([count_graphemes(piece.strip()) == 1 for piece in self.pieces]) & ~self.part_of_character
 
     @cached_property
     def scripts(self) -> Counter[str]:
@@ -95,7 +95,7 @@ class TokenizedTexts:
         }
 
 
-def cut_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> TokenizedTexts:
+def tokenize_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> TokenizedTexts:
     """Tokenise every text, without special tokens."""
     tokenizer, unknown = vocabulary.tokenizer, vocabulary.tokenizer.unk_token_id
     rows: list[tuple[int, ...]] = []
@@ -108,10 +108,10 @@ def cut_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> TokenizedTexts:
         for text, ids, offsets in zip(batch, found["input_ids"], found["offset_mapping"], strict=True):
             places = np.array(ids, dtype=np.int64)
             used.update(ids)
-            words = words_of(text)
+            words = split_words(text)
             rows.append(
                 (
-                    len(ids), len(words), _continued(text, words, offsets), len(text), len(text.encode()),
+                    len(ids), len(words), _count_split_words(text, words, offsets), len(text), len(text.encode()),
                     int(vocabulary.part_of_character[places].sum()) if len(ids) else 0,
                     0 if unknown is None else int((places == unknown).sum()),
                     int(vocabulary.one_character[places].sum()) if len(ids) else 0,
@@ -122,7 +122,7 @@ def cut_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> TokenizedTexts:
     return TokenizedTexts(tokens, words_, continued, characters, size, parts, unknown_, single, used)
 
 
-def _continued(text: str, words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> int:
+def _count_split_words(text: str, words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> int:
     """Return the number of words that have a token starting inside them."""
     begins = np.unique([a for a, b in offsets if b > a])
     repeated = {a for (a, _), (c, _) in pairwise(offsets) if a == c}  # a character split into byte tokens

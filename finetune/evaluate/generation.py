@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..compute.numerics import evaluating
+from ..compute.numerics import evaluation_mode
 from ..config import check_bounds
 from ..data.eval_batching import ALONE, EvalBatching
 from ..errors import UserError
-from ..models.anatomy import before_text
+from ..models.anatomy import describe_prefix
 from ..models.families import usable_positions
 from ..seeds import torch_generator
 
@@ -67,7 +67,7 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GeneratedAnswer:
     """Generated answer to one prompt."""
 
     ids: list[int]
@@ -86,7 +86,7 @@ def continue_prompts(
     decoder_start: int | None = None,
     numbers: Sequence[int] | None = None,
     on_token: Callable[[int], None] | None = None,
-) -> Iterator[tuple[int, Generation]]:
+) -> Iterator[tuple[int, GeneratedAnswer]]:
     """Yield pairs of a prompt's index and its answer, longest prompts first.
 
     Settings of the backbone's own generation_config.json (penalties, forced tokens, temperatures) are ignored.
@@ -102,7 +102,7 @@ def continue_prompts(
     """
     from transformers import GenerationConfig
 
-    _check_room(model, prompts, decoding.max_new_tokens, apart=decoder_start is not None)
+    _check_prompts_fit(model, prompts, decoding.max_new_tokens, apart=decoder_start is not None)
     ends = [] if end is None else [end] if isinstance(end, int) else list(end)
     config = GenerationConfig(
         do_sample=False,
@@ -113,16 +113,16 @@ def continue_prompts(
         eos_token_id=ends or None,
         decoder_start_token_id=decoder_start,
     )
-    with evaluating(model), _without_own_settings(model):
+    with evaluation_mode(model), _without_generation_config(model):
         own = list(range(len(prompts)) if numbers is None else numbers)
-        drawing = lambda places: _drawing(decoding, [own[place] for place in places])  # noqa: E731
+        drawing = lambda places: _logits_processors(decoding, [own[place] for place in places])  # noqa: E731
         for places, said in generate_batches(model, prompts, config, inference, processors=drawing, on_token=on_token):
             for place, tokens in zip(places, said.tolist(), strict=True):
                 stop = next((k for k, token in enumerate(tokens) if token in ends), None)
-                yield place, Generation(tokens[:stop], stop is not None)
+                yield place, GeneratedAnswer(tokens[:stop], stop is not None)
 
 
-def _drawing(decoding: Decoding, places: Sequence[int]) -> list[Any]:
+def _logits_processors(decoding: Decoding, places: Sequence[int]) -> list[Any]:
     """Return the logits processors of one batch; empty for greedy decoding."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -154,7 +154,7 @@ class GumbelNoise:
 
 
 @contextlib.contextmanager
-def _without_own_settings(model: Any) -> Iterator[None]:
+def _without_generation_config(model: Any) -> Iterator[None]:
     """Clear the model's own generation settings, with which `generate` would fill every unset option."""
     from transformers import GenerationConfig
 
@@ -167,7 +167,7 @@ def _without_own_settings(model: Any) -> Iterator[None]:
         base.generation_config = before
 
 
-def _check_room(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, apart: bool) -> None:
+def _check_prompts_fit(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, apart: bool) -> None:
     for place, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {place + 1} is empty and this tokenizer begins no text by itself; write something")
@@ -208,12 +208,12 @@ def generate_batches(
     more: dict[str, Any] = {"synced_gpus": True} if inference.share.lockstep else {}
     if on_token is not None:
         assert len(prompts) == 1 and config.num_beams in (None, 1)
-        more["streamer"] = _Streamer(on_token)
+        more["streamer"] = _TokenStreamer(on_token)
     if inference.share == ALONE and inference.is_heard:
-        more["stopping_criteria"] = StoppingCriteriaList([_Heard(inference)])
-    for batch in _batches(prompts, inference.batch_size, alike=bool(getattr(model, "soft_tokens", 0))):
+        more["stopping_criteria"] = StoppingCriteriaList([_HeartbeatCriterion(inference)])
+    for batch in _prompt_batches(prompts, inference.batch_size, alike=bool(getattr(model, "soft_tokens", 0))):
         places, counts = inference.share.mine(batch)
-        ids, mask = padded([prompts[i] for i in places], config.pad_token_id, left=not apart)
+        ids, mask = pad_rows([prompts[i] for i in places], config.pad_token_id, left=not apart)
         if processors is not None:
             more["logits_processor"] = LogitsProcessorList(processors(places))
         with inference.precision():
@@ -228,7 +228,7 @@ def generate_batches(
         inference.beat(len(batch))
 
 
-class _Heard:
+class _HeartbeatCriterion:
     """Stopping criterion that never stops: it reports a heartbeat for each token."""
 
     def __init__(self, inference: EvalBatching) -> None:
@@ -239,7 +239,7 @@ class _Heard:
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-class _Streamer:
+class _TokenStreamer:
     """Streamer for transformers, which passes the prompt first, then token by token."""
 
     def __init__(self, told: Callable[[int], None]) -> None:
@@ -264,10 +264,10 @@ def context_overflow(model: Any, prompt: Sequence[int], max_new_tokens: int, *, 
     needed = max(len(prompt), 1 + max_new_tokens) if apart else len(prompt) + max_new_tokens
     if limit is None or needed + soft <= limit:
         return None
-    return f"the backbone's {limit} positions{f' beside {before_text(model)}' if soft else ''}"
+    return f"the backbone's {limit} positions{f' beside {describe_prefix(model)}' if soft else ''}"
 
 
-def _batches(prompts: Sequence[Sequence[int]], size: int, *, alike: bool) -> Iterator[list[int]]:
+def _prompt_batches(prompts: Sequence[Sequence[int]], size: int, *, alike: bool) -> Iterator[list[int]]:
     """Yield indices of at most `size` prompts, the longest first; alike: only prompts of equal length together."""
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     runs = itertools.groupby(order, key=lambda i: len(prompts[i]) if alike else 0)
@@ -282,7 +282,7 @@ def batched(items: list[int], size: int) -> Iterator[list[int]]:
         yield batch
 
 
-def padded(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+def pad_rows(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
     """Return token ids (B, T) of rows of any length, padded on one side, and their mask (1: real), both int64."""
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), pad_id)

@@ -3,7 +3,7 @@
 To add a metric: add a function next to similar ones, and an entry here. The function's arguments depend on the data
 that the metric is computed from:
 
-    "document"             (flatshift.finetune.evaluate.text.Counts) → (values, counts, transform or None)
+    "document"             (flatshift.finetune.evaluate.text.DocumentCounts) → (values, counts, transform or None)
     "text", "hidden"       (nats, tokens, bytes) of documents, (n,) each → (values, counts, transform or None)
     "answers", "seq2seq"   (answer, reference), two strings → float
     "agreement"            the same, or (part, whole) of a ratio; computed only if `task.metrics` names it
@@ -12,7 +12,7 @@ that the metric is computed from:
     "classes"              (flatshift.finetune.evaluate.classes.LabelPairs, weights (R, U)) → (R,)
     "preferences"          (rewards, signs) of each example's answers, (n, 1 or 2) each → (values, counts)
     "reference"            log p − log p of the base model of each example's answers, (n, 1 or 2) → (values, counts)
-    "sets"                 (flatshift.finetune.evaluate.multilabel.Sets, weights (R, n)) → (R,)
+    "sets"                 (flatshift.finetune.evaluate.multilabel.LabelSets, weights (R, n)) → (R,)
     "numbers"              (true, predicted, mean of the training targets), (R, n) each → (R,)
 """
 
@@ -33,7 +33,8 @@ _POSITIVE = (0.0, math.inf)
 _ANY = (-math.inf, math.inf)
 _LACK = "lack_of_"
 ROW_SHARES = ("accuracy",)
-"""Metrics of classes and sets that are fractions of rows (`flatshift.finetune.evaluate.bootstrap.possible_share`)."""
+"""Metrics of classes and sets that are fractions of rows
+(`flatshift.finetune.evaluate.bootstrap.exact_share_interval`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +235,7 @@ _ALL = (
 METRICS = {metric.name: metric for metric in _ALL}
 
 
-def metric_of(name: str) -> Metric:
+def find_metric(name: str) -> Metric:
     """Return the metric of this name, including the loss form (`loss_form`) of one; an unknown name gives a metric with
     only that name."""
     whole = METRICS.get(name.removeprefix(_LACK))
@@ -250,17 +251,17 @@ def metric_of(name: str) -> Metric:
 def loss_form(name: str) -> str:
     """Return the metric that decreases as the metric `name` improves: itself, the error for accuracy, else 1 minus the
     metric, whose best value is 1."""
-    return "error" if name == "accuracy" else name if metric_of(name).lower else f"{_LACK}{name}"
+    return "error" if name == "accuracy" else name if find_metric(name).lower else f"{_LACK}{name}"
 
 
-def names_of(*judged_by: str) -> tuple[str, ...]:
+def metric_names(*judged_by: str) -> tuple[str, ...]:
     """Return the names of the metrics computed from any of these kinds of data."""
     return tuple(metric.name for metric in _ALL if metric.by.keys() & set(judged_by))
 
 
-def check_named(names: Iterable[str], judged_by: str, setting: str) -> None:
+def check_metric_names(names: Iterable[str], judged_by: str, setting: str) -> None:
     """Raise UserError, starting with `setting`, for a name that is not one of these metrics."""
-    known = names_of(judged_by)
+    known = metric_names(judged_by)
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -268,7 +269,7 @@ def check_named(names: Iterable[str], judged_by: str, setting: str) -> None:
             raise UserError(f"{setting}: no metric {name!r} of answers; {hint}")
 
 
-def functions(judged_by: str) -> dict[str, Callable[..., Any]]:
+def metric_functions(judged_by: str) -> dict[str, Callable[..., Any]]:
     """Return the function of each metric computed from one kind of data, for example "classes"; by name, in the order
     of the table."""
     found = {}
@@ -279,11 +280,11 @@ def functions(judged_by: str) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def in_headline_order(names: Iterable[str]) -> list[str]:
+def sort_for_headline(names: Iterable[str]) -> list[str]:
     """Sort names by their rank in a headline; unranked ones follow in the given order."""
-    return sorted(names, key=lambda name: metric_of(name).headline or math.inf)
+    return sorted(names, key=lambda name: find_metric(name).headline or math.inf)
 
 
-def on_tiles(names: Iterable[str]) -> list[str]:
+def tile_metrics(names: Iterable[str]) -> list[str]:
     """Return those with a tile on a run's page, by rank."""
-    return sorted((name for name in names if metric_of(name).tile), key=lambda name: metric_of(name).tile)
+    return sorted((name for name in names if find_metric(name).tile), key=lambda name: find_metric(name).tile)

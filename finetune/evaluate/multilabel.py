@@ -15,12 +15,12 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from .bootstrap import BootstrapInterval, Figure, frequency_intervals
-from .metrics import ROW_SHARES, functions
+from .bootstrap import BootstrapInterval, ResampledMetric, frequency_intervals
+from .metrics import ROW_SHARES, metric_functions
 
 
 @dataclass(frozen=True)
-class Sets:
+class LabelSets:
     """True sets of classes and logits of n examples."""
 
     true: NDArray[np.bool_]
@@ -52,14 +52,14 @@ class Sets:
         return best
 
 
-def judge_sets(
+def multilabel_metrics(
     true: NDArray[np.bool_],
     logits: NDArray[np.float64],
     *,
     resamples: int,
     confidence: float,
     seed: int,
-    figures: dict[str, Figure] | None = None,
+    figures: dict[str, ResampledMetric] | None = None,
 ) -> dict[str, BootstrapInterval]:
     """Return the metrics computed from "sets", with intervals, of n examples with C classes; `figures` receives each.
 
@@ -68,8 +68,8 @@ def judge_sets(
     Raises:
         UserError: no example.
     """
-    sets = Sets(true, logits)
-    statistics = {name: partial(function, sets) for name, function in functions("sets").items()}
+    sets = LabelSets(true, logits)
+    statistics = {name: partial(function, sets) for name, function in metric_functions("sets").items()}
     return frequency_intervals(
         np.arange(len(true)),
         statistics,
@@ -82,24 +82,24 @@ def judge_sets(
     )
 
 
-def accuracy(sets: Sets, weights: NDArray) -> NDArray:
+def accuracy(sets: LabelSets, weights: NDArray) -> NDArray:
     """Return (R,) fraction of examples whose whole set of classes is correct."""
-    return _mean((sets.said == sets.true).all(axis=1), weights)
+    return _weighted_mean((sets.said == sets.true).all(axis=1), weights)
 
 
-def f1_micro(sets: Sets, weights: NDArray) -> NDArray:
+def f1_micro(sets: LabelSets, weights: NDArray) -> NDArray:
     """Return (R,) 2·hits / (true + predicted) over all classes together; 0 if there is neither."""
     return _f1_micro(sets.true, sets.said, weights)
 
 
-def f1_macro(sets: Sets, weights: NDArray) -> NDArray:
+def f1_macro(sets: LabelSets, weights: NDArray) -> NDArray:
     """Return (R,) mean of 2·hits / (true + predicted) over the classes that occur in the resample, true or
     predicted."""
-    hits, total = _hits(sets.true, sets.said, weights)
-    return _ratio(_ratio(2.0 * hits, total).sum(-1), (total > 0).sum(-1))
+    hits, total = _hits_and_totals(sets.true, sets.said, weights)
+    return _safe_ratio(_safe_ratio(2.0 * hits, total).sum(-1), (total > 0).sum(-1))
 
 
-def average_precision(sets: Sets, weights: NDArray) -> NDArray:
+def average_precision(sets: LabelSets, weights: NDArray) -> NDArray:
     """Return (R,) mean over the classes in the resample of Σ (recallₖ − recallₖ₋₁) · precisionₖ, over the distinct
     scores in descending order."""
     true, scores = sets.true, sets.logits
@@ -110,38 +110,38 @@ def average_precision(sets: Sets, weights: NDArray) -> NDArray:
         ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))  # tied scores enter together
         drawn = weights[:, order]
         hits = np.cumsum(drawn * true[order, k], axis=1)[:, ends]
-        precision = _ratio(hits, np.cumsum(drawn, axis=1)[:, ends])
+        precision = _safe_ratio(hits, np.cumsum(drawn, axis=1)[:, ends])
         gained = np.diff(hits, axis=1, prepend=0.0)
-        total += _ratio((gained * precision).sum(-1), hits[:, -1])
+        total += _safe_ratio((gained * precision).sum(-1), hits[:, -1])
         classes += hits[:, -1] > 0
-    return _ratio(total, classes)
+    return _safe_ratio(total, classes)
 
 
-def majority(sets: Sets, weights: NDArray) -> NDArray:
+def majority(sets: LabelSets, weights: NDArray) -> NDArray:
     """Return (R,) accuracy of the majority baseline: always predicting these examples' most frequent set of classes."""
-    return _mean((sets.true == sets.commonest).all(axis=1), weights)
+    return _weighted_mean((sets.true == sets.commonest).all(axis=1), weights)
 
 
-def best_constant(sets: Sets, weights: NDArray) -> NDArray:
+def best_constant(sets: LabelSets, weights: NDArray) -> NDArray:
     """Return (R,) micro F1 of the best constant prediction (some of the most frequent classes, whatever the
     example)."""
     return _f1_micro(sets.true, np.broadcast_to(sets.best, sets.true.shape), weights)
 
 
 def _f1_micro(true: NDArray[np.bool_], said: NDArray[np.bool_], weights: NDArray) -> NDArray:
-    hits, total = _hits(true, said, weights)
-    return _ratio(2.0 * hits.sum(-1), total.sum(-1))
+    hits, total = _hits_and_totals(true, said, weights)
+    return _safe_ratio(2.0 * hits.sum(-1), total.sum(-1))
 
 
-def _mean(values: NDArray, weights: NDArray) -> NDArray:
+def _weighted_mean(values: NDArray, weights: NDArray) -> NDArray:
     return (weights @ values.astype(np.float64)) / weights.sum(-1)
 
 
-def _hits(true: NDArray[np.bool_], said: NDArray[np.bool_], weights: NDArray) -> tuple[NDArray, NDArray]:
+def _hits_and_totals(true: NDArray[np.bool_], said: NDArray[np.bool_], weights: NDArray) -> tuple[NDArray, NDArray]:
     """Return (R, C) examples for which a class is both true and predicted, and the sum of true and predicted ones."""
     return weights @ (true & said).astype(np.float64), weights @ (true.astype(np.float64) + said)
 
 
-def _ratio(top: NDArray, bottom: NDArray) -> NDArray:
+def _safe_ratio(top: NDArray, bottom: NDArray) -> NDArray:
     bottom = np.asarray(bottom, dtype=np.float64)
     return np.divide(top, bottom, out=np.zeros(np.broadcast(top, bottom).shape), where=bottom > 0)

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..compute.attention import NAME, Kernel, as_mask, flash, flash_attention_problem, register
-from ..compute.numerics import evaluating
+from ..compute.attention import (
+    NAME,
+    Kernel,
+    flash_attention_problem,
+    flash_attention_varlen,
+    offsets_as_mask,
+    register_packed_attention,
+)
+from ..compute.numerics import evaluation_mode
 from ..compute.precision import autocast
 from ..config import Train
 from ..errors import UserError
@@ -56,7 +63,7 @@ def check_packing_isolation(
     advice = "set task.pack: false"
     told = {}
     if starts:
-        told = {"attention_mask": as_mask(torch.tensor([0, 8, 16], dtype=torch.int32, device=device), 8)}
+        told = {"attention_mask": offsets_as_mask(torch.tensor([0, 8, 16], dtype=torch.int32, device=device), 8)}
 
     def packed(ids: Tensor) -> Tensor:
         return model(input_ids=ids, position_ids=positions.repeat(1, 2), **told).logits[:, 8:].float()
@@ -64,15 +71,15 @@ def check_packing_isolation(
     def in_rows(ids: Tensor) -> Tensor:
         return model(input_ids=ids.view(2, 8), position_ids=positions.repeat(2, 1)).logits[1:].float()
 
-    with evaluating(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         try:
             before = packed(tokens)
         except TypeError as error:
             raise UserError(f"this backbone takes no position_ids, so samples cannot be packed; {advice}") from error
-        moved = _distance(before, packed(others))
+        moved = _largest_difference(before, packed(others))
         if not agree(moved != 0):
             return
-        noise = max(_distance(before, packed(tokens)), _distance(in_rows(tokens), in_rows(others)))
+        noise = max(_largest_difference(before, packed(tokens)), _largest_difference(in_rows(tokens), in_rows(others)))
     if not moved <= _NOISE * noise:  # NaN is a leak too
         share = moved / max(before.abs().max().item(), 1e-12)
         raise UserError(
@@ -80,14 +87,19 @@ def check_packing_isolation(
         )
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def _largest_difference(one: Tensor, other: Tensor) -> float:
     """Return the largest difference; NaN if either side has one."""
     return float((one - other).abs().max())
 
 
 @contextlib.contextmanager
-def rows_apart(
-    engine: Engine, train: Train, device: torch.device, say: Callable[[str], None], *, kernel: Kernel = flash
+def isolate_packed_rows(
+    engine: Engine,
+    train: Train,
+    device: torch.device,
+    say: Callable[[str], None],
+    *,
+    kernel: Kernel = flash_attention_varlen,
 ) -> Iterator[bool]:
     """Yield True if packed rows are attended to example by example inside; the backbone's own attention is restored
     afterwards.
@@ -98,11 +110,11 @@ def rows_apart(
     base: Any = engine.peft.get_base_model()
     before = base.config._attn_implementation
     try:
-        reason = _agreed(engine, flash_attention_problem(engine, train, device))
+        reason = _agree_on_reason(engine, flash_attention_problem(engine, train, device))
         if reason is None:
-            register(kernel)
+            register_packed_attention(kernel)
             base.set_attn_implementation(NAME)
-            reason = _agreed(engine, _broken(engine, train, device))
+            reason = _agree_on_reason(engine, _kernel_problem(engine, train, device))
         if reason is not None:
             base.set_attn_implementation(before)
         attention = f"a dense mask of T² ({reason})" if reason else "flash attention over samples of any length"
@@ -112,7 +124,7 @@ def rows_apart(
         base.set_attn_implementation(before)
 
 
-def _broken(engine: Engine, train: Train, device: torch.device) -> str | None:
+def _kernel_problem(engine: Engine, train: Train, device: torch.device) -> str | None:
     """Try the kernel on this backbone and return the problem; None if examples do not attend to each other."""
     try:
         with autocast(train, device):
@@ -124,7 +136,7 @@ def _broken(engine: Engine, train: Train, device: torch.device) -> str | None:
     return None
 
 
-def _agreed(engine: Engine, reason: str | None) -> str | None:
+def _agree_on_reason(engine: Engine, reason: str | None) -> str | None:
     """Return the reason if any rank has one (others get a generic one); collective on a mesh."""
     anywhere = engine.world.any(reason is not None)
     return reason or ("another rank cannot" if anywhere else None)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compute.attention import blocked
+from ..compute.attention import use_blocked_attention
 from ..compute.capabilities import capabilities
-from ..compute.loss import Head, aligned, find_head, head_probe
+from ..compute.loss import Head, align_targets, find_head, head_probe
 from ..compute.slices import slice_rows
 from ..data.encoding import IGNORE, Example
 from ..data.eval_batching import ALONE, EvalBatching
@@ -40,7 +40,7 @@ def token_nats(
     Returns:
         nats (n,) float32, and the row (n,) that each belongs to.
     """
-    scores, targets = aligned(values, labels, task)
+    scores, targets = align_targets(values, labels, task)
     mask = targets != IGNORE
     rows = mask.nonzero()[:, 0]
     scores, wanted = scores[mask], targets[mask]
@@ -85,14 +85,14 @@ def document_nats(
         batch = micro.to(device)
         if not masked:
             batch = replace(batch, inputs={k: v for k, v in batch.inputs.items() if k != "attention_mask"})
-        with inference.precision(), blocked(model, device, dtype):
+        with inference.precision(), use_blocked_attention(model, device, dtype):
             if first:
                 head, first = find_head(model, head_probe(batch.inputs), task=task), False
             if head is None:
-                logits = model(**batch.inputs, **_no_cache(task)).logits
+                logits = model(**batch.inputs, **_cache_arguments(task)).logits
                 each, rows = token_nats(logits, batch.labels, task) if micro.samples else (logits, logits)
             else:
-                each, rows = _by_head(model, head, batch, task)
+                each, rows = _token_nats_by_head(model, head, batch, task)
         if not micro.samples:  # this rank has no example of the batch, and only took part in the collective pass
             continue
         index = np.array([row[0] for row in micro.rows])
@@ -102,15 +102,15 @@ def document_nats(
     return share.add(nats), share.add(tokens)
 
 
-def _by_head(model: torch.nn.Module, head: Head, batch: MicroBatch, task: Task) -> tuple[Tensor, Tensor]:
+def _token_nats_by_head(model: torch.nn.Module, head: Head, batch: MicroBatch, task: Task) -> tuple[Tensor, Tensor]:
     """Compute `token_nats` without ever holding all logits."""
     return head.taken(
         lambda hidden: token_nats(hidden, batch.labels, task, linear=head.linear),
-        lambda: model(**batch.inputs, **_no_cache(task)),
+        lambda: model(**batch.inputs, **_cache_arguments(task)),
     )
 
 
-def _no_cache(task: Task) -> dict[str, bool]:
+def _cache_arguments(task: Task) -> dict[str, bool]:
     return {} if task.backbone == "encoder" else {"use_cache": False}  # an encoder has none
 
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head, head_probe
-from ..compute.numerics import evaluating
+from ..compute.loss import Head, answer_log_probs, disable_adapters, find_head, head_probe
+from ..compute.numerics import evaluation_mode
 from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import Example
 from ..data.micro_batch import PreferenceTargets
 from ..models.anatomy import vocabulary_size
 from .bootstrap import BootstrapInterval
-from .metrics import functions
+from .metrics import metric_functions
 from .perplexity import LOGITS
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ Ratio = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Scores:
+class PreferenceScores:
     """Rewards and losses of the answers of N examples, S of each: chosen and rejected, or only one."""
 
     rewards: np.ndarray
@@ -50,9 +50,9 @@ class Scores:
 
     def ratios(self) -> dict[str, Ratio]:
         """Return Σ values and Σ counts of every metric that applies to these examples, by name."""
-        found = {name: of(self.rewards, self.signs) for name, of in functions("preferences").items()}
+        found = {name: of(self.rewards, self.signs) for name, of in metric_functions("preferences").items()}
         if self.log_ratios is not None:
-            found |= {name: of(self.log_ratios) for name, of in functions("reference").items()}
+            found |= {name: of(self.log_ratios) for name, of in metric_functions("reference").items()}
         return {name: (values, counts) for name, (values, counts) in found.items() if np.any(counts)}
 
 
@@ -65,7 +65,7 @@ def score_answers(
     task: Task,
     head: Head | None = None,
     beat: Callable[[], None] = lambda: None,
-) -> Scores:
+) -> PreferenceScores:
     """Return rewards and losses of every example, in order; KTO's drift is computed over all of them.
 
     Reads each answer with the adapter and, if the loss has a reference, without it.
@@ -74,14 +74,14 @@ def score_answers(
     count = 1 + (examples[0].rejected_ids is not None)
     found = np.zeros((5, len(examples), count))  # log p, that of the base model, tokens, signs, mismatched log-ratio
     whole = None if head is not None else LOGITS // (count * vocabulary_size(model))
-    with evaluating(model):
+    with evaluation_mode(model):
         for micro in inference.batches(examples, task, max_tokens=whole):
             batch = micro.to(inference.device)
             sides = batch.sides
             assert sides is not None
             with inference.precision():
                 columns = [answer_log_probs(model, batch, task=task, head=head)]
-                with backbone_alone(model):
+                with disable_adapters(model):
                     columns.append(
                         answer_log_probs(model, batch, task=task, head=head)
                         if task.has_reference
@@ -90,7 +90,7 @@ def score_answers(
                 columns += [sides.lengths, sides.signs]
                 if sides.mismatched is not None:
                     apart = answer_log_probs(model, sides.mismatched, task=task, head=head)
-                    with backbone_alone(model):
+                    with disable_adapters(model):
                         columns.append(apart - answer_log_probs(model, sides.mismatched, task=task, head=head))
             if micro.samples:
                 index = np.array([row[0] for row in micro.rows]).reshape(-1, count)[:, 0]
@@ -107,7 +107,7 @@ def score_answers(
     )
     losses = task.answer_losses(log_probs, sides).view(len(examples), -1)
     rewards = task.rewards(log_probs, sides).view(-1, count)
-    return Scores(
+    return PreferenceScores(
         rewards.numpy(),
         losses.sum(1).numpy(),
         signs.view(-1, count).numpy(),
@@ -116,7 +116,7 @@ def score_answers(
     )
 
 
-def answer_scores(judge: Evaluator, examples: Sequence[Example]) -> Scores:
+def answer_scores(judge: Evaluator, examples: Sequence[Example]) -> PreferenceScores:
     """Return `score_answers` of the model under evaluation."""
     inference, head = judge.inference, None
     if inference.share == ALONE:
@@ -126,7 +126,7 @@ def answer_scores(judge: Evaluator, examples: Sequence[Example]) -> Scores:
     return score_answers(judge.model, examples, inference, task=judge.task, head=head)
 
 
-def judge_answers(judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
+def preference_metrics(judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
     """Return `loss`, and for pairs `preference_accuracy, reward_margin, chosen_reward, rejected_reward`; for single
     answers the mean rewards of desirable (chosen) and of other (rejected) ones. With a reference also
     `reference_distance`."""
@@ -135,7 +135,7 @@ def judge_answers(judge: Evaluator, examples: Sequence[Example]) -> dict[str, Bo
     return figures | {name: judge.ratio(name, *ratio) for name, ratio in scores.ratios().items()}
 
 
-def quick_figures(scores: Scores) -> dict[str, float]:
+def point_metrics(scores: PreferenceScores) -> dict[str, float]:
     """Return the same metrics without intervals."""
     figures = {name: float(values.sum() / counts.sum()) for name, (values, counts) in scores.ratios().items()}
     return {"loss": float(scores.losses.sum() / (len(scores.losses) * scores.items)), **figures}
@@ -147,12 +147,12 @@ def quick_figures(scores: Scores) -> dict[str, float]:
 def accuracy(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Count the pairs whose chosen answer has the higher reward; a tie counts half."""
     ahead = _margins(rewards)
-    return (ahead > 0) + 0.5 * (ahead == 0), _pairs(rewards)
+    return (ahead > 0) + 0.5 * (ahead == 0), _pair_counts(rewards)
 
 
 def margin(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Return the reward of the chosen answer minus that of the rejected one."""
-    return _margins(rewards), _pairs(rewards)
+    return _margins(rewards), _pair_counts(rewards)
 
 
 def chosen(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
@@ -174,5 +174,5 @@ def _margins(rewards: np.ndarray) -> np.ndarray:
     return rewards[:, 0] - rewards[:, -1]
 
 
-def _pairs(rewards: np.ndarray) -> np.ndarray:
+def _pair_counts(rewards: np.ndarray) -> np.ndarray:
     return np.full(len(rewards), float(rewards.shape[1] == 2))

@@ -19,7 +19,7 @@ import torch
 
 from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import IGNORE, Example
-from .answers import prompt_of
+from .answers import prompt_tokens
 from .candidates import answer_nats
 from .generation import batched
 from .perplexity import document_nats
@@ -36,36 +36,36 @@ def rank_choices(model: Any, examples: Sequence[Example], inference: EvalBatchin
 
     The model must be in evaluation mode (`evaluating`). Each example has K `choices`.
     """
-    if not _can_share(model, examples, inference, task):
-        return _separately(model, examples, inference, task)
+    if not _can_repeat_cache(model, examples, inference, task):
+        return _rank_separately(model, examples, inference, task)
     scores = np.zeros((len(examples), len(examples[0].choices or ())))
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].input_ids))
     for batch in batched(order, inference.batch_size):
         index, counts = inference.share.mine(batch)
-        found = _shared(model, [examples[i] for i in index], inference)
+        found = _rank_with_shared_prompt(model, [examples[i] for i in index], inference)
         if counts:
             scores[index] = found
         inference.beat(len(batch))
     return inference.share.add(scores)
 
 
-def _can_share(model: Any, examples: Sequence[Example], inference: EvalBatching, task: Task) -> bool:
+def _can_repeat_cache(model: Any, examples: Sequence[Example], inference: EvalBatching, task: Task) -> bool:
     """True if both ways agree on the shortest and the longest example together (so that padding is included)."""
-    if any(not prompt_of(example) or example.features is not None for example in examples):
+    if any(not prompt_tokens(example) or example.features is not None for example in examples):
         return False  # no prompt to share, or one that starts with feature vectors
     by_length = sorted(examples, key=lambda example: len(example.input_ids))
     probe = [by_length[0], by_length[-1]]
     alone = replace(inference.share, index=0, width=1, add=ALONE.add)
-    apart = _separately(model, probe, replace(inference, share=alone).unheard(), task)
+    apart = _rank_separately(model, probe, replace(inference, share=alone).unheard(), task)
     try:
-        shared = _shared(model, probe, inference)
+        shared = _rank_with_shared_prompt(model, probe, inference)
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
         return False
     exact = inference.autocast_dtype is None and next(model.parameters()).dtype == torch.float32
     return bool(np.allclose(shared, apart, rtol=1e-4 if exact else 2e-2, atol=1e-3 if exact else 5e-2))
 
 
-def _separately(model: Any, examples: Sequence[Example], inference: EvalBatching, task: Task) -> np.ndarray:
+def _rank_separately(model: Any, examples: Sequence[Example], inference: EvalBatching, task: Task) -> np.ndarray:
     """Score every (prompt, choice) pair as a separate sequence; if each has a copy of feature vectors, some examples at
     a time."""
     size, first = len(examples), examples[0]
@@ -73,13 +73,13 @@ def _separately(model: Any, examples: Sequence[Example], inference: EvalBatching
         each = sum(len(vector) * vector.itemsize for vector in first.features)
         size = max(1, _VECTORS // (each * len(first.choices or ())))
     parts = range(0, len(examples), size)
-    return np.concatenate([_apart(model, examples[i : i + size], inference, task) for i in parts])
+    return np.concatenate([_score_pairs(model, examples[i : i + size], inference, task) for i in parts])
 
 
-def _apart(model: Any, examples: Sequence[Example], inference: EvalBatching, task: Task) -> np.ndarray:
+def _score_pairs(model: Any, examples: Sequence[Example], inference: EvalBatching, task: Task) -> np.ndarray:
     rows = []
     for example in examples:
-        prompt = prompt_of(example)
+        prompt = prompt_tokens(example)
         for choice in example.choices or ():
             context = prompt or list(choice[:1])  # the first token of a sequence without prompt cannot be predicted
             rest = list(choice) if prompt else list(choice[1:])
@@ -89,8 +89,8 @@ def _apart(model: Any, examples: Sequence[Example], inference: EvalBatching, tas
     return -nats.reshape(len(examples), -1)
 
 
-def _shared(model: Any, examples: Sequence[Example], inference: EvalBatching) -> np.ndarray:
+def _rank_with_shared_prompt(model: Any, examples: Sequence[Example], inference: EvalBatching) -> np.ndarray:
     """Score B examples with K choices each, reading each prompt once, (B, K)."""
     choices = [choice for example in examples for choice in example.choices or ()]
-    nats, real = answer_nats(model, [prompt_of(example) for example in examples], choices, inference)
+    nats, real = answer_nats(model, [prompt_tokens(example) for example in examples], choices, inference)
     return -(nats.double() * real).sum(-1).view(len(examples), -1).cpu().numpy()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .bootstrap import BootstrapInterval, Figure, interval
-from .metrics import functions
+from .bootstrap import BootstrapInterval, ResampledMetric, bootstrap_interval
+from .metrics import metric_functions
 
 
-def judge_numbers(
+def regression_metrics(
     true: ArrayLike,
     predicted: ArrayLike,
     *,
@@ -21,7 +21,7 @@ def judge_numbers(
     resamples: int,
     confidence: float,
     seed: int,
-    figures: dict[str, Figure] | None = None,
+    figures: dict[str, ResampledMetric] | None = None,
 ) -> dict[str, BootstrapInterval]:
     """Return the metrics computed from "numbers", with intervals; the baseline predicts `mean`, that of the training
     targets.
@@ -36,10 +36,12 @@ def judge_numbers(
     true = np.asarray(true, dtype=np.float64)
     items = [true, predicted, np.full(len(true), mean)]
     if figures is not None:
-        figures |= {name: Figure.over(items, function) for name, function in functions("numbers").items()}
+        figures |= {
+            name: ResampledMetric.over(items, function) for name, function in metric_functions("numbers").items()
+        }
     return {
-        name: interval(items, function, resamples=resamples, confidence=confidence, seed=seed)
-        for name, function in functions("numbers").items()
+        name: bootstrap_interval(items, function, resamples=resamples, confidence=confidence, seed=seed)
+        for name, function in metric_functions("numbers").items()
     }
 
 

@@ -31,7 +31,7 @@ time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ResourceLimits:
     """Resource limits of a program."""
 
     seconds: float = 3.0
@@ -44,9 +44,9 @@ class Limits:
     """Bytes of all its files together, and of each file."""
 
 
-def refuse_unless_contained() -> None:
+def check_sandbox_available() -> None:
     """Raise UserError if this machine cannot isolate programs."""
-    outcome = run_program("", Limits(seconds=5.0)) if sys.platform == "linux" else "failed"
+    outcome = run_program("", ResourceLimits(seconds=5.0)) if sys.platform == "linux" else "failed"
     if outcome != "passed":
         raise UserError(
             "pass@k runs programs that a model wrote, and this system gives no namespaces to contain them in (Linux "
@@ -54,9 +54,9 @@ def refuse_unless_contained() -> None:
         )
 
 
-def run_program(code: str, limits: Limits | None = None) -> Outcome:
+def run_program(code: str, limits: ResourceLimits | None = None) -> Outcome:
     """Run Python `code` to its end; `passed` only if its last line was reached."""
-    limits = limits or Limits()
+    limits = limits or ResourceLimits()
     word = secrets.token_hex(16)  # a secret, which a program cannot guess
     receiving, sending = os.pipe()
     late, told = False, b""
@@ -93,7 +93,7 @@ def run_program(code: str, limits: Limits | None = None) -> Outcome:
     return "timed out" if late or child.returncode == 124 else "failed"
 
 
-def run_programs(codes: Sequence[str], limits: Limits | None = None, *, workers: int = 1) -> list[Outcome]:
+def run_programs(codes: Sequence[str], limits: ResourceLimits | None = None, *, workers: int = 1) -> list[Outcome]:
     """Run all programs, `workers` at a time; outcomes are in order."""
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(lambda code: run_program(code, limits), codes))

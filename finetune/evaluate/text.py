@@ -6,7 +6,7 @@ training, else from the end-of-sequence token, as in lm-eval. The end of a docum
 
 Words are the segments of Unicode's default word boundaries (UAX #29) that contain a letter or a digit. Scripts without
 blanks (Thai, Lao, Khmer, Burmese, Chinese, Japanese) are segmented by ICU's dictionaries if the package `icu4py` is
-installed (extra `words`); without it each of their segments is a syllable or a sign, which `dictionary_missing`
+installed (extra `words`); without it each of their segments is a syllable or a sign, which `missing_dictionary_note`
 reports.
 """
 
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
 from ..errors import UserError
-from .bootstrap import BootstrapInterval, Figure, ratio_interval, ratio_statistic
-from .metrics import functions
+from .bootstrap import BootstrapInterval, ResampledMetric, ratio_interval, ratio_statistic
+from .metrics import metric_functions
 from .perplexity import Ratio, document_nats
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _BATCH = 256
 
 
 @dataclass(frozen=True)
-class Counts:
+class DocumentCounts:
     """Counts and scores of documents; arrays of N."""
 
     nats: NDArray[np.float64]
@@ -55,66 +55,66 @@ class Counts:
     bytes: NDArray[np.int64]
     """UTF-8 bytes"""
 
-    def figures(self, *, into: dict[str, Figure], **draw: Any) -> dict[str, BootstrapInterval]:
-        """Return the metrics computed from "document"; `into` receives each as a `Figure`.
+    def figures(self, *, into: dict[str, ResampledMetric], **draw: Any) -> dict[str, BootstrapInterval]:
+        """Return the metrics computed from "document"; `into` receives each as a `ResampledMetric`.
 
         draw: settings of `ratio_interval`.
         """
         found = {}
-        for name, function in functions("document").items():
+        for name, function in metric_functions("document").items():
             values, counts, transform = function(self)
-            into[name] = Figure.over([values, counts], ratio_statistic(transform))
+            into[name] = ResampledMetric.over([values, counts], ratio_statistic(transform))
             found[name] = ratio_interval(values, counts, transform=transform, **draw)
         return found
 
 
-def perplexity(counts: Counts) -> Ratio:
+def perplexity(counts: DocumentCounts) -> Ratio:
     """exp of nats per token."""
     return counts.nats, counts.tokens, np.exp
 
 
-def loss(counts: Counts) -> Ratio:
+def loss(counts: DocumentCounts) -> Ratio:
     """Nats per token."""
     return counts.nats, counts.tokens, None
 
 
-def word_perplexity(counts: Counts) -> Ratio:
+def word_perplexity(counts: DocumentCounts) -> Ratio:
     """exp of nats per word: the perplexity per token to the power of tokens per word."""
     return counts.nats, counts.words, np.exp
 
 
-def character_perplexity(counts: Counts) -> Ratio:
+def character_perplexity(counts: DocumentCounts) -> Ratio:
     """exp of nats per code point."""
     return counts.nats, counts.characters, np.exp
 
 
-def bits_per_byte(counts: Counts) -> Ratio:
+def bits_per_byte(counts: DocumentCounts) -> Ratio:
     """nats / ln 2 / bytes of UTF-8."""
     return counts.nats, counts.bytes * math.log(2.0), None
 
 
-def fertility(counts: Counts) -> Ratio:
+def fertility(counts: DocumentCounts) -> Ratio:
     """Tokens per word."""
     return counts.tokens, counts.words, None
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return the words of `text`, in order."""
-    if _NO_BLANKS.search(text) and (breaker := _dictionary()) is not None:
+    if _NO_BLANKS.search(text) and (breaker := _word_breaker()) is not None:
         segments = breaker(text)
     else:
         segments = _BOUNDARY.split(text)
     return [segment for segment in segments if _WORDLIKE.search(segment)]
 
 
-def graphemes_of(text: str) -> int:
+def count_graphemes(text: str) -> int:
     """Return the number of user-perceived characters: extended grapheme clusters of UAX #29."""
     return len(text) if text.isascii() and "\r" not in text else sum(1 for _ in _GRAPHEME.finditer(text))
 
 
-def dictionary_missing(texts: Sequence[str]) -> str | None:
+def missing_dictionary_note(texts: Sequence[str]) -> str | None:
     """Return a note about word counts if some texts have a script without blanks and ICU is not installed."""
-    found = 0 if _dictionary() is not None else sum(1 for text in texts if _NO_BLANKS.search(text))
+    found = 0 if _word_breaker() is not None else sum(1 for text in texts if _NO_BLANKS.search(text))
     if not found:
         return None
     return (
@@ -123,7 +123,7 @@ def dictionary_missing(texts: Sequence[str]) -> str | None:
     )
 
 
-def _dictionary() -> Callable[[str], list[str]] | None:
+def _word_breaker() -> Callable[[str], list[str]] | None:
     try:
         from icu4py.breakers import WordBreaker
     except ImportError:
@@ -141,7 +141,7 @@ def score_texts(
     window: int,
     overlap: int,
     where: Sequence[str] | None = None,
-) -> Counts:
+) -> DocumentCounts:
     """Score every token of every text once.
 
     Args:
@@ -153,7 +153,7 @@ def score_texts(
     """
     if not 1 <= overlap < window:
         raise UserError(f"--overlap: {overlap} is not from 1 to {window - 1}, below the window of {window} tokens")
-    begin = beginning(tokenizer)
+    begin = beginning_tokens(tokenizer)
     pieces: list[Example] = []
     of: list[int] = []
     for start in range(0, len(texts), _BATCH):
@@ -163,37 +163,37 @@ def score_texts(
         for place, ids in enumerate(encoded, start=start):
             if not ids:
                 raise UserError(f"{where[place] if where else f'text {place + 1}'}: the text is empty")
-            for piece, labels in windows([*begin, *ids], window, overlap):
+            for piece, labels in sliding_windows([*begin, *ids], window, overlap):
                 pieces.append(Example(piece, labels, str(place), ""))
                 of.append(place)
     nats, tokens = document_nats(model, pieces, inference, task=task, masked=bool(getattr(model, "soft_tokens", 0)))
     n = len(texts)
-    return Counts(
+    return DocumentCounts(
         nats=np.bincount(of, weights=nats, minlength=n).astype(np.float64),
         tokens=np.bincount(of, weights=tokens, minlength=n).astype(np.int64),
-        words=np.array([len(words_of(text)) for text in texts], dtype=np.int64),
+        words=np.array([len(split_words(text)) for text in texts], dtype=np.int64),
         characters=np.array([len(text) for text in texts], dtype=np.int64),
-        graphemes=np.array([graphemes_of(text) for text in texts], dtype=np.int64),
+        graphemes=np.array([count_graphemes(text) for text in texts], dtype=np.int64),
         bytes=np.array([len(text.encode()) for text in texts], dtype=np.int64),
     )
 
 
-def beginning(tokenizer: Any) -> tuple[int, ...]:
+def beginning_tokens(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens before a document: those of training, else its end-of-sequence token, so that every token is
     scored.
 
     Raises:
         UserError: the tokenizer has neither.
     """
-    from ..data.encoding import Specials
+    from ..data.encoding import SpecialTokens
 
-    prefix = Specials.of(tokenizer).prefix
+    prefix = SpecialTokens.of(tokenizer).prefix
     if not prefix and tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no token that could stand before a text; name a backbone with bos or eos")
     return prefix or (tokenizer.eos_token_id,)
 
 
-def windows(ids: Sequence[int], window: int, overlap: int) -> Iterator[tuple[list[int], list[int]]]:
+def sliding_windows(ids: Sequence[int], window: int, overlap: int) -> Iterator[tuple[list[int], list[int]]]:
     """Yield input tokens and labels (IGNORE: context) of each window; every token but the first is a label exactly
     once."""
     done = 1
@@ -205,14 +205,14 @@ def windows(ids: Sequence[int], window: int, overlap: int) -> Iterator[tuple[lis
 
 
 @cache
-def _languages() -> dict[str, tuple[str, str]]:
+def _language_table() -> dict[str, tuple[str, str]]:
     """Return name and family by code: ISO 639-1, 639-3, and codes of single varieties that stand for the language."""
     lines = (Path(__file__).parent / "languages.tsv").read_text(encoding="utf-8").splitlines()
     rows = (line.split("\t") for line in lines)
     return {code: (name, family) for codes, name, family in rows for code in codes.split()}
 
 
-def language(code: str) -> tuple[str, str] | None:
+def find_language(code: str) -> tuple[str, str] | None:
     """Return name and family of a language by its code, ignoring region and script (`zh-CN`, `deu_1901`); None if
     unknown."""
-    return _languages().get(regex.split(r"[-_]", code.strip().lower())[0])
+    return _language_table().get(regex.split(r"[-_]", code.strip().lower())[0])

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..atomic import make_directory
 from ..errors import UserError
-from .failure import rank, read_cause, several
-from .rendezvous import JOIN_SECONDS, RankTimeout, reach_board
+from .failure import is_multi_rank, rank, read_cause
+from .rendezvous import JOIN_SECONDS, RankTimeout, require_board
 
 if TYPE_CHECKING:
     from ..parallel.mesh import ProcessMesh
@@ -31,7 +31,7 @@ _TRIES = 100
 _LIBRARIES = ("torch", "transformers", "peft", "safetensors")
 
 
-def intentions(recipe: Any, **more: str) -> dict[str, str]:
+def collect_job_facts(recipe: Any, **more: str) -> dict[str, str]:
     """Return the facts to compare: every key of `recipe` (a dataclass), the source tree's digest, library versions."""
     found = {key: str(value) for key, value in _flatten(dataclasses.asdict(recipe)).items()}
     found["the source of flatshift"] = source_digest()
@@ -40,7 +40,7 @@ def intentions(recipe: Any, **more: str) -> dict[str, str]:
     return found | more
 
 
-def require_agreement(world: ProcessMesh, facts: Mapping[str, str]) -> None:
+def check_ranks_agree(world: ProcessMesh, facts: Mapping[str, str]) -> None:
     """Compare `facts` over all ranks. Collective.
 
     Raises:
@@ -58,7 +58,7 @@ def require_agreement(world: ProcessMesh, facts: Mapping[str, str]) -> None:
     odd = [r for r, digest in enumerate(all_of_them) if not torch.equal(digest, all_of_them[0])]
     if not odd:
         return
-    first, other = (json.loads(_broadcast(world, text, speaker)) for speaker in (0, odd[0]))
+    first, other = (json.loads(_broadcast_text(world, text, speaker)) for speaker in (0, odd[0]))
     key = min(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
     more = f" ({len(odd) - 1} more ranks differ too)" if len(odd) > 1 else ""
     raise UserError(
@@ -67,7 +67,7 @@ def require_agreement(world: ProcessMesh, facts: Mapping[str, str]) -> None:
     )
 
 
-def _broadcast(world: ProcessMesh, text: str, speaker: int) -> str:
+def _broadcast_text(world: ProcessMesh, text: str, speaker: int) -> str:
     """Return the speaker's text on every rank. Collective."""
     import torch
     import torch.distributed as dist
@@ -82,16 +82,16 @@ def _broadcast(world: ProcessMesh, text: str, speaker: int) -> str:
     return bytes(content.cpu().tolist()).decode()
 
 
-def word_of_main(name: str, text: str) -> str:
+def broadcast_from_main(name: str, text: str) -> str:
     """Return rank 0's `text` on every rank of the job, before any process group exists; `text` itself in a single
     process.
 
     Raises:
         UserError: rank 0 did not provide it in time.
     """
-    if not several():
+    if not is_multi_rank():
         return text
-    board = reach_board()
+    board = require_board()
     try:
         if rank() == 0:
             board.put(name, text)
@@ -113,16 +113,16 @@ def dated_directory(parent: str | Path, name: str) -> Iterator[Path]:
 
     -2, -3, … is appended if others started in the same second.
     """
-    made = _dated(Path(parent), name) if rank() == 0 else []
+    made = _create_dated_directory(Path(parent), name) if rank() == 0 else []
     try:
-        yield Path(word_of_main("out", str(made[0]) if made else ""))
+        yield Path(broadcast_from_main("out", str(made[0]) if made else ""))
     finally:
         for folder in made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
-def _dated(parent: Path, name: str) -> list[Path]:
+def _create_dated_directory(parent: Path, name: str) -> list[Path]:
     """Create the directory; return it and the parents that were created for it, innermost first."""
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     above: list[Path] = []

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from ..errors import STOP_SIGNALS, first_line, is_out_of_memory
-from .rendezvous import KeyValueStore, RankTimeout, hosted_by_agent, job_board
+from ..errors import STOP_SIGNALS, first_error_line, is_out_of_memory
+from .rendezvous import KeyValueStore, RankTimeout, is_store_hosted_by_agent, job_board
 
 CAUSE = "cause"
 GRACE, PATIENT_GRACE = 3.0, 30.0
@@ -75,12 +75,12 @@ def set_resume_hint(words: str) -> None:
     _again = words
 
 
-def again() -> str:
+def resume_hint() -> str:
     """Return the resume hint of an interrupted job, as a clause."""
     return _again
 
 
-def several() -> bool:
+def is_multi_rank() -> bool:
     """Return True if this process is one rank of several."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
@@ -115,8 +115,8 @@ def report_failure(message: str, code: int, *, patient: bool = False) -> int:
 
     patient: the others are ending by themselves and may still be saving.
     """
-    _be_deaf()
-    board = job_board() if several() else None
+    _ignore_stop_signals()
+    board = job_board() if is_multi_rank() else None
     if board is not None:
         cause = FailureReason(code, message, rank(), PATIENT_GRACE if patient else GRACE)
         with contextlib.suppress(RankTimeout):
@@ -126,36 +126,36 @@ def report_failure(message: str, code: int, *, patient: bool = False) -> int:
     return code
 
 
-def _be_deaf() -> None:
+def _ignore_stop_signals() -> None:
     """Ignore stop signals: a rank that is ending needs no further one, and must not be interrupted while it reports."""
-    if several() and threading.current_thread() is threading.main_thread():
+    if is_multi_rank() and threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
-def speak_of(error: Exception, missing: Callable[[], list[str]]) -> int:
+def report_error(error: Exception, missing: Callable[[], list[str]]) -> int:
     """Report an unexpected `error` (in an except block); return the exit code.
 
-    missing: returns the ranks that no longer answer (`flatshift.finetune.launch.watchdog.missing`).
+    missing: returns the ranks that no longer answer (`flatshift.finetune.launch.watchdog.missing_ranks`).
     """
-    _be_deaf()
-    who = f"rank {rank()} " if several() else ""
+    _ignore_stop_signals()
+    who = f"rank {rank()} " if is_multi_rank() else ""
     if is_out_of_memory(error):
         return report_failure(
-            f"flatshift: interrupted: {who}ran out of memory ({first_line(error)}); {_MEMORY_ADVICE}", 3
+            f"flatshift: interrupted: {who}ran out of memory ({first_error_line(error)}); {_MEMORY_ADVICE}", 3
         )
-    if several() and is_echo(error):
+    if is_multi_rank() and is_secondary_failure(error):
         standing = wait_for_cause()
         if standing is not None:
             return standing.code
         other = ", ".join(missing()) or "another rank"
         return report_failure(
             f"flatshift: interrupted: {who}lost contact with {other}, which ended or cannot be reached "
-            f"({first_line(error)}); {again()}",
+            f"({first_error_line(error)}); {resume_hint()}",
             3,
         )
     text = traceback.format_exc().rstrip()
-    if not several():
+    if not is_multi_rank():
         return report_failure(text, 70)
     wait_for_cause(_STRANGE_ECHO_SECONDS)  # `report_failure` yields to it
     return report_failure(f"flatshift: {who}failed, and the fault is ours:\n{text}", 70)
@@ -167,7 +167,7 @@ _MEMORY_ADVICE = (
 )
 
 
-def is_echo(error: BaseException) -> bool:
+def is_secondary_failure(error: BaseException) -> bool:
     """Whether `error` says no more than that another rank or the store went away."""
     if type(error).__name__ in {"DistNetworkError", "DistStoreError", "RankTimeout"}:
         return True
@@ -208,12 +208,12 @@ def end_rank(code: int) -> NoReturn:
 def sign_off(seconds: float = _LEAVE_SECONDS) -> None:
     """Sign off from the board. The rank that hosts the store waits until the others have left too, at most
     `seconds`."""
-    board = job_board() if several() else None
+    board = job_board() if is_multi_rank() else None
     if board is None:
         return
     with contextlib.suppress(RankTimeout):
         board.put(f"left-{rank()}", "")
-        if board.local or hosted_by_agent() or rank() != 0:
+        if board.local or is_store_hosted_by_agent() or rank() != 0:
             return
         deadline = time.monotonic() + seconds
         others = set(range(1, int(os.environ["WORLD_SIZE"])))

@@ -43,7 +43,7 @@ class KeyValueStore(Protocol):
         """Set `key` unless it is set; return True if this call set it. Raises RankTimeout."""
 
 
-class FolderBoard:
+class DirectoryKeyValueStore:
     """Board with one file per key in a directory."""
 
     local = True
@@ -53,7 +53,7 @@ class FolderBoard:
 
     def put(self, key: str, text: str) -> None:
         temporary = self._written(text)
-        with _silent_on_errors():
+        with _translate_store_errors():
             temporary.replace(self.folder / key)
 
     def get(self, key: str) -> str | None:
@@ -78,12 +78,12 @@ class FolderBoard:
 
     def _written(self, text: str) -> Path:
         temporary = self.folder / f".{uuid.uuid4().hex}"
-        with _silent_on_errors():
+        with _translate_store_errors():
             temporary.write_text(text, encoding="utf-8")
         return temporary
 
 
-class StoreBoard:
+class TorchKeyValueStore:
     """Board in a `torch.distributed.Store`, with a prefix for this attempt: torchrun's store outlives a restart."""
 
     local = False
@@ -92,21 +92,21 @@ class StoreBoard:
         self.store = store
 
     def put(self, key: str, text: str) -> None:
-        with _silent_on_errors():
+        with _translate_store_errors():
             self.store.set(key, text)
 
     def get(self, key: str) -> str | None:
-        with _silent_on_errors():
+        with _translate_store_errors():
             return self.store.get(key).decode() if self.store.check([key]) else None
 
     def claim(self, key: str, text: str) -> bool:
-        with _silent_on_errors():
+        with _translate_store_errors():
             # an expected value of "" sets the key only if it is absent
             return self.store.compare_set(key, "", text) == text.encode()
 
 
 @contextlib.contextmanager
-def _silent_on_errors() -> Any:
+def _translate_store_errors() -> Any:
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch's store errors are RuntimeErrors
@@ -122,20 +122,20 @@ def job_board() -> KeyValueStore | None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         return None
     if FOLDER in os.environ:
-        return FolderBoard(Path(os.environ[FOLDER]))
+        return DirectoryKeyValueStore(Path(os.environ[FOLDER]))
     import torch.distributed as dist
 
     with contextlib.suppress(RuntimeError, OSError, KeyError):
-        if not hosted_by_agent() and os.environ["RANK"] == "0":
+        if not is_store_hosted_by_agent() and os.environ["RANK"] == "0":
             job_store()
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
         store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        return StoreBoard(dist.PrefixStore(f"flatshift/{attempt()}", store))
+        return TorchKeyValueStore(dist.PrefixStore(f"flatshift/{restart_count()}", store))
     return None
 
 
-def reach_board() -> KeyValueStore:
+def require_board() -> KeyValueStore:
     """Return the board of this process's job. Raises UserError if it cannot be reached."""
     board = job_board()
     if board is None:
@@ -156,7 +156,7 @@ def job_store() -> Any:
     import torch.distributed as dist
 
     descriptor = os.environ.get("FLATSHIFT_STORE_FD")
-    host = os.environ["RANK"] == "0" and not hosted_by_agent()
+    host = os.environ["RANK"] == "0" and not is_store_hosted_by_agent()
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -165,14 +165,14 @@ def job_store() -> Any:
         wait_for_workers=False,
         master_listen_fd=int(descriptor) if host and descriptor else None,
     )
-    return dist.PrefixStore(f"flatshift-group/{attempt()}", store)
+    return dist.PrefixStore(f"flatshift-group/{restart_count()}", store)
 
 
-def hosted_by_agent() -> bool:
+def is_store_hosted_by_agent() -> bool:
     """Return True if the launcher itself (torchrun) hosts the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def attempt() -> int:
+def restart_count() -> int:
     """Return the number of times the launcher has restarted this job."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

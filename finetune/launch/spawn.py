@@ -6,7 +6,7 @@ The parent never imports torch: it holds a port for the ranks' store, gives each
 and its share of the cores, forwards a request to stop once, and reads the ranks' messages from the job's board. For a
 rank that died without a message (SIGKILL) it claims the cause itself.
 
-The ranks' part: `join` creates the process group and the mesh, `destroy_process_group` takes them down.
+The ranks' part: `join_mesh` creates the process group and the mesh, `destroy_process_group` takes them down.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ..compute.allocator import growing_segments
+from ..compute.allocator import expandable_segments_env
 from ..config import Mesh
 from ..errors import STOP_SIGNALS, UserError
 from ..lock import temporary_directory
 from ..planner.devices import machine_memory
 from .failure import PATIENT_GRACE, FailureReason, claim_cause, rank, read_cause, sign_off
-from .rendezvous import FOLDER, JOIN_SECONDS, FolderBoard, attempt, job_store, reach_board
+from .rendezvous import FOLDER, JOIN_SECONDS, DirectoryKeyValueStore, job_store, require_board, restart_count
 
 if TYPE_CHECKING:
     import torch
@@ -51,23 +51,23 @@ _BY_ITSELF = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 """Signals by which a rank more often ends because of another than by its own fault."""
 
 
-def launched() -> bool:
+def is_launched_rank() -> bool:
     """Return True if a launcher (torchrun, accelerate launch, ours) started this process as a rank, even the only
     one."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
-def wants_ranks(mesh: Mesh) -> bool:
+def must_spawn_ranks(mesh: Mesh) -> bool:
     """Return True if this process has to start the ranks of `mesh` itself."""
-    return mesh.size > 1 and not launched()
+    return mesh.size > 1 and not is_launched_rank()
 
 
-def restarted() -> bool:
+def was_restarted() -> bool:
     """Return True if torchrun restarted this job after a failure."""
-    return attempt() > 0
+    return restart_count() > 0
 
 
-def restarts_allowed() -> bool:
+def may_restart() -> bool:
     """Return True if torchrun would restart this job (`--max-restarts`)."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
@@ -79,7 +79,7 @@ def restarts_allowed() -> bool:
 class _Job:
     folder: Path
     """Contains the board and the ranks' output."""
-    board: FolderBoard
+    board: DirectoryKeyValueStore
     ranks: list[subprocess.Popen[bytes]]
     resume: Path | None
     again: str | None = None
@@ -117,25 +117,25 @@ def spawn(
         )
     with temporary_directory("flatshift-ranks-") as folder:
         (folder / "board").mkdir()
-        with _held_port() as held:
-            processes = _start(command, ranks, threads, folder, held)
-        job = _Job(folder, FolderBoard(folder / "board"), processes, resume, again)
+        with _reserve_port() as held:
+            processes = _start_ranks(command, ranks, threads, folder, held)
+        job = _Job(folder, DirectoryKeyValueStore(folder / "board"), processes, resume, again)
         try:
-            with _forwarding(job):
+            with _forward_stop_signals(job):
                 while any(process.poll() is None for process in processes):
-                    _supervise(job)
+                    _supervise_ranks(job)
                     time.sleep(_TICK)
-                _supervise(job)
+                _supervise_ranks(job)
         finally:
             for process in processes:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-        return _verdict(job)
+        return _finish_job(job)
 
 
 @contextlib.contextmanager
-def _held_port() -> Iterator[socket.socket]:
+def _reserve_port() -> Iterator[socket.socket]:
     """Bind a free port of the loopback until rank 0 has inherited it, so that nobody takes it in between."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -143,13 +143,13 @@ def _held_port() -> Iterator[socket.socket]:
         yield held
 
 
-def _start(
+def _start_ranks(
     command: Sequence[str], ranks: int, threads: int | None, folder: Path, held: socket.socket
 ) -> list[subprocess.Popen[bytes]]:
-    share = threads or max(1, _cores() // ranks)
+    share = threads or max(1, _count_cores() // ranks)
     shared = {name: str(threads or os.environ.get(name, share)) for name in THREADS}
     shared |= {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-    shared |= growing_segments(os.environ)
+    shared |= expandable_segments_env(os.environ)
     if sys.platform == "linux":
         shared |= {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     shared |= {
@@ -165,7 +165,7 @@ def _start(
         own = {"RANK": str(number), "LOCAL_RANK": str(number)}
         if number == 0:
             own["FLATSHIFT_STORE_FD"] = str(held.fileno())
-        with _kept(folder, number).open("wb") as kept:
+        with _output_file(folder, number).open("wb") as kept:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-P", *command],  # -P: the user's directory must not shadow modules
@@ -180,19 +180,19 @@ def _start(
     return processes
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
-def _forwarding(job: _Job) -> Iterator[None]:
+def _forward_stop_signals(job: _Job) -> Iterator[None]:
     """Forward a stop request to every rank: the first asks for a stop at a checkpoint, a second for an immediate
     one."""
 
     def forward(_number: int, _frame: FrameType | None) -> None:
         job.signals += 1
         job.asked_at = time.monotonic()
-        _signal(job, signal.SIGTERM)
+        _signal_ranks(job, signal.SIGTERM)
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -205,19 +205,19 @@ def _forwarding(job: _Job) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _signal(job: _Job, number: signal.Signals) -> None:
+def _signal_ranks(job: _Job, number: signal.Signals) -> None:
     for process in job.ranks:
         if process.poll() is None:
             process.send_signal(number)
 
 
-def _supervise(job: _Job) -> None:
+def _supervise_ranks(job: _Job) -> None:
     """Notice the first failure, claim the cause for a rank that cannot, and end the ranks that outlive its grace
     period."""
     cause = read_cause(job.board)
     failed = [rank for rank, process in enumerate(job.ranks) if process.poll()]
     if failed and cause is None:
-        cause = claim_cause(job.board, _spoken_for(job, failed))
+        cause = claim_cause(job.board, _infer_cause(job, failed))
     now = time.monotonic()
     if cause is not None and job.failed_at is None:
         job.failed_at = now
@@ -229,14 +229,14 @@ def _supervise(job: _Job) -> None:
     else:
         return
     if late > 0 and job.stage == 0:
-        _signal(job, signal.SIGTERM)
+        _signal_ranks(job, signal.SIGTERM)
         job.stage = 1
     elif late > _KILL_SECONDS and job.stage == 1:
-        _signal(job, signal.SIGKILL)
+        _signal_ranks(job, signal.SIGKILL)
         job.stage = 2
 
 
-def _spoken_for(job: _Job, failed: Sequence[int]) -> FailureReason:
+def _infer_cause(job: _Job, failed: Sequence[int]) -> FailureReason:
     """Return the cause if ranks ended without one: killed from outside comes before crashed, before merely exited."""
 
     def weight(rank: int) -> int:
@@ -252,7 +252,7 @@ def _spoken_for(job: _Job, failed: Sequence[int]) -> FailureReason:
         )
         return FailureReason(3, f"flatshift: interrupted: {message}", rank)
     if process.returncode >= 0:
-        words = _kept(job.folder, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
+        words = _output_file(job.folder, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
         said = "; its last words:\n" + "\n".join(words) if words else ""
         message = f"flatshift: rank {rank} (pid {process.pid}) ended with exit code {process.returncode}{said}"
         # rank 0 has printed to the terminal itself
@@ -267,7 +267,7 @@ def _spoken_for(job: _Job, failed: Sequence[int]) -> FailureReason:
     return FailureReason(3, message, rank)
 
 
-def _verdict(job: _Job) -> int:
+def _finish_job(job: _Job) -> int:
     """Print the cause, keep the ranks' output if they did not end regularly, and return the exit code."""
     cause = read_cause(job.board)
     if cause is None:
@@ -275,15 +275,15 @@ def _verdict(job: _Job) -> int:
     if cause.code != 2 and cause.grace < PATIENT_GRACE and job.resume is not None and job.resume.is_dir():
         with contextlib.suppress(OSError):
             for rank in range(1, len(job.ranks)):
-                if _kept(job.folder, rank).stat().st_size:
+                if _output_file(job.folder, rank).stat().st_size:
                     (job.resume / "ranks").mkdir(exist_ok=True)
-                    shutil.copyfile(_kept(job.folder, rank), job.resume / "ranks" / f"rank-{rank}.txt")
+                    shutil.copyfile(_output_file(job.folder, rank), job.resume / "ranks" / f"rank-{rank}.txt")
     if cause.message:
         print(cause.message, file=sys.stderr, flush=True)
     return cause.code
 
 
-def _kept(folder: Path, rank: int) -> Path:
+def _output_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.txt"
 
 
@@ -305,7 +305,7 @@ def tie_to_launcher() -> None:
 _PR_SET_PDEATHSIG = 1
 
 
-def join(mesh: Mesh, device: str) -> ProcessMesh:
+def join_mesh(mesh: Mesh, device: str) -> ProcessMesh:
     """Create the process group (gloo, on CUDA also NCCL), start the watchdog, and return this process's position in
     `mesh`.
 
@@ -317,25 +317,25 @@ def join(mesh: Mesh, device: str) -> ProcessMesh:
     """
     import torch
 
-    from ..parallel.mesh import ProcessMesh, refuse_product
+    from ..parallel.mesh import ProcessMesh, check_mesh_size
     from . import watchdog
 
-    processes = int(os.environ["WORLD_SIZE"]) if launched() else 1
-    refuse_product(mesh, processes)
-    place = _device(device, processes)
+    processes = int(os.environ["WORLD_SIZE"]) if is_launched_rank() else 1
+    check_mesh_size(mesh, processes)
+    place = _rank_device(device, processes)
     if processes == 1:
         return ProcessMesh.alone(place)
     watchdog.start(mesh.stall)
-    _await_all(processes)
-    _make_group(place, processes)
+    _wait_for_all_ranks(processes)
+    _init_process_group(place, processes)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     return ProcessMesh.of(mesh, place)
 
 
-def _await_all(processes: int) -> None:
+def _wait_for_all_ranks(processes: int) -> None:
     """Return when every rank is on the board, as checked by rank 0. Raises UserError if one is missing."""
-    board, deadline = reach_board(), time.monotonic() + JOIN_SECONDS
+    board, deadline = require_board(), time.monotonic() + JOIN_SECONDS
     missing = set(range(processes)) if rank() == 0 else set()
     while missing or board.get("all-here") is None:
         missing -= {other for other in missing if board.get(f"beat-{other}") is not None}
@@ -349,7 +349,7 @@ def _await_all(processes: int) -> None:
         time.sleep(0.05)
 
 
-def _make_group(device: torch.device, processes: int) -> None:
+def _init_process_group(device: torch.device, processes: int) -> None:
     import torch.distributed as dist
 
     # Practically no timeout: one rank may work for long while the others wait, and the watchdog distinguishes a slow
@@ -363,7 +363,7 @@ def _make_group(device: torch.device, processes: int) -> None:
     )
 
 
-def _device(name: str, processes: int) -> torch.device:
+def _rank_device(name: str, processes: int) -> torch.device:
     import torch
 
     from ..compute.cuda_status import resolve_device

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .failure import FailureReason, again, claim_cause, rank, read_cause, several
-from .rendezvous import KeyValueStore, RankTimeout, hosted_by_agent, job_board
+from .failure import FailureReason, claim_cause, is_multi_rank, rank, read_cause, resume_hint
+from .rendezvous import KeyValueStore, RankTimeout, is_store_hosted_by_agent, job_board
 
 BEAT_SECONDS, LOOK_SECONDS = 2.0, 0.5
 WATCHMEN = 3
@@ -34,7 +34,7 @@ _FIRST_LIMIT = 600.0
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Heartbeat of a rank."""
 
     number: int
@@ -42,7 +42,7 @@ class Beat:
     host: str
     pid: int
     count: int
-    """Calls of `progress` so far."""
+    """Calls of `report_progress` so far."""
     step: int
     phase: str
     idle: float
@@ -63,7 +63,7 @@ class Beat:
         return f"step {self.step}, {self.phase}"
 
 
-class Watch:
+class Watchdog:
     """Heartbeat of one rank, and its observation of the others.
 
     stall: seconds. end: called with the exit code in the watch's own thread when the job is over.
@@ -76,7 +76,7 @@ class Watch:
         self.numbered = 0
         self.count, self.step, self.phase = 0, 0, "start"
         self.moved, self.longest, self.hurried = time.monotonic(), 0.0, False
-        self.seen: dict[int, tuple[Beat, float]] = {}
+        self.seen: dict[int, tuple[Heartbeat, float]] = {}
         self.silence = 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flatshift-watch", daemon=True)
@@ -134,7 +134,7 @@ class Watch:
 
     def _post(self, *, left: bool = False) -> None:
         self.numbered += 1
-        beat = Beat(
+        beat = Heartbeat(
             self.numbered,
             socket.gethostname(),
             os.getpid(),
@@ -144,7 +144,7 @@ class Watch:
             time.monotonic() - self.moved,
             self.longest,
             self.hurried,
-            *_main_thread(),
+            *_main_thread_position(),
             left,
         )
         self.board.put(f"beat-{self.rank}", json.dumps(asdict(beat)))
@@ -158,7 +158,7 @@ class Watch:
             text = self.board.get(f"beat-{other}")
             if text is None:
                 continue
-            beat = Beat(**json.loads(text))
+            beat = Heartbeat(**json.loads(text))
             before, still = self.seen.get(other, (None, 0.0))
             same = before is not None and before.number == beat.number
             self.seen[other] = (beat, still + tick if same else 0.0)
@@ -179,7 +179,7 @@ class Watch:
         square."""
         return range(self.size) if self.rank < WATCHMEN else range(min(WATCHMEN, self.size))
 
-    def _look_for_progress(self, beats: dict[int, Beat]) -> None:
+    def _look_for_progress(self, beats: dict[int, Heartbeat]) -> None:
         if self.rank >= WATCHMEN or not beats or not all(beat.hurried for beat in beats.values()):
             return
         idle = min(beat.idle for beat in beats.values())
@@ -197,12 +197,12 @@ class Watch:
         else:
             self._report(behind, beat, f"hangs at {beat.line} ({beat.where}): no rank got on for {idle:.0f} s")
 
-    def _report(self, who: int | None, beat: Beat, what: str) -> None:
+    def _report(self, who: int | None, beat: Heartbeat, what: str) -> None:
         place = f"rank {who} ({beat.host}:{beat.pid}) " if who is not None else ""
-        message = f"flatshift: interrupted: {place}{what}; {again()}"
+        message = f"flatshift: interrupted: {place}{what}; {resume_hint()}"
         claim_cause(self.board, FailureReason(3, message, who, grace=0.0))
         if who is not None and beat.host == socket.gethostname():
-            _end_sibling(beat.pid)
+            _kill_sibling(beat.pid)
 
     def _follow(self, cause: FailureReason) -> None:
         """End this rank: give the main thread the cause's grace period to end by itself, then exit."""
@@ -215,9 +215,9 @@ class Watch:
         """Exit because the store's host, the launcher or rank 0, does not answer."""
         # rank 1 prints for all: rank 0 is gone, or the launcher is
         if not self.board.local and self.rank == 1:
-            host = "the launcher" if hosted_by_agent() else "rank 0"
+            host = "the launcher" if is_store_hosted_by_agent() else "rank 0"
             print(
-                f"flatshift: interrupted: {host} has not answered for {self.silence:.0f} s; {again()}",
+                f"flatshift: interrupted: {host} has not answered for {self.silence:.0f} s; {resume_hint()}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -229,7 +229,7 @@ class Watch:
             self.end(3)
 
 
-def _main_thread() -> tuple[str, bool]:
+def _main_thread_position() -> tuple[str, bool]:
     """Return the innermost Python line of the main thread, and True if it is in torch."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
@@ -238,7 +238,7 @@ def _main_thread() -> tuple[str, bool]:
     return f"{file.name}:{frame.f_lineno} in {frame.f_code.co_name}", "torch" in file.parts
 
 
-def _end_sibling(pid: int) -> None:
+def _kill_sibling(pid: int) -> None:
     """Send SIGKILL to a process of the same launcher; a stopped process reacts to nothing less."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         parent = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[1])
@@ -246,16 +246,16 @@ def _end_sibling(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-_watch: Watch | None = None
+_watch: Watchdog | None = None
 
 
 def start(stall: float) -> None:
     """Start the watchdog of this rank; does nothing in a single process or in a second call."""
     global _watch
-    board = job_board() if several() else None
+    board = job_board() if is_multi_rank() else None
     if board is None or _watch is not None:
         return
-    _watch = Watch(board, rank=rank(), size=int(os.environ["WORLD_SIZE"]), stall=stall)
+    _watch = Watchdog(board, rank=rank(), size=int(os.environ["WORLD_SIZE"]), stall=stall)
     _watch.start()
 
 
@@ -267,19 +267,20 @@ def stop() -> None:
         _watch = None
 
 
-def progress(step: int, phase: str) -> None:
+def report_progress(step: int, phase: str) -> None:
     """Record that this rank made progress; call it after each piece of work. Free in a single process."""
     if _watch is not None:
         _watch.progress(step, phase)
 
 
-def missing() -> list[str]:
+def missing_ranks() -> list[str]:
     """Return the ranks that missed several heartbeats, as seen by this rank."""
     return _watch.missing() if _watch is not None else []
 
 
 def progress_timeout(phase: str) -> contextlib.AbstractContextManager[None]:
-    """Return the context of a phase that calls `progress` repeatedly (steps): if the calls stop, the job hangs."""
+    """Return the context of a phase that calls `report_progress` repeatedly (steps): if the calls stop, the job
+    hangs."""
     return _watch.pace(phase, hurried=True) if _watch is not None else contextlib.nullcontext()
 
 

@@ -16,7 +16,7 @@ from ..errors import UserError
 from .families import BOUNDED, FAMILIES, BlockStack, pipeline_families, usable_positions
 
 
-def backbone_of(model: nn.Module) -> Any:
+def unwrap_peft(model: nn.Module) -> Any:
     """Return the transformers model inside PEFT's wrapper, or the model itself."""
     get = getattr(model, "get_base_model", None)
     return model if get is None else get()
@@ -32,7 +32,7 @@ def is_linear(module: Any) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the transformer blocks of any transformers model: the members of its outermost module lists that have
     parameters (encoder and decoder of T5; those of other pipeline stages have none)."""
     found: list[nn.Module] = []
@@ -40,23 +40,23 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         if isinstance(child, nn.ModuleList):
             found += [block for block in child if next(block.parameters(), None) is not None]
         else:
-            found += blocks(child)
+            found += transformer_blocks(child)
     return found
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the attention module of each block that has one."""
-    return [attention for block in blocks(model) for attention in _attention(block)]
+    return [attention for block in transformer_blocks(model) for attention in _outermost_attention(block)]
 
 
-def _attention(block: nn.Module) -> list[nn.Module]:
+def _outermost_attention(block: nn.Module) -> list[nn.Module]:
     """Return the outermost attention modules within a block."""
     found: list[nn.Module] = []
     for child in block.children():
         if type(child).__name__.endswith("Attention") and any(True for _ in child.parameters()):
             found.append(child)
         else:
-            found += _attention(child)
+            found += _outermost_attention(child)
     return found
 
 
@@ -66,14 +66,14 @@ def vocabulary_size(model: Any) -> int:
     return int(embeddings().weight.shape[0] if embeddings else model.config.get_text_config().vocab_size)
 
 
-def _config(model: nn.Module) -> Any:
+def _model_config(model: nn.Module) -> Any:
     """Return the model's configuration, which each piece of a pipeline has."""
-    return next(module.config for module in backbone_of(model).modules() if hasattr(module, "config"))
+    return next(module.config for module in unwrap_peft(model).modules() if hasattr(module, "config"))
 
 
-def beside_language(model: nn.Module) -> tuple[str, ...]:
+def non_language_modules(model: nn.Module) -> tuple[str, ...]:
     """Return the names of a multimodal model's modules other than its language model: a vision tower, its projector."""
-    config = _config(model)
+    config = _model_config(model)
     text = config.get_text_config()
     if text is config:
         return ()
@@ -90,7 +90,7 @@ _TABLES = ("wpe", "position_embedding", "position_embeddings", "embed_positions"
 def position_limit(model: nn.Module) -> int | None:
     """Return the maximum sequence length, in tokens, of a learned position table; None if positions are computed
     (rotary, …)."""
-    beside = tuple(f"{name}." for name in beside_language(model))  # an image's patches are not text tokens
+    beside = tuple(f"{name}." for name in non_language_modules(model))  # an image's patches are not text tokens
     tables = [
         module
         for name, module in model.named_modules()
@@ -100,13 +100,13 @@ def position_limit(model: nn.Module) -> int | None:
     used = [t.padding_idx + 1 if t.padding_idx is not None else getattr(t, "offset", 0) for t in tables]
     taken = getattr(model, "soft_tokens", 0)  # soft tokens take positions before every sequence
     rows = [t.num_embeddings - u for t, u in zip(tables, used, strict=True)]
-    config = _config(model)
+    config = _model_config(model)
     if (rows or config.get_text_config().model_type in BOUNDED) and (made_for := usable_positions(config)) is not None:
         rows.append(made_for)  # Nyströmformer's table has extra rows that it never reads
     return min(rows) - taken if rows else None
 
 
-def before_text(model: Any) -> str:
+def describe_prefix(model: Any) -> str:
     """Describe the positions before the text of every sequence, as `2 soft tokens and 3 places of features`; empty if
     none."""
     taken = getattr(model, "soft_tokens", 0)
@@ -117,7 +117,7 @@ def before_text(model: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelParts:
     """Parts of a model, as modules."""
 
     causal: Any
@@ -127,13 +127,13 @@ class Anatomy:
     stacks: tuple[BlockStack, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Anatomy:
+    def of(cls, model: nn.Module) -> ModelParts:
         """Find the parts of a model, with or without a PEFT wrapper.
 
         Raises:
             UserError: its family is not supported.
         """
-        causal = backbone_of(model)
+        causal = unwrap_peft(model)
         kind = causal.config.model_type
         if kind not in pipeline_families():
             known = ", ".join(pipeline_families())
@@ -180,11 +180,11 @@ def cache_name() -> str:
     return next(name for name in NAMES if name in fields)
 
 
-def kept_cache(output: Any) -> Any:
+def output_cache(output: Any) -> Any:
     """Return the cache from the output of a model called with `use_cache=True`."""
     return getattr(output, cache_name())
 
 
-def given_cache(cache: Any) -> dict[str, Any]:
+def cache_argument(cache: Any) -> dict[str, Any]:
     """Return the keyword argument that passes the cache to the model."""
     return {cache_name(): cache}

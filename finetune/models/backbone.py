@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from .. import assets
-from ..atomic import read_object
-from ..errors import UserError, first_line, is_out_of_memory, shortened, user_path
+from ..atomic import read_json_object
+from ..errors import UserError, first_error_line, is_out_of_memory, shorten, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,12 +73,12 @@ class Backbone:
     def recorded_name(self) -> str:
         """Name recorded in adapter_config.json: the shipped or hub name, or the absolute local path."""
         local = user_path(self.name)
-        return str(local.resolve()) if assets.backbone(self.name) is None and local.is_dir() else self.name
+        return str(local.resolve()) if assets.backbone_directory(self.name) is None and local.is_dir() else self.name
 
     @cached_property
     def config(self) -> Any:
         """Configuration object of transformers. Raises UserError for values that the architecture cannot have."""
-        return sound_config(self.directory)
+        return load_config(self.directory)
 
     def own_config(self, settings: dict[str, Any]) -> Any:
         """Return a copy of its configuration with `settings`, for a model to keep."""
@@ -110,7 +110,7 @@ class Backbone:
             with quiet_transformers():
                 tokenizer = AutoTokenizer.from_pretrained(self.directory, config=config, trust_remote_code=False)
         except Exception as error:
-            raise UserError(f"{self.where}: its tokenizer cannot be loaded: {first_line(error)}") from error
+            raise UserError(f"{self.where}: its tokenizer cannot be loaded: {first_error_line(error)}") from error
         # Added tokens are not counted: some models' own tokenizers have a few that the model never reads.
         read = getattr(config.get_text_config(), "vocab_size", None)
         if read is not None and tokenizer.vocab_size > read:
@@ -146,7 +146,7 @@ class Backbone:
     @property
     def reads_both_ways(self) -> bool:
         """True if its attention is bidirectional, so that it is trained by masked language modelling."""
-        return reads_both_ways(self.config)
+        return is_bidirectional(self.config)
 
     @property
     def has_both_sides(self) -> bool:
@@ -189,17 +189,17 @@ def open_backbone(name: str | Path | Backbone) -> Backbone:
         return name
     key = (str(name), str(Path.cwd()))
     known = _opened.get(key)
-    if known is None or known._state != _state(known.directory):
+    if known is None or known._state != _directory_state(known.directory):
         _opened.pop(key, None)
-        directory = _resolve(str(name))
-        known = Backbone(str(name), directory, _state(directory))
+        directory = _resolve_directory(str(name))
+        known = Backbone(str(name), directory, _directory_state(directory))
         while len(_opened) >= _KEPT:
             del _opened[next(iter(_opened))]
         _opened[key] = known
     return known
 
 
-def _state(directory: Path) -> tuple[tuple[str, int, int, int], ...]:
+def _directory_state(directory: Path) -> tuple[tuple[str, int, int, int], ...]:
     """Return name, size, inode and modification time of a directory's files, which change with every write into it."""
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         seen = [(entry.name, entry.stat()) for entry in entries]
@@ -210,25 +210,25 @@ def _state(directory: Path) -> tuple[tuple[str, int, int, int], ...]:
 # --------------------------------------------------------------------------------------------- location
 
 
-def _resolve(name: str) -> Path:
+def _resolve_directory(name: str) -> Path:
     """Return the directory of `name`: shipped name, else existing directory, else hub name (downloaded, cached).
 
     `package:NAME/FOLDER` is a folder inside an installed Python package, which is located without being imported. Of a
     hub repository only its top-level JSON, tokenizer and safetensors files are fetched.
     """
     if name.startswith(PACKAGE):
-        directory = _in_package(name)
+        directory = _package_directory(name)
     else:
-        directory = assets.backbone(name) or user_path(name)
+        directory = assets.backbone_directory(name) or user_path(name)
     if not directory.exists():
-        directory = _from_hub(name)
+        directory = _hub_directory(name)
     if not directory.is_dir():
         raise UserError(f"backbone {name!r} is a file; name the directory that holds config.json and the weights")
     _check_directory(directory, name)
     return directory
 
 
-def _in_package(name: str) -> Path:
+def _package_directory(name: str) -> Path:
     import importlib.util
 
     package, _, folder = name.removeprefix(PACKAGE).partition("/")
@@ -244,7 +244,7 @@ def _in_package(name: str) -> Path:
     return directory
 
 
-def _from_hub(name: str) -> Path:
+def _hub_directory(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -252,7 +252,7 @@ def _from_hub(name: str) -> Path:
     try:
         validate_repo_id(name)
     except HFValidationError:
-        raise UserError(f"backbone {name!r}: no such directory; {_known(name)}") from None
+        raise UserError(f"backbone {name!r}: no such directory; {_suggest_names(name)}") from None
     files: dict[str, Any] = {
         "allow_patterns": ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja"],
         "ignore_patterns": ["*/*"],
@@ -261,20 +261,20 @@ def _from_hub(name: str) -> Path:
         cached = Path(snapshot_download(name, local_files_only=True, **files))
         if any(cached.glob("*.safetensors")):
             return cached
-    if not _hub_answers():
+    if not _is_hub_reachable():
         raise UserError(
             f"backbone {name!r} is neither a shipped name nor an existing directory, and the model hub cannot be "
-            f"reached to look for it; {_known(name)}"
+            f"reached to look for it; {_suggest_names(name)}"
         )
     try:
         return Path(snapshot_download(name, **files))
     except Exception as error:
         raise UserError(
-            f"backbone {name!r} could not be fetched from the model hub ({first_line(error)}); {_known(name)}"
+            f"backbone {name!r} could not be fetched from the model hub ({first_error_line(error)}); {_suggest_names(name)}"
         ) from error
 
 
-def _hub_answers() -> bool:
+def _is_hub_reachable() -> bool:
     """True if the hub's host name resolves; saves half a minute of retries without a network."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
         return False
@@ -288,8 +288,8 @@ def _hub_answers() -> bool:
     return True
 
 
-def _known(name: str) -> str:
-    shipped = assets.backbones()
+def _suggest_names(name: str) -> str:
+    shipped = assets.list_backbones()
     path = user_path(name)
     siblings = [str(path.parent / p.name) for p in path.parent.glob("*/")] if path.parent.is_dir() else []
     nearest = difflib.get_close_matches(name, [*shipped, *siblings], n=1, cutoff=0.6)
@@ -310,16 +310,16 @@ def _check_directory(directory: Path, name: str) -> None:
             )
         raise UserError(f"{where}: {directory} has no weights (*.safetensors)")
     try:
-        config = read_object(directory / "config.json", fix="fetch the backbone again")
+        config = read_json_object(directory / "config.json", fix="fetch the backbone again")
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    refuse_remote_code(config, where)
+    check_no_remote_code(config, where)
 
 
 # --------------------------------------------------------------------------------------------- configuration
 
 
-def refuse_remote_code(config: dict[str, Any], where: str) -> None:
+def check_no_remote_code(config: dict[str, Any], where: str) -> None:
     """Raise UserError for a config whose classes come from the repository; one that names classes of transformers is
     fine."""
     import transformers
@@ -329,7 +329,7 @@ def refuse_remote_code(config: dict[str, Any], where: str) -> None:
     if not isinstance(own, dict) or not isinstance(kind, str):
         odd = "auto_map" if not isinstance(own, dict) else "model_type"
         what = "an object" if odd == "auto_map" else "the name of an architecture"
-        raise UserError(f"{where}: config.json has {odd} {shortened(json.dumps(config.get(odd)), 40)}, not {what}")
+        raise UserError(f"{where}: config.json has {odd} {shorten(json.dumps(config.get(odd)), 40)}, not {what}")
     foreign = sorted({str(target).rsplit(".", 1)[-1] for key, target in own.items() if "Token" not in key})
     foreign = [cls for cls in foreign if not hasattr(transformers, cls)]
     if foreign or (config.get("auto_map") and kind not in CONFIG_MAPPING_NAMES):
@@ -357,7 +357,7 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def sound_config(directory: Path) -> Any:
+def load_config(directory: Path) -> Any:
     """Read the configuration in `directory` with transformers. Raises UserError if transformers rejects config.json."""
     from transformers import AutoConfig
 
@@ -366,7 +366,7 @@ def sound_config(directory: Path) -> Any:
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # each architecture validates its own config, with many kinds of exceptions
         told = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{directory / 'config.json'} does not fit its architecture: {shortened(told, 140)}") from error
+        raise UserError(f"{directory / 'config.json'} does not fit its architecture: {shorten(told, 140)}") from error
     check_sizes(config, directory / "config.json")
     return config
 
@@ -377,11 +377,11 @@ def check_sizes(config: Any, file: Path) -> None:
         value = getattr(config.get_text_config(), key, None)
         each = value if isinstance(value, list) and value else [value]  # Gemma 3n lists one value per layer
         if value is not None and not all(isinstance(one, int) and 1 <= one <= most for one in each):
-            shown = shortened(json.dumps(value, default=str), 40)
+            shown = shorten(json.dumps(value, default=str), 40)
             raise UserError(f"{file} has {key} {shown}, not a whole number from 1 to {most:,}")
 
 
-def reads_both_ways(config: Any) -> bool:
+def is_bidirectional(config: Any) -> bool:
     """True if attention is bidirectional, by transformers' own `config`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -405,7 +405,7 @@ def check_task(name: str | Path | Backbone, task: Task) -> None:
     config, where = backbone.config, backbone.where
     auto, _ = auto_class(task, num_labels=2, label_names=None)
     if type(config) not in auto._model_mapping:  # the first check of `from_pretrained`
-        raise no_class(task, where)
+        raise unsupported_task_error(task, where)
     if task.backbone == "encoder" or not config.is_encoder_decoder:  # otherwise only the decoder is used, if it has one
         check_causal(config, task, where)
 
@@ -421,7 +421,7 @@ def auto_class(
 
 def check_causal(config: Any, task: Task, where: str) -> None:
     """Raise UserError for an encoder as language model, or a decoder as masked one; `config` is transformers' own."""
-    if task.backbone == "decoder" and reads_both_ways(config):
+    if task.backbone == "decoder" and is_bidirectional(config):
         raise UserError(
             f"{where} is an encoder ({config.model_type}) whose tokens see the future, so it cannot be trained as a "
             "language model; take `task.kind: masked-lm` or classify, or a decoder"
@@ -430,7 +430,7 @@ def check_causal(config: Any, task: Task, where: str) -> None:
         raise UserError(f"{where} has a decoder ({config.model_type}), and task.kind: masked-lm is for encoders")
 
 
-def no_class(task: Task, where: str) -> UserError:
+def unsupported_task_error(task: Task, where: str) -> UserError:
     """Return the error for a backbone for which transformers has no class of this task."""
     return UserError(
         f"{where}: transformers has no {task.modelling} class for this architecture; `task.kind: seq2seq` is for "
@@ -443,11 +443,11 @@ REFUSED = (OSError, ValueError, KeyError, RuntimeError, ImportError)
 """Errors of transformers if it cannot build a model; ImportError if the package of a quantised one is missing."""
 
 
-def refusal(error: Exception, task: Task, where: str) -> UserError:
+def loading_error(error: Exception, task: Task, where: str) -> UserError:
     """Return the error for a model that transformers cannot build or load for `task`; re-raise `error` if memory ran
     out."""
     if is_out_of_memory(error):
         raise error
     if "Unrecognized configuration class" in str(error):
-        return no_class(task, where)
-    return UserError(f"{where} cannot be loaded for {task.modelling}: {first_line(error)}")
+        return unsupported_task_error(task, where)
+    return UserError(f"{where} cannot be loaded for {task.modelling}: {first_error_line(error)}")

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..compute.numerics import uses_dropout
 from ..errors import UserError
-from .anatomy import blocks
+from .anatomy import transformer_blocks
 
 if TYPE_CHECKING:
     pass
 
 
-class Compiled:
+class CompiledBlocks:
     """Transformer blocks of a model and their compiled twins."""
 
     def __init__(self, model: nn.Module, *, backend: str = "inductor") -> None:
@@ -37,7 +37,7 @@ class Compiled:
                 "train.compile: this backbone draws dropout masks, and compiled ones are others; leave it off, or set "
                 "train.backbone_dropout: 0"
             )
-        self._blocks = blocks(model)
+        self._blocks = transformer_blocks(model)
         if not self._blocks:
             raise UserError("train.compile: this backbone has no list of blocks that could be compiled; leave it off")
         # FSDP2 gathers and frees in the block's hooks, which must stay outside the graph

@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Region:
+class TensorParallelRegion:
     """One tensor-parallel region of a block; names are relative to the block. Names in `columns` that do not exist are
     ignored (gated and plain feed-forward)."""
 
@@ -36,7 +36,7 @@ class TensorPlan:
 
     about: str
     blocks: str
-    regions: tuple[Region, ...]
+    regions: tuple[TensorParallelRegion, ...]
     embeddings: tuple[str, ...] = ()
     """Embeddings over the vocabulary; a linear output head over it is split as well."""
     norm: str | None = None
@@ -73,47 +73,51 @@ class Family:
     attention interface."""
 
 
-_GATED = Region("mlp", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
+_GATED = TensorParallelRegion("mlp", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
 _LLAMA = (
-    Region("self_attn", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj", heads=True),
+    TensorParallelRegion(
+        "self_attn", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj", heads=True
+    ),
     _GATED,
 )
 _SELF = tuple(f"attention.self.{name}" for name in ("query", "key", "value"))
 _BERT = (
-    Region(
+    TensorParallelRegion(
         "attention.self", _SELF, "attention.output.dense", heads=True, counts=("num_attention_heads", "all_head_size")
     ),
-    Region("intermediate", ("intermediate.dense",), "output.dense"),
+    TensorParallelRegion("intermediate", ("intermediate.dense",), "output.dense"),
 )
 _VIT = (
-    Region(
+    TensorParallelRegion(
         "attention",
         ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
         "attention.o_proj",
         heads=True,
         counts=("num_attention_heads",),
     ),
-    Region("mlp", ("mlp.fc1",), "mlp.fc2"),
+    TensorParallelRegion("mlp", ("mlp.fc1",), "mlp.fc2"),
 )
 _GPT2 = (
-    Region("attn", ("attn.c_attn",), "attn.c_proj", heads=True, fused=3, counts=("num_heads", "split_size")),
-    Region("mlp", ("mlp.c_fc",), "mlp.c_proj"),
+    TensorParallelRegion(
+        "attn", ("attn.c_attn",), "attn.c_proj", heads=True, fused=3, counts=("num_heads", "split_size")
+    ),
+    TensorParallelRegion("mlp", ("mlp.c_fc",), "mlp.c_proj"),
 )
 _NEOX = (
     # the rows of query_key_value are ordered by head, so an even split keeps heads whole
-    Region("attention", ("attention.query_key_value",), "attention.dense", heads=True),
-    Region("mlp", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"),
+    TensorParallelRegion("attention", ("attention.query_key_value",), "attention.dense", heads=True),
+    TensorParallelRegion("mlp", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"),
 )
 
 
-def _t5_attention(entry: str) -> Region:
+def _t5_attention(entry: str) -> TensorParallelRegion:
     columns = tuple(f"{entry}.{name}" for name in ("q", "k", "v"))
     counts = ("n_heads", "inner_dim")
-    return Region(entry, columns, f"{entry}.o", heads=True, counts=counts, bias="relative_attention_bias")
+    return TensorParallelRegion(entry, columns, f"{entry}.o", heads=True, counts=counts, bias="relative_attention_bias")
 
 
-def _t5_feed_forward(entry: str) -> Region:
-    return Region(entry, tuple(f"{entry}.{name}" for name in ("wi", "wi_0", "wi_1")), f"{entry}.wo")
+def _t5_feed_forward(entry: str) -> TensorParallelRegion:
+    return TensorParallelRegion(entry, tuple(f"{entry}.{name}" for name in ("wi", "wi_0", "wi_1")), f"{entry}.wo")
 
 
 _T5 = (
@@ -124,24 +128,24 @@ _T5 = (
 )
 
 
-def _decoder(about: str, *, context: bool = True) -> Family:
+def _decoder_family(about: str, *, context: bool = True) -> Family:
     plan = TensorPlan(about, "layers.*", _LLAMA, ("embed_tokens",), "norm")
     return Family(plan, (BlockStack("layers", ("embed_tokens",), ("norm",)),), context)
 
 
-def _encoder(about: str) -> Family:
+def _encoder_family(about: str) -> Family:
     plan = TensorPlan(about, "encoder.layer.*", _BERT, ("word_embeddings",))
     return Family(plan, (BlockStack("encoder.layer", ("embeddings",), ("pooler",)),))
 
 
 FAMILIES = {
-    "llama": _decoder("Llama 1 to 3: grouped heads, gated feed-forward, vocabulary; sequence parallel"),
-    "qwen2": _decoder("Qwen2 and 2.5: as Llama with biases; sequence parallel"),
-    "qwen3": _decoder("Qwen3: as Llama with norms on queries and keys; sequence parallel"),
-    "mistral": _decoder("Mistral: as Llama with sliding windows; sequence parallel"),
-    "gemma": _decoder("Gemma 1: as Llama with scaled embeddings; sequence parallel"),
-    "gemma2": _decoder("Gemma 2: norms before and after each region; sequence parallel", context=False),
-    "gemma3_text": _decoder("Gemma 3 (text): norms before and after each region; sequence parallel"),
+    "llama": _decoder_family("Llama 1 to 3: grouped heads, gated feed-forward, vocabulary; sequence parallel"),
+    "qwen2": _decoder_family("Qwen2 and 2.5: as Llama with biases; sequence parallel"),
+    "qwen3": _decoder_family("Qwen3: as Llama with norms on queries and keys; sequence parallel"),
+    "mistral": _decoder_family("Mistral: as Llama with sliding windows; sequence parallel"),
+    "gemma": _decoder_family("Gemma 1: as Llama with scaled embeddings; sequence parallel"),
+    "gemma2": _decoder_family("Gemma 2: norms before and after each region; sequence parallel", context=False),
+    "gemma3_text": _decoder_family("Gemma 3 (text): norms before and after each region; sequence parallel"),
     "gpt2": Family(
         TensorPlan("GPT-2: fused query, key and value, vocabulary", "h.*", _GPT2, ("wte",)),
         (BlockStack("h", ("wte", "wpe"), ("ln_f",)),),
@@ -159,8 +163,8 @@ FAMILIES = {
             BlockStack("decoder.block", ("decoder.embed_tokens",), ("decoder.final_layer_norm",)),
         ),
     ),
-    "bert": _encoder("BERT: encoder blocks and vocabulary; pooler and task head whole"),
-    "roberta": _encoder("RoBERTa: encoder blocks and vocabulary; task head whole"),
+    "bert": _encoder_family("BERT: encoder blocks and vocabulary; pooler and task head whole"),
+    "roberta": _encoder_family("RoBERTa: encoder blocks and vocabulary; task head whole"),
     "vit": Family(TensorPlan("ViT: encoder blocks; patch embedding and task head whole", "layers.*", _VIT)),
 }
 """Model type of transformers → family. To add a family, add one entry here."""

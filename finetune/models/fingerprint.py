@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from ..assets import beside_weights
-from ..cache_directory import cache_root, remember
-from ..digests import record_digest, sums
-from .quantize import scales
+from ..assets import non_weight_files
+from ..cache_directory import cache_root, write_cached_json
+from ..digests import file_digests, record_digest
+from .quantize import quantization_scales
 from .safetensors_index import TensorEntry, read_index
 
 _READ = (
@@ -47,7 +47,7 @@ def fingerprint(directory: Path) -> str:
         by_file.setdefault(entry.file, {})[name] = entry
     found: dict[str, str] = {}
     for file, entries in by_file.items():
-        found |= _digests(Path(os.path.realpath(file)), entries)
+        found |= _tensor_digests(Path(os.path.realpath(file)), entries)
     whole = hashlib.sha256()
     for name, entry in sorted(index.items()):
         whole.update(f"{name}{entry.dtype}{tuple(entry.shape)}{found[name]}".encode())
@@ -57,39 +57,39 @@ def fingerprint(directory: Path) -> str:
 def text_digests(directory: Path) -> dict[str, str]:
     """Return the SHA-256, by name, of the files other than weights that define the model and its tokenization:
     configuration, generation settings, tokenizer and chat templates."""
-    read = [file for file in beside_weights(directory) if any(fnmatch(file.name, name) for name in _READ)]
-    return sums(directory, read)
+    read = [file for file in non_weight_files(directory) if any(fnmatch(file.name, name) for name in _READ)]
+    return file_digests(directory, read)
 
 
-def _digests(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, str]:
+def _tensor_digests(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return the SHA-256 of each tensor of a weight file, from memory, from the cache or from the file."""
-    state = _state(file)
+    state = _file_state(file)
     key = (str(file), state)
     about = {"file": str(file), "state": list(state)}
     place = cache_root() / f"weights-{hashlib.sha256(str(file).encode()).hexdigest()[:32]}.json"
-    if (known := _known.get(key) or _remembered(place, about)) is not None and known.keys() == entries.keys():
+    if (known := _known.get(key) or _read_cached_digests(place, about)) is not None and known.keys() == entries.keys():
         _known[key] = known
         return known
     began = time.time_ns()
     names = sorted(entries)
-    with ThreadPoolExecutor(_workers()) as pool:  # hashing releases the GIL
+    with ThreadPoolExecutor(_worker_count()) as pool:  # hashing releases the GIL
         found = dict(zip(names, pool.map(_tensor_digest, (entries[name] for name in names)), strict=True))
     # cache only if the file did not change while it was read, or shortly before
-    if _state(file) == state and max(state[2:]) < began - _YOUNG_NS:
+    if _file_state(file) == state and max(state[2:]) < began - _YOUNG_NS:
         _known[key] = found
         told = {**about, "tensors": found}
-        remember(place, {**told, "self": record_digest(told)})
+        write_cached_json(place, {**told, "self": record_digest(told)})
     return found
 
 
-def _state(file: Path) -> tuple[int, ...]:
+def _file_state(file: Path) -> tuple[int, ...]:
     """Return the file's size, inode, and times of last content and metadata change (ns), one of which changes with
     every write."""
     seen = file.stat()
     return seen.st_size, seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns
 
 
-def _workers() -> int:
+def _worker_count() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, cores)
 
@@ -104,7 +104,7 @@ def _tensor_digest(entry: TensorEntry) -> str:
     return digest.hexdigest()
 
 
-def _remembered(place: Path, about: Mapping[str, object]) -> dict[str, str] | None:
+def _read_cached_digests(place: Path, about: Mapping[str, object]) -> dict[str, str] | None:
     """Return the digests in a cache file; None if it is torn, or belongs to another file or another state."""
     try:
         told = json.loads(place.read_bytes())
@@ -121,7 +121,7 @@ def checksum(model: torch.nn.Module) -> str:
     name order."""
     digest = hashlib.sha256()
     tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-    tensors |= dict(model.named_buffers()) | scales(model)
+    tensors |= dict(model.named_buffers()) | quantization_scales(model)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..compute.cuda_status import resolve_device
-from ..errors import UserError, first_line
+from ..errors import UserError, first_error_line
 from .anatomy import position_limit
 from .backbone import REFUSED, open_backbone, quiet_transformers
 from .families import usable_positions
@@ -43,7 +43,7 @@ def hidden_state_encoder(
                 backbone.directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
             )
     except (*REFUSED, SafetensorError) as error:
-        raise UserError(f"encoder {str(name)!r} cannot be loaded: {first_line(error)}") from error
+        raise UserError(f"encoder {str(name)!r} cannot be loaded: {first_error_line(error)}") from error
     if getattr(model.config, "is_encoder_decoder", False):
         model = model.get_encoder()
     model.requires_grad_(False).eval().to(place)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compute.capabilities import kept_draws
-from ..compute.cuda_status import read_straight_to
+from ..compute.capabilities import preserve_rng_state
+from ..compute.cuda_status import direct_load_kwargs
 from ..compute.precision import loading_dtype, widen_on_use
 from ..config import Precision, Quantization
-from ..errors import UserError, first_line
-from .backbone import REFUSED, Backbone, auto_class, open_backbone, quiet_transformers, refusal
-from .meta import build_skeleton, check_dropout, configured, finish
-from .quantize import check_available, import_library, loading_options, settle
+from ..errors import UserError, first_error_line
+from .backbone import REFUSED, Backbone, auto_class, loading_error, open_backbone, quiet_transformers
+from .meta import build_skeleton, check_dropout, configure_backbone, finalize_model
+from .quantize import check_available, import_bitsandbytes, loading_options, prepare_quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,19 +62,19 @@ def load_backbone(
     options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.is_sequence_level else {}
     dtype = loading_dtype(precision, directory, device, narrow=narrow)
     if quantization is not None:
-        import_library()  # import it here first: `import_library` keeps it from fetching code
+        import_bitsandbytes()  # import it here first: `import_library` keeps it from fetching code
         skeleton = build_skeleton(
             backbone, task=task, num_labels=num_labels, label_names=label_names, precision=precision
         )
         options |= loading_options(quantization, skeleton, dtype=dtype, device=device, where=where)
     else:
-        options |= read_straight_to(torch.device(device))
+        options |= direct_load_kwargs(torch.device(device))
     try:
         # transformers initialises missing weights from the global generators; their state is restored afterwards.
-        with quiet_transformers(), kept_draws([torch.device(device)]):
+        with quiet_transformers(), preserve_rng_state([torch.device(device)]):
             loaded: Any = auto.from_pretrained(
                 directory,
-                config=configured(backbone, settings, dropout=dropout),
+                config=configure_backbone(backbone, settings, dropout=dropout),
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -84,15 +84,15 @@ def load_backbone(
     except UserError:
         raise
     except REFUSED as error:
-        raise refusal(error, task, where) from error
+        raise loading_error(error, task, where) from error
     except Exception as error:
         if type(error).__name__ != "SafetensorError":
             raise
-        raise UserError(f"{where}: its weights are damaged or cut short: {first_line(error)}") from error
+        raise UserError(f"{where}: its weights are damaged or cut short: {first_error_line(error)}") from error
     model, report = loaded
     check_dropout(model, dropout, where)
-    finish(model, report, backbone=backbone, task=task)
+    finalize_model(model, report, backbone=backbone, task=task)
     if narrow:
         widen_on_use(model, where=where)
-    settle(model)
+    prepare_quantized(model)
     return model if quantization is not None else model.to(device)  # quantised weights are on it already

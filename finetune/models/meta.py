@@ -19,7 +19,7 @@ from ..compute.matmul_rate import DTYPES
 from ..compute.numerics import dropout_rates, uses_dropout
 from ..config import Precision
 from ..errors import UserError
-from .backbone import REFUSED, Backbone, auto_class, check_causal, open_backbone, quiet_transformers, refusal
+from .backbone import REFUSED, Backbone, auto_class, check_causal, loading_error, open_backbone, quiet_transformers
 from .weight_names import CheckpointFiles
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def build_skeleton(
     except UserError:
         raise
     except REFUSED as error:
-        raise refusal(error, task, where) from error
+        raise loading_error(error, task, where) from error
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(
             f"{where} is quantised already, and neither a mesh nor train.quantization begins with that; take the "
@@ -66,7 +66,7 @@ def build_skeleton(
     if checkpoint.mismatched and not options:
         odd = checkpoint.mismatched[0]
         raise UserError(f"{where}: {odd} has another shape in its weights than config.json says; fetch it again")
-    finish(
+    finalize_model(
         model,
         {"missing_keys": checkpoint.missing, "mismatched_keys": checkpoint.mismatched},
         backbone=backbone,
@@ -91,7 +91,7 @@ def empty_model(
 
     backbone = open_backbone(name)
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
-        config = configured(backbone, options, dropout=dropout)
+        config = configure_backbone(backbone, options, dropout=dropout)
         with init_empty_weights(include_buffers=False):
             model: Any = auto.from_config(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()
@@ -111,7 +111,7 @@ def _keep_precision(model: Any, dtype: torch.dtype) -> None:
             setattr(model.get_submodule(owner), leaf, wide)
 
 
-def configured(backbone: Backbone, settings: dict[str, Any], *, dropout: float | None) -> Any:
+def configure_backbone(backbone: Backbone, settings: dict[str, Any], *, dropout: float | None) -> Any:
     """Return the configuration of `backbone` with `settings`, and with `dropout` (None: its own rates) for every
     dropout key of it and of its nested configurations.
 
@@ -137,7 +137,7 @@ def check_dropout(model: Any, dropout: float | None, where: str) -> None:
         )
 
 
-def finish(model: Any, report: dict[str, Any], *, backbone: Backbone, task: Task) -> None:
+def finalize_model(model: Any, report: dict[str, Any], *, backbone: Backbone, task: Task) -> None:
     """Check a model against transformers' loading `report`, freeze it and record its origin.
 
     Raises UserError for an encoder used as a language model, and for missing weights other than a new head's.
@@ -146,12 +146,12 @@ def finish(model: Any, report: dict[str, Any], *, backbone: Backbone, task: Task
     model.new_parameters = _new_parameters(model, report, task, backbone.where)
     model.name_or_path = backbone.recorded_name
     model.config.use_cache = False
-    settle_padding(model, backbone)
+    set_pad_token(model, backbone)
     model.requires_grad_(False)
-    keep_head_whole(model)
+    make_head_input_contiguous(model)
 
 
-def keep_head_whole(model: Any) -> None:
+def make_head_input_contiguous(model: Any) -> None:
     """Make the hidden states passed to the output embedding contiguous.
 
     For a slice (B, 1, D), as in generation, torch's matmul with a frozen (D, V) weight makes B products, each of which
@@ -160,17 +160,17 @@ def keep_head_whole(model: Any) -> None:
     """
     head = model.get_output_embeddings()
     if head is not None:
-        head.register_forward_pre_hook(_contiguous)
+        head.register_forward_pre_hook(_make_contiguous)
 
 
-def _contiguous(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _make_contiguous(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in inputs)
 
 
-_contiguous.keeps_values = True  # type: ignore[attr-defined]  # read by `flatshift.regularizers.layers.fused`
+_make_contiguous.keeps_values = True  # type: ignore[attr-defined]  # read by `flatshift.regularizers.layers.fused`
 
 
-def settle_padding(model: Any, backbone: Backbone) -> None:
+def set_pad_token(model: Any, backbone: Backbone) -> None:
     """Set the config's pad token to the one that sequences are padded with: decoder heads use it to find the last
     token, and many config.json name none, or another than their tokenizer pads with (`Backbone.tokenizer`).
 

@@ -38,7 +38,7 @@ def check_available(kind: Quantization | None) -> None:
         raise UserError(f"train.quantization: {kind} needs the package bitsandbytes; {GET}, or leave it at null")
 
 
-def import_library() -> Any:
+def import_bitsandbytes() -> Any:
     """Import bitsandbytes; raises UserError if it cannot be loaded.
 
     On CPUs with bf16 instructions it would fetch a kernel from the model hub if the package `kernels` is installed;
@@ -48,7 +48,7 @@ def import_library() -> Any:
     if absent:
         sys.modules["kernels"] = None  # type: ignore[assignment]
     try:
-        with _quiet():
+        with _quiet_bitsandbytes():
             import bitsandbytes
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(f"the package bitsandbytes cannot be loaded ({error}); {GET}, or reinstall it") from error
@@ -59,7 +59,7 @@ def import_library() -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet_bitsandbytes() -> Iterator[None]:
     """Suppress bitsandbytes' log lines; in some precisions it writes one for each matrix product."""
     log = logging.getLogger("bitsandbytes")
     level = log.level
@@ -70,11 +70,11 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def try_out(kind: Quantization, device: str) -> str | None:
+def gradient_problem(kind: Quantization, device: str) -> str | None:
     """Return the reason why a small layer of this kind passes no gradient on `device`; None if it does."""
     import torch
 
-    library = import_library()
+    library = import_bitsandbytes()
     try:
         if kind == "int8":
             layer = library.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False, threshold=6.0)
@@ -84,7 +84,7 @@ def try_out(kind: Quantization, device: str) -> str | None:
         layer.weight.data.copy_(torch.eye(64) + 0.1)
         layer = layer.to(device)
         x = torch.ones(4, 64, device=device, requires_grad=True)
-        with _quiet():
+        with _quiet_bitsandbytes():
             layer(x).sum().backward()
         finite = x.grad is not None and bool(x.grad.isfinite().all()) and bool(x.grad.any())
         return None if finite else "it gives no gradient"
@@ -106,8 +106,8 @@ def loading_options(
     """
     from transformers import BitsAndBytesConfig
 
-    kept = _kept_whole(skeleton, kind)
-    if not any(_inputs(module) and not _stays(name, kept) for name, module in skeleton.named_modules()):
+    kept = _unquantized_modules(skeleton, kind)
+    if not any(_input_width(module) and not _is_skipped(name, kept) for name, module in skeleton.named_modules()):
         wide = "" if kind == "int8" else f" with a multiple of {_BLOCK} inputs"
         raise UserError(
             f"{where} has no linear layer{wide} besides its head, so train.quantization: {kind} would change nothing; "
@@ -126,17 +126,17 @@ def loading_options(
     return {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": device}}
 
 
-def _kept_whole(skeleton: Any, kind: Quantization) -> list[str]:
+def _unquantized_modules(skeleton: Any, kind: Quantization) -> list[str]:
     """Return the modules that stay floats: heads and tied weights, as in transformers; new ones, which train; and for 4
     bits those whose rows do not end on a block of scales, which bitsandbytes 0.50 reads wrongly on CPUs."""
     from transformers.quantizers.base import get_keys_to_not_convert
 
     new = {name.rpartition(".")[0] for name in getattr(skeleton, "new_parameters", ())}
-    odd = {name for name, module in skeleton.named_modules() if kind != "int8" and _inputs(module) % _BLOCK}
+    odd = {name for name, module in skeleton.named_modules() if kind != "int8" and _input_width(module) % _BLOCK}
     return sorted({*get_keys_to_not_convert(skeleton), *new, *odd} - {""})
 
 
-def _inputs(module: Any) -> int:
+def _input_width(module: Any) -> int:
     """Return the columns of the weight of a layer that can be quantised; 0 for others."""
     from .anatomy import is_conv1d  # imports torch
 
@@ -145,13 +145,13 @@ def _inputs(module: Any) -> int:
     return int(module.in_features) if type(module).__name__ == "Linear" else 0
 
 
-def _stays(name: str, kept: list[str]) -> bool:
+def _is_skipped(name: str, kept: list[str]) -> bool:
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     return not should_convert_module(name, kept)
 
 
-def settle(model: nn.Module) -> None:
+def prepare_quantized(model: nn.Module) -> None:
     """Make a quantised `model` trainable after evaluation; other models are left unchanged.
 
     On CPUs with bf16 instructions bitsandbytes would repack 4-bit weights in place at the first evaluation: the scales
@@ -165,7 +165,7 @@ def settle(model: nn.Module) -> None:
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
-def describe(model: nn.Module, kind: Quantization) -> str:
+def describe_quantization(model: nn.Module, kind: Quantization) -> str:
     """Describe in one line for the log how many adapted layers are quantised."""
     bases = [module.base_layer for module in model.modules() if hasattr(module, "base_layer")]
     packed = sum(type(base).__module__.startswith("bitsandbytes.") for base in bases)
@@ -173,7 +173,7 @@ def describe(model: nn.Module, kind: Quantization) -> str:
     return f"backbone in {kind}: {packed} of {len(bases)} adapted layers{floats}"
 
 
-def scales(model: nn.Module) -> dict[str, Tensor]:
+def quantization_scales(model: nn.Module) -> dict[str, Tensor]:
     """Return, by name, the tensors of quantised weights that are neither parameters nor buffers."""
     found: dict[str, Tensor] = {}
     for name, module in model.named_modules():

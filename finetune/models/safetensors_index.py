@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import UserError, first_line
+from ..errors import UserError, first_error_line
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -103,7 +103,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
                 raise ValueError(key)
             end = max(end, stop)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file} has a damaged header ({first_line(error)}); fetch the backbone again") from error
+        raise UserError(f"{file} has a damaged header ({first_error_line(error)}); fetch the backbone again") from error
     if size < _LENGTH + length + end:
         raise UserError(
             f"{file} is cut short: it has {size} of {_LENGTH + length + end} bytes; fetch the backbone again"

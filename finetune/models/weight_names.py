@@ -61,7 +61,7 @@ class CheckpointFiles:
         """
         entries = read_index(directory)
         state = model.state_dict()
-        keys, converted = _match(model, sorted(entries, key=_natural), state)
+        keys, converted = _match_names(model, sorted(entries, key=_natural_sort_key), state)
         _untie_different(model, keys, entries)
         for target, source in model.all_tied_weights_keys.items():
             for name, other in ((target, source), (source, target)):
@@ -86,12 +86,12 @@ class CheckpointFiles:
         )
 
 
-def _natural(key: str) -> list[tuple[int, int | str]]:
+def _natural_sort_key(key: str) -> list[tuple[int, int | str]]:
     """Return a sort key that puts `layers.10` after `layers.9`, the order in which transformers reads a checkpoint."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in key.split(".")]
 
 
-def _match(model: PreTrainedModel, names: list[str], state: dict[str, Any]) -> tuple[dict[str, str], set[str]]:
+def _match_names(model: PreTrainedModel, names: list[str], state: dict[str, Any]) -> tuple[dict[str, str], set[str]]:
     """Return model name → file name, and the model names that need a conversion."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -116,7 +116,7 @@ def _match(model: PreTrainedModel, names: list[str], state: dict[str, Any]) -> t
     return {name: key for name, key in keys.items() if name not in converted}, converted
 
 
-def expert_sources(model: PreTrainedModel, checkpoint: CheckpointFiles, name: str) -> list[list[str]]:
+def stacked_expert_keys(model: PreTrainedModel, checkpoint: CheckpointFiles, name: str) -> list[list[str]]:
     """Return the files' keys of the parameter `name` (E, out, in) that transformers stacks: for each projection in it,
     top to bottom, the keys of its experts in order. Empty if it is built in any other way."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -133,7 +133,7 @@ def expert_sources(model: PreTrainedModel, checkpoint: CheckpointFiles, name: st
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     state = model.state_dict()
     keys: dict[str, list[str]] = {}
-    for key in sorted(checkpoint.entries, key=_natural):
+    for key in sorted(checkpoint.entries, key=_natural_sort_key):
         made, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if made == name and pattern is not None:
             keys.setdefault(pattern, []).append(key)
@@ -146,7 +146,7 @@ def expert_sources(model: PreTrainedModel, checkpoint: CheckpointFiles, name: st
     return []
 
 
-def read_weight(model: PreTrainedModel) -> Callable[[str], Tensor]:
+def weight_reader(model: PreTrainedModel) -> Callable[[str], Tensor]:
     """Return a function that reads a weight of a skeleton (`flatshift.finetune.models.meta.build_skeleton`) from its
     files, by its name in the model.
 
@@ -165,7 +165,7 @@ def read_weight(model: PreTrainedModel) -> Callable[[str], Tensor]:
     def read(name: str) -> Tensor:
         if name in checkpoint.keys:
             return tensor(checkpoint.keys[name])
-        parts = expert_sources(model, checkpoint, name)
+        parts = stacked_expert_keys(model, checkpoint, name)
         if not parts:
             raise UserError(f"{checkpoint.directory}: {name} can only be read with all other weights")
         return torch.cat([torch.stack([tensor(key) for key in keys]) for keys in parts], dim=1)
@@ -177,7 +177,7 @@ def _untie_different(model: PreTrainedModel, keys: dict[str, str], entries: dict
     for target, source in list(model.all_tied_weights_keys.items()):
         if target not in keys or source not in keys or keys[target] == keys[source]:
             continue
-        if not _equal(keys[target], keys[source], entries):
+        if not _are_tensors_equal(keys[target], keys[source], entries):
             owner, _, leaf = target.rpartition(".")
             tied = model.get_parameter(target)
             setattr(
@@ -186,7 +186,7 @@ def _untie_different(model: PreTrainedModel, keys: dict[str, str], entries: dict
             del model.all_tied_weights_keys[target]
 
 
-def _equal(one: str, other: str, entries: dict[str, TensorEntry]) -> bool:
+def _are_tensors_equal(one: str, other: str, entries: dict[str, TensorEntry]) -> bool:
     """True if two tensors of the files have the same values, compared a few rows at a time."""
     from safetensors import safe_open
 
@@ -200,7 +200,7 @@ def _equal(one: str, other: str, entries: dict[str, TensorEntry]) -> bool:
         return all(torch.equal(left[s : s + rows], right[s : s + rows]) for s in starts)
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """Return a parameter's or module's name as in the backbone, without the parts added by wrappers.
 
     Removes PEFT's prefix, adapter name, `base_layer` and `modules_to_save`, checkpoint wrappers and a pipeline's

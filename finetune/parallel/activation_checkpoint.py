@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ..compute.dropout import recomputed
+from ..compute.dropout import recompute_factory
 from ..errors import UserError
-from ..models.anatomy import NAMES, attention_modules, blocks
+from ..models.anatomy import NAMES, attention_modules, transformer_blocks
 
 _NO_CACHE = {"use_cache": False} | dict.fromkeys(NAMES)
 _ENABLED = {
@@ -44,18 +44,18 @@ def checkpoint_activations(model: nn.Module, mode: Literal["none", "selective", 
     """
     if mode == "none":
         return 0
-    chosen = blocks(model) if mode == "full" else attention_modules(model)
-    if mode == "selective" and blocks(model) and not chosen:
+    chosen = transformer_blocks(model) if mode == "full" else attention_modules(model)
+    if mode == "selective" and transformer_blocks(model) and not chosen:
         raise UserError(
             "train.checkpointing: selective finds no attention modules in this backbone; take full, which recomputes "
             "whole blocks"
         )
     for module in chosen:
-        _recompute(module)
+        _recompute_in_backward(module)
     return len(chosen)
 
 
-def _recompute(module: nn.Module) -> None:
+def _recompute_in_backward(module: nn.Module) -> None:
     plain = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -72,14 +72,14 @@ def _recompute(module: nn.Module) -> None:
                 return plain(*unnamed, **dict(zip(named, tensors, strict=True)), **rest)
 
             # backward runs outside of the current contexts: torch restores autocast, but not the attention kernels
-            context = partial(_surroundings, _kernels(), recomputed())
+            context = partial(_checkpoint_contexts, _enabled_attention_kernels(), recompute_factory())
             return checkpoint(run, *args, *(kwargs[n] for n in named), use_reentrant=False, context_fn=context)
         return plain(*args, **kwargs)
 
     module.forward = forward
 
 
-def _surroundings(
+def _checkpoint_contexts(
     kernels: list[SDPBackend], drawing: Callable[[], AbstractContextManager[Any]] | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of the first run and of the recomputation: the same attention kernels, the same dropout
@@ -87,10 +87,10 @@ def _surroundings(
     makers: list[Callable[[], AbstractContextManager[Any]]] = [] if drawing is None else [drawing]
     if len(kernels) < len(_ENABLED):
         makers.append(partial(sdpa_kernel, kernels))
-    return nullcontext(), _Again(makers) if makers else nullcontext()
+    return nullcontext(), _ReenterableContext(makers) if makers else nullcontext()
 
 
-class _Again(AbstractContextManager[None]):
+class _ReenterableContext(AbstractContextManager[None]):
     """Re-enterable wrapper around single-use context managers: backward may go through the same graph several times."""
 
     def __init__(self, makers: list[Callable[[], AbstractContextManager[Any]]]) -> None:
@@ -107,7 +107,7 @@ class _Again(AbstractContextManager[None]):
         self._entered.pop().__exit__(*error)
 
 
-def _kernels() -> list[SDPBackend]:
+def _enabled_attention_kernels() -> list[SDPBackend]:
     """Return the kernels that `scaled_dot_product_attention` may choose from here
-    (`flatshift.finetune.compute.numerics.attention`)."""
+    (`flatshift.finetune.compute.numerics.attention_kernel`)."""
     return [kernel for kernel, enabled in _ENABLED.items() if enabled()]

@@ -17,15 +17,15 @@ import torch
 
 from ..adapters.adapter import attach_adapter, attach_on_meta, initial_value
 from ..adapters.initial_values import InitialAdapter
-from ..compute.numerics import dropout_rates, uncounted_dropout, uses_dropout
+from ..compute.numerics import dropout_rates, find_generator_dropout, uses_dropout
 from ..compute.precision import adapter_dtype
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
-from ..figures import gib
+from ..figures import format_bytes
 from ..models.anatomy import is_conv1d
 from ..models.load import load_backbone
-from ..models.quantize import describe, unwrap_packed
-from ..models.weight_names import canonical
+from ..models.quantize import describe_quantization, unwrap_packed
+from ..models.weight_names import canonical_name
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
 from .mesh import ProcessMesh
@@ -51,8 +51,8 @@ def build_engine(
 ) -> Engine:
     """Return the engine of the frozen `backbone` with a fresh adapter on `mesh`; collective.
 
-    Commands resolve `train.precision` before (`flatshift.finetune.compute.precision.choose`); an unresolved `auto` is
-    float32, the default of `load_backbone`.
+    Commands resolve `train.precision` before (`flatshift.finetune.compute.precision.resolve_precision`); an unresolved
+    `auto` is float32, the default of `load_backbone`.
 
     Args:
         say: receives a line on the weights that were loaded (every rank's own numbers).
@@ -84,18 +84,18 @@ def build_engine(
             calibration=None if beginning is None else beginning.rows,
         )
         if train.quantization is not None:
-            say(describe(whole, train.quantization))
+            say(describe_quantization(whole, train.quantization))
         if world.size > 1:
-            refuse_parameters(whole)
-            return _quantised_on_mesh(whole, train=train, mesh=mesh, world=world)
+            check_mesh_support(whole)
+            return _build_quantised_engine(whole, train=train, mesh=mesh, world=world)
         checkpoint_activations(whole, train.checkpointing)
         return Engine.alone(whole)
-    return _on_mesh(
+    return _build_mesh_engine(
         backbone, task=task, adapter=adapter, train=train, mesh=mesh, world=world, label_names=label_names, say=say
     )
 
 
-def refuse_parameters(model: Any) -> None:
+def check_mesh_support(model: Any) -> None:
     """Raise UserError for a model that no mesh supports.
 
     These are: an adapter of whole parameters (`flatshift.finetune.adapters.settings`), which no mesh can split;
@@ -114,9 +114,9 @@ def refuse_parameters(model: Any) -> None:
             f"mesh: {kind} models put tokens before rows, whose dropout cannot be told by the row; set "
             "train.backbone_dropout: 0 and adapter.dropout: 0, or train in one process"
         )
-    if (found := uncounted_dropout(model)) is not None:
+    if (found := find_generator_dropout(model)) is not None:
         raise UserError(
-            f"mesh: {canonical(found[0])} of this backbone is a {type(found[1]).__name__}, which drops by a generator, "
+            f"mesh: {canonical_name(found[0])} of this backbone is a {type(found[1]).__name__}, which drops by a generator, "
             "on each rank something else; set train.backbone_dropout: 0, or train in one process"
         )
     from ..adapters.offsets import ADAPTER
@@ -129,7 +129,7 @@ def refuse_parameters(model: Any) -> None:
         )
 
 
-def _quantised_on_mesh(model: Any, *, train: Train, mesh: Mesh, world: ProcessMesh) -> Engine:
+def _build_quantised_engine(model: Any, *, train: Train, mesh: Mesh, world: ProcessMesh) -> Engine:
     """Return the engine of a quantised base model, which every rank reads and quantises whole before keeping its shard.
 
     This takes a quarter or half of its bytes in bf16: blocks of packed values do not follow the rows by which files are
@@ -150,7 +150,7 @@ def _quantised_on_mesh(model: Any, *, train: Train, mesh: Mesh, world: ProcessMe
     return Engine(model, world, sharding=sharding, tokens=tokens, multiple=1 if tokens is None else tokens.multiple)
 
 
-def _on_mesh(
+def _build_mesh_engine(
     backbone: str,
     *,
     task: Task,
@@ -164,7 +164,7 @@ def _on_mesh(
     from ..models.meta import build_skeleton
     from .context import ContextParallel, check_context
     from .fsdp import shard
-    from .pipeline import PipelineRunner, cut_parts
+    from .pipeline import PipelineRunner, build_rank_stages
     from .tensor import check_tensor_plan, tensor_parallel
     from .weights import load_weights, materialize
 
@@ -175,7 +175,7 @@ def _on_mesh(
         return attach_on_meta(skeleton, adapter, task=task, dtype=adapter_dtype(train))
 
     model = whole()
-    refuse_parameters(model)
+    check_mesh_support(model)
     base = model.get_base_model()
     checkpoint, deviation = base.checkpoint, float(getattr(base.config, "initializer_range", 0.02))
     if mesh.tp > 1:
@@ -183,8 +183,8 @@ def _on_mesh(
     if mesh.cp > 1:
         check_context(model)
     if mesh.pp > 1:
-        model, _ = cut_parts(model, whole, mesh=mesh, world=world, tokens=train.max_length)
-    shapes = {canonical(name): p.shape for name, p in model.named_parameters() if p.requires_grad}
+        model, _ = build_rank_stages(model, whole, mesh=mesh, world=world, tokens=train.max_length)
+    shapes = {canonical_name(name): p.shape for name, p in model.named_parameters() if p.requires_grad}
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
     tokens = ContextParallel(world) if mesh.cp > 1 else None
     if tokens is not None:
@@ -195,7 +195,7 @@ def _on_mesh(
 
     def progress(done: int, total: int, rate: float) -> None:
         if done == total:
-            say(f"read {gib(done)} of weights at {gib(round(rate))}/s")
+            say(f"read {format_bytes(done)} of weights at {format_bytes(round(rate))}/s")
 
     loaded = load_weights(model, checkpoint, layout=layout, world=world, say=progress)
     engine = Engine(
@@ -207,40 +207,40 @@ def _on_mesh(
         tokens=tokens,
         multiple=(1 if tokens is None else tokens.multiple) * (mesh.tp if mesh.sequence_parallel else 1),
     )
-    _initialise(engine, shapes, loaded.unread, seed=train.seed, deviation=deviation)
+    _initialise_missing_parameters(engine, shapes, loaded.unread, seed=train.seed, deviation=deviation)
     return engine
 
 
 @torch.no_grad()
-def _initialise(
+def _initialise_missing_parameters(
     engine: Engine, shapes: dict[str, torch.Size], unread: Sequence[str], *, seed: int, deviation: float
 ) -> None:
     """Initialise by name every parameter that no file has: adapters, new heads and PEFT's frozen copy of them."""
-    from .layout import put
+    from .layout import copy_local_part
 
     parameters = dict(engine.model.named_parameters())
     for full in unread:
-        name = canonical(full)
+        name = canonical_name(full)
         if ".lora_magnitude_vector" in name:
             continue
         parameter = parameters[full]
         shape = shapes.get(name, engine.layout.shape(name, parameter.shape))
         value = initial_value(name, shape, seed, deviation).to(parameter.dtype)
-        put(parameter, value, engine.layout.slices.get(name))
+        copy_local_part(parameter, value, engine.layout.slices.get(name))
     _set_magnitudes(engine, parameters)
 
 
 @torch.no_grad()
 def _set_magnitudes(engine: Engine, parameters: dict[str, torch.nn.Parameter]) -> None:
     """Set DoRA's magnitudes to the row norms of the base model, gathered one layer at a time."""
-    from .layout import put, whole
+    from .layout import copy_local_part, gather_full_tensor
 
     for name, module in engine.model.named_modules():
         vectors = getattr(module, "lora_magnitude_vector", None)
         if not vectors or "default" not in vectors:
             continue
         base = module.get_base_layer()
-        weight = whole(base.weight, world=engine.world)
+        weight = gather_full_tensor(base.weight, world=engine.world)
         norms = torch.linalg.vector_norm(weight, dim=0 if is_conv1d(base) else 1)
         magnitude = parameters[f"{name}.lora_magnitude_vector.default.weight"]
-        put(magnitude, norms.to(magnitude.dtype).reshape(magnitude.shape))
+        copy_local_part(magnitude, norms.to(magnitude.dtype).reshape(magnitude.shape))

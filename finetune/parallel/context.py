@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..compute.dropout import queries_from
+from ..compute.dropout import with_query_offset
 from ..compute.loss import IGNORED, Batch
 from ..errors import UserError
-from ..models.anatomy import backbone_of
+from ..models.anatomy import unwrap_peft
 from ..models.families import context_families
 from .mesh import ProcessMesh
 from .tensor import borders
@@ -42,7 +42,7 @@ def check_context(model: nn.Module) -> None:
     Raises:
         UserError: its family is unknown here, or its attention is not causal.
     """
-    config, known = backbone_of(model).config, context_families()
+    config, known = unwrap_peft(model).config, context_families()
     if config.model_type not in known:
         raise UserError(
             f"mesh.cp: {config.model_type} models cannot be split by tokens ({', '.join(known)} can); use mesh.dp"
@@ -165,7 +165,7 @@ class ContextParallel:
         for i, run in enumerate(self._runs()):
             own, seen = slice(i * step, (i + 1) * step), (run + 1) * step
             mask = attention_mask[:, :, own, :seen]
-            with queries_from(run * step):
+            with with_query_offset(run * step):
                 out, _ = sdpa_attention_forward(
                     module, query[:, :, own], key[:, :, :seen], value[:, :, :seen], mask, **how
                 )
@@ -175,7 +175,7 @@ class ContextParallel:
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return `key` and `value` (B, H, T/cp, D) for all tokens in order, by one collective."""
         both = torch.cat([key.transpose(1, 2), value.transpose(1, 2)], dim=-1)
-        runs = borders.enter_tokens(both, self.group).chunk(self.multiple, dim=1)
+        runs = borders.gather_tokens(both, self.group).chunk(self.multiple, dim=1)
         # rank i sent runs i and 2·cp − 1 − i: first halves ascend with the rank, second halves descend
         both = torch.cat([*runs[0::2], *reversed(runs[1::2])], dim=1).transpose(1, 2)
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]

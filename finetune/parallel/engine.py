@@ -30,15 +30,15 @@ from ..adapters.adapter import (
     trainable,
     write_adapter,
 )
-from ..compute.attention import without_starts
-from ..compute.capabilities import copied
+from ..compute.attention import drop_sample_offsets
+from ..compute.capabilities import copy_to_device
 from ..compute.dropout import DropoutPass, KeyedDropout
-from ..compute.loss import Head, batch_loss, find_head, head_probe, with_reference
+from ..compute.loss import Head, add_reference, batch_loss, find_head, head_probe
 from ..data.eval_batching import DataShard
 from ..errors import UserError
 from ..models.anatomy import position_limit
-from ..models.weight_names import canonical
-from .layout import Slice, TensorParallelLayout, local, put, whole_all
+from ..models.weight_names import canonical_name
+from .layout import Slice, TensorParallelLayout, copy_local_part, gather_full_tensors, local_part
 from .mesh import DATA, TOKENS, ProcessMesh
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Engine:
 
     def dropout(self, seed: int) -> KeyedDropout:
         """Return the dropout that draws this rank's part of the masks that a single process draws from `seed`."""
-        modules = {module: canonical(name) for name, module in self.model.named_modules()}
+        modules = {module: canonical_name(name) for name, module in self.model.named_modules()}
         tokens = self.tokens
         return KeyedDropout(
             modules,
@@ -192,7 +192,7 @@ class Engine:
     def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
         """Return the head whose loss needs no logits (`flatshift.finetune.compute.loss.find_head`), agreed by all ranks
         that share a stage."""
-        probe = head_probe(without_starts(inputs), multiple=self.multiple)
+        probe = head_probe(drop_sample_offsets(inputs), multiple=self.multiple)
         if self.runner is not None:
             return self.runner.find_head(probe, task=task)
         head = find_head(self.model, probe, task=task)
@@ -218,13 +218,13 @@ class Engine:
         precision: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> list[PreferenceTargets | None]:
         """Return the reference and the drift of the answers in each of this rank's micro-batches, for a
-        `task.has_reference` (`flatshift.finetune.compute.loss.with_reference`).
+        `task.has_reference` (`flatshift.finetune.compute.loss.add_reference`).
 
         Call it before the passes of the step and outside of a regularizer's step, so that the reference is the
         unperturbed base model. Every rank calls this.
         """
         on_device = [micro.to(self.device) for micro in micros]
-        known = with_reference(
+        known = add_reference(
             self.model,
             on_device,
             task=task,
@@ -297,7 +297,7 @@ class Engine:
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:
-                grad = local(parameter.grad)
+                grad = local_part(parameter.grad)
                 by_type.setdefault(grad.dtype, []).append(grad)
         for grads in by_type.values():
             flat = torch.cat([grad.flatten() for grad in grads])
@@ -323,13 +323,13 @@ class Engine:
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
-            grad = local(parameter.grad)
+            grad = local_part(parameter.grad)
             grads.append(grad)
             kind = int(isinstance(parameter, DTensor)), int(name in self.layout.slices)
             if grad.device not in squares_at:
                 squares_at[grad.device] = torch.zeros(2, 2, dtype=torch.float64, device=grad.device)
             squares_at[grad.device][kind] += grad.double().square().sum() if grad.numel() else 0
-        squares = torch.stack([copied(part, self.device) for part in squares_at.values()]).sum(0)
+        squares = torch.stack([copy_to_device(part, self.device) for part in squares_at.values()]).sum(0)
         squares[1] = self.world.sum(squares[1].clone(), *(("dp", "cp") if held else ()))
         whole = squares.sum(0)
         whole[1] = self.world.sum(whole[1].clone(), "tp")
@@ -352,7 +352,7 @@ class Engine:
         if self.world.size == 1:
             return {name: tensor.detach() for name, tensor in tensors.items()}
         self.reshard()
-        found = whole_all(tensors, like=tensors, layout=self.layout, world=self.world)
+        found = gather_full_tensors(tensors, like=tensors, layout=self.layout, world=self.world)
         found = {name: tensor.cpu() for name, tensor in found.items()}
         return {name: t for part in self._gather_objects(found, "pp") for name, t in part.items()}
 
@@ -378,7 +378,7 @@ class Engine:
                     f"{where}: {name} has the shape {tuple(wholes[name].shape)} and the model wants {wanted}"
                 )
         for name, tensor in tensors.items():
-            put(tensor, wholes[name], self.layout.slices.get(name))
+            copy_local_part(tensor, wholes[name], self.layout.slices.get(name))
         return None
 
     def union(self, items: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -437,10 +437,10 @@ class MeshPlacement:
         return self._world.device
 
     def rows(self, layer: str) -> Slice | None:
-        return self._layout.slices.get(f"{canonical(layer)}.lora_B.weight")
+        return self._layout.slices.get(f"{canonical_name(layer)}.lora_B.weight")
 
     def columns(self, layer: str) -> Slice | None:
-        return self._layout.slices.get(f"{canonical(layer)}.lora_A.weight")
+        return self._layout.slices.get(f"{canonical_name(layer)}.lora_A.weight")
 
     def sum_tensor(self, tensor: Tensor) -> None:
         self._world.sum(tensor, "tp")
@@ -460,7 +460,7 @@ class MeshPlacement:
         return self._world.index(*DATA), self._world.width(*DATA)
 
     def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        names = [canonical(name) for name in tensors]
+        names = [canonical_name(name) for name in tensors]
         found = torch.stack(
             [t.detach().double().square().sum() for t in tensors.values()]
             or [torch.zeros((), dtype=torch.float64, device=self.device)]
@@ -469,19 +469,19 @@ class MeshPlacement:
         cut = [name in self._layout.slices for name in names]
         for members, axes in ((sharded, ("dp", "cp")), (cut, ("tp",))):
             if any(members):
-                index = copied(torch.tensor([i for i, member in enumerate(members) if member]), found.device)
+                index = copy_to_device(torch.tensor([i for i, member in enumerate(members) if member]), found.device)
                 found[index] = self._world.sum(found[index], *axes)
         return found[: len(names)]
 
     def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        keys = {canonical(name): name for name in tensors}
+        keys = {canonical_name(name): name for name in tensors}
         parts = {key: tensors[name] for key, name in keys.items()}
         like = {key: self._parameters[key] for key in keys}
-        found = whole_all(parts, like=like, layout=self._layout, world=self._world)
+        found = gather_full_tensors(parts, like=like, layout=self._layout, world=self._world)
         return {keys[key]: tensor for key, tensor in found.items()}
 
     def take(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            key = canonical(name)
+            key = canonical_name(name)
             whole = wholes[name].to(tensor.device)
-            put(tensor, whole, self._layout.slices.get(key), like=self._parameters[key])
+            copy_local_part(tensor, whole, self._layout.slices.get(key), like=self._parameters[key])

@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor, Shard
 from ..compute.capabilities import capabilities
 from ..config import Mesh
 from ..errors import UserError
-from ..models.anatomy import blocks
-from ..models.weight_names import canonical
-from .layout import local
+from ..models.anatomy import transformer_blocks
+from ..models.weight_names import canonical_name
+from .layout import local_part
 from .mesh import ProcessMesh
 
 # A first dim that does not divide is still sharded if it is this many times the ranks: the remainder is negligible.
@@ -81,7 +81,7 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
     """
     parameters = dict(model.named_parameters())
     if world.width("dp", "cp") == 1:
-        whole = sum(_size(p) for p in parameters.values())
+        whole = sum(_parameter_bytes(p) for p in parameters.values())
         return Sharding((), frozenset(), 1, whole, 0, whole, False)
     if mesh.offload and not capabilities(world.device).pages:
         raise UserError("mesh.offload keeps shards in host memory, which needs a CUDA device; leave it out on the CPU")
@@ -94,35 +94,35 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
     options: dict[str, Any] = {
         "mesh": _fsdp_mesh(world),
         "reshard_after_forward": mesh.reshard if reshard is None else reshard,
-        "shard_placement_fn": _placement(world.width("dp", "cp")),
-        "mp_policy": _policy(parameters.values()),
+        "shard_placement_fn": _make_placement_function(world.width("dp", "cp")),
+        "mp_policy": _mixed_precision_policy(parameters.values()),
         "offload_policy": CPUOffloadPolicy() if mesh.offload else OffloadPolicy(),
         "ignored_params": ignored,
     }
-    whole, expected = sum(_size(p) for p in parameters.values()), 0
-    for root in _roots(model):
-        units = _units(root, ignored)
+    whole, expected = sum(_parameter_bytes(p) for p in parameters.values()), 0
+    for root in _find_roots(model):
+        units = _find_units(root, ignored)
         for unit in [*units, root]:
             fully_shard(unit, **options)
             expected += 1
         if capabilities(world.device).kind == "cuda":
-            gather_ahead(in_order(root, units))
+            set_prefetch(sort_by_forward_order(root, units))
         if hasattr(root, "generate"):  # it calls parts, not the root, whose weights it needs gathered
             register_fsdp_forward_method(root, "generate")
-    return _report(model, expected=expected, ignored=ignored, whole=whole, world=world, each=mesh.zero == 2)
+    return _check_sharding(model, expected=expected, ignored=ignored, whole=whole, world=world, each=mesh.zero == 2)
 
 
-def _roots(model: nn.Module) -> list[nn.Module]:
+def _find_roots(model: nn.Module) -> list[nn.Module]:
     """Return the parts of a pipeline rank, each of which is called by itself, or the model."""
     return [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)] or [model]
 
 
-def _units(root: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
+def _find_units(root: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
     """Return the blocks, embedding and head that have something to shard and share no weight with modules outside of
     them."""
     owners = Counter(id(p) for module in root.modules() for p in module._parameters.values() if p is not None)
     units = []
-    for module in [*blocks(root), *_ends(root)]:
+    for module in [*transformer_blocks(root), *_find_embedding_and_head(root)]:
         own = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
         free = any(p not in ignored for p in module.parameters())
         if free and all(owners[key] == count for key, count in own.items()) and module not in units:
@@ -130,14 +130,14 @@ def _units(root: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
     return units
 
 
-def in_order(root: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+def sort_by_forward_order(root: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     """Return `units` in the order of a forward pass: the embedding, the blocks, the head."""
-    inside = set(blocks(root))
-    head = {id(end) for end in _ends(root, "get_output_embeddings")}
+    inside = set(transformer_blocks(root))
+    head = {id(end) for end in _find_embedding_and_head(root, "get_output_embeddings")}
     return sorted(units, key=lambda unit: 1 if unit in inside else 2 if id(unit) in head else 0)
 
 
-def gather_ahead(units: list[Any]) -> None:
+def set_prefetch(units: list[Any]) -> None:
     """Make each unit prefetch the next one's weights before it computes, forward and backward.
 
     FSDP2 gathers on its own stream, but by default starts a gather when the host reaches the unit; if the host is slow
@@ -148,7 +148,7 @@ def gather_ahead(units: list[Any]) -> None:
         after.set_modules_to_backward_prefetch([unit])
 
 
-def _ends(root: nn.Module, *getters: str) -> list[nn.Module]:
+def _find_embedding_and_head(root: nn.Module, *getters: str) -> list[nn.Module]:
     """Return the input embedding and the output head (or the modules that `getters` return), if the model has them."""
     model = getattr(root, "get_base_model", lambda: root)()
     ends = []
@@ -173,7 +173,7 @@ def _fsdp_mesh(world: ProcessMesh) -> DeviceMesh:
     return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("replicate", "_".join(inner)))
 
 
-def _placement(width: int) -> Any:
+def _make_placement_function(width: int) -> Any:
     def place(parameter: nn.Parameter) -> Shard | None:
         """Shard the first dim, unless it is short and does not divide and a later one does (A with r below the
         ranks)."""
@@ -184,21 +184,21 @@ def _placement(width: int) -> Any:
     return place
 
 
-def _policy(parameters: Any) -> MixedPrecisionPolicy:
+def _mixed_precision_policy(parameters: Any) -> MixedPrecisionPolicy:
     """Return the policy: gradients are reduced in float32 in any case; weights are used in their own dtype."""
     narrow = any(p.requires_grad and p.dtype != torch.float32 for p in parameters)
     return MixedPrecisionPolicy(reduce_dtype=torch.float32) if narrow else MixedPrecisionPolicy()
 
 
-def _size(parameter: torch.Tensor) -> int:
+def _parameter_bytes(parameter: torch.Tensor) -> int:
     return parameter.numel() * parameter.itemsize
 
 
-def _report(
+def _check_sharding(
     model: nn.Module, *, expected: int, ignored: set[nn.Parameter], whole: int, world: ProcessMesh, each: bool
 ) -> Sharding:
     units = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
-    parameters = {canonical(name): p for name, p in model.named_parameters()}
+    parameters = {canonical_name(name): p for name, p in model.named_parameters()}
     plain = [name for name, p in parameters.items() if not isinstance(p, DTensor) and p not in ignored]
     if len(units) != expected or plain:
         raise RuntimeError(
@@ -212,7 +212,7 @@ def _report(
         held,
         world.width("replicate", "dp", "cp") if held else 1,
         whole,
-        sum(_size(p) for p in everything if isinstance(p, DTensor)),
-        sum(_size(local(p)) for p in everything),
+        sum(_parameter_bytes(p) for p in everything if isinstance(p, DTensor)),
+        sum(_parameter_bytes(local_part(p)) for p in everything),
         each,
     )

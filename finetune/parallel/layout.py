@@ -45,7 +45,7 @@ class Slice:
         return torch.cat([torch.arange(start, stop) for start, stop in self.runs])
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return the local part of `whole`."""
+        """Return the local part of `gather_full_tensor`."""
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], dim=self.dim)
 
 
@@ -76,7 +76,7 @@ class TensorParallelLayout:
         return found
 
     def shape(self, name: str, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-        """Return the full shape of the parameter `name` whose tensor-parallel part has the shape `local`."""
+        """Return the full shape of the parameter `name` whose tensor-parallel part has the shape `local_part`."""
         shape = list(local)
         if name in self.slices:
             shape[self.slices[name].dim] = self.slices[name].size
@@ -88,44 +88,46 @@ Runs = tuple[tuple[int, int], ...]
 _ALIGNED = 16
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`: writing to it writes to `tensor`."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def held(like: Tensor, cut: Slice | None) -> list[Runs]:
+def local_index_runs(like: Tensor, cut: Slice | None) -> list[Runs]:
     """Return per dim the half-open runs of global indices that the local part of parameter `like` consists of, in
     order."""
     runs: list[Runs] = [((0, size),) for size in like.shape]
     if cut is not None:
         runs[cut.dim] = cut.runs
     if isinstance(like, DTensor):
-        for mesh_dim, dim in _sharded(like):
-            start, stop = _chunk(like.shape[dim], like.device_mesh.get_local_rank(mesh_dim), _width(like, mesh_dim))
-            runs[dim] = _window(runs[dim], start, stop)
+        for mesh_dim, dim in _sharded_dims(like):
+            start, stop = _chunk_bounds(
+                like.shape[dim], like.device_mesh.get_local_rank(mesh_dim), _mesh_dim_size(like, mesh_dim)
+            )
+            runs[dim] = _select_runs(runs[dim], start, stop)
     return runs
 
 
-def _sharded(tensor: DTensor) -> list[tuple[int, int]]:
+def _sharded_dims(tensor: DTensor) -> list[tuple[int, int]]:
     """Return pairs of mesh dim and tensor dim along which `tensor` is sharded."""
     pairs = [(i, p.dim) for i, p in enumerate(tensor.placements) if isinstance(p, Shard)]
     assert len({dim for _, dim in pairs}) == len(pairs), tensor.placements
     return pairs
 
 
-def _width(tensor: DTensor, mesh_dim: int) -> int:
+def _mesh_dim_size(tensor: DTensor, mesh_dim: int) -> int:
     return tensor.device_mesh.size(mesh_dim)
 
 
-def _chunk(size: int, rank: int, width: int) -> tuple[int, int]:
+def _chunk_bounds(size: int, rank: int, width: int) -> tuple[int, int]:
     """Return the indices of `size` that a `Shard` gives to `rank`: chunks of ⌈size / width⌉, the last ones short or
     empty."""
     step = -(-size // width)
     return min(rank * step, size), min((rank + 1) * step, size)
 
 
-def _window(runs: Runs, start: int, stop: int) -> Runs:
+def _select_runs(runs: Runs, start: int, stop: int) -> Runs:
     """Return the indices number `start` to `stop` of the concatenated `runs`."""
     kept, offset = [], 0
     for first, last in runs:
@@ -137,25 +139,30 @@ def _window(runs: Runs, start: int, stop: int) -> Runs:
 
 
 @torch.no_grad()
-def put(tensor: Tensor, whole: Tensor, cut: Slice | None = None, *, like: Tensor | None = None) -> None:
-    """Copy this rank's part of `whole` into `tensor`, a parameter or a tensor sharded like the parameter `like`."""
-    target = local(tensor)
-    for dim, runs in enumerate(held(tensor if like is None else like, cut)):
+def copy_local_part(tensor: Tensor, whole: Tensor, cut: Slice | None = None, *, like: Tensor | None = None) -> None:
+    """Copy this rank's part of `gather_full_tensor` into `tensor`, a parameter or a tensor sharded like the parameter
+    `like`."""
+    target = local_part(tensor)
+    for dim, runs in enumerate(local_index_runs(tensor if like is None else like, cut)):
         parts = [whole.narrow(dim, start, stop - start) for start, stop in runs] or [whole.narrow(dim, 0, 0)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     assert target.shape == whole.shape, (target.shape, whole.shape)
     target.copy_(whole)
 
 
-def whole(tensor: Tensor, cut: Slice | None = None, *, world: ProcessMesh, like: Tensor | None = None) -> Tensor:
-    """Return one full tensor on every rank (see `whole_all`)."""
+def gather_full_tensor(
+    tensor: Tensor, cut: Slice | None = None, *, world: ProcessMesh, like: Tensor | None = None
+) -> Tensor:
+    """Return one full tensor on every rank (see `gather_full_tensors`)."""
     slices = {} if cut is None else {"it": cut}
     like = tensor if like is None else like
-    return whole_all({"it": tensor}, like={"it": like}, layout=TensorParallelLayout(slices), world=world)["it"]
+    return gather_full_tensors({"it": tensor}, like={"it": like}, layout=TensorParallelLayout(slices), world=world)[
+        "it"
+    ]
 
 
 @torch.no_grad()
-def whole_all(
+def gather_full_tensors(
     tensors: Mapping[str, Tensor], *, like: Mapping[str, Tensor], layout: TensorParallelLayout, world: ProcessMesh
 ) -> dict[str, Tensor]:
     """Gather `tensors`, by one collective for each axis along which any of them is sharded.
@@ -169,34 +176,34 @@ def whole_all(
     Returns:
         Full tensors on `world.device`, the same on every rank. Unsharded tensors are returned as they are, not copied.
     """
-    parts = {name: local(tensor).to(world.device) for name, tensor in tensors.items()}
+    parts = {name: local_part(tensor).to(world.device) for name, tensor in tensors.items()}
     meshes: dict[tuple[DeviceMesh, int], dict[str, int]] = {}
     for name in parts:
         parameter = like[name]
         if isinstance(parameter, DTensor):
-            for mesh_dim, dim in _sharded(parameter):
+            for mesh_dim, dim in _sharded_dims(parameter):
                 meshes.setdefault((parameter.device_mesh, mesh_dim), {})[name] = dim
     for (mesh, mesh_dim), dims in meshes.items():
         width = mesh.size(mesh_dim)
         shapes = {name: _chunk_shapes(like[name].shape, dim, width) for name, dim in dims.items()}
-        chunks = _gather({name: parts[name] for name in dims}, shapes, mesh.get_group(mesh_dim), width)
+        chunks = _all_gather_bytes({name: parts[name] for name in dims}, shapes, mesh.get_group(mesh_dim), width)
         parts |= {name: torch.cat(chunks[name], dim) for name, dim in dims.items()}
     tp = world.width("tp")
     cut = {name: layout.slices[name] for name in parts if name in layout.slices}
     if tp > 1 and cut:
         shapes = {name: [parts[name].shape] * tp for name in cut}
-        chunks = _gather({name: parts[name] for name in cut}, shapes, world.group("tp"), tp)
-        parts |= {name: _join(chunks[name], piece, world.index("tp")) for name, piece in cut.items()}
+        chunks = _all_gather_bytes({name: parts[name] for name in cut}, shapes, world.group("tp"), tp)
+        parts |= {name: _join_slices(chunks[name], piece, world.index("tp")) for name, piece in cut.items()}
     return parts
 
 
 def _chunk_shapes(shape: torch.Size, dim: int, width: int) -> list[torch.Size]:
     """Return the shape of each rank's chunk."""
-    bounds = [_chunk(shape[dim], rank, width) for rank in range(width)]
+    bounds = [_chunk_bounds(shape[dim], rank, width) for rank in range(width)]
     return [torch.Size([*shape[:dim], stop - start, *shape[dim + 1 :]]) for start, stop in bounds]
 
 
-def _gather(
+def _all_gather_bytes(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, list[torch.Size]], group: dist.ProcessGroup, width: int
 ) -> dict[str, list[Tensor]]:
     """Return every rank's `tensors`, by name in rank order, through one all-gather of bytes."""
@@ -223,7 +230,7 @@ def _gather(
     return gathered
 
 
-def _join(parts: list[Tensor], cut: Slice, rank: int) -> Tensor:
+def _join_slices(parts: list[Tensor], cut: Slice, rank: int) -> Tensor:
     """Return the full tensor from the parts that `Slice.even` gives to the tensor-parallel ranks."""
     fused, dim = len(cut.runs), cut.dim
     slices = [Slice.even(dim, cut.size, rank=r, width=len(parts), fused=fused) for r in range(len(parts))]

@@ -61,7 +61,7 @@ class ProcessMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         size = dist.get_world_size()
-        refuse_product(mesh, size)
+        check_mesh_size(mesh, size)
         shape = tuple(getattr(mesh, axis) for axis in AXES)
         return cls(device, init_device_mesh(device.type, shape, mesh_dim_names=AXES), dist.get_rank(), size)
 
@@ -135,7 +135,7 @@ class ProcessMesh:
         return " × ".join(named) or "one device"
 
 
-def refuse_product(mesh: Mesh, processes: int) -> None:
+def check_mesh_size(mesh: Mesh, processes: int) -> None:
     """Raise UserError unless the axes of `mesh` multiply to `processes`."""
     if mesh.size != processes:
         named = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1)

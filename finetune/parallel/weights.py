@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import UserError, is_out_of_memory
 from ..models.backbone import REFUSED, quiet_transformers
-from ..models.weight_names import CheckpointFiles, canonical
-from .layout import Runs, TensorParallelLayout, held, local, put
+from ..models.weight_names import CheckpointFiles, canonical_name
+from .layout import Runs, TensorParallelLayout, copy_local_part, local_index_runs, local_part
 from .mesh import ProcessMesh
 
 Progress = Callable[[int, int, float], None]
@@ -32,7 +32,7 @@ _OFTEN = 0.5  # seconds between two progress reports
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """Result of `load_weights` on this rank."""
 
     bytes: int
@@ -75,7 +75,7 @@ def load_weights(
     layout: TensorParallelLayout,
     world: ProcessMesh,
     say: Progress | None = None,
-) -> Loaded:
+) -> LoadResult:
     """Fill the base model's tensors in `model`: a whole model or a pipeline's part of it, with PEFT, sliced, sharded.
 
     Collective if and only if `checkpoint.converted` is not empty: then every rank of the default group calls it once.
@@ -83,7 +83,7 @@ def load_weights(
     Raises:
         UserError: a file changed since its header was read, or transformers cannot convert it.
     """
-    wanted, unread = _wanted(model, checkpoint)
+    wanted, unread = _tensors_to_load(model, checkpoint)
     files: dict[Path, list[tuple[str, Tensor]]] = defaultdict(list)
     total = 0
     for name, tensor in wanted:
@@ -91,31 +91,31 @@ def load_weights(
         if name in checkpoint.keys:
             entry = checkpoint.entries[checkpoint.keys[name]]
             files[entry.file].append((name, tensor))
-            total += local(tensor).numel() * entry.dtype.itemsize
-    watch = _Watch(total, say)
+            total += local_part(tensor).numel() * entry.dtype.itemsize
+    watch = _ProgressMeter(total, say)
     for file, tensors in files.items():
         tensors.sort(key=lambda pair: checkpoint.entries[checkpoint.keys[pair[0]]].offset)
         _read_file(file, tensors, checkpoint, layout, watch)
     if checkpoint.converted:
         converted = [(name, tensor) for name, tensor in wanted if name in checkpoint.converted]
-        _scatter_converted(converted, checkpoint, layout, world)
-    return Loaded(watch.done, watch.finish(), tuple(unread))
+        _broadcast_converted(converted, checkpoint, layout, world)
+    return LoadResult(watch.done, watch.finish(), tuple(unread))
 
 
-def _wanted(model: nn.Module, checkpoint: CheckpointFiles) -> tuple[list[tuple[str, Tensor]], list[str]]:
+def _tensors_to_load(model: nn.Module, checkpoint: CheckpointFiles) -> tuple[list[tuple[str, Tensor]], list[str]]:
     """Return the tensors to fill by canonical name (a name may occur twice: a head and PEFT's copy of it), and the
     rest."""
     new = {*checkpoint.missing, *checkpoint.mismatched} - set(checkpoint.keys)
     wanted: list[tuple[str, Tensor]] = []
     unread = []
     for full, parameter in model.named_parameters():
-        name = canonical(full)
+        name = canonical_name(full)
         if name in checkpoint.keys or name in checkpoint.converted:
             wanted.append((name, parameter))
         else:
             assert name in new or name not in checkpoint.shapes, name
             unread.append(full)
-    wanted += [(canonical(n), b) for n, b in model.named_buffers() if canonical(n) in checkpoint.keys]
+    wanted += [(canonical_name(n), b) for n, b in model.named_buffers() if canonical_name(n) in checkpoint.keys]
     return [(name, tensor.detach()) for name, tensor in wanted], unread
 
 
@@ -124,7 +124,7 @@ def _read_file(
     tensors: list[tuple[str, Tensor]],
     checkpoint: CheckpointFiles,
     layout: TensorParallelLayout,
-    watch: _Watch,
+    watch: _ProgressMeter,
 ) -> None:
     from safetensors import SafetensorError, safe_open
 
@@ -133,13 +133,13 @@ def _read_file(
             for name, tensor in tensors:
                 key = checkpoint.keys[name]
                 if tensor.ndim == 0:
-                    local(tensor).copy_(source.get_tensor(key))
+                    local_part(tensor).copy_(source.get_tensor(key))
                     watch.add(checkpoint.entries[key].bytes)
                     continue
                 view = source.get_slice(key)
                 size = checkpoint.entries[key].dtype.itemsize
-                for there, here in _pieces(held(tensor, layout.slices.get(name)), size):
-                    part = local(tensor)[here]
+                for there, here in _copy_slices(local_index_runs(tensor, layout.slices.get(name)), size):
+                    part = local_part(tensor)[here]
                     part.copy_(view[there])
                     watch.add(part.numel() * size)
     except (OSError, SafetensorError) as error:
@@ -148,7 +148,7 @@ def _read_file(
         raise UserError(f"{file} cannot be read any more ({str(error).splitlines()[0]}); was it replaced?") from error
 
 
-def _pieces(held: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def _copy_slices(held: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Yield slices of the file's tensor and of the local one that together cover it, each of at most `_PIECE` bytes."""
     offsets = [list(itertools.accumulate((stop - start for start, stop in runs), initial=0)) for runs in held]
     for numbers in itertools.product(*(range(len(runs)) for runs in held)):
@@ -166,7 +166,7 @@ def _pieces(held: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice, ...]
             yield (slice(first, last), *rest), (slice(places[0] + first - start, places[0] + last - start), *target)
 
 
-def _scatter_converted(
+def _broadcast_converted(
     tensors: list[tuple[str, Tensor]], checkpoint: CheckpointFiles, layout: TensorParallelLayout, world: ProcessMesh
 ) -> None:
     """Load the model with transformers on rank 0 and broadcast its converted tensors one by one."""
@@ -197,7 +197,7 @@ def _scatter_converted(
             whole = _broadcast(whole, checkpoint.shapes[name], checkpoint.dtype, world)
         for tensor in here[name]:
             assert whole is not None
-            put(tensor, whole, layout.slices.get(name))
+            copy_local_part(tensor, whole, layout.slices.get(name))
 
 
 def _broadcast(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, world: ProcessMesh) -> Tensor:
@@ -206,7 +206,7 @@ def _broadcast(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
     return whole
 
 
-class _Watch:
+class _ProgressMeter:
     """Counts bytes and reports progress."""
 
     def __init__(self, total: int, say: Progress | None) -> None:

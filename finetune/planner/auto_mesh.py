@@ -18,18 +18,18 @@ from flatshift.regularizers.config import RegularizerConfig
 
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
-from ..figures import gib
+from ..figures import format_bytes
 from .cluster import Cluster
-from .devices import Devices, at_hand
-from .footprint import Sizes
-from .layouts import AXES, Layout, allowed, best_of, mesh_name, options, priced
+from .devices import Devices, detect_devices
+from .footprint import BackboneSizes
+from .layouts import AXES, Layout, best_layout, enumerate_meshes, is_allowed, mesh_name, price_layout
 from .rules import RuleSettings, check_settings
 
 if TYPE_CHECKING:
     from ..tasks import Task
 
 
-def resolve(
+def resolve_mesh(
     mesh: Mesh,
     *,
     backbone: Path,
@@ -59,20 +59,22 @@ def resolve(
             f"mesh.auto: {processes} processes are no multiple of the {mesh.size} ranks of the axes that are set "
             f"({mesh_name(mesh) or 'one process'}); start another number, or set fewer axes"
         )
-    devices = devices or at_hand(train.device)
-    sizes = Sizes.read(backbone, adapter).under(task)
+    devices = devices or detect_devices(train.device)
+    sizes = BackboneSizes.read(backbone, adapter).under(task)
     rows = math.gcd(train.batch_size, *batch_sizes)
     node = node or processes or devices.count
     # the cores of one machine share its memory, so there only a limit per process calls for shards
     growing = ("dp",) if processes is None and devices.kind == "cpu" else ("replicate", "dp", "tp", "pp")
     free = [axis for axis in growing if getattr(mesh, axis) == 1]
     settings = RuleSettings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task, regularizer=regularizer)
-    totals = _totals(mesh, devices, processes)
-    possible = [o for n in totals for o in options(mesh, n, free) if allowed(o, mesh, settings, sizes, node)]
+    totals = _rank_counts(mesh, devices, processes)
+    possible = [
+        o for n in totals for o in enumerate_meshes(mesh, n, free) if is_allowed(o, mesh, settings, sizes, node)
+    ]
     if not possible:
         # a broken rule, if there is one, is the better message
         for ranks in totals:
-            for option in options(mesh, ranks, free):
+            for option in enumerate_meshes(mesh, ranks, free):
                 check_settings(dataclasses.replace(settings, mesh=option))
         raise UserError(
             f"mesh.auto: {processes or devices.count} ranks do not divide among {rows} rows, {sizes.heads} heads in "
@@ -81,30 +83,30 @@ def resolve(
         )
     read = task.as_read(train)
     layouts = [
-        priced(
+        price_layout(
             dataclasses.replace(settings, mesh=option, train=read),
             sizes,
             Cluster.at_hand(devices, option.size, min(node, option.size)),
         )
         for option in possible
     ]
-    chosen = _choose(layouts, few=devices.kind == "cpu")
+    chosen = _choose_layout(layouts, few=devices.kind == "cpu")
     here = devices if processes is None else None
     reasons = [
-        _found(devices, processes, node),
-        *_reasons(chosen, layouts, given=mesh, rows=rows, devices=here),
+        _describe_devices(devices, processes, node),
+        *_explain_axes(chosen, layouts, given=mesh, rows=rows, devices=here),
     ]
     return dataclasses.replace(chosen.mesh, auto=False), [f"mesh.auto: {reason}" for reason in reasons]
 
 
-def _totals(mesh: Mesh, devices: Devices, processes: int | None) -> list[int]:
+def _rank_counts(mesh: Mesh, devices: Devices, processes: int | None) -> list[int]:
     """Return the numbers of ranks to try."""
     if processes is not None:
         return [processes]
     return [ranks for ranks in range(mesh.size, max(devices.count, mesh.size) + 1) if ranks % mesh.size == 0]
 
 
-def _choose(layouts: Sequence[Layout], *, few: bool) -> Layout:
+def _choose_layout(layouts: Sequence[Layout], *, few: bool) -> Layout:
     """Return the fastest layout that fits; else the one closest to fitting.
 
     few: prefer few ranks (cores of one machine share its memory, and one process uses all of them).
@@ -112,20 +114,20 @@ def _choose(layouts: Sequence[Layout], *, few: bool) -> Layout:
     fitting = [layout for layout in layouts if layout.fits]
     if few and fitting:
         least = min(layout.mesh.size for layout in fitting)
-        return best_of([layout for layout in fitting if layout.mesh.size == least])
-    return best_of(layouts)
+        return best_layout([layout for layout in fitting if layout.mesh.size == least])
+    return best_layout(layouts)
 
 
-def _found(devices: Devices, processes: int | None, node: int) -> str:
+def _describe_devices(devices: Devices, processes: int | None, node: int) -> str:
     each = devices.each(min(processes or 1, node))
-    room = "memory unknown" if each is None else f"{gib(each)} for a rank"
+    room = "memory unknown" if each is None else f"{format_bytes(each)} for a rank"
     kind = {"cuda": "CUDA device", "cpu": "core"}[devices.kind] + ("s" if devices.count > 1 else "")
     if processes is None:
         return f"{devices.count} {kind} on this machine, {room}"
     return f"{processes} processes, {node} on a node with {devices.count} {kind}, {room}"
 
 
-def _reasons(
+def _explain_axes(
     chosen: Layout, layouts: Sequence[Layout], *, given: Mesh, rows: int, devices: Devices | None
 ) -> Iterator[str]:
     """Yield the reasons for the chosen axes. devices: None under a launcher."""
@@ -140,14 +142,14 @@ def _reasons(
                 among = [
                     o for o in layouts if (o.mesh.tp, o.mesh.pp) == (mesh.tp, mesh.pp) and o.mesh.size <= mesh.size
                 ]
-            yield f"{axis} {getattr(mesh, axis)}: {_why_not_less(chosen, among, axis, rows)}"
+            yield f"{axis} {getattr(mesh, axis)}: {_explain_axis_width(chosen, among, axis, rows)}"
     if mesh.replicate > given.replicate:
         what = "the shards" if mesh.dp > 1 else "the backbone"
         yield f"replicate {mesh.replicate}: further copies of {what} exchange adapter gradients only"
     if devices is not None:
-        yield from _why_few(chosen, layouts, devices)
-    room = "" if chosen.room is None else f" of {gib(chosen.room)}"
-    yield f"{mesh_name(mesh) or 'one process'} needs {gib(chosen.needs.total)} a rank{room} ({chosen.needs})"
+        yield from _explain_idle_devices(chosen, layouts, devices)
+    room = "" if chosen.room is None else f" of {format_bytes(chosen.room)}"
+    yield f"{mesh_name(mesh) or 'one process'} needs {format_bytes(chosen.needs.total)} a rank{room} ({chosen.needs})"
     if not chosen.fits:
         yield (
             "by this estimate it does not fit: take more or larger devices, train.precision: bf16, "
@@ -155,12 +157,12 @@ def _reasons(
         )
 
 
-def _why_not_less(chosen: Layout, layouts: Sequence[Layout], axis: str, rows: int) -> str:
+def _explain_axis_width(chosen: Layout, layouts: Sequence[Layout], axis: str, rows: int) -> str:
     """Explain why the best layout with fewer ranks along `axis`, if there is any, was not chosen."""
     narrow = [layout for layout in layouts if getattr(layout.mesh, axis) < getattr(chosen.mesh, axis)]
     if not narrow:
         return f"{rows} rows of a micro-batch do not divide among so many data ranks"
-    less = _choose(narrow, few=False)
+    less = _choose_layout(narrow, few=False)
     if less.fits and less.time.total > chosen.time.total:
         return (
             f"an update is predicted to take {1 - chosen.time.total / less.time.total:.0%} less than on "
@@ -169,10 +171,10 @@ def _why_not_less(chosen: Layout, layouts: Sequence[Layout], axis: str, rows: in
     hint = ""
     if axis != "dp" and less.needs.activations > less.needs.total / 2:
         hint = "; train.checkpointing: full would make that small"
-    return f"with {axis} {getattr(less.mesh, axis)} a rank needs at least {gib(less.needs.total)} ({less.needs}){hint}"
+    return f"with {axis} {getattr(less.mesh, axis)} a rank needs at least {format_bytes(less.needs.total)} ({less.needs}){hint}"
 
 
-def _why_few(chosen: Layout, layouts: Sequence[Layout], devices: Devices) -> Iterator[str]:
+def _explain_idle_devices(chosen: Layout, layouts: Sequence[Layout], devices: Devices) -> Iterator[str]:
     idle = devices.count - chosen.mesh.size
     if devices.kind == "cpu":
         if chosen.mesh.size == 1 and idle > 0:

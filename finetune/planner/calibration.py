@@ -22,17 +22,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..cache_directory import cache_root, remember
-from ..child_process import without_namesakes
-from ..figures import gib
-from ..processor import processor
-from .throughput import CORE, DEVICES, PUBLISHED, Constants, Device, StepLayout, seconds
+from ..cache_directory import cache_root, write_cached_json
+from ..child_process import without_cwd_imports
+from ..figures import format_bytes
+from ..processor import cpu_info
+from .throughput import CORE, DEVICES, PUBLISHED, DeviceSpec, RooflineConstants, StepLayout, predict_seconds
 
 _TURNS = 3
 
 
 @dataclass(frozen=True)
-class _Probe:
+class _ProbeSizes:
     """Tensor sizes for timing one kind of device."""
 
     hidden: int
@@ -57,29 +57,29 @@ class MemoryOverhead:
         return self.libraries + tensors, self.libraries + self.least + (1 + self.share) * tensors
 
 
-_PROBES = {"cuda": _Probe(2048, 4096, 256 << 20), "cpu": _Probe(256, 256, 8 << 20)}
+_PROBES = {"cuda": _ProbeSizes(2048, 4096, 256 << 20), "cpu": _ProbeSizes(256, 256, 8 << 20)}
 
 
-def kept(row: str) -> Constants | None:
+def cached_constants(row: str) -> RooflineConstants | None:
     """Return the cached measurement for a row of the device table; None if there is none that can be read."""
     try:
-        found = json.loads(_place(row).read_text(encoding="utf-8"))["constants"]
-        constants = Constants(**found)
+        found = json.loads(_cache_path(row).read_text(encoding="utf-8"))["constants"]
+        constants = RooflineConstants(**found)
         return constants if all(0 < value < 100 for value in asdict(constants).values()) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def kept_slack() -> MemoryOverhead | None:
+def cached_overhead() -> MemoryOverhead | None:
     """Return the cached memory overhead of processes on this machine's CPU; None if there is none that can be read."""
     try:
-        found = MemoryOverhead(**json.loads(_place("CPU").read_text(encoding="utf-8"))["slack"])
+        found = MemoryOverhead(**json.loads(_cache_path("CPU").read_text(encoding="utf-8"))["slack"])
         return found if min(asdict(found).values()) >= 0 else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def calibrate(row: str | None, kind: str, ranks: int) -> tuple[Constants, list[str]]:
+def calibrate(row: str | None, kind: str, ranks: int) -> tuple[RooflineConstants, list[str]]:
     """Measure and cache the rates; return them and the lines to print.
 
     row: this machine's device in the table (`flatshift.finetune.planner.devices`); None: another device, whose rates
@@ -87,10 +87,10 @@ def calibrate(row: str | None, kind: str, ranks: int) -> tuple[Constants, list[s
     """
     device = CORE if kind == "cpu" else DEVICES.get(row or "")
     probe = _PROBES[kind]
-    rate = _product_rate(kind, probe)
-    block = _block_seconds(kind, probe)
-    launch = _launch_seconds() if kind == "cuda" else PUBLISHED.launch
-    link = _link_rate(kind, min(ranks, 8 if kind == "cuda" else 2), probe)
+    rate = _measure_product_rate(kind, probe)
+    block = _measure_block_seconds(kind, probe)
+    launch = _measure_launch_seconds() if kind == "cuda" else PUBLISHED.launch
+    link = _measure_link_rate(kind, min(ranks, 8 if kind == "cuda" else 2), probe)
     lines = [
         f"matrix products: {rate / 1e9:,.4g} GFLOP/s in {'bf16' if kind == 'cuda' else 'fp32, one core'}",
         f"a LoRA block of width {probe.hidden} over {probe.tokens:,} tokens: {block * 1e3:.3g} ms forward and backward",
@@ -98,28 +98,30 @@ def calibrate(row: str | None, kind: str, ranks: int) -> tuple[Constants, list[s
     ]
     if device is None:
         return PUBLISHED, [*lines, "this device is not in the table of `--gpus`, so no plan can use these figures"]
-    constants = dataclasses.replace(_constants(device, probe, rate, block, link), launch=launch)
+    constants = dataclasses.replace(_fit_constants(device, probe, rate, block, link), launch=launch)
     row = row or "CPU"
     record: dict[str, Any] = {"constants": asdict(constants)}
-    if kind == "cpu" and (slack := process_slack()) is not None:
+    if kind == "cpu" and (slack := measure_overhead()) is not None:
         lines.append(
-            f"a process: {gib(slack.libraries)} of libraries, and up to {gib(slack.least)} and {slack.share:.0%} of an "
+            f"a process: {format_bytes(slack.libraries)} of libraries, and up to {format_bytes(slack.least)} and {slack.share:.0%} of an "
             "update's tensors that allocator and kernels keep besides"
         )
         record["slack"] = asdict(slack)
-    remember(_place(row), {**record, "measured": lines})
+    write_cached_json(_cache_path(row), {**record, "measured": lines})
     shares = ", ".join(
         f"{name} {value:.3g} (published {getattr(PUBLISHED, name):.3g})" for name, value in asdict(constants).items()
     )
-    return constants, [*lines, f"plans for {row} take from now on: {shares}", f"kept in {_place(row)}"]
+    return constants, [*lines, f"plans for {row} take from now on: {shares}", f"kept in {_cache_path(row)}"]
 
 
-def _constants(device: Device, probe: _Probe, rate: float, block: float, link: float | None) -> Constants:
+def _fit_constants(
+    device: DeviceSpec, probe: _ProbeSizes, rate: float, block: float, link: float | None
+) -> RooflineConstants:
     products = rate / device.flops
-    shape = _work(probe)
-    predicted = seconds(shape, device, network=1.0, constants=dataclasses.replace(PUBLISHED, products=products))
+    shape = _probe_layout(probe)
+    predicted = predict_seconds(shape, device, network=1.0, constants=dataclasses.replace(PUBLISHED, products=products))
     left = max(block - predicted.products, 0.05 * block)
-    return Constants(
+    return RooflineConstants(
         products=products,
         elements=PUBLISHED.elements * left / predicted.elements,
         fast_link=PUBLISHED.fast_link if link is None else link / device.link,
@@ -127,7 +129,7 @@ def _constants(device: Device, probe: _Probe, rate: float, block: float, link: f
     )
 
 
-def _work(probe: _Probe) -> StepLayout:
+def _probe_layout(probe: _ProbeSizes) -> StepLayout:
     h = probe.hidden
     return StepLayout(
         layers=1,
@@ -141,17 +143,17 @@ def _work(probe: _Probe) -> StepLayout:
     )
 
 
-def _place(row: str) -> Path:
-    about = row if row != "CPU" else f"CPU-{hashlib.sha256(processor()[0].encode()).hexdigest()[:12]}"
+def _cache_path(row: str) -> Path:
+    about = row if row != "CPU" else f"CPU-{hashlib.sha256(cpu_info()[0].encode()).hexdigest()[:12]}"
     return cache_root() / f"plan-{about}.json"
 
 
 _HELD, _FEW_MANY = tuple(itertools.product(("fp32", "bf16"), ("none", "full"))), (2, 10)
 """Precision and recomputation settings in which memory is measured, and the two numbers of blocks for each."""
-_HELD_PROBE, _WORDS = _Probe(256, 1024, 0), 20_000
+_HELD_PROBE, _WORDS = _ProbeSizes(256, 1024, 0), 20_000
 
 
-def process_slack() -> MemoryOverhead | None:
+def measure_overhead() -> MemoryOverhead | None:
     """Measure the memory overhead in fresh processes, two for each setting in `_HELD`; None if the kernel or the C
     library does not report memory.
 
@@ -165,8 +167,10 @@ def process_slack() -> MemoryOverhead | None:
         for precision, recompute in _HELD:
             told: list[Any] = []
             for blocks in _FEW_MANY:
-                with without_namesakes():
-                    torch.multiprocessing.spawn(_hold, args=(precision, recompute, blocks, folder), nprocs=1)
+                with without_cwd_imports():
+                    torch.multiprocessing.spawn(
+                        _write_held_memory, args=(precision, recompute, blocks, folder), nprocs=1
+                    )
                 told.append(json.loads((Path(folder) / "held").read_text(encoding="utf-8")))
             if None in told:
                 return None
@@ -176,28 +180,28 @@ def process_slack() -> MemoryOverhead | None:
     return MemoryOverhead(int(libraries), int(least), share)
 
 
-def _hold(rank: int, precision: str, recompute: Literal["none", "full"], blocks: int, folder: str) -> None:
+def _write_held_memory(rank: int, precision: str, recompute: Literal["none", "full"], blocks: int, folder: str) -> None:
     """Write (bytes of libraries, of tensors at the peak, resident beyond both) of training steps in this process."""
     import gc
 
     import torch
 
-    from ..compute.process_memory import handed_out, peaks_during, process_bytes
+    from ..compute.process_memory import malloc_bytes, measure_peaks, process_bytes
 
     torch.set_num_threads(1)
     # a first small step, so that everything loaded on first use counts as libraries
-    tiny = _model_step("cpu", _Probe(64, 32, 0), 1, precision)
+    tiny = _build_model_step("cpu", _ProbeSizes(64, 32, 0), 1, precision)
     tiny()
     del tiny
     gc.collect()
-    libraries, before = process_bytes("VmRSS"), handed_out()
-    step = _model_step("cpu", _HELD_PROBE, blocks, precision, recompute, words=_WORDS)
+    libraries, before = process_bytes("VmRSS"), malloc_bytes()
+    step = _build_model_step("cpu", _HELD_PROBE, blocks, precision, recompute, words=_WORDS)
 
     def updates() -> None:
         for _ in range(_TURNS + 1):
             step()
 
-    resident, handed = peaks_during(updates)
+    resident, handed = measure_peaks(updates)
     told = None
     if libraries is not None and resident is not None and before is not None and handed is not None:
         tensors = handed - before
@@ -205,7 +209,7 @@ def _hold(rank: int, precision: str, recompute: Literal["none", "full"], blocks:
     (Path(folder) / "held").write_text(json.dumps(told), encoding="utf-8")
 
 
-def _best(call: Callable[[], object], kind: str) -> float:
+def _shortest_run(call: Callable[[], object], kind: str) -> float:
     """Return the shortest of a few runs in seconds; on a CPU in this thread's CPU time, which a busy machine does not
     lengthen."""
     import torch
@@ -221,7 +225,7 @@ def _best(call: Callable[[], object], kind: str) -> float:
     return min(found[1:])  # the first run is a warm-up
 
 
-def _product_rate(kind: str, probe: _Probe) -> float:
+def _measure_product_rate(kind: str, probe: _ProbeSizes) -> float:
     import torch
 
     from ..compute.numerics import cpu_threads
@@ -230,10 +234,10 @@ def _product_rate(kind: str, probe: _Probe) -> float:
     n, h = probe.tokens, probe.hidden
     with cpu_threads(1 if kind == "cpu" else None):
         a, b = (torch.full(shape, 0.5, dtype=dtype, device=kind) for shape in ((n, h), (h, 4 * h)))
-        return 2 * n * h * 4 * h / _best(lambda: torch.mm(a, b), kind)
+        return 2 * n * h * 4 * h / _shortest_run(lambda: torch.mm(a, b), kind)
 
 
-def _launch_seconds() -> float:
+def _measure_launch_seconds() -> float:
     """Return the host's time per kernel, from many small additions that the device finishes faster than they are
     launched."""
     import torch
@@ -244,20 +248,20 @@ def _launch_seconds() -> float:
         for _ in range(many):
             value.add_(1)
 
-    return _best(start, "cuda") / many
+    return _shortest_run(start, "cuda") / many
 
 
-def _block_seconds(kind: str, probe: _Probe) -> float:
+def _measure_block_seconds(kind: str, probe: _ProbeSizes) -> float:
     from ..compute.numerics import cpu_threads
 
     with cpu_threads(1 if kind == "cpu" else None):
-        three, one = (_best(_model_step(kind, probe, blocks), kind) for blocks in (3, 1))
+        three, one = (_shortest_run(_build_model_step(kind, probe, blocks), kind) for blocks in (3, 1))
     return max((three - one) / 2, 1e-6)
 
 
-def _model_step(
+def _build_model_step(
     kind: str,
-    probe: _Probe,
+    probe: _ProbeSizes,
     blocks: int,
     precision: str = "fp32",
     recompute: Literal["none", "full"] = "none",
@@ -310,19 +314,19 @@ def _model_step(
     return step
 
 
-def _link_rate(kind: str, ranks: int, probe: _Probe) -> float | None:
+def _measure_link_rate(kind: str, ranks: int, probe: _ProbeSizes) -> float | None:
     """Return the bytes/s that a rank of a ring sends in one direction in an all-reduce; None with one rank."""
     if ranks < 2:
         return None
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
-        with without_namesakes():
-            torch.multiprocessing.spawn(_reduce, args=(kind, ranks, probe.reduced, folder), nprocs=ranks)
+        with without_cwd_imports():
+            torch.multiprocessing.spawn(_time_all_reduce, args=(kind, ranks, probe.reduced, folder), nprocs=ranks)
         return float((Path(folder) / "rate").read_text(encoding="utf-8"))
 
 
-def _reduce(rank: int, kind: str, ranks: int, size: int, folder: str) -> None:
+def _time_all_reduce(rank: int, kind: str, ranks: int, size: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 

@@ -24,7 +24,7 @@ BITS_OF_PARAMETER = 2.0
 BITS_OF_TOKEN = 1.0
 
 
-def bits_each(task: Task, classes: int | None) -> float | None:
+def bits_per_label(task: Task, classes: int | None) -> float | None:
     """Return the bits needed to memorise one label: of a token, of which answer is preferred, of one class among
     `classes`, or one bit for each of them; None for a number, which has no such count."""
     if task.has_targets:
@@ -78,8 +78,8 @@ class Capacity:
         """Format both numbers in one line."""
         held, asked = BITS_OF_PARAMETER * self.parameters, self.each * self.labels
         said = (
-            f"capacity: {self.parameters:,} trained numbers hold some {_bits(held)} ({BITS_OF_PARAMETER:g} each); to "
-            f"know the run's {self.labels:,} supervised {self.counted} by heart takes up to {_bits(asked)} "
+            f"capacity: {self.parameters:,} trained numbers hold some {_format_bits(held)} ({BITS_OF_PARAMETER:g} each); to "
+            f"know the run's {self.labels:,} supervised {self.counted} by heart takes up to {_format_bits(asked)} "
             f"({self.each:.3g} each)"
         )
         if self.enough is None:
@@ -88,7 +88,7 @@ class Capacity:
         return f"{said}, what adapter.rank {self.enough:,} {holds} (now {self.rank:,})"
 
 
-def _bits(count: float) -> str:
+def _format_bits(count: float) -> str:
     """Format a number of bits, as `12 kbit`."""
     for unit in ("bit", "kbit", "Mbit"):
         if count < 1000:

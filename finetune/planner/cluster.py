@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..atomic import read_object
+from ..atomic import read_json_object
 from ..config import Adapter
-from ..errors import UserError, first_line
-from .calibration import kept
+from ..errors import UserError, first_error_line
+from .calibration import cached_constants
 from .devices import Devices
-from .footprint import Sizes
-from .throughput import CORE, DEVICES, GB, PUBLISHED, Constants, Device
+from .footprint import BackboneSizes
+from .throughput import CORE, DEVICES, GB, PUBLISHED, DeviceSpec, RooflineConstants
 
 _MOST_DEVICES = 1_000_000
 _NETWORK = 25.0
@@ -65,13 +65,13 @@ class Cluster:
 
     count: int
     name: str
-    device: Device
+    device: DeviceSpec
     node: int
     network: float
     """Bytes/s of one device to other nodes."""
     room: int | None
     """Bytes available to a rank; None: unknown."""
-    constants: Constants = PUBLISHED
+    constants: RooflineConstants = PUBLISHED
     """Fractions of the device's data-sheet rates that are reached."""
     kind: str = "cuda"
 
@@ -108,7 +108,7 @@ class Cluster:
         if link is not None:
             device = dataclasses.replace(device, link=link * GB)
         room = Devices("cuda", node, int(device.memory)).each(1)
-        return cls(count, name, device, node, (network or _NETWORK) * GB, room, kept(name) or PUBLISHED)
+        return cls(count, name, device, node, (network or _NETWORK) * GB, room, cached_constants(name) or PUBLISHED)
 
     @classmethod
     def at_hand(cls, devices: Devices, ranks: int, node: int) -> Cluster:
@@ -116,14 +116,14 @@ class Cluster:
         other, rates = ("CPU", CORE) if devices.kind == "cpu" else ("another device", DEVICES[_UNKNOWN])
         row = devices.row or other
         device, room = DEVICES.get(row, rates), devices.each(min(ranks, node))
-        return cls(ranks, row, device, node, _NETWORK * GB, room, kept(row) or PUBLISHED, devices.kind)
+        return cls(ranks, row, device, node, _NETWORK * GB, room, cached_constants(row) or PUBLISHED, devices.kind)
 
     def __str__(self) -> str:
         nodes = self.count // self.node
         return f"{self.count} × {self.name}" + (f" in {nodes} nodes of {self.node}" if nodes > 1 else "")
 
 
-def read_sizes(model: str | Path, adapter: Adapter) -> Sizes:
+def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
     """Return the sizes of a backbone by name: a shape in `KNOWN`, a directory or config.json, or any name other
     commands accept; of its weights only headers are read, and none need exist.
 
@@ -137,24 +137,24 @@ def read_sizes(model: str | Path, adapter: Adapter) -> Sizes:
         path = path.parent if path.name == "config.json" else path
     if path.is_dir() and (path / "config.json").is_file():
         if any(path.glob("*.safetensors")):
-            return Sizes.read(path, adapter)
-        config = read_object(path / "config.json", fix="name a model's folder or its config.json")
-        return _of_config(config, adapter, str(path))
+            return BackboneSizes.read(path, adapter)
+        config = read_json_object(path / "config.json", fix="name a model's folder or its config.json")
+        return _sizes_from_config(config, adapter, str(path))
     if key in KNOWN and maker in _MAKERS:  # other makers' models of that name may have another shape
-        return _of_config(dict(KNOWN[key]), adapter, name)
+        return _sizes_from_config(dict(KNOWN[key]), adapter, name)
     if path.is_file():
         raise UserError(f"--model {name} is a file; name a directory with config.json, or that config.json")
     try:
         from ..models.backbone import open_backbone
 
-        return Sizes.read(open_backbone(name).directory, adapter)
+        return BackboneSizes.read(open_backbone(name).directory, adapter)
     except UserError as error:
         near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"{hint}{error}; shapes known without it: {', '.join(KNOWN)}") from None
 
 
-def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
+def _sizes_from_config(config: dict[str, Any], adapter: Adapter, where: str) -> BackboneSizes:
     """Return the shapes of the model that a configuration describes, built on the meta device."""
     import torch
     import transformers
@@ -190,8 +190,8 @@ def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError, ImportError) as error:
-        raise UserError(f"{where}: its config.json does not describe a model ({first_line(error)})") from None
+        raise UserError(f"{where}: its config.json does not describe a model ({first_error_line(error)})") from None
     if lacks:
         raise UserError(f"{where}: config.json lacks {lacks[0]}, and a default would be a guess; write it there")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return Sizes.of(made.to_dict() | config, shapes, adapter)
+    return BackboneSizes.of(made.to_dict() | config, shapes, adapter)

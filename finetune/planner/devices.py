@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .throughput import device_named
+from .throughput import find_device
 
 _QUERY = ["nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total,name", "--format=csv,noheader,nounits"]
 _QUERY_SECONDS = 20.0
@@ -43,7 +43,7 @@ class Devices:
         return min(bounds, default=None)
 
 
-def at_hand(device: str = "auto") -> Devices:
+def detect_devices(device: str = "auto") -> Devices:
     """Return the devices that `train.device` selects on this machine."""
     if device != "cpu":
         free, row = _cuda_devices()
@@ -53,7 +53,7 @@ def at_hand(device: str = "auto") -> Devices:
         if free or device.startswith("cuda"):
             known = [bytes_ for bytes_ in free if bytes_ is not None]
             return Devices("cuda", max(1, len(free)), min(known, default=None), row=row)
-    return Devices("cpu", _cores(), _machine_memory(), _process_limit())
+    return Devices("cpu", _count_cores(), _machine_memory(), _process_limit())
 
 
 def _cuda_devices() -> tuple[list[int | None], str | None]:
@@ -65,15 +65,15 @@ def _cuda_devices() -> tuple[list[int | None], str | None]:
         run = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return [], None
-    return visible(run.stdout, os.environ.get("CUDA_VISIBLE_DEVICES")), _row(run.stdout)
+    return visible_memory(run.stdout, os.environ.get("CUDA_VISIBLE_DEVICES")), _table_row(run.stdout)
 
 
-def _row(table: str) -> str | None:
+def _table_row(table: str) -> str | None:
     first = [cell.strip() for cell in table.partition("\n")[0].split(",", 4)]
-    return device_named(first[4], int(first[3]) << 20) if len(first) == 5 and first[3].isdigit() else None
+    return find_device(first[4], int(first[3]) << 20) if len(first) == 5 and first[3].isdigit() else None
 
 
-def visible(table: str, chosen: str | None) -> list[int | None]:
+def visible_memory(table: str, chosen: str | None) -> list[int | None]:
     """Return the free bytes of the devices in CUDA_VISIBLE_DEVICES, from nvidia-smi's `index, uuid, memory.free, …` in
     MiB.
 
@@ -93,7 +93,7 @@ def visible(table: str, chosen: str | None) -> list[int | None]:
     return found
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from ..compute.slices import slice_rows
 from ..config import WIDTHS, Train
-from ..figures import gib
-from .footprint import Sizes
+from ..figures import format_bytes
+from .footprint import BackboneSizes
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -49,12 +49,12 @@ class EvaluationPlan:
         written = f" and at most {self.written:,} written" if self.written else ""
         return (
             f"evaluation: rows of {rows}: {self.read:,} tokens are read{written}, about as long as {word}{took}; "
-            f"{gib(self.memory)} of memory beside the weights"
+            f"{format_bytes(self.memory)} of memory beside the weights"
         )
 
 
-def evaluation_plan(
-    sizes: Sizes,
+def plan_evaluation(
+    sizes: BackboneSizes,
     task: Task,
     train: Train,
     *,

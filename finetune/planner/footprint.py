@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.regularizers.config import GGPO, MGPO, BiLora, FlatLora, Plain, RegularizerConfig
 
-from ..atomic import read_object
+from ..atomic import read_json_object
 from ..compute.slices import slice_rows
-from ..config import WIDTHS, Adapter, Mesh, Train, by_pattern
+from ..config import WIDTHS, Adapter, Mesh, Train, match_pattern
 from ..errors import UserError
-from ..figures import gib
+from ..figures import format_bytes
 from ..models.families import BOUNDED, usable_positions
 from .perturbation import perturbation_bytes
 
@@ -51,7 +51,7 @@ bf16."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BackboneSizes:
     """Sizes of a backbone, in elements rather than bytes."""
 
     kind: str
@@ -106,13 +106,13 @@ class Sizes:
     """True if a head scores whole sequences: the loss reads one state of each, and no logits of words are computed."""
 
     @classmethod
-    def read(cls, directory: Path, adapter: Adapter) -> Sizes:
+    def read(cls, directory: Path, adapter: Adapter) -> BackboneSizes:
         """Read the sizes of the backbone in `directory` under `adapter`.
 
         Raises:
             UserError: config.json or the header of a weight file is missing or damaged.
         """
-        return cls.of(_config(directory / "config.json"), _shapes(directory), adapter, str(directory))
+        return cls.of(_read_config(directory / "config.json"), _read_shapes(directory), adapter, str(directory))
 
     @classmethod
     def of(
@@ -121,7 +121,7 @@ class Sizes:
         shapes: Mapping[str, tuple[int, ...]],
         adapter: Adapter,
         where: str = "the backbone",
-    ) -> Sizes:
+    ) -> BackboneSizes:
         """Return the sizes of a backbone with this configuration and these tensors (name → shape)."""
         blocks: dict[tuple[str | None, int], int] = {}
         ends, trained, inputs, multiplied, gated, adapted, normed = [], [0, 0], 0, 0, False, set(), False
@@ -144,8 +144,8 @@ class Sizes:
             multiplied += math.prod(shape) if len(shape) == 2 else 0
             gated |= bool(re.search(r"gate_proj|wi_1|w1\.weight", name))
             normed |= bool(re.search(r"\bq_norm\.weight", name))
-            if len(shape) == 2 and _adapted(name, adapter):
-                rank = by_pattern(adapter.ranks, name.removesuffix(".weight"), adapter.rank)
+            if len(shape) == 2 and _is_adapted(name, adapter):
+                rank = match_pattern(adapter.ranks, name.removesuffix(".weight"), adapter.rank)
                 outside = not re.search(r"attn|attention", name, re.IGNORECASE)
                 trained[outside] += rank * sum(shape) + (shape[0] if adapter.dora else 0)
                 ranks[outside] += rank
@@ -155,16 +155,16 @@ class Sizes:
         if not blocks:
             raise UserError(f"{where}: its weights show no blocks, so nobody can tell what fits")
         experts = max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0)
-        chosen = _first(config, *_ROUTED) if routed else 0
-        hidden = _first(config, "hidden_size", "n_embd", "d_model")
-        heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
+        chosen = _first_integer(config, *_ROUTED) if routed else 0
+        hidden = _first_integer(config, "hidden_size", "n_embd", "d_model")
+        heads = _first_integer(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
         return cls(
             kind=str(config.get("model_type")),
             hidden=hidden,
-            feed_forward=_feed_forward(config, hidden, chosen),
+            feed_forward=_feed_forward_width(config, hidden, chosen),
             heads=heads,
-            groups=_first(config, "num_key_value_heads", default=heads),
-            vocabulary=(words := _first(config, "vocab_size", default=1)),
+            groups=_first_integer(config, "num_key_value_heads", default=heads),
+            vocabulary=(words := _first_integer(config, "vocab_size", default=1)),
             wide=4 if gated else next((kept for name, kept in _WIDE.items() if name in config.values()), 3),
             blocks=tuple(blocks.values()),
             ends=tuple(sorted(ends, reverse=True)),
@@ -172,7 +172,7 @@ class Sizes:
             inputs=inputs // len(blocks),
             below=min(adapted, default=0),
             products=(multiplied + routed * chosen // max(experts, 1)) // len(blocks),
-            head=_first(config, "head_dim", default=hidden // heads),
+            head=_first_integer(config, "head_dim", default=hidden // heads),
             normed=normed,
             ranks=(ranks[0] // len(blocks), ranks[1] // len(blocks)),
             trained=(trained[0] // len(blocks), trained[1] // len(blocks)),
@@ -186,7 +186,7 @@ class Sizes:
             output=tuple(output),
         )
 
-    def under(self, task: Task, *, classes: int | None = None) -> Sizes:
+    def under(self, task: Task, *, classes: int | None = None) -> BackboneSizes:
         """Return the sizes with the task's own head, newly initialised and trained in full, in place of the output
         layer for words.
 
@@ -240,11 +240,11 @@ class Footprint:
         causes |= {"regularizer": self.regularizer}
         training = {"activations": self.activations, "work": self.work}
         causes |= training if self.activations + self.work > self.logits else {"logits": self.logits}
-        return " + ".join(f"{gib(count)} {cause}" for cause, count in causes.items() if count)
+        return " + ".join(f"{format_bytes(count)} {cause}" for cause, count in causes.items() if count)
 
 
-def footprint(
-    backbone: Sizes,
+def predict_footprint(
+    backbone: BackboneSizes,
     *,
     mesh: Mesh,
     adapter: Adapter,
@@ -281,9 +281,9 @@ def footprint(
     held = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
     rows = rows or math.ceil(train.batch_size / (mesh.replicate * mesh.dp))
     tokens = rows * train.max_length
-    kept = int(_activations(backbone, mesh, adapter, train) * _in_flight(mesh, train, rows))
+    kept = int(_activation_bytes(backbone, mesh, adapter, train) * _sequences_in_flight(mesh, train, rows))
     if packed and device == "cpu":
-        kept += int(mask_bytes(layers, train) * _in_flight(mesh, train, rows))
+        kept += int(mask_bytes(layers, train) * _sequences_in_flight(mesh, train, rows))
     state = _STATE_BYTES * backbone.adapter // (mesh.pp * held)
     work = work_bytes(backbone, mesh, adapter, train, rows, device)
     if mesh.pp == 1 and train.accumulate == 1:  # gradients grow while activations are freed
@@ -300,7 +300,7 @@ def footprint(
         stored=stored,
         width=width,
     )
-    casts = _casts(backbone, mesh, train)
+    casts = _cast_bytes(backbone, mesh, train)
     fused = isinstance(regularizer, GGPO | FlatLora) or (isinstance(regularizer, MGPO) and regularizer.form == "code")
     if fused and not (adapter.dora or adapter.dropout):  # one product computes noise and adapter, without copies
         casts = 0
@@ -325,16 +325,16 @@ def mask_bytes(layers: int, train: Train) -> int:
     return train.max_length**2 * (1 + kept * WIDTHS[train.precision])
 
 
-def _activations(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
+def _activation_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
     """Return the bytes that the blocks of one rank keep for the backward pass of one sequence."""
-    block = _block(backbone, mesh, adapter, train)
+    block = _block_bytes(backbone, mesh, adapter, train)
     layers = math.ceil(len(backbone.blocks) / mesh.pp)
     between = WIDTHS[train.precision] / (mesh.tp if mesh.sequence_parallel else 1)  # a recomputed block's input
     kept = between * layers + block if train.checkpointing == "full" else block * layers
     return kept * train.max_length * backbone.hidden / mesh.cp
 
 
-def _block(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
+def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
     """Return the bytes that a block keeps for backward, in units of T·D.
 
     Inputs of two norms in float32; query, key, value (per group, which a kernel without a mask does not repeat) and the
@@ -356,7 +356,7 @@ def _block(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train) -> float
     return (whole + cut) / mesh.tp if mesh.sequence_parallel else whole + cut / mesh.tp
 
 
-def work_bytes(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, rows: int, device: str) -> int:
+def work_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train, rows: int, device: str) -> int:
     """Return the bytes at the worst of three moments, beyond the activations kept by then.
 
     The loss: a slice of logits in float32, and of its inputs in fewer bits; states of target tokens, their gradient and
@@ -380,12 +380,12 @@ def work_bytes(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, rows
     return max(loss - recomputed, norm - recomputed, block)
 
 
-def recomputed_bytes(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, tokens: int) -> int:
+def recomputed_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train, tokens: int) -> int:
     """Return the bytes of the one block that `train.checkpointing: full` recomputes, over `tokens` tokens."""
-    return int(_block(backbone, mesh, adapter, train) * tokens * backbone.hidden)
+    return int(_block_bytes(backbone, mesh, adapter, train) * tokens * backbone.hidden)
 
 
-def _casts(backbone: Sizes, mesh: Mesh, train: Train) -> int:
+def _cast_bytes(backbone: BackboneSizes, mesh: Mesh, train: Train) -> int:
     """Return the bytes of the lower-precision copies that autocast keeps of float32 adapters, independent of the batch
     size."""
     if train.precision == "fp32" or train.adapter_precision == "bf16":
@@ -395,7 +395,7 @@ def _casts(backbone: Sizes, mesh: Mesh, train: Train) -> int:
     return 2 * layers * (rest + (attention if train.checkpointing != "selective" else 0))
 
 
-def _in_flight(mesh: Mesh, train: Train, rows: int) -> float:
+def _sequences_in_flight(mesh: Mesh, train: Train, rows: int) -> float:
     """Return the number of sequences whose activations a rank keeps at once."""
     if mesh.pp == 1:
         return rows
@@ -406,20 +406,20 @@ def _in_flight(mesh: Mesh, train: Train, rows: int) -> float:
     return min(rows * train.accumulate, looped * piece * mesh.pp)
 
 
-def _feed_forward(config: Mapping[str, Any], hidden: int, routed: int) -> int:
+def _feed_forward_width(config: Mapping[str, Any], hidden: int, routed: int) -> int:
     """Return the channels between a block's two feed-forward maps; with experts, of all that a token is routed to plus
     the shared ones."""
-    dense = _first(config, "intermediate_size", "n_inner", "d_ff", default=4 * hidden)
+    dense = _first_integer(config, "intermediate_size", "n_inner", "d_ff", default=4 * hidden)
     if not routed:
         return dense
-    each = _first(config, "moe_intermediate_size", default=dense)
-    shared = _first(config, "shared_expert_intermediate_size", default=0) or each * _first(
+    each = _first_integer(config, "moe_intermediate_size", default=dense)
+    shared = _first_integer(config, "shared_expert_intermediate_size", default=0) or each * _first_integer(
         config, "n_shared_experts", default=0
     )
     return routed * each + shared
 
 
-def _adapted(name: str, adapter: Adapter) -> bool:
+def _is_adapted(name: str, adapter: Adapter) -> bool:
     module = name.removesuffix(".weight")
     if _NO_LAYER.search(name) or _ROUTER.search(module):
         return False
@@ -431,13 +431,13 @@ def _adapted(name: str, adapter: Adapter) -> bool:
     return any(f".{module}".endswith(f".{suffix}") for suffix in wanted)
 
 
-def _config(path: Path) -> dict[str, Any]:
-    config = read_object(path, fix="fetch the backbone again")
+def _read_config(path: Path) -> dict[str, Any]:
+    config = read_json_object(path, fix="fetch the backbone again")
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
 
-def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+def _read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Return tensor name → shape, from the headers of all weight files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(directory.glob("*.safetensors")):
@@ -451,7 +451,7 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+def _first_integer(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     values = (config.get(name) for name in names)  # Gemma 3n lists one value per layer: take the largest
     numbers = (max(value) if isinstance(value, list) and value else value for value in values)
     found = next((number for number in numbers if isinstance(number, int) and number > 0), default)

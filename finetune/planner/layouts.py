@@ -16,12 +16,12 @@ from typing import Any
 
 from ..config import WIDTHS, Mesh, Train
 from ..errors import UserError
-from ..figures import duration, gib
+from ..figures import format_bytes, format_duration
 from ..models.families import FAMILIES, pipeline_families
 from .cluster import Cluster
-from .footprint import Footprint, Sizes, footprint
+from .footprint import BackboneSizes, Footprint, predict_footprint
 from .rules import RuleSettings, broken_rule, check_settings
-from .throughput import Seconds, StepLayout, kernels, seconds
+from .throughput import StepLayout, StepSeconds, kernels_per_block, predict_seconds
 
 AXES = ("pp", "replicate", "dp", "cp", "tp")
 
@@ -30,7 +30,7 @@ _RESERVED = (1.03, 1.10)
 """Memory reserved by the allocator ÷ memory in use, low and high."""
 _OUTSIDE = {"context": (0.5, 1.0), "nccl": (1.0, 2.0)}
 """GiB that nvidia-smi counts on top: a process's CUDA context, and NCCL's buffers with more than one rank."""
-CAUSES = {f.name: f.metadata["title"] for kind in (Footprint, Seconds) for f in dataclasses.fields(kind)} | {
+CAUSES = {f.name: f.metadata["title"] for kind in (Footprint, StepSeconds) for f in dataclasses.fields(kind)} | {
     "context": "CUDA context, at most",
     "nccl": "NCCL's buffers, at most",
 }
@@ -47,7 +47,7 @@ class Layout:
     mesh: Mesh
     train: Train
     needs: Footprint
-    time: Seconds
+    time: StepSeconds
     flops: float
     """Model FLOPs of a step: 4 per frozen weight and token that it multiplies, plus attention."""
     cluster: Cluster
@@ -145,7 +145,7 @@ _ALIKE = 1.02
 """Ratio of times that the model cannot tell apart."""
 
 
-def best_of(found: Sequence[Layout]) -> Layout:
+def best_layout(found: Sequence[Layout]) -> Layout:
     """Return the fastest layout that fits; among those about as fast, the one with the fewest cuts, preferring replicas
     to shards to tensor parallelism to pipeline stages. If none fits, the closest."""
     first = min(found, key=lambda layout: layout.order)
@@ -161,8 +161,8 @@ def mesh_name(mesh: Mesh) -> str:
     return " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1)
 
 
-def layouts(
-    sizes: Sizes, cluster: Cluster, settings: RuleSettings, *, recompute: tuple[str, ...] = _RECOMPUTE
+def enumerate_layouts(
+    sizes: BackboneSizes, cluster: Cluster, settings: RuleSettings, *, recompute: tuple[str, ...] = _RECOMPUTE
 ) -> list[Layout]:
     """Return every layout of all the cluster's devices that the rules and sizes allow: those that fit first, by time;
     for each mesh only its best.
@@ -171,26 +171,26 @@ def layouts(
     Raises UserError with the reason if there is none.
     """
     given, train = settings.mesh, settings.train
-    check_counted(sizes, settings)
-    _check_cut(sizes, given)
+    check_supported(sizes, settings)
+    _check_axes_divide(sizes, given)
     rows = train.batch_size * train.accumulate
     if cluster.count % given.size:
         raise UserError(f"mesh: {given.size} ranks of the axes that are set do not divide {cluster.count} devices")
     free = [axis for axis in ("replicate", "dp", "tp", "pp") if getattr(given, axis) == 1]
     found: dict[tuple[int, ...], Layout] = {}
-    for mesh in options(given, cluster.count, free):
+    for mesh in enumerate_meshes(given, cluster.count, free):
         for cut in _divisors(rows):
             if (rows // cut) % (mesh.replicate * mesh.dp):
                 continue
             batch = dataclasses.replace(train, batch_size=rows // cut, accumulate=cut)
-            if not allowed(mesh, given, dataclasses.replace(settings, mesh=mesh, train=batch), sizes, cluster.node):
+            if not is_allowed(mesh, given, dataclasses.replace(settings, mesh=mesh, train=batch), sizes, cluster.node):
                 continue
             for how in recompute:
                 trained = dataclasses.replace(batch, checkpointing=how)  # type: ignore[arg-type]
                 read = settings.task.as_read(trained)
-                for variant, shared in _variants(mesh, sizes):
+                for variant, shared in _mesh_variants(mesh, sizes):
                     own = dataclasses.replace(settings, mesh=variant, train=read)
-                    layout = priced(own, sizes, cluster, expert_parallel=shared)
+                    layout = price_layout(own, sizes, cluster, expert_parallel=shared)
                     layout = dataclasses.replace(layout, train=trained)
                     key = (*(getattr(mesh, axis) for axis in AXES), shared)
                     if key not in found or layout.order < found[key].order:
@@ -206,7 +206,7 @@ def layouts(
     return sorted(found.values(), key=lambda layout: layout.order)
 
 
-def _check_cut(sizes: Sizes, given: Mesh) -> None:
+def _check_axes_divide(sizes: BackboneSizes, given: Mesh) -> None:
     """Raise UserError for axes that are set but cannot split this backbone."""
     if given.tp > 1:
         if sizes.kind not in FAMILIES:
@@ -229,7 +229,7 @@ def _check_cut(sizes: Sizes, given: Mesh) -> None:
             )
 
 
-def _variants(mesh: Mesh, sizes: Sizes) -> Iterator[tuple[Mesh, int]]:
+def _mesh_variants(mesh: Mesh, sizes: BackboneSizes) -> Iterator[tuple[Mesh, int]]:
     """Yield a mesh with and without sequence parallelism, and with each number of data ranks sharing its experts."""
     meshes = [mesh]
     if mesh.tp > 1 and not mesh.sequence_parallel:
@@ -238,7 +238,7 @@ def _variants(mesh: Mesh, sizes: Sizes) -> Iterator[tuple[Mesh, int]]:
     yield from itertools.product(meshes, shared)
 
 
-def check_counted(sizes: Sizes, settings: RuleSettings) -> None:
+def check_supported(sizes: BackboneSizes, settings: RuleSettings) -> None:
     """Raise UserError for settings that the formulas leave out, rather than plan on a guess."""
     adapter, longest = settings.adapter, settings.train.max_length
     if uncounted := [name for name in _UNCOUNTED if getattr(adapter, name) is not None]:
@@ -252,20 +252,20 @@ def check_counted(sizes: Sizes, settings: RuleSettings) -> None:
         )
 
 
-def update_seconds(sizes: Sizes, cluster: Cluster, settings: RuleSettings) -> float | None:
+def step_seconds(sizes: BackboneSizes, cluster: Cluster, settings: RuleSettings) -> float | None:
     """Return the seconds of a step with these settings on `cluster`; None for settings the formulas do not cover, and
     for float32 products."""
     if settings.train.precision not in ("bf16", "fp16"):
         return None
     try:
-        check_counted(sizes, settings)
+        check_supported(sizes, settings)
     except UserError:
         return None
     read = settings.task.as_read(settings.train)
-    return priced(dataclasses.replace(settings, train=read), sizes, cluster).time.total
+    return price_layout(dataclasses.replace(settings, train=read), sizes, cluster).time.total
 
 
-def priced(settings: RuleSettings, sizes: Sizes, cluster: Cluster, *, expert_parallel: int = 1) -> Layout:
+def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster, *, expert_parallel: int = 1) -> Layout:
     """Return one layout of all the cluster's devices with its bytes and seconds; `settings.train` describes the
     sequences the model reads (`Task.as_read`), `sizes` the backbone under the task."""
     mesh, train, adapter = settings.mesh, settings.train, settings.adapter
@@ -315,12 +315,12 @@ def priced(settings: RuleSettings, sizes: Sizes, cluster: Cluster, *, expert_par
         tp_inside=mesh.tp <= cluster.node,
         exchanged=sent * (expert_parallel - 1) / expert_parallel,
         exchanged_inside=expert_parallel * mesh.tp <= cluster.node,
-        kernels=_kernels(sizes, train) if cluster.kind == "cuda" else 0.0,
+        kernels=_block_kernels(sizes, train) if cluster.kind == "cuda" else 0.0,
     )
     tokens = train.batch_size * train.accumulate * train.max_length
     attention = 12 * train.max_length * sizes.hidden * blocks
     flops = tokens * (4 * (blocks * sizes.products + work.head) + 6 * sizes.adapter + attention)
-    needs = footprint(
+    needs = predict_footprint(
         sizes,
         mesh=mesh,
         adapter=adapter,
@@ -330,18 +330,18 @@ def priced(settings: RuleSettings, sizes: Sizes, cluster: Cluster, *, expert_par
         packed=settings.task.pack,
         regularizer=settings.regularizer,
     )
-    took = seconds(work, cluster.device, network=cluster.network, constants=cluster.constants)
+    took = predict_seconds(work, cluster.device, network=cluster.network, constants=cluster.constants)
     return Layout(mesh, train, needs, took, flops, cluster, expert_parallel)
 
 
-def _kernels(sizes: Sizes, train: Train) -> float:
+def _block_kernels(sizes: BackboneSizes, train: Train) -> float:
     """Return the kernels of a block; 0 with torch.compile, which fuses most of them."""
     if train.compile:
         return 0.0
-    return kernels(len(sizes.layers) / max(len(sizes.blocks), 1), recompute=train.checkpointing)
+    return kernels_per_block(len(sizes.layers) / max(len(sizes.blocks), 1), recompute=train.checkpointing)
 
 
-def options(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
+def enumerate_meshes(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
     """Yield every mesh of `ranks` ranks in which only `free` axes grow."""
     left, rest = divmod(ranks, mesh.size)
     for widths in itertools.product(_divisors(left), repeat=len(free)):
@@ -350,7 +350,7 @@ def options(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
             yield dataclasses.replace(mesh, **axes)
 
 
-def allowed(option: Mesh, given: Mesh, settings: RuleSettings, sizes: Sizes, node: int) -> bool:
+def is_allowed(option: Mesh, given: Mesh, settings: RuleSettings, sizes: BackboneSizes, node: int) -> bool:
     """True if settings and backbone allow a mesh; axes that are set are only checked against the settings."""
     if broken_rule(dataclasses.replace(settings, mesh=option)) is not None:
         return False
@@ -373,13 +373,13 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def table(found: list[Layout], cluster: Cluster, sizes: Sizes, *, most: int = 8) -> list[str]:
+def format_table(found: list[Layout], cluster: Cluster, sizes: BackboneSizes, *, most: int = 8) -> list[str]:
     """Format as lines the backbone, the best meshes, and the memory missing for those that do not fit."""
     room = found[0].room
     fitting = [layout for layout in found if layout.fits]
     lines = [
         f"{sizes.kind}, {sizes.elements / 1e9:.3g} B frozen, {sizes.adapter / 1e6:.3g} M trained, on {cluster}, "
-        f"{'an unknown part' if room is None else gib(room)} of each to be used, "
+        f"{'an unknown part' if room is None else format_bytes(room)} of each to be used, "
         f"rows of {found[0].train.max_length:,} tokens"
     ]
     head = (
@@ -390,13 +390,13 @@ def table(found: list[Layout], cluster: Cluster, sizes: Sizes, *, most: int = 8)
     for layout in shown:
         lines.append(
             f"  {layout.name:46} {f'{layout.train.batch_size} × {layout.train.accumulate}':>13} "
-            f"{layout.train.checkpointing:>10} {gib(layout.needs.total):>10} {duration(layout.time.total):>9} "
+            f"{layout.train.checkpointing:>10} {format_bytes(layout.needs.total):>10} {format_duration(layout.time.total):>9} "
             f"{layout.tokens / layout.time.total:>10,.0f} {layout.mfu:>6.1%}"
         )
     if len(found) > len(fitting):
         least = min((layout for layout in found if not layout.fits), key=lambda layout: layout.needs.total)
         lines.append(
             f"{len(found) - len(fitting)} of {len(found)} meshes do not fit; the nearest, {least.name}, is "
-            f"short of {gib(least.short)} a device ({least.needs})"
+            f"short of {format_bytes(least.short)} a device ({least.needs})"
         )
     return lines

@@ -24,19 +24,19 @@ from flatshift.regularizers.config import RegularizerConfig
 
 from ..adapters.adapter import trainable
 from ..adapters.projector import blank_features
-from ..compute.capabilities import kept_draws
-from ..compute.matmul_rate import interleaved
-from ..compute.numerics import SHORT, attention, without_input_casts
-from ..compute.precision import autocast, read_precision
+from ..compute.capabilities import preserve_rng_state
+from ..compute.matmul_rate import time_interleaved
+from ..compute.numerics import SHORT, attention_kernel, without_input_casts
+from ..compute.precision import autocast, infer_precision
 from ..config import WIDTHS, Adapter, Mesh, Optimizer, OptimizerKind, Train
 from ..errors import UserError
-from ..figures import gib
-from ..models.anatomy import blocks
-from ..models.quantize import scales
+from ..figures import format_bytes
+from ..models.anatomy import transformer_blocks
+from ..models.quantize import quantization_scales
 from ..parallel.engine import Engine
-from ..parallel.layout import local
-from ..parallel.pipeline.pipeline_plan import bubble, full_pieces, pieces_per_micro, virtual_stages
-from .footprint import Sizes, mask_bytes, recomputed_bytes, work_bytes
+from ..parallel.layout import local_part
+from ..parallel.pipeline.pipeline_plan import bubble_fraction, pieces_per_micro, round_up_pieces, virtual_stages
+from .footprint import BackboneSizes, mask_bytes, recomputed_bytes, work_bytes
 from .perturbation import perturbation_bytes
 
 if TYPE_CHECKING:
@@ -93,22 +93,24 @@ def memory_plan(
 
     task: sets which tokens the loss reads, and if rows are packed; None: one example per row, every token a target.
     """
-    train = read_precision(train, model)
+    train = infer_precision(train, model)
     lora, device = lora_factors(model), next(model.parameters()).device
     narrow = train.precision != "fp32" and train.adapter_precision != "bf16" and train.checkpointing == "none"
     casts = 2 * sum(a.numel() + b.numel() for a, b in lora) if narrow else 0  # once, whatever the batch size
     adapter = sum(p.nbytes for p in trainable(model).values())
     frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
-    frozen |= {b.data_ptr(): b.nbytes for b in (*model.buffers(), *scales(model).values())}
-    per_row = at_length(lambda tokens: _saved_bytes(model, tokens, train), train.max_length)
+    frozen |= {b.data_ptr(): b.nbytes for b in (*model.buffers(), *quantization_scales(model).values())}
+    per_row = extrapolate_to_length(lambda tokens: _sequence_saved_bytes(model, tokens, train), train.max_length)
     return MemoryPlan(
         backbone=sum(frozen.values()),
         adapter=adapter,
         gradients=adapter,
-        optimizer=state_bytes([p.numel() for p in trainable(model).values()], kind),
-        activations=round(max(0, per_row - casts) * train.batch_size) + casts + _mask(model, train, task, device),
-        work=_work(model, train, task, adapter, device),
-        regularizer=_perturbation(model, train, regularizer),
+        optimizer=optimizer_bytes([p.numel() for p in trainable(model).values()], kind),
+        activations=round(max(0, per_row - casts) * train.batch_size)
+        + casts
+        + _packed_mask_bytes(model, train, task, device),
+        work=_temporary_bytes(model, train, task, adapter, device),
+        regularizer=_regularizer_bytes(model, train, regularizer),
     )
 
 
@@ -123,12 +125,12 @@ def lora_factors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def _mask(model: nn.Module, train: Train, task: Task | None, device: torch.device) -> int:
+def _packed_mask_bytes(model: nn.Module, train: Train, task: Task | None, device: torch.device) -> int:
     packed = task is not None and task.pack and device.type == "cpu"
-    return mask_bytes(len(blocks(model)), train) * train.batch_size if packed else 0
+    return mask_bytes(len(transformer_blocks(model)), train) * train.batch_size if packed else 0
 
 
-def _work(model: Any, train: Train, task: Task | None, gradients: int, device: torch.device) -> int:
+def _temporary_bytes(model: Any, train: Train, task: Task | None, gradients: int, device: torch.device) -> int:
     """Return the bytes of temporaries by the closed forms; 0 if the configuration lacks the sizes they need."""
     factors = lora_factors(model)
     ranks = max((len(a) for a, _ in factors), default=0)
@@ -139,7 +141,7 @@ def _work(model: Any, train: Train, task: Task | None, gradients: int, device: t
     }
     adapter = Adapter(rank=max(ranks, 1))
     try:
-        sizes = Sizes.of(model.config.to_dict(), shapes, adapter)
+        sizes = BackboneSizes.of(model.config.to_dict(), shapes, adapter)
     except UserError:
         return 0
     if task is not None:
@@ -150,12 +152,12 @@ def _work(model: Any, train: Train, task: Task | None, gradients: int, device: t
     return max(0, found - gradients) if train.accumulate == 1 else found  # gradients grow while activations are freed
 
 
-def _perturbation(model: nn.Module, train: Train, regularizer: RegularizerConfig | None) -> int:
+def _regularizer_bytes(model: nn.Module, train: Train, regularizer: RegularizerConfig | None) -> int:
     if regularizer is None:
         return 0
     factors = lora_factors(model)
     frozen = next((p for p in model.parameters() if not p.requires_grad), None)
-    at_once = 1 / max(1, len(blocks(model))) if train.checkpointing == "full" else 1.0
+    at_once = 1 / max(1, len(transformer_blocks(model))) if train.checkpointing == "full" else 1.0
     return perturbation_bytes(
         regularizer,
         [(len(b), a.shape[1]) for a, b in factors],
@@ -167,10 +169,10 @@ def _perturbation(model: nn.Module, train: Train, regularizer: RegularizerConfig
     )
 
 
-def _saved_bytes(model: Any, tokens: int, train: Train) -> int:
+def _sequence_saved_bytes(model: Any, tokens: int, train: Train) -> int:
     """Bytes of the storages that autograd keeps for one row of `tokens` tokens, parameters apart."""
     with _one_row(model, tokens, train) as forward:
-        return saved_bytes(model, forward)
+        return count_saved_bytes(model, forward)
 
 
 _TIMED_TOKENS, _QUICK = 128, 0.5
@@ -190,7 +192,7 @@ def token_seconds(model: nn.Module, tokens: int, train: Train) -> float:
         update()
         taken = time.perf_counter() - started
         if taken < _QUICK:
-            (taken,) = interleaved([update], turns=2)
+            (taken,) = time_interleaved([update], turns=2)
     return taken / length
 
 
@@ -210,17 +212,17 @@ def _one_row(model: Any, tokens: int, train: Train) -> Iterator[Callable[[], Ten
     model.train()
     try:
         with (
-            kept_draws([device]),
+            preserve_rng_state([device]),
             autocast(train, device),
             without_input_casts(model, train),
-            attention(inputs),
+            attention_kernel(inputs),
         ):
             yield lambda: model(**inputs).logits
     finally:
         model.train(training)
 
 
-def at_length(saved: Callable[[int], int], tokens: int) -> float:
+def extrapolate_to_length(saved: Callable[[int], int], tokens: int) -> float:
     """Return `saved(tokens)`: measured if the length is short, else extrapolated from two short lengths, as bytes grow
     linearly."""
     if tokens <= _PROBE[1]:
@@ -229,7 +231,7 @@ def at_length(saved: Callable[[int], int], tokens: int) -> float:
     return short + max(long - short, 0) / (_PROBE[1] - _PROBE[0]) * (tokens - _PROBE[0])
 
 
-def saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
+def count_saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
     """Return the bytes of the storages that autograd keeps while the output of `forward` is alive, the model's own
     excluded."""
     weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -253,7 +255,7 @@ def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: Me
     here."""
     plan = plan or memory_plan(model, train=train, kind=optimizer.kind)
     causes = [
-        ("backbone, frozen", plan.backbone, f"{_dtypes(model)}"),
+        ("backbone, frozen", plan.backbone, f"{_describe_frozen(model)}"),
         ("adapter", plan.adapter, f"{sum(p.numel() for p in trainable(model).values()):,} parameters, float32"),
         ("gradients", plan.gradients, "of the adapter only"),
         (
@@ -269,27 +271,27 @@ def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: Me
     width = max(len(name) for name, _, _ in causes)
     device = next(model.parameters()).device
     head = f"plan: {train.steps} steps × {train.accumulate} × {train.batch_size} rows on {device}, {train.precision}"
-    return [head, *(f"  {name.ljust(width)}  {gib(value):>11}  {note}" for name, value, note in causes)]
+    return [head, *(f"  {name.ljust(width)}  {format_bytes(value):>11}  {note}" for name, value, note in causes)]
 
 
-def brief_plan(lines: Sequence[str]) -> list[str]:
+def condense_plan(lines: Sequence[str]) -> list[str]:
     """Condense the lines of a plan to one: its first line and the sum of its causes."""
     (total,) = [line.split() for line in lines if line.split()[0] == "together"]
     return [f"{lines[0]}; {' '.join(total[1:3])} of memory, {' '.join(total[3:])} (--verbose: by cause)"]
 
 
-def _dtypes(model: nn.Module) -> str:
+def _describe_frozen(model: nn.Module) -> str:
     frozen = [p for p in model.parameters() if not p.requires_grad]
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in frozen})
     return f"{sum(p.numel() for p in frozen):,} parameters, {'/'.join(kinds)}"
 
 
-def mesh_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Optimizer) -> list[str]:
+def mesh_plan_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Optimizer) -> list[str]:
     """Format the plan of one stage on a mesh as lines, one per cause."""
     world, sharding = engine.world, engine.sharding
-    frozen = sum(local(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
-    frozen += sum(part.nbytes for part in scales(engine.model).values())
-    adapter = sum(local(p).nbytes for p in engine.parameters.values())
+    frozen = sum(local_part(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
+    frozen += sum(part.nbytes for part in quantization_scales(engine.model).values())
+    adapter = sum(local_part(p).nbytes for p in engine.parameters.values())
     masters = 2 * adapter if train.adapter_precision == "bf16" else 0
     moments = 2 * (2 * adapter if train.adapter_precision == "bf16" else adapter)
     rows = [
@@ -299,16 +301,16 @@ def mesh_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Optimizer
         ("optimizer state", moments + masters, f"AdamW, lr {optimizer.lr:g}, {optimizer.schedule}"),
     ]
     if sharding is not None and sharding.units:
-        units = [sum(p.numel() * p.itemsize for p in unit.parameters()) for unit in blocks(engine.model)]
+        units = [sum(p.numel() * p.itemsize for p in unit.parameters()) for unit in transformer_blocks(engine.model)]
         rows.append(("gathered", 2 * max(units, default=0), "the largest block and its gather buffer"))
     rows.append(("together", sum(count for _, count, _ in rows), "without activations, temporaries and libraries"))
     head = f"plan: {train.steps} steps × {train.accumulate} × {train.batch_size} rows on {world}, {world.device.type}"
     width = max(len(name) for name, _, _ in rows)
-    lines = [head, *(f"  {name.ljust(width)}  {gib(count):>11}  {note}" for name, count, note in rows)]
-    return [*lines, *(f"  sends per update: {line}" for line in _traffic(engine, mesh, train, adapter))]
+    lines = [head, *(f"  {name.ljust(width)}  {format_bytes(count):>11}  {note}" for name, count, note in rows)]
+    return [*lines, *(f"  sends per update: {line}" for line in _communication_lines(engine, mesh, train, adapter))]
 
 
-def _traffic(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str]:
+def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str]:
     world, sharding = engine.world, engine.sharding
     lines = []
     if sharding is not None and sharding.units:
@@ -318,18 +320,22 @@ def _traffic(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str
         gathered = gathers * train.accumulate * sharding.sharded_bytes * (n - 1) // n
         # in a ring each rank passes on all shards but its own: once for a reduce-scatter, twice for an all-reduce
         reduced = adapter * (n - 1) if mesh.adapters == "shard" else 2 * adapter * (n - 1) // n
-        lines.append(f"{gib(gathered)} of weights gathered along {axes}, {gib(reduced)} of adapter gradients reduced")
+        lines.append(
+            f"{format_bytes(gathered)} of weights gathered along {axes}, {format_bytes(reduced)} of adapter gradients reduced"
+        )
     if mesh.replicate > 1:
         lines.append(
-            f"{gib(2 * adapter * (mesh.replicate - 1) // mesh.replicate)} of adapter gradients along replicate"
+            f"{format_bytes(2 * adapter * (mesh.replicate - 1) // mesh.replicate)} of adapter gradients along replicate"
         )
     if mesh.tp > 1:
-        each = _activation_bytes(engine, train) * train.accumulate * len(blocks(engine.model))
-        lines.append(f"{gib(8 * each * (mesh.tp - 1) // mesh.tp)} of activations along tp (4 all-reduces a block)")
-    if mesh.cp > 1:
-        each = _key_value_bytes(engine, train) * train.accumulate * len(blocks(engine.model))
+        each = _activation_bytes(engine, train) * train.accumulate * len(transformer_blocks(engine.model))
         lines.append(
-            f"{gib(2 * each * (mesh.cp - 1) // mesh.cp)} of keys and values along cp (one all-gather and one "
+            f"{format_bytes(8 * each * (mesh.tp - 1) // mesh.tp)} of activations along tp (4 all-reduces a block)"
+        )
+    if mesh.cp > 1:
+        each = _key_value_bytes(engine, train) * train.accumulate * len(transformer_blocks(engine.model))
+        lines.append(
+            f"{format_bytes(2 * each * (mesh.cp - 1) // mesh.cp)} of keys and values along cp (one all-gather and one "
             "reduce-scatter a block)"
         )
     if mesh.pp > 1:
@@ -343,10 +349,10 @@ def _traffic(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str
             schedule=mesh.schedule,
             wanted=mesh.microbatches,
         )
-        pieces = full_pieces(cut * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
-        idle = bubble(mesh.pp, stages, pieces, mesh.schedule)
+        pieces = round_up_pieces(cut * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
+        idle = bubble_fraction(mesh.pp, stages, pieces, mesh.schedule)
         lines.append(
-            f"{gib(2 * stages * _activation_bytes(engine, train) * train.accumulate)} of activations along pp; "
+            f"{format_bytes(2 * stages * _activation_bytes(engine, train) * train.accumulate)} of activations along pp; "
             f"{pieces} pieces through {mesh.pp} × {stages} stages leave a bubble of {idle:.1%}"
         )
     return lines
@@ -371,7 +377,7 @@ def _key_value_bytes(engine: Engine, train: Train) -> int:
     return 2 * rows * train.max_length * heads // engine.world.width("tp") * width * each
 
 
-def state_bytes(sizes: Sequence[int], kind: OptimizerKind) -> int:
+def optimizer_bytes(sizes: Sequence[int], kind: OptimizerKind) -> int:
     """Return the bytes of the moments of trained tensors with `sizes` values each; paged ones include host memory."""
     if kind == "gauss-newton":
         return 0

@@ -14,7 +14,7 @@ from flatshift.regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain, Reg
 
 from ..config import Adapter, Mesh, Optimizer, Train
 from ..errors import UserError
-from ..tasks import refused_axes
+from ..tasks import list_unsupported_axes
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -68,7 +68,7 @@ REQUIRES, INCOMPATIBLE = "requires", "incompatible with"
 
 def _task_rules() -> Iterator[CompatibilityRule]:
     """Yield the rules of tasks about mesh axes: one for each axis and reason."""
-    for axis, why, kinds in refused_axes():
+    for axis, why, kinds in list_unsupported_axes():
 
         def broken(s: RuleSettings, axis: str = axis, why: str = why) -> bool:
             return getattr(s.mesh, axis) > 1 and s.task.no_axes.get(axis) == why
@@ -310,8 +310,8 @@ def check_settings(settings: RuleSettings) -> None:
     """Raise UserError for the first rule that `settings` break, with what, why and the nearest valid setting."""
     rule = broken_rule(settings)
     if rule is not None:
-        raise UserError(f"{rule.setting} {_verb(rule.kind)} {rule.other}: {rule.why}; {rule.fix}")
+        raise UserError(f"{rule.setting} {_relation_verb(rule.kind)} {rule.other}: {rule.why}; {rule.fix}")
 
 
-def _verb(kind: str) -> str:
+def _relation_verb(kind: str) -> str:
     return "needs" if kind == REQUIRES else "does not go with"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Constants:
+class RooflineConstants:
     """Fractions of a device's data-sheet rates that are reached."""
 
     products: float = 0.641
@@ -32,20 +32,20 @@ class Constants:
     """Host seconds to launch a GPU kernel; assumed, not fitted: 5 to 25 µs are usual in eager mode."""
 
 
-PUBLISHED = Constants()
+PUBLISHED = RooflineConstants()
 """Fitted only on the ten rows of 2104.04473, Table 1 (A100, full training), except `launch`."""
 _OVERLAP = 3.0
 """Exponent of T = (Tc³ + Tm³)^(1/3), for gathers that computation partly hides."""
 
 
-def kernels(adapted: float, *, recompute: str) -> float:
+def kernels_per_block(adapted: float, *, recompute: str) -> float:
     """Return the number of kernels of a Llama block with `adapted` adapted layers, forward and backward, without
     torch.compile: operations that are not views, counted by dispatch."""
     return 94 + 10 * adapted + (36 + 4 * adapted if recompute == "full" else 0)
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """Data-sheet rates of a device."""
 
     memory: float
@@ -60,26 +60,26 @@ class Device:
 
 GB = 1e9
 DEVICES = {
-    "V100-32": Device(32 * GB, 125e12, 0.9e12, 150 * GB),
-    "T4": Device(16 * GB, 65e12, 0.32e12, 16 * GB),
-    "A10": Device(24 * GB, 125e12, 0.6e12, 32 * GB),
-    "L4": Device(24 * GB, 121e12, 0.3e12, 32 * GB),
-    "L40S": Device(48 * GB, 362e12, 0.864e12, 32 * GB),
-    "RTX3090": Device(24 * GB, 71e12, 0.936e12, 32 * GB),
-    "RTX4090": Device(24 * GB, 165e12, 1.008e12, 32 * GB),
-    "A100-40": Device(40 * GB, 312e12, 1.555e12, 300 * GB),
-    "A100-80": Device(80 * GB, 312e12, 2.039e12, 300 * GB),
-    "H100-80": Device(80 * GB, 989e12, 3.35e12, 450 * GB),
-    "H200-141": Device(141 * GB, 989e12, 4.8e12, 450 * GB),
-    "B200-180": Device(180 * GB, 2250e12, 7.7e12, 900 * GB),
-    "MI300X-192": Device(192 * GB, 1307e12, 5.3e12, 448 * GB),
+    "V100-32": DeviceSpec(32 * GB, 125e12, 0.9e12, 150 * GB),
+    "T4": DeviceSpec(16 * GB, 65e12, 0.32e12, 16 * GB),
+    "A10": DeviceSpec(24 * GB, 125e12, 0.6e12, 32 * GB),
+    "L4": DeviceSpec(24 * GB, 121e12, 0.3e12, 32 * GB),
+    "L40S": DeviceSpec(48 * GB, 362e12, 0.864e12, 32 * GB),
+    "RTX3090": DeviceSpec(24 * GB, 71e12, 0.936e12, 32 * GB),
+    "RTX4090": DeviceSpec(24 * GB, 165e12, 1.008e12, 32 * GB),
+    "A100-40": DeviceSpec(40 * GB, 312e12, 1.555e12, 300 * GB),
+    "A100-80": DeviceSpec(80 * GB, 312e12, 2.039e12, 300 * GB),
+    "H100-80": DeviceSpec(80 * GB, 989e12, 3.35e12, 450 * GB),
+    "H200-141": DeviceSpec(141 * GB, 989e12, 4.8e12, 450 * GB),
+    "B200-180": DeviceSpec(180 * GB, 2250e12, 7.7e12, 900 * GB),
+    "MI300X-192": DeviceSpec(192 * GB, 1307e12, 5.3e12, 448 * GB),
 }
 """Devices by name and memory in GB; data-sheet rates, without sparsity."""
-CORE = Device(4 * GB, 50e9, 10e9, 5 * GB)
+CORE = DeviceSpec(4 * GB, 50e9, 10e9, 5 * GB)
 """Rough rates of one CPU core, to rank meshes; `flatshift plan --calibrate` measures this machine's."""
 
 
-def device_named(name: str, memory: int) -> str | None:
+def find_device(name: str, memory: int) -> str | None:
     """Return the row of `DEVICES` for a device that reports `name` and `memory` bytes; None if there is none."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     words |= {"".join(pair) for pair in itertools.pairwise(re.findall(r"[a-z0-9]+", name.lower()))}
@@ -130,7 +130,7 @@ class StepLayout:
 
 
 @dataclass(frozen=True)
-class Seconds:
+class StepSeconds:
     """Seconds of one step by cause, each with its title on a page."""
 
     products: float = field(metadata={"title": "matrix products"})
@@ -155,7 +155,9 @@ class Seconds:
         return sum(vars(self).values())
 
 
-def seconds(work: StepLayout, device: Device, *, network: float, constants: Constants = PUBLISHED) -> Seconds:
+def predict_seconds(
+    work: StepLayout, device: DeviceSpec, *, network: float, constants: RooflineConstants = PUBLISHED
+) -> StepSeconds:
     """Predict the seconds of one step. network: bytes/s of one device between nodes."""
     at = constants
     b, s, h, t, p = work.rows, work.sequence, work.hidden, work.tp, work.pp
@@ -181,7 +183,7 @@ def seconds(work: StepLayout, device: Device, *, network: float, constants: Cons
     idle = (p - 1) / work.virtual * (stage + gathers + host)
     sent = 0.0 if p == 1 else 2 * work.virtual * 2 * b * s * h * 2 / t / network
     gradients = work.reduced / (device.link * at.fast_link if work.reduced_inside else network)
-    return Seconds(
+    return StepSeconds(
         products=products * work.micro,
         elements=elements * work.micro,
         tensor=tensor * work.micro,

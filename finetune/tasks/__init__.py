@@ -28,7 +28,7 @@ KINDS: dict[str, type[BaseTask]] = {kind.kind: kind for kind in get_args(Task)}
 """Task classes by their `kind`."""
 
 
-def refused_axes() -> Iterator[tuple[str, str, str]]:
+def list_unsupported_axes() -> Iterator[tuple[str, str, str]]:
     """Yield the mesh axes that some kinds do not train on: (axis, reason, names of the kinds joined by "or")."""
     tasks = [task for kind in KINDS.values() for task in kind.variants()]
     for axis in ("tp", "pp", "cp"):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..config import Train
     from ..data.encoding import RowEncoder
-    from ..data.example import Example, Question
+    from ..data.example import Example, GenerationPrompt
     from ..data.labels import OutputLayer, Units
     from ..data.masking import Masking
     from ..data.micro_batch import PreferenceTargets
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Usage:
+class UsageExample:
     """Python lines for the model card that show how to call a model of a task, given `tokenizer` and `model`."""
 
     text: str
@@ -150,18 +150,18 @@ class BaseTask:
 
     def _check_metrics(self) -> None:
         """Raise UserError for unknown `task.metrics`, or if no answers are generated for them."""
-        from ..evaluate.metrics import check_named
+        from ..evaluate.metrics import check_metric_names
 
         if self.metrics and self.score != "generate":
             raise UserError("task.metrics judges what models write; set task.score: generate, or leave it out")
-        check_named(self.metrics, "agreement", "task.metrics")
+        check_metric_names(self.metrics, "agreement", "task.metrics")
 
     @property
     def figure_names(self) -> tuple[str, ...]:
         """Names of the metrics that evaluation returns with the current settings."""
-        from ..evaluate.metrics import names_of
+        from ..evaluate.metrics import metric_names
 
-        return names_of("text")
+        return metric_names("text")
 
     @property
     def is_generative(self) -> bool:
@@ -239,9 +239,9 @@ class BaseTask:
     def class_names(self, rows: Iterable[Row]) -> tuple[str, ...] | None:
         """Return the classes in head order: those given, else the sorted labels of the training rows; None without
         classes."""
-        from ..data.labels import classes_of, sort_labels
+        from ..data.labels import iter_classes, sort_labels
 
-        return self.given_classes or (sort_labels(classes_of(rows)) if self.has_classes else None)
+        return self.given_classes or (sort_labels(iter_classes(rows)) if self.has_classes else None)
 
     @property
     def own_units(self) -> bool:
@@ -316,13 +316,13 @@ class BaseTask:
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Modify `tokenizer` in place, so that its saved copy encodes a text as training did: the tokens before an
         answer, or the whole row if the task generates nothing."""
-        from ..data.encoding import Specials
-        from ..data.post_processor import adopt
+        from ..data.encoding import SpecialTokens
+        from ..data.post_processor import set_post_processor
 
-        specials = Specials.of(tokenizer, begin=not self.encoder_decoder)
+        specials = SpecialTokens.of(tokenizer, begin=not self.encoder_decoder)
         if self.causal:  # a prompt does not end with the tokens that close an answer
             specials = dataclasses.replace(specials, middle=(), suffix=(), pair_suffix=())
-        adopt(tokenizer, specials, pairs=self.is_sequence_level)
+        set_post_processor(tokenizer, specials, pairs=self.is_sequence_level)
 
     def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
         """Return True if the tokenizer, prepared, `saved` and loaded again, encodes `row` by a plain call to the
@@ -429,57 +429,58 @@ class BaseTask:
 
     def prompt_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         """Return the model's input ids for a prompt, the same as before an answer in training, without truncation."""
-        from ..data.encoding import Specials, plain_ids
+        from ..data.encoding import SpecialTokens, tokenize_plain
 
-        return [*Specials.of(tokenizer).prefix, *plain_ids(tokenizer, text)]
+        return [*SpecialTokens.of(tokenizer).prefix, *tokenize_plain(tokenizer, text)]
 
     def ask_texts(
         self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
-    ) -> list[Question]:
+    ) -> list[GenerationPrompt]:
         """Return model inputs for texts given instead of rows, formatted as prompts; `raw`: unchanged.
 
         Raises:
             UserError: the prompt does not have exactly one column (unless raw).
         """
-        from ..data.example import Question
+        from ..data.example import GenerationPrompt
 
         return [
-            Question(f"prompt-{i}", text, self.prompt_ids(tokenizer, text)) for i, text in enumerate(texts, start=1)
+            GenerationPrompt(f"prompt-{i}", text, self.prompt_ids(tokenizer, text))
+            for i, text in enumerate(texts, start=1)
         ]
 
     def ask(
         self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
-    ) -> tuple[list[Question], list[str]]:
+    ) -> tuple[list[GenerationPrompt], list[str]]:
         """Return the model input of each row, and `file:line: reason` of the skipped rows.
 
         Raises:
             UserError: a row that the prompt cannot render (unless skipped).
         """
-        from ..data.example import Question
+        from ..data.example import GenerationPrompt
 
         shown = [(row, self.prompt_text(row)) for row in rows]
-        return [Question(row.id, text, self.prompt_ids(tokenizer, text)) for row, text in shown], []
+        return [GenerationPrompt(row.id, text, self.prompt_ids(tokenizer, text)) for row, text in shown], []
 
     def sample_prompt(self) -> str:
         """Return an example prompt for a model card."""
         return "Once upon a time"
 
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
         """Return code for the model card that calls a model with inputs formatted as in training.
 
         label_names: classes in head order, if the task has any.
         """
-        from ..data.encoding import end_token
+        from ..data.encoding import get_end_token
 
-        return Usage(
+        return UsageExample(
             "prompt",
             ["print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))"],
-            ends=end_token(tokenizer),
+            ends=get_end_token(tokenizer),
             ask=[f"prompt = {self.sample_prompt()!r}"],
         )
 
 
-class Templated(BaseTask):
+class TemplateTask(BaseTask):
     """Base class of tasks with two templates over a row's columns: a prompt, and an answer that holds the target
     tokens."""
 
@@ -509,11 +510,11 @@ class Templated(BaseTask):
         self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
     ) -> tuple[list[Row], list[str]]:
         """Replace labels by other classes if `label_names` is given, else by answers of rows with a different one."""
-        from ..data.noise import foreign_answers, noisy_rows
+        from ..data.noise import flip_row_labels, replace_answers
 
         if label_names is not None:
-            return noisy_rows(rows, rate=rate, label_names=label_names, seed=seed)
-        return foreign_answers(rows, columns=self.answer_columns(), rate=rate, seed=seed)
+            return flip_row_labels(rows, rate=rate, label_names=label_names, seed=seed)
+        return replace_answers(rows, columns=self.answer_columns(), rate=rate, seed=seed)
 
     def prompt_columns(self) -> tuple[str, ...]:
         return self.templates()[0].columns
@@ -526,7 +527,7 @@ class Templated(BaseTask):
 
     def ask_texts(
         self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
-    ) -> list[Question]:
+    ) -> list[GenerationPrompt]:
         from ..data.rows import Row
 
         columns = self.prompt_columns()
@@ -546,7 +547,7 @@ class Templated(BaseTask):
         return (self.prefix or "") + "".join(shown)
 
 
-class ByExample(BaseTask):
+class SequenceLevelTask(BaseTask):
     """Base class of tasks with a new head over `text` (or the pair `text`, `text2`) that predicts for the whole row."""
 
     is_sequence_level: ClassVar[bool] = True
@@ -577,5 +578,5 @@ class ByExample(BaseTask):
         texts = [row.values["text"], *filter(None, [row.values.get("text2")])]
         return list(saved(*texts, truncation=True, max_length=max_length)["input_ids"]) == example.input_ids
 
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        return Usage("'some text'", ["print(logits)"])
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
+        return UsageExample("'some text'", ["print(logits)"])

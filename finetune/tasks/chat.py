@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from ..config import check_bounds
 from ..errors import UserError
-from .base import BaseTask, Usage
+from .base import BaseTask, UsageExample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..data.chat.encode import ChatEncoder
-    from ..data.example import Example, Question
+    from ..data.example import Example, GenerationPrompt
     from ..data.rows import Row
     from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
@@ -79,7 +79,7 @@ class Chat(BaseTask):
                 datetime.date.fromisoformat(self.date)
             except ValueError:
                 raise ValueError(f"date must be written YYYY-MM-DD, got {self.date!r}") from None
-        check_arguments(self.template_arguments or {})
+        check_template_arguments(self.template_arguments or {})
         self._check_metrics()
 
     @property
@@ -88,9 +88,9 @@ class Chat(BaseTask):
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        from ..evaluate.metrics import names_of
+        from ..evaluate.metrics import metric_names
 
-        return (*names_of("text", *(["answers"] if self.score == "generate" else [])), *self.metrics)
+        return (*metric_names("text", *(["answers"] if self.score == "generate" else [])), *self.metrics)
 
     def columns(self) -> tuple[str, ...]:
         return ("messages",)
@@ -146,31 +146,33 @@ class Chat(BaseTask):
 
     def ask_texts(
         self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
-    ) -> list[Question]:
+    ) -> list[GenerationPrompt]:
         """Return each text as the first user turn; `raw`: as a conversation that is already rendered."""
-        from ..data.chat.encode import ask, question
+        from ..data.chat.encode import build_prompts, make_prompt_row
 
         if raw:
             return super().ask_texts(texts, tokenizer, raw=True)
 
-        return ask([question(text, i) for i, text in enumerate(texts, start=1)], task=self, tokenizer=tokenizer)[0]
+        return build_prompts(
+            [make_prompt_row(text, i) for i, text in enumerate(texts, start=1)], task=self, tokenizer=tokenizer
+        )[0]
 
     def ask(
         self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
-    ) -> tuple[list[Question], list[str]]:
+    ) -> tuple[list[GenerationPrompt], list[str]]:
         """Return conversations that wait for an answer; a row's own last answer is removed."""
-        from ..data.chat.encode import ask
+        from ..data.chat.encode import build_prompts
 
-        return ask(rows, task=self, tokenizer=tokenizer, bad_rows=bad_rows)
+        return build_prompts(rows, task=self, tokenizer=tokenizer, bad_rows=bad_rows)
 
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        from ..data.encoding import end_token
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
+        from ..data.encoding import get_end_token
 
-        ends = {end_token(tokenizer)}
+        ends = {get_end_token(tokenizer)}
         with contextlib.suppress(UserError):  # an end of turn in ordinary tokens cannot stop generation
             ends |= {one.stop for one in self.ask_texts(["some text"], tokenizer)}
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return Usage(
+        return UsageExample(
             "prompt",
             ["print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))"],
             whole=True,
@@ -185,7 +187,7 @@ class Chat(BaseTask):
 _RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "documents", "chat_template")
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
+def check_template_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for invalid `template_arguments`: variables that rendering sets itself, or values that JSON
     cannot hold."""
     for name, value in arguments.items():

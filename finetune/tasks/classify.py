@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from .base import ByExample, Usage
+from .base import SequenceLevelTask, UsageExample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classify(ByExample):
+class Classify(SequenceLevelTask):
     """Sequence classification with a new head over `text` (or the pair `text`, `text2`)."""
 
     kind: Literal["classify"] = "classify"
@@ -98,22 +98,22 @@ class Classify(ByExample):
         self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
     ) -> tuple[list[Row], list[str]]:
         """Replace the label by another class; with `multi` by the classes of a row with other ones."""
-        from ..data.noise import foreign_answers, noisy_rows
+        from ..data.noise import flip_row_labels, replace_answers
 
         if self.multi:
-            return foreign_answers(rows, columns=("label",), rate=rate, seed=seed)
+            return replace_answers(rows, columns=("label",), rate=rate, seed=seed)
         assert label_names is not None
-        return noisy_rows(rows, rate=rate, label_names=label_names, seed=seed)
+        return flip_row_labels(rows, rate=rate, label_names=label_names, seed=seed)
 
     def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], tuple[str, ...]]:
         """Encode a text or a pair with the tokenizer's own special tokens. If too long, the longer text is truncated
         first."""
-        from ..data.labels import class_indices, several_hot
+        from ..data.labels import class_indices, encode_multi_hot
 
         kept = to.wholes(rows)
         of = [row for row, _, _ in kept]
         names = tuple(to.label_names or self.class_names(of) or ())
-        return to.labelled(kept, several_hot(of, names) if self.multi else class_indices(of, names)), names
+        return to.labelled(kept, encode_multi_hot(of, names) if self.multi else class_indices(of, names)), names
 
     def head_settings(self, *, num_labels: int | None, label_names: Sequence[str] | None) -> dict[str, Any]:
         names = list(label_names) if label_names else [str(i) for i in range(num_labels or 0)]
@@ -149,7 +149,7 @@ class Classify(ByExample):
         indices = label.nonzero()[:, 0].tolist() if self.multi else [int(label)]
         return ", ".join(label_names[k] if label_names else str(k) for k in indices) or "none"
 
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
         several = "[label for label, logit in zip(LABELS, logits[0]) if logit > 0]"
         return dataclasses.replace(
             super().usage(tokenizer, label_names),
@@ -181,23 +181,23 @@ class Classify(ByExample):
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        from ..evaluate.metrics import names_of
+        from ..evaluate.metrics import metric_names
 
         own = ("unexplained",) if self.squares else ()
-        return ("loss", *own, *names_of("sets" if self.multi else "classes"))
+        return ("loss", *own, *metric_names("sets" if self.multi else "classes"))
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """Return `loss` (nats per example), for a squared loss `unexplained` (its share of the labels' variance),
         and `accuracy, f1_macro, matthews, majority_floor`; with `multi` instead the metrics of
-        `flatshift.finetune.evaluate.multilabel.judge_sets`."""
+        `flatshift.finetune.evaluate.multilabel.multilabel_metrics`."""
         import numpy as np
 
-        from ..evaluate.multilabel import judge_sets
+        from ..evaluate.multilabel import multilabel_metrics
 
         nats, logits = judge.head(examples)
         true = np.array([example.labels for example in examples])
         if self.multi:
-            figures = judge_sets(true > 0, logits, figures=judge.figures, **judge.draw)
+            figures = multilabel_metrics(true > 0, logits, figures=judge.figures, **judge.draw)
         else:
             figures = judge.classes(true.tolist(), logits, odds=not self.squares)
         found = {"loss": judge.mean("loss", nats)}

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..config import check_bounds
 from ..errors import UserError
-from .base import Templated
+from .base import TemplateTask
 
 if TYPE_CHECKING:
-    from ..data.encoding import Made, RowEncoder
+    from ..data.encoding import EncodingResult, RowEncoder
     from ..data.example import Example
     from ..data.rows import Row
     from ..data.template import Template
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion(Templated):
+class Completion(TemplateTask):
     """Causal language modelling of an answer: only completion tokens are target tokens."""
 
     kind: Literal["completion"] = "completion"
@@ -53,10 +53,10 @@ class Completion(Templated):
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        from ..evaluate.metrics import names_of
+        from ..evaluate.metrics import metric_names
 
         return (
-            *names_of(
+            *metric_names(
                 "text", *(["classes"] if self.score == "rank" else ["answers"] if self.score == "generate" else [])
             ),
             *self.metrics,
@@ -83,7 +83,7 @@ class Completion(Templated):
             self._check_ranked()
             rows = rows if to.label_names is not None else list(rows)
             names = tuple(to.label_names if to.label_names is not None else self.class_names(rows) or ())
-        choices = _Choices(self.templates()[1], names, to)
+        choices = _ChoiceEncoder(self.templates()[1], names, to)
         return to.samples(rows, self.templates(), lambda chunk, texts: self._made(chunk, texts, choices, to)), names
 
     def _check_ranked(self) -> None:
@@ -94,8 +94,8 @@ class Completion(Templated):
             raise UserError(f"task.score: rank needs a prompt that does not give {{label}} away; it is {self.prompt!r}")
 
     def _made(
-        self, rows: Sequence[Row], filled: Sequence[Sequence[str]], choices: _Choices, to: RowEncoder
-    ) -> list[Made]:
+        self, rows: Sequence[Row], filled: Sequence[Sequence[str]], choices: _ChoiceEncoder, to: RowEncoder
+    ) -> list[EncodingResult]:
         """Encode a chunk of rows.
 
         filled: prompt and answer of each row.
@@ -109,7 +109,7 @@ class Completion(Templated):
         texts = to.within(answer for _, answer in filled)
         batch = to.tokens(texts)
         prefix = list(to.specials.prefix)
-        made: list[Made] = []
+        made: list[EncodingResult] = []
         of_rows = choices.of(rows)
         for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
             mine = of_rows[i]
@@ -166,7 +166,7 @@ class Completion(Templated):
         return figures | judge.answers(examples) if self.score == "generate" else figures
 
 
-class _Choices:
+class _ChoiceEncoder:
     """Tokenised completions of all classes, in head order."""
 
     def __init__(self, template: Template, names: tuple[str, ...] | None, to: RowEncoder) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from .base import BaseTask
 
 if TYPE_CHECKING:
-    from ..data.encoding import Made, RowEncoder
+    from ..data.encoding import EncodingResult, RowEncoder
     from ..data.example import Example
     from ..data.rows import Row
     from ..evaluate.bootstrap import BootstrapInterval
@@ -34,39 +34,42 @@ class LanguageModel(BaseTask):
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """Evaluate perplexity; intervals are over documents if these were split into pieces."""
-        from ..data.example import documents_of
+        from ..data.example import find_document_starts
 
-        return judge.perplexity_metrics(examples, *judge.token_nll(examples), documents=documents_of(examples))
+        return judge.perplexity_metrics(examples, *judge.token_nll(examples), documents=find_document_starts(examples))
 
     def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """Return the columns of `BaseTask.predict`; the first piece of a document has the sums over all its pieces."""
-        from ..data.example import documents_of, summed
+        from ..data.example import find_document_starts, sum_by_document
 
         nats, tokens = judge.token_nll(examples)
-        if (documents := documents_of(examples)) is not None:
-            nats, tokens = (summed(values, documents) for values in (nats, tokens))
+        if (documents := find_document_starts(examples)) is not None:
+            nats, tokens = (sum_by_document(values, documents) for values in (nats, tokens))
         return judge.surprises(nats, tokens)
 
     def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
         """Encode as `prefix text eos`; every token after the first is a target token. If too long, the text is
         truncated, or split into pieces (`train.overlong: split`): each starts with the prefix and the last token of
         the previous piece, so that every token of the document is a target token once."""
-        return to.samples(rows, (), lambda chunk, _: _documents(chunk, to)), None
+        return to.samples(rows, (), lambda chunk, _: _encode_documents(chunk, to)), None
 
 
-def _documents(rows: Sequence[Row], to: RowEncoder) -> list[Made]:
+def _encode_documents(rows: Sequence[Row], to: RowEncoder) -> list[EncodingResult]:
     from ..data.encoding import Truncation
     from ..data.example import IGNORE, Example
 
     texts = to.within((row.values["text"] for row in rows), left=to.left)
     batch = to.tokens(texts)
     prefix = list(to.specials.prefix)
-    made: list[Made] = []
+    made: list[EncodingResult] = []
     for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
         content, room = [*ids, *to.end], to.max_length - len(prefix)
         if to.overlong == "split" and len(content) > room:
             made.append(
-                (list(_pieces(row, texts[i], content, batch, i, to)), Truncation(len(prefix) + len(content), False))
+                (
+                    list(_split_document(row, texts[i], content, batch, i, to)),
+                    Truncation(len(prefix) + len(content), False),
+                )
             )
             continue
         cut = Truncation(len(prefix) + len(content), len(content) > room)
@@ -81,10 +84,10 @@ def _documents(rows: Sequence[Row], to: RowEncoder) -> list[Made]:
     return made
 
 
-def _pieces(row: Row, text: str, content: list[int], batch: Any, i: int, to: RowEncoder) -> Iterator[Example]:
+def _split_document(row: Row, text: str, content: list[int], batch: Any, i: int, to: RowEncoder) -> Iterator[Example]:
     """Yield consecutive pieces of a document that is longer than a row; content: its tokens including the end
     tokens."""
-    from ..data.example import IGNORE, Example, piece
+    from ..data.example import IGNORE, Example, name_piece
 
     prefix, length = list(to.specials.prefix), len(batch["input_ids"][i])
     start = 0
@@ -96,5 +99,5 @@ def _pieces(row: Row, text: str, content: list[int], batch: Any, i: int, to: Row
         context = [*prefix, *before]
         labels = [*[IGNORE] * len(context), *taken] if context else [IGNORE, *taken[1:]]
         size = to.bytes(text, batch, i, start if context else start + 1, min(length, start + len(taken)))
-        yield Example([*context, *taken], labels, *piece(row, number), size)
+        yield Example([*context, *taken], labels, *name_piece(row, number), size)
         start += len(taken)

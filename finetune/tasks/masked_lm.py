@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..config import check_bounds
-from .base import BaseTask, Usage
+from .base import BaseTask, UsageExample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.encoding import Made, RowEncoder
+    from ..data.encoding import EncodingResult, RowEncoder
     from ..data.example import Example
     from ..data.masking import Masking
     from ..data.rows import Row
@@ -65,7 +65,7 @@ class MaskedLM(BaseTask):
         (`flatshift.finetune.data.masking`). If too long, the text is truncated, or split into pieces
         (`train.overlong: split`)."""
         masking = self.masking(to.tokenizer)
-        return to.samples(rows, (), lambda chunk, _: _masked(chunk, to, masking)), None
+        return to.samples(rows, (), lambda chunk, _: _mask_rows(chunk, to, masking)), None
 
     def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
         """Compare after masked tokens are restored."""
@@ -78,35 +78,35 @@ class MaskedLM(BaseTask):
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        from ..evaluate.metrics import names_of
+        from ..evaluate.metrics import metric_names
 
-        return names_of("hidden")
+        return metric_names("hidden")
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """Return `loss` (nats per masked token) and `pseudo_perplexity` (its exponential)."""
-        from ..data.example import documents_of
+        from ..data.example import find_document_starts
 
         return judge.perplexity_metrics(
-            examples, *judge.token_nll(examples), of="hidden", documents=documents_of(examples)
+            examples, *judge.token_nll(examples), of="hidden", documents=find_document_starts(examples)
         )
 
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        return Usage(
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
+        return UsageExample(
             "text",
             ["print(tokenizer.decode(logits[0, ids[0] == tokenizer.mask_token_id].argmax(-1)))"],
             ask=[f"text = 'some {tokenizer.mask_token} text'"],
         )
 
 
-def _masked(rows: Sequence[Row], to: RowEncoder, masking: Masking) -> list[Made]:
-    from ..data.encoding import Truncation, shortened
-    from ..data.example import piece
+def _mask_rows(rows: Sequence[Row], to: RowEncoder, masking: Masking) -> list[EncodingResult]:
+    from ..data.encoding import Truncation, truncate_tokens
+    from ..data.example import name_piece
     from ..data.masking import SPECIAL
 
     batch = to.tokens(to.within((row.values["text"] for row in rows), left=to.left))
     room = to.max_length - len(to.specials.prefix) - len(to.specials.suffix)
     special = set(to.tokenizer.all_special_ids)
-    made: list[Made] = []
+    made: list[EncodingResult] = []
     for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
         of = batch.word_ids(i) if batch.is_fast else range(len(ids))
         words = [SPECIAL if token in special or word is None else word for token, word in zip(ids, of, strict=True)]
@@ -114,13 +114,14 @@ def _masked(rows: Sequence[Row], to: RowEncoder, masking: Masking) -> list[Made]
         if to.overlong == "split" and cut:
             spans = [slice(low, low + room) for low in range(0, len(ids), room)]
             some = [
-                _hidden(ids[span], words[span], *piece(row, number), to, masking) for number, span in enumerate(spans)
+                _mask_example(ids[span], words[span], *name_piece(row, number), to, masking)
+                for number, span in enumerate(spans)
             ]
             found: Any = [example for example in some if example is not None]
             cut = Truncation(cut.needs, False)
         else:
-            kept = shortened(ids, room, left=to.left), shortened(words, room, left=to.left)
-            found = _hidden(*kept, row.id, row.where, to, masking)
+            kept = truncate_tokens(ids, room, left=to.left), truncate_tokens(words, room, left=to.left)
+            found = _mask_example(*kept, row.id, row.where, to, masking)
         if not found:
             made.append(("the text has no token that could be hidden", Truncation(0, False)))
         else:
@@ -128,7 +129,7 @@ def _masked(rows: Sequence[Row], to: RowEncoder, masking: Masking) -> list[Made]
     return made
 
 
-def _hidden(
+def _mask_example(
     ids: Sequence[int], words: Sequence[int], name: str, where: str, to: RowEncoder, masking: Masking
 ) -> Example | None:
     """Return the masked example of some tokens with special tokens around them; None if none of them can be masked."""

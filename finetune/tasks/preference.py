@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from ..config import check_bounds
 from ..errors import UserError
-from .base import Templated, Usage
+from .base import TemplateTask, UsageExample
 from .chat import Chat
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.example import Example, Question
+    from ..data.example import Example, GenerationPrompt
     from ..data.micro_batch import PreferenceTargets
     from ..data.preference import PreferenceEncoder
     from ..data.rows import Row
@@ -39,7 +39,7 @@ _TRUE, _FALSE = ("true", "1", "1.0"), ("false", "0", "0.0")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preference(Templated):
+class Preference(TemplateTask):
     """Preference training: make the chosen answer to a prompt likelier than the rejected one (`prompt, chosen,
     rejected`); kto also takes single answers."""
 
@@ -181,9 +181,9 @@ class Preference(Templated):
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        from ..evaluate.metrics import names_of
+        from ..evaluate.metrics import metric_names
 
-        return ("loss", *names_of("preferences", *(["reference"] if self.has_reference else [])))
+        return ("loss", *metric_names("preferences", *(["reference"] if self.has_reference else [])))
 
     # -------------------------------------------------------------------------------------------------------- columns
 
@@ -223,10 +223,10 @@ class Preference(Templated):
         self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
     ) -> tuple[list[Row], list[str]]:
         """Swap the chosen and the rejected answer."""
-        from ..data.noise import exchanged_rows
-        from ..data.preference import exchanged
+        from ..data.noise import flip_preferences
+        from ..data.preference import swap_answers
 
-        return exchanged_rows(rows, exchange=exchanged, rate=rate, seed=seed)
+        return flip_preferences(rows, exchange=swap_answers, rate=rate, seed=seed)
 
     # ------------------------------------------------------------------------------------------------------- encoding
 
@@ -250,12 +250,12 @@ class Preference(Templated):
             super().prepare_tokenizer(tokenizer)
 
     def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
-        from ..data.preference import answers_of, conversation
+        from ..data.preference import build_conversation, read_answers
 
         if not self.chat:
             return super().reads_same(saved, row, example, max_length)
-        answers, _ = answers_of(row.values, single=self.is_unpaired)
-        talk = dataclasses.replace(row, values={"messages": conversation(row, *answers)})
+        answers, _ = read_answers(row.values, single=self.is_unpaired)
+        talk = dataclasses.replace(row, values={"messages": build_conversation(row, *answers)})
         return self.as_chat.reads_same(saved, talk, example, max_length)
 
     # ------------------------------------------------------------------------------------------------------------ loss
@@ -295,10 +295,10 @@ class Preference(Templated):
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """Return `loss` per pair or answer, and the metrics of
-        `flatshift.finetune.evaluate.preference.judge_answers`."""
-        from ..evaluate.preference import judge_answers
+        `flatshift.finetune.evaluate.preference.preference_metrics`."""
+        from ..evaluate.preference import preference_metrics
 
-        return judge_answers(judge, examples)
+        return preference_metrics(judge, examples)
 
     def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """Return `chosen_reward, rejected_reward`, their `reward_margin`, and the answer that the model prefers as
@@ -320,14 +320,14 @@ class Preference(Templated):
 
     def ask_texts(
         self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
-    ) -> list[Question]:
+    ) -> list[GenerationPrompt]:
         if self.chat:
             return self.as_chat.ask_texts(texts, tokenizer, raw=raw)
         return super().ask_texts(texts, tokenizer, raw=raw)
 
     def ask(
         self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
-    ) -> tuple[list[Question], list[str]]:
+    ) -> tuple[list[GenerationPrompt], list[str]]:
         if not self.chat:
             rows = list(rows)
             listed = next((row for row in rows if isinstance(row.values.get("prompt"), list)), None)
@@ -341,7 +341,7 @@ class Preference(Templated):
             talks.append(dataclasses.replace(row, values={**row.values, "messages": turns}))
         return self.as_chat.ask(talks, tokenizer, bad_rows=bad_rows)
 
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
         return self.as_chat.usage(tokenizer, label_names) if self.chat else super().usage(tokenizer, label_names)
 
 

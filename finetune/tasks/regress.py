@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..errors import UserError
-from .base import ByExample, Usage
+from .base import SequenceLevelTask, UsageExample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regress(ByExample):
+class Regress(SequenceLevelTask):
     """Regression for `text` (or the pair `text`, `text2`) with a new head of one output: mean squared error."""
 
     kind: Literal["regress"] = "regress"
@@ -49,9 +49,9 @@ class Regress(ByExample):
         return read_number(value)
 
     def units(self, targets: Sequence[float], backbone: str | Path) -> Units:
-        from ..data.labels import units_of
+        from ..data.labels import fit_units
 
-        return units_of(targets, self.head_layer(backbone))
+        return fit_units(targets, self.head_layer(backbone))
 
     def head_layer(self, backbone: str | Path) -> OutputLayer | None:
         """Return the layer of `backbone` into which standardisation is folded; reads only config.json and the headers
@@ -61,7 +61,7 @@ class Regress(ByExample):
             UserError: as `flatshift.finetune.models.meta.build_skeleton`; or no single fully trained linear output
                 layer.
         """
-        from ..adapters.settings import trained_whole
+        from ..adapters.settings import is_fully_trained
         from ..data.labels import OutputLayer
         from ..models.meta import build_skeleton
 
@@ -71,7 +71,7 @@ class Regress(ByExample):
         found = [
             OutputLayer(name, module.bias is not None)
             for name, module in model.named_modules()
-            if getattr(module, "out_features", None) == 1 and trained_whole(name, model.new_parameters)
+            if getattr(module, "out_features", None) == 1 and is_fully_trained(name, model.new_parameters)
         ]
         if len(found) != 1:
             raise UserError(
@@ -84,16 +84,16 @@ class Regress(ByExample):
         self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
     ) -> tuple[list[Row], list[str]]:
         """Replace the target by that of a row with a different one."""
-        from ..data.noise import foreign_answers
+        from ..data.noise import replace_answers
 
-        return foreign_answers(rows, columns=("label",), rate=rate, seed=seed)
+        return replace_answers(rows, columns=("label",), rate=rate, seed=seed)
 
     def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
         """Encode as `Classify.encode`, with the row's number as the label."""
         from ..data.labels import Units
 
         kept = to.wholes(rows)
-        return to.labelled(kept, [_target(row) for row, _, _ in kept], units=to.units or Units(0.0)), None
+        return to.labelled(kept, [_get_target(row) for row, _, _ in kept], units=to.units or Units(0.0)), None
 
     def head_settings(self, *, num_labels: int | None, label_names: Sequence[str] | None) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": "regression"}
@@ -113,7 +113,7 @@ class Regress(ByExample):
         seen = float(label)
         return f"{units.offset + units.scale * seen if units else seen:.6g}"
 
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
         return dataclasses.replace(
             super().usage(tokenizer, label_names),
             answer=["print(float(logits))  # in the units of the training targets"],
@@ -129,17 +129,17 @@ class Regress(ByExample):
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        from ..evaluate.metrics import names_of
+        from ..evaluate.metrics import metric_names
 
-        return ("loss", *names_of("numbers"))
+        return ("loss", *metric_names("numbers"))
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """Return `loss` (squared error per example in training units), and the metrics of
-        `flatshift.finetune.evaluate.regression.judge_numbers`. The model must predict in the targets' own units
+        `flatshift.finetune.evaluate.regression.regression_metrics`. The model must predict in the targets' own units
         (`flatshift.finetune.data.labels.fold_units`)."""
         import numpy as np
 
-        from ..evaluate.regression import judge_numbers
+        from ..evaluate.regression import regression_metrics
 
         predicted = judge.head(examples)[1][:, 0]
         units = examples[0].units
@@ -147,11 +147,11 @@ class Regress(ByExample):
         true = np.array([example.labels for example in examples], dtype=np.float64)
         judge.said["label"], judge.said["predicted"] = true, predicted
         loss = judge.mean("loss", ((predicted - true) / units.scale) ** 2)
-        numbers = judge_numbers(true, predicted, mean=units.mean, figures=judge.figures, **judge.draw)
+        numbers = regression_metrics(true, predicted, mean=units.mean, figures=judge.figures, **judge.draw)
         return {"loss": loss} | numbers
 
 
-def _target(row: Row) -> float:
+def _get_target(row: Row) -> float:
     target = row.values.get("label")
     if not isinstance(target, float):
         raise ValueError(f"{row.where}: read a regression's rows with label=task.read_label")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from ..config import check_bounds
 from ..errors import UserError
-from .base import Templated, Usage
+from .base import TemplateTask, UsageExample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.encoding import Made, RowEncoder
+    from ..data.encoding import EncodingResult, RowEncoder
     from ..data.example import Example
     from ..data.rows import Row
     from ..data.template import Template
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seq2Seq(Templated):
+class Seq2Seq(TemplateTask):
     """Encoder-decoder training (T5, BART): the encoder reads the prompt, and all tokens of the target are trained
     on."""
 
@@ -70,9 +70,9 @@ class Seq2Seq(Templated):
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        from ..evaluate.metrics import names_of
+        from ..evaluate.metrics import metric_names
 
-        return (*names_of("text", *(["seq2seq"] if self.score == "generate" else [])), *self.metrics)
+        return (*metric_names("text", *(["seq2seq"] if self.score == "generate" else [])), *self.metrics)
 
     @property
     def no_axes(self) -> Mapping[str, str]:
@@ -91,7 +91,7 @@ class Seq2Seq(Templated):
             raise UserError("train.truncation: left would cut task.prefix off; leave one of them out")
         return to.samples(rows, self.templates(), lambda chunk, texts: self._made(chunk, texts, to)), None
 
-    def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], to: RowEncoder) -> list[Made]:
+    def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], to: RowEncoder) -> list[EncodingResult]:
         """Encode a chunk of rows.
 
         filled: prompt and target of each row.
@@ -105,7 +105,7 @@ class Seq2Seq(Templated):
         prompts = to.tokens(asked)["input_ids"]
         texts = to.within(target for _, target in filled)
         batch = to.tokens(texts)
-        made: list[Made] = []
+        made: list[EncodingResult] = []
         for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
             source, cut_prompt = to.closed(prompt, to.specials.suffix, left=to.left)
             labels, cut_target = to.closed(ids, to.end)
@@ -144,18 +144,18 @@ class Seq2Seq(Templated):
 
     def prompt_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         """Return the encoder's input ids for a prompt, closed by the tokenizer's own end token."""
-        from ..data.encoding import Specials, plain_ids
+        from ..data.encoding import SpecialTokens, tokenize_plain
 
-        specials = Specials.of(tokenizer, begin=False)
-        return [*specials.prefix, *plain_ids(tokenizer, text), *specials.suffix]
+        specials = SpecialTokens.of(tokenizer, begin=False)
+        return [*specials.prefix, *tokenize_plain(tokenizer, text), *specials.suffix]
 
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        from ..data.encoding import end_token
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
+        from ..data.encoding import get_end_token
 
-        return Usage(
+        return UsageExample(
             "prompt",
             ["print(tokenizer.decode(answer[0], skip_special_tokens=True))"],
-            ends=end_token(tokenizer),
+            ends=get_end_token(tokenizer),
             ask=[f"prompt = {self.sample_prompt()!r}"],
             inputs=[("decoder_input_ids", "torch.tensor([[model.config.decoder_start_token_id]])")],
         )

@@ -11,7 +11,7 @@ and `should_save` writes a checkpoint. Every step is logged anyway.
 There are no epochs here (batches are one endless stream) and gradients are dropped right after the optimizer's step, so
 `on_epoch_begin`, `on_epoch_end`, `on_optimizer_step`, `on_substep_end` and the events of prediction and of the hub are
 never fired; a callback that overrides one of them causes a warning. `should_epoch_stop` is rejected. `args` has only
-the attributes of `Arguments`.
+the attributes of `CallbackArguments`.
 
 On a mesh every rank calls its callbacks, and a request of any of them is carried out by all. A callback with a state
 (`ExportableState`) gets it back when the stage is resumed.
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from ..evaluate.metrics import metric_of
+from ..evaluate.metrics import find_metric
 from .stage import full_evaluation_metric
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _EVENTS = frozenset(
 
 
 @dataclass(frozen=True)
-class Arguments:
+class CallbackArguments:
     """Attributes of `TrainingArguments` available to callbacks; any other raises an AttributeError."""
 
     output_dir: str
@@ -97,7 +97,7 @@ class Callbacks:
             is_local_process_zero=is_main,
             is_world_process_zero=is_main,
         )
-        self.args = Arguments(
+        self.args = CallbackArguments(
             output_dir=str(stage.run.path),
             max_steps=train.steps,
             per_device_train_batch_size=train.batch_size,
@@ -111,7 +111,7 @@ class Callbacks:
             save_strategy="steps" if train.save_every else "no",
             save_steps=train.save_every,
             metric_for_best_model=f"eval_{metric}",
-            greater_is_better=not metric_of(metric).lower,
+            greater_is_better=not find_metric(metric).lower,
             load_best_model_at_end=judged,
         )
         for callback in self.callbacks:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..atomic import replacing_directory, sweep_leftovers, write_json
-from ..digests import digest, record_digest
+from ..atomic import atomic_directory, remove_leftovers, write_json
+from ..digests import file_sha256, record_digest
 from ..launch import watchdog
 from ..parallel.engine import Engine
 from ..run_directory import METRICS, disk_full_interrupts, last_attempt, read_metrics
@@ -94,18 +94,18 @@ class Checkpointer:
 
     def _take(self, found: Checkpoint) -> None:
         where, parameters = f"checkpoint {found.path}", self.engine.parameters
-        self.engine.load_full_tensors(unpack(found.tensors, "adapter"), parameters, where=where)
-        for kind, moments in self.optimizer.expect(unpack(found.tensors, "step")).items():
-            self.engine.load_full_tensors(unpack(found.tensors, kind), moments, where=where)
+        self.engine.load_full_tensors(select_group(found.tensors, "adapter"), parameters, where=where)
+        for kind, moments in self.optimizer.expect(select_group(found.tensors, "step")).items():
+            self.engine.load_full_tensors(select_group(found.tensors, kind), moments, where=where)
         self.regularizer.load_state_dict(
-            {name: tensor.to(self.engine.device) for name, tensor in unpack(found.tensors, "regularizer").items()}
+            {name: tensor.to(self.engine.device) for name, tensor in select_group(found.tensors, "regularizer").items()}
         )
         place, before = self._place(), found.meta["place"]
         if place != before:
             self.run.log(f"warning: {before} before, {place} now: the same curve to rounding, not the same bits")
         self.progress = TrainingState(step=found.step, **found.meta["progress"])
-        if best := unpack(found.tensors, "best"):
-            self.progress.best = clone(parameters)
+        if best := select_group(found.tensors, "best"):
+            self.progress.best = clone_tensors(parameters)
             self.engine.load_full_tensors(best, self.progress.best, where=where)
         self.attempt = max(self.attempt, int(found.meta["attempt"]) + 1)
         self.saved_step = found.step
@@ -124,10 +124,10 @@ class Checkpointer:
         spikes, now = self.train.spikes, self.progress
         assert spikes is not None
         to = rollback_step(now.step, spikes, self.train.save_every)
-        if not any(step <= to for step in steps(self.run.state)):
+        if not any(step <= to for step in checkpoint_steps(self.run.state)):
             return False
         if self.engine.is_main:
-            drop_later(self.run.state, to)
+            drop_checkpoints_after(self.run.state, to)
             latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
         self.engine.world.wait()
         found = latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
@@ -155,14 +155,14 @@ class Checkpointer:
         oldest = self.progress.step
         for _ in range(self.train.spikes.most - len(self.progress.rewinds)):
             oldest = rollback_step(oldest, self.train.spikes, self.train.save_every)
-        return max(self.train.keep, 1 + sum(step >= oldest for step in steps(self.run.state)))
+        return max(self.train.keep, 1 + sum(step >= oldest for step in checkpoint_steps(self.run.state)))
 
     def save(self) -> None:
         """Write a checkpoint of the completed updates, unless this step has one."""
         if self.saved_step == self.progress.step:
             return
         whole = self.engine.full_tensors
-        tensors = pack(
+        tensors = flatten_groups(
             adapter=whole(self.engine.parameters),
             step=self.engine.union(self.optimizer.counters()),
             **{kind: whole(moments) for kind, moments in self.optimizer.moments().items()},
@@ -226,14 +226,14 @@ def save_checkpoint(
 
     target = directory / f"step-{step}"
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with disk_full_interrupts(f"saving a checkpoint in {directory}"), replacing_directory(target) as temporary:
+    with disk_full_interrupts(f"saving a checkpoint in {directory}"), atomic_directory(target) as temporary:
         save_file(host, temporary / TENSORS)
-        record = {"format": FORMAT, "step": step, "sha256": digest(temporary / TENSORS), **meta}
+        record = {"format": FORMAT, "step": step, "sha256": file_sha256(temporary / TENSORS), **meta}
         write_json(temporary / META, {**record, "self": record_digest(record)})
-    if _read(target) is None:
+    if _read_checkpoint(target) is None:
         raise RuntimeError(f"the checkpoint {target} does not read back as it was written")
-    for stale in steps(directory)[max(keep, 1) :]:
-        _remove(directory / f"step-{stale}")
+    for stale in checkpoint_steps(directory)[max(keep, 1) :]:
+        _remove_directory(directory / f"step-{stale}")
     return target
 
 
@@ -243,39 +243,39 @@ def latest_checkpoint(directory: Path, *, stage: str, warn: Callable[[str], None
 
     Each damaged one on the way is reported through `warn` and removed, so that it does not count among those to keep.
     """
-    sweep_leftovers(directory)
-    for step in steps(directory):
-        found = _read(directory / f"step-{step}")
+    remove_leftovers(directory)
+    for step in checkpoint_steps(directory):
+        found = _read_checkpoint(directory / f"step-{step}")
         if found is None:
             warn(f"warning: checkpoint {directory.name}/step-{step} is damaged or incomplete; taking the one before")
-            _remove(directory / f"step-{step}")
+            _remove_directory(directory / f"step-{step}")
         elif found.meta.get("stage") == stage:
             return found
     return None
 
 
-def is_valid(folder: Path) -> bool:
+def is_valid_checkpoint(folder: Path) -> bool:
     """Return True if the checkpoint in `folder` is undamaged."""
-    return _read(folder) is not None
+    return _read_checkpoint(folder) is not None
 
 
 def drop_checkpoints(directory: Path, *, other_than: str) -> None:
     """Remove the checkpoints of every stage but `other_than` (a finished stage needs none)."""
-    for step in steps(directory):
+    for step in checkpoint_steps(directory):
         folder = directory / f"step-{step}"
-        meta = _meta(folder)
+        meta = _read_metadata(folder)
         if meta is None or meta.get("stage") != other_than:
-            _remove(folder)
+            _remove_directory(folder)
 
 
-def drop_later(directory: Path, step: int) -> None:
+def drop_checkpoints_after(directory: Path, step: int) -> None:
     """Remove the checkpoints after `step`, the newest first."""
-    for later in steps(directory):
+    for later in checkpoint_steps(directory):
         if later > step:
-            _remove(directory / f"step-{later}")
+            _remove_directory(directory / f"step-{later}")
 
 
-def steps(directory: Path) -> list[int]:
+def checkpoint_steps(directory: Path) -> list[int]:
     """Return the steps that have a checkpoint directory, valid or not, newest first."""
     if not directory.is_dir():
         return []
@@ -283,7 +283,7 @@ def steps(directory: Path) -> list[int]:
     return sorted((int(n) for n in names if n.isdigit()), reverse=True)
 
 
-def _remove(folder: Path) -> None:
+def _remove_directory(folder: Path) -> None:
     """Remove a directory; rename it first, so that a kill midway leaves a leftover to sweep, not half a checkpoint."""
     hidden = folder.with_name(f".{folder.name}.gone.tmp")
     shutil.rmtree(hidden, ignore_errors=True)
@@ -291,7 +291,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _meta(folder: Path) -> dict[str, Any] | None:
+def _read_metadata(folder: Path) -> dict[str, Any] | None:
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -299,16 +299,16 @@ def _meta(folder: Path) -> dict[str, Any] | None:
     return meta if isinstance(meta, dict) else None
 
 
-def _read(folder: Path) -> Checkpoint | None:
+def _read_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the checkpoint in `folder`, or None if it is damaged in any way."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    meta = _meta(folder)
+    meta = _read_metadata(folder)
     try:
         if meta is None or meta.pop("self", None) != record_digest(meta) or meta["format"] != FORMAT:
             return None
-        if digest(folder / TENSORS) != meta["sha256"]:
+        if file_sha256(folder / TENSORS) != meta["sha256"]:
             return None
         tensors = load_file(folder / TENSORS)
     except (OSError, SafetensorError):
@@ -316,17 +316,17 @@ def _read(folder: Path) -> Checkpoint | None:
     return Checkpoint(folder, int(meta["step"]), {n: t.clone() for n, t in tensors.items()}, meta)
 
 
-def pack(**groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def flatten_groups(**groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Flatten groups of named tensors into one mapping `group/name`."""
     return {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
 
 
-def unpack(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]:
-    """Return the tensors of one group of `pack`, by their own names."""
+def select_group(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]:
+    """Return the tensors of one group of `flatten_groups`, by their own names."""
     prefix = f"{group}/"
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def clone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def clone_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a detached copy of each tensor."""
     return {name: torch.clone(tensor.detach()) for name, tensor in tensors.items()}

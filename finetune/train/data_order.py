@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from ..config import Spikes
+from ..config import SpikeRecovery
 
 Ranges = Sequence[Sequence[int]]
 """Skipped batches [first, stop), ascending, no two adjacent."""
@@ -37,9 +37,9 @@ def merge_skipped_ranges(left_out: Ranges, first: int, stop: int) -> list[list[i
     return merged
 
 
-def spike_limit(losses: Sequence[float], spikes: Spikes) -> float:
-    """Return the loss above which the next step is a spike (`flatshift.finetune.config.Spikes`); infinite before a full
-    window.
+def spike_limit(losses: Sequence[float], spikes: SpikeRecovery) -> float:
+    """Return the loss above which the next step is a spike (`flatshift.finetune.config.SpikeRecovery`); infinite before
+    a full window.
 
     losses: of the last steps, at most `spikes.window` of them.
     """
@@ -51,7 +51,7 @@ def spike_limit(losses: Sequence[float], spikes: Spikes) -> float:
     return median + spikes.threshold * spread
 
 
-def rollback_step(step: int, spikes: Spikes, save_every: int) -> int:
+def rollback_step(step: int, spikes: SpikeRecovery, save_every: int) -> int:
     """Return the step of the regular checkpoint to roll back to for a spike in the step from `step` to `step + 1`.
 
     The newest multiple of `save_every` that is at least `spikes.back` steps before, or 0. Not simply the newest file:

@@ -59,7 +59,7 @@ class MetricsRow:
         return line
 
 
-def read(tensors: Sequence[Tensor]) -> list[list[float]]:
+def read_numbers(tensors: Sequence[Tensor]) -> list[list[float]]:
     """Return the numbers of 1-D tensors; those on a device are read in one transfer."""
     away = [i for i, tensor in enumerate(tensors) if capabilities(tensor.device).unread > 1]
     found = [[] if i in away else tensor.tolist() for i, tensor in enumerate(tensors)]
@@ -132,7 +132,7 @@ class MetricsBuffer:
             agreed = torch.stack([torch.full((), value, device=self._world.device) for value in (float(asked), each)])
             dist.all_reduce(agreed, dist.ReduceOp.MAX)
             vectors.append(agreed)
-        numbers = iter(read(vectors))
+        numbers = iter(read_numbers(vectors))
         made = [(line.step, line.complete(numbers)) for line in lines]
         if shared:
             told, each = next(numbers)

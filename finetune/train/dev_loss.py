@@ -9,9 +9,9 @@ import torch
 
 from ..compute import attention
 from ..compute.loss import Head, batch_loss, loss_sum
-from ..compute.numerics import evaluating
-from ..evaluate.preference import quick_figures, score_answers
-from .deferred_metrics import read
+from ..compute.numerics import evaluation_mode
+from ..evaluate.preference import point_metrics, score_answers
+from .deferred_metrics import read_numbers
 
 if TYPE_CHECKING:
     from ..data.eval_batching import EvalBatching
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def dev_figures(
+def dev_metrics(
     engine: Engine,
     examples: Sequence[Example],
     inference: EvalBatching,
@@ -42,10 +42,10 @@ def dev_figures(
     if task.by_answer:
         scores = score_answers(model, examples, inference, task=judged, head=engine.usable(head), beat=engine.beat)
         engine.reshard()
-        return quick_figures(scores)
+        return point_metrics(scores)
     found: list[torch.Tensor] = []  # loss and number of correct answers per batch
     counts: list[int] = []
-    with evaluating(model):
+    with evaluation_mode(model):
         for micro in inference.batches(examples, task):
             batch = micro.to(engine.device)
             with inference.precision():
@@ -63,7 +63,7 @@ def dev_figures(
             engine.beat()
     engine.reshard()
     sums = torch.zeros(3, dtype=torch.float64)  # loss, correct answers, targets
-    for pair, count in zip(read(found), counts, strict=True):
+    for pair, count in zip(read_numbers(found), counts, strict=True):
         sums += torch.tensor([*pair, count], dtype=torch.float64)
     loss_of, right_of, count_of = inference.share.add(sums.numpy()).tolist()
     figures = {"loss": loss_of / max(count_of, 1)}

@@ -18,7 +18,7 @@ from ..launch import watchdog
 from ..parallel.engine import Engine
 from .checkpointer import Checkpointer
 from .data_order import spike_limit
-from .deferred_metrics import read
+from .deferred_metrics import read_numbers
 from .stage import TrainingStage
 
 
@@ -58,7 +58,7 @@ class DivergenceGuard:
         losses: of each pass, the first at the weights themselves.
         """
         numbers = [*losses, self._engine.clip(None)]
-        *values, norm = (each[0] for each in read([number.reshape(1) for number in numbers]))
+        *values, norm = (each[0] for each in read_numbers([number.reshape(1) for number in numbers]))
         norm /= self._engine.loss_scale
         self.found = {"loss": values[0], "grad_norm": norm}
         if not all(map(math.isfinite, [*values, norm])):
@@ -89,7 +89,7 @@ class DivergenceGuard:
             state.skipped += 1
             state.skipped_in_a_row += 1
             self._run.log(
-                f"warning: {self._stage}: update {number} is left out, its {_broken(verdict)} is not a finite number "
+                f"warning: {self._stage}: update {number} is left out, its {_non_finite_part(verdict)} is not a finite number "
                 f"({state.skipped} so far)"
             )
             return {"skipped": True, "skipped_updates": state.skipped}
@@ -103,7 +103,7 @@ class DivergenceGuard:
         reattach: resets the regularizer to its state before the first step.
         """
         number, attempt = self._keeper.progress.step + 1, self._keeper.attempt
-        spike = {"loss": _number(verdict.loss), "limit": _number(verdict.limit)}
+        spike = {"loss": _finite_or_none(verdict.loss), "limit": _finite_or_none(verdict.limit)}
         with watchdog.no_progress_timeout("going back"):
             if not self._keeper.rewind({"step": number, **spike}, reattach=reattach):
                 self.refuse(number, verdict)
@@ -129,7 +129,7 @@ class DivergenceGuard:
         if verdict.limit is not None:
             what = f"the loss at step {number}, {verdict.loss:.4g}, is a spike above {verdict.limit:.4g}"
         else:
-            what = f"the {_broken(verdict)} at step {number} is not a finite number"
+            what = f"the {_non_finite_part(verdict)} at step {number} is not a finite number"
         tried = []
         if verdict.limit is None and state.skipped_in_a_row:
             tried.append(f"{state.skipped_in_a_row} updates in a row were left out before it")
@@ -143,10 +143,10 @@ class DivergenceGuard:
         raise Diverged(message)
 
 
-def _broken(verdict: RejectedUpdate) -> str:
+def _non_finite_part(verdict: RejectedUpdate) -> str:
     return "gradient" if math.isfinite(verdict.loss) else "loss"
 
 
-def _number(value: float | None) -> float | None:
+def _finite_or_none(value: float | None) -> float | None:
     """Return None for a non-finite number, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None

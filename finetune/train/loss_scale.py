@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..parallel.layout import local
-from .deferred_metrics import read
+from ..parallel.layout import local_part
+from .deferred_metrics import read_numbers
 
 FIRST = 2.0**16
 LARGEST = 2.0**24
@@ -45,7 +45,7 @@ class LossScale:
 
         norm: returns the global norm of the scaled gradients. The result is the same on every rank.
         """
-        *values, size = (each[0] for each in read([number.reshape(1) for number in (*losses, norm(None))]))
+        *values, size = (each[0] for each in read_numbers([number.reshape(1) for number in (*losses, norm(None))]))
         self.found = {"loss": values[0], "grad_norm": size / self.value}
         if all(map(math.isfinite, values)) and not math.isfinite(size):
             return self.shrink()
@@ -65,7 +65,7 @@ class LossScale:
         if self.value != 1.0:
             for parameter in parameters:
                 if parameter.grad is not None:
-                    local(parameter.grad).mul_(1.0 / self.value)
+                    local_part(parameter.grad).mul_(1.0 / self.value)
 
     def state(self) -> dict[str, float]:
         """Return the state for a checkpoint; empty if scaling is off."""

@@ -30,7 +30,7 @@ from ..compute.capabilities import capabilities
 from ..compute.jacobian import jacobian
 from ..config import Optimizer, OptimizerKind
 from ..errors import UserError
-from ..models.quantize import GET, import_library
+from ..models.quantize import GET, import_bitsandbytes
 from ..planner.memory import QUANTISED_BLOCK, QUANTISED_FROM
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|
 """Lower-case names that transformers' `Trainer.get_decay_parameter_names` excludes from weight decay."""
 
 
-def _is_b(name: str) -> bool:
+def _is_factor_b(name: str) -> bool:
     """Return True for LoRA's factor B, which starts at zero and gets LoRA+'s learning rate."""
     # PEFT initialises an embedding's A with zeros and its B randomly, the reverse of other layers
     return ".lora_B." in name or name.endswith(".lora_embedding_A")
@@ -57,7 +57,7 @@ def is_fixed(name: str, settings: Optimizer) -> bool:
     return ("a" in fixed and is_a) or ("head" in fixed and ".lora_" not in name)
 
 
-def decays(name: str, tensor: Tensor) -> bool:
+def has_weight_decay(name: str, tensor: Tensor) -> bool:
     """Return True if weight decay applies to a trained tensor: matrices, but no bias, no norm, no vector.
 
     The groups of transformers' Trainer; in addition, one-dimensional tensors of any name are excluded, because a vector
@@ -66,7 +66,7 @@ def decays(name: str, tensor: Tensor) -> bool:
     return tensor.ndim > 1 and _UNDECAYED.search(name.lower()) is None
 
 
-class _Adam(Protocol):
+class _AdamProtocol(Protocol):
     """Interface of an AdamW implementation for `AdapterOptimizer`."""
 
     inner: torch.optim.Optimizer
@@ -112,7 +112,7 @@ class _TorchAdam:
         }
 
 
-class _Steps:
+class _GradientSteps:
     """Plain SGD with learning rate only: the gradients already hold minus the step. Keeps no state."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -136,7 +136,7 @@ class _Steps:
 class AdapterOptimizer:
     """AdamW over `parameters` (by name); with `lora_plus` two learning rates (LoRA+, arXiv 2402.12354).
 
-    Weight decay applies only to the tensors that `decays` selects.
+    Weight decay applies only to the tensors that `has_weight_decay` selects.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
@@ -156,10 +156,10 @@ class AdapterOptimizer:
         self._updated: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.parameters.items()}
         groups = self._groups(settings)
         devices = {p.device for p in self.parameters.values()}
-        self._adam: _Adam = (
+        self._adam: _AdamProtocol = (
             _TorchAdam(groups, settings, fused=all(capabilities(device).fused_optimizer for device in devices))
             if settings.kind == "adamw"
-            else _Steps(groups)
+            else _GradientSteps(groups)
             if settings.kind == "gauss-newton"
             else LowBitAdam(groups, settings, device=next(iter(devices), torch.device("cpu")))
         )
@@ -171,8 +171,8 @@ class AdapterOptimizer:
         """
         by: dict[tuple[float, bool], list[Tensor]] = {(1.0, True): []}
         for name, tensor in self._updated.items():
-            factor = settings.lora_plus if settings.lora_plus is not None and _is_b(name) else 1.0
-            by.setdefault((factor, decays(name, tensor)), []).append(tensor)
+            factor = settings.lora_plus if settings.lora_plus is not None and _is_factor_b(name) else 1.0
+            by.setdefault((factor, has_weight_decay(name, tensor)), []).append(tensor)
         return [
             {"params": tensors, "factor": factor, "weight_decay": settings.weight_decay if decayed else 0.0}
             for (factor, decayed), tensors in by.items()
@@ -241,7 +241,7 @@ class AdapterOptimizer:
         squares: by name the mean square of those steps' gradients, used as v̂, float32. An entry that had no gradient
         gets an infinite P, because nothing moves it (A, as long as B = 0). Empty for an optimizer other than Adam.
         """
-        if isinstance(self._adam, _Steps):
+        if isinstance(self._adam, _GradientSteps):
             return {}
         return {
             name: torch.where(square > 0, (square.sqrt() + group["eps"]) / group["factor"], math.inf)
@@ -297,7 +297,7 @@ class LowBitAdam:
     def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, *, device: torch.device) -> None:
         """Create the optimizer. Raises UserError if the package or the device is missing (`check_optimizer`)."""
         check_optimizer(settings.kind, device=capabilities(device).kind)
-        library: Any = import_library()
+        library: Any = import_bitsandbytes()
         self._dequantize = library.functional.dequantize_blockwise
         self.inner: Any = library.optim.AdamW(
             groups,
@@ -346,7 +346,7 @@ _NOISE = 1e-12
 """Eigenvalues below this share of the largest are rounding noise of features computed in float32."""
 
 
-def solve(jac: np.ndarray, wanted: np.ndarray, decay: float) -> np.ndarray:
+def solve_least_squares(jac: np.ndarray, wanted: np.ndarray, decay: float) -> np.ndarray:
     """Return argmin over θ of ‖wanted − jac·θ‖² + decay·‖θ‖², of least norm, [P]; jac [N, P], wanted [N], float64."""
     wide = jac.shape[0] <= jac.shape[1]
     values, vectors = np.linalg.eigh(jac @ jac.T if wide else jac.T @ jac)
@@ -391,9 +391,9 @@ class GaussNewton:
         jac, residual = np.concatenate(jacobians), np.concatenate(residuals)
         now = torch.cat([p.detach().flatten() for p in self.parameters.values()]).double().cpu().numpy()
         if self.decay:
-            step = solve(jac, residual + jac @ now, self.decay) - now
+            step = solve_least_squares(jac, residual + jac @ now, self.decay) - now
         else:
-            step = solve(jac, residual, 0.0)
+            step = solve_least_squares(jac, residual, 0.0)
         parts = torch.from_numpy(step).split(sizes)
         for parameter, part in zip(self.parameters.values(), parts, strict=True):
             parameter.grad = -part.view_as(parameter).to(parameter)

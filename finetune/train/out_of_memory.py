@@ -23,13 +23,13 @@ from torch import nn
 from ..compute.process_memory import process_bytes
 from ..config import Optimizer, Train
 from ..errors import OutOfMemory, is_out_of_memory
-from ..figures import gib
-from ..models.anatomy import blocks
-from ..models.quantize import scales
-from ..parallel.layout import local
-from ..planner.memory import MemoryPlan, memory_plan, state_bytes
+from ..figures import format_bytes
+from ..models.anatomy import transformer_blocks
+from ..models.quantize import quantization_scales
+from ..parallel.layout import local_part
+from ..planner.memory import MemoryPlan, memory_plan, optimizer_bytes
 from ..run_directory import resume_command
-from .checkpointer import steps
+from .checkpointer import checkpoint_steps
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine
@@ -59,11 +59,11 @@ class MemoryAtFailure:
     """Memory of other processes on a CUDA device."""
 
     def __str__(self) -> str:
-        of = f" of {gib(self.total)}" if self.total is not None else ""
+        of = f" of {format_bytes(self.total)}" if self.total is not None else ""
         if self.reserved is None:
-            return f"{gib(self.held)} held by the process{of} on {self.place}"
-        others = f", {gib(self.others)} by other processes" if self.others > (self.total or 0) / 50 else ""
-        return f"{gib(self.held)} allocated and {gib(self.reserved)} reserved{others}{of} on {self.place}"
+            return f"{format_bytes(self.held)} held by the process{of} on {self.place}"
+        others = f", {format_bytes(self.others)} by other processes" if self.others > (self.total or 0) / 50 else ""
+        return f"{format_bytes(self.held)} allocated and {format_bytes(self.reserved)} reserved{others}{of} on {self.place}"
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,19 @@ class SettingChange:
     """Bytes saved by the plan."""
 
     def __str__(self) -> str:
-        return f"{self.setting} ({self.cost}; saves {gib(self.saves)} by the plan)"
+        return f"{self.setting} ({self.cost}; saves {format_bytes(self.saves)} by the plan)"
 
 
-def measure(device: torch.device) -> MemoryAtFailure:
+def measure_memory(device: torch.device) -> MemoryAtFailure:
     """Return the memory in use now; call it before the failed pass is released."""
     if device.type != "cuda":
-        return _measured_host()
+        return _measure_host_memory()
     held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
     return MemoryAtFailure(str(device), held, reserved, total, max(0, total - free - reserved))
 
 
-def _measured_host() -> MemoryAtFailure:
+def _measure_host_memory() -> MemoryAtFailure:
     held, total = process_bytes("VmRSS") or 0, None
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
@@ -98,7 +98,7 @@ def _measured_host() -> MemoryAtFailure:
     return MemoryAtFailure("this machine", held, None, total)
 
 
-def asked_for(error: BaseException) -> int | None:
+def failed_allocation_bytes(error: BaseException) -> int | None:
     """Return the bytes of the failed allocation, parsed from torch's message; None if it does not contain them."""
     found = _ASKED.search(str(error))
     if found is None:
@@ -108,22 +108,22 @@ def asked_for(error: BaseException) -> int | None:
     return round(float(number) * 1024**power)
 
 
-def planned(engine: Engine, *, train: Train, optimizer: Optimizer, measured: MemoryAtFailure) -> MemoryPlan:
+def plan_memory(engine: Engine, *, train: Train, optimizer: Optimizer, measured: MemoryAtFailure) -> MemoryPlan:
     """Return the memory plan of this rank. On a mesh activations are not planned: they are the measured rest."""
     if engine.world.size == 1:
         try:
             return memory_plan(engine.model, train=train, kind=optimizer.kind)
         except Exception:  # too little memory even for a short row
             gc.collect()
-    adapter = sum(local(p).nbytes for p in engine.parameters.values())
-    frozen = sum(local(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
-    frozen += sum(part.nbytes for part in scales(engine.model).values())
-    moments = state_bytes([local(p).numel() for p in engine.parameters.values()], optimizer.kind)
+    adapter = sum(local_part(p).nbytes for p in engine.parameters.values())
+    frozen = sum(local_part(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
+    frozen += sum(part.nbytes for part in quantization_scales(engine.model).values())
+    moments = optimizer_bytes([local_part(p).numel() for p in engine.parameters.values()], optimizer.kind)
     rest = frozen + 2 * adapter + moments
     return MemoryPlan(frozen, adapter, adapter, moments, max(0, measured.held - rest))
 
 
-def changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimizer) -> list[SettingChange]:
+def propose_changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimizer) -> list[SettingChange]:
     """Return the changes that this run allows and that save something, the cheapest first."""
     world = engine.world
     found = []
@@ -132,15 +132,15 @@ def changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimi
     if parts is not None and world.width("pp") == 1:
         setting = f"train.batch_size {train.batch_size // parts} with train.accumulate {train.accumulate * parts}"
         found.append(SettingChange(setting, "the same updates", plan.activations - plan.activations // parts))
-    kept = _kept_of_whole_blocks(engine.model, plan, rows=rows, train=train)
+    kept = _full_checkpointing_bytes(engine.model, plan, rows=rows, train=train)
     if train.checkpointing != "full" and not train.compile and kept is not None:
         saves = max(0, plan.activations - kept)
         found.append(SettingChange("train.checkpointing: full", "the same updates, about a third slower", saves))
-    if train.quantization is None and not train.compile and world.width("tp", "pp") == 1 and _plain_start(engine):
-        saves = _four_bits(engine.model)
+    if train.quantization is None and not train.compile and world.width("tp", "pp") == 1 and _has_plain_init(engine):
+        saves = _four_bit_savings(engine.model)
         found.append(SettingChange("train.quantization: nf4", "another backbone, to rounding; extra `quant`", saves))
     if optimizer.kind == "adamw" and world.size == 1:
-        small = state_bytes([p.numel() for p in engine.parameters.values()], "adamw-8bit")
+        small = optimizer_bytes([p.numel() for p in engine.parameters.values()], "adamw-8bit")
         found.append(
             SettingChange("optimizer.kind: adamw-8bit", "moments in 8 bits; extra `quant`", plan.optimizer - small)
         )
@@ -151,10 +151,10 @@ def changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimi
     return [change for change in found if change.saves > _WORTH * plan.total]
 
 
-def _kept_of_whole_blocks(model: nn.Module, plan: MemoryPlan, *, rows: int, train: Train) -> int | None:
+def _full_checkpointing_bytes(model: nn.Module, plan: MemoryPlan, *, rows: int, train: Train) -> int | None:
     """Return the activation bytes under `train.checkpointing: full`: each block's input, and one block's own at a
     time."""
-    depth, config = len(blocks(model)), getattr(model, "config", None)
+    depth, config = len(transformer_blocks(model)), getattr(model, "config", None)
     hidden: Any = getattr(config, "hidden_size", None)
     if not depth or not isinstance(hidden, int):
         return None
@@ -162,18 +162,18 @@ def _kept_of_whole_blocks(model: nn.Module, plan: MemoryPlan, *, rows: int, trai
     return rows * train.max_length * hidden * width * depth + plan.activations // depth
 
 
-def _four_bits(model: nn.Module) -> int:
+def _four_bit_savings(model: nn.Module) -> int:
     """Return the bytes that 4 bits save for the frozen linear layers, except the head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     saved = 0.0
     for module in model.modules():
         if type(module) is nn.Linear and module is not head and not module.weight.requires_grad:
-            weight = local(module.weight)
+            weight = local_part(module.weight)
             saved += weight.nbytes - weight.numel() * _NF4_BYTES
     return max(0, int(saved))
 
 
-def _plain_start(engine: Engine) -> bool:
+def _has_plain_init(engine: Engine) -> bool:
     """Return True if the adapter's initialisation works with packed weights: nothing was subtracted from them for
     it."""
     configs = getattr(engine.peft, "peft_config", {}).values()
@@ -209,15 +209,15 @@ class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]
 
     def _told(self, error: Exception, where: str) -> OutOfMemory:
         engine, stage, run = self._engine, self._stage, self._stage.run
-        measured = measure(engine.device)
+        measured = measure_memory(engine.device)
         run.log(f"{stage.name}: out of memory in {where}: {str(error).strip()}")
         # planning below runs a short pass, which needs the memory of the failed one
-        _let_go(error, engine)
+        _free_failed_pass(error, engine)
         train = stage.task.as_read(stage.train)
-        plan = planned(engine, train=train, optimizer=stage.optimizer, measured=measured)
-        options = changes(engine, plan, train=stage.train, optimizer=stage.optimizer)
-        told = message(engine, stage.name, where, error, measured, plan, options)
-        kept = max(steps(run.state), default=None)
+        plan = plan_memory(engine, train=train, optimizer=stage.optimizer, measured=measured)
+        options = propose_changes(engine, plan, train=stage.train, optimizer=stage.optimizer)
+        told = oom_message(engine, stage.name, where, error, measured, plan, options)
+        kept = max(checkpoint_steps(run.state), default=None)
         earlier = any((run.path / "stages").glob("*/done.json")) or (run.path / "selection" / "manifest.json").is_file()
         if kept is None and not earlier:
             return OutOfMemory(f"{told}. Nothing is kept: no checkpoint had been written", resumable=False)
@@ -227,7 +227,7 @@ class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]
         return OutOfMemory(f"{told}. {what} kept: the run goes on {resume}", resumable=True)
 
 
-def message(
+def oom_message(
     engine: Engine,
     stage: str,
     where: str,
@@ -238,8 +238,8 @@ def message(
 ) -> str:
     """Return the error message: the failure, the plan, and the proposed changes."""
     who = f"rank {engine.world.rank} " if engine.world.size > 1 else ""
-    asked = asked_for(error)
-    more = f" and {gib(asked)} more asked for" if asked else ""
+    asked = failed_allocation_bytes(error)
+    more = f" and {format_bytes(asked)} more asked for" if asked else ""
     causes = {
         "backbone": plan.backbone,
         "adapter": plan.adapter,
@@ -248,15 +248,15 @@ def message(
         "activations": plan.activations,
     }
     causes |= {name: count for name, count in (("work", plan.work), ("regularizer", plan.regularizer)) if count}
-    parts = ", ".join(f"{name} {gib(count)}" for name, count in causes.items())
+    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in causes.items())
     advice = ", then ".join(map(str, options[:2])) or "a smaller backbone, or a device with more memory"
     return (
-        f"{stage}: {who}ran out of memory in {where}: {measured}{more}; planned {gib(plan.total)} ({parts}). "
+        f"{stage}: {who}ran out of memory in {where}: {measured}{more}; planned {format_bytes(plan.total)} ({parts}). "
         f"Cheapest changes: {advice}"
     )
 
 
-def _let_go(error: BaseException, engine: Engine) -> None:
+def _free_failed_pass(error: BaseException, engine: Engine) -> None:
     """Free the memory of the failed pass: the frames of the traceback keep its activations alive."""
     shown: BaseException | None = error
     while shown is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..compute.process_memory import handed_out, process_bytes
+from ..compute.process_memory import malloc_bytes, process_bytes
 from ..planner.memory import MemoryPlan
 
 _EVERY = 0.02
@@ -26,7 +26,7 @@ _EVERY = 0.02
 
 
 @dataclass(frozen=True)
-class PlannedUpdate:
+class PlannedStep:
     """Planned memory and time of a step, as printed before step 1."""
 
     memory: MemoryPlan
@@ -34,7 +34,7 @@ class PlannedUpdate:
     """Of an update: of the longest rows on a CUDA device, of usual ones on a CPU; None: nobody knows."""
 
 
-class UpdateMeter:
+class StepMemoryMeter:
     """Measures peak memory during steps, and their seconds without the first."""
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class UpdateMeter:
 
     @contextlib.contextmanager
     def _sampled(self) -> Iterator[None]:
-        done, self._level = threading.Event(), handed_out() or 0
+        done, self._level = threading.Event(), malloc_bytes() or 0
         if self._made == 1:  # the first step also allocates one-off memory
             self._peak = None
 
@@ -89,13 +89,13 @@ class UpdateMeter:
             self._sample()
 
     def _sample(self) -> None:
-        now, resident = handed_out(), process_bytes("RssAnon")
+        now, resident = malloc_bytes(), process_bytes("RssAnon")
         if now is not None:
             self._peak = max(self._peak or 0, now - self._level)
         if resident is not None and self._base is not None:
             self._reserved = max(self._reserved or 0, resident - self._base)
 
-    def beside(self, planned: PlannedUpdate) -> dict[str, Any]:
+    def beside(self, planned: PlannedStep) -> dict[str, Any]:
         """Return plan and measurements for `stages/<name>/done.json`. Bytes and seconds; None: unknown.
 
         `predicted` has the same causes as `measured`: all of them on a CUDA device; on a CPU those that come and go

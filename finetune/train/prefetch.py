@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ..compute.attention import as_mask, starts
+from ..compute.attention import offsets_as_mask, sample_offsets
 from ..compute.cuda_status import is_cuda
 from ..config import Train
 from ..data.micro_batch import MicroBatch
-from ..evaluate.packing_check import rows_apart
+from ..evaluate.packing_check import isolate_packed_rows
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine
@@ -41,7 +41,7 @@ class BatchSource(Protocol):
     def supervised(self, step: int) -> int: ...
 
 
-class Lane(Protocol):
+class DeviceTransfer(Protocol):
     """Transfer of tensors to a device in parallel with its computation."""
 
     device: torch.device
@@ -53,7 +53,7 @@ class Lane(Protocol):
         """Make the computation queued from here on wait for the copies behind `token`."""
 
 
-class CudaLane:
+class CudaTransfer:
     """A stream for copies from pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class CudaLane:
         self._stream = torch.cuda.Stream(device)
 
     def send(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-        """See `Lane`."""
+        """See `DeviceTransfer`."""
         pinned = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             there = {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
@@ -70,7 +70,7 @@ class CudaLane:
         return pinned, there, copied
 
     def join(self, tensors: dict[str, Tensor], token: Any) -> None:
-        """See `Lane`."""
+        """See `DeviceTransfer`."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(token)
         for tensor in tensors.values():
@@ -81,7 +81,7 @@ class CudaLane:
 class DeviceBatch(MicroBatch):
     """A micro-batch in pinned host memory with a copy to a device in progress."""
 
-    lane: Lane = field(repr=False, compare=False)
+    lane: DeviceTransfer = field(repr=False, compare=False)
     there: dict[str, Tensor] = field(repr=False, compare=False)
     """Inputs by name, labels under `_LABELS`, indices of targets under `_CHOSEN`, offsets of samples under
     `_STARTS`."""
@@ -90,11 +90,11 @@ class DeviceBatch(MicroBatch):
     """Tokens of the longest sample, if the model gets offsets of samples."""
 
     @classmethod
-    def over(cls, lane: Lane, micro: MicroBatch, *, apart: bool = False) -> DeviceBatch:
+    def over(cls, lane: DeviceTransfer, micro: MicroBatch, *, apart: bool = False) -> DeviceBatch:
         """Send `micro` over `lane`; apart: with the offsets of samples in packed rows."""
         tensors, longest = {**micro.inputs, _LABELS: micro.labels}, 0
         if apart and "position_ids" in micro.inputs:
-            tensors[_STARTS], longest = starts(micro.inputs["position_ids"])
+            tensors[_STARTS], longest = sample_offsets(micro.inputs["position_ids"])
         if micro.chosen is not None:
             tensors[_CHOSEN] = micro.chosen
         pinned, there, token = lane.send(tensors)
@@ -109,7 +109,7 @@ class DeviceBatch(MicroBatch):
         self.lane.join(self.there, self.token)
         inputs = {name: self.there[name] for name in self.inputs}
         if self.longest:
-            inputs["attention_mask"] = as_mask(self.there[_STARTS], self.longest)
+            inputs["attention_mask"] = offsets_as_mask(self.there[_STARTS], self.longest)
         host = {each.name: getattr(self, each.name) for each in fields(MicroBatch)}
         there = {"inputs": inputs, "labels": self.there[_LABELS], "chosen": self.there.get(_CHOSEN)}
         there |= {} if self.sides is None else {"sides": self.sides.to(device)}
@@ -117,25 +117,25 @@ class DeviceBatch(MicroBatch):
 
 
 @dataclass(frozen=True)
-class _Update:
+class _StepBatches:
     step: int
     micros: list[MicroBatch]
     supervised: int
 
 
-class Prefetch:
+class Prefetcher:
     """Prefetching wrapper of `source`: the step after the last requested one is prepared in the background.
 
     All work of `source` is done by one thread, in order. An error in it is raised when its step is requested.
     """
 
-    def __init__(self, source: BatchSource, lane: Lane, *, apart: bool = False) -> None:
+    def __init__(self, source: BatchSource, lane: DeviceTransfer, *, apart: bool = False) -> None:
         """Start the thread. apart: the model gets the offsets of samples in packed rows
         (`flatshift.finetune.compute.attention`)."""
         self.packed = source.packed
         self._source, self._lane, self._apart = source, lane, apart
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._asked: dict[int, Future[_Update]] = {}
+        self._asked: dict[int, Future[_StepBatches]] = {}
         """The last requested step and the next one."""
 
     def at(self, step: int) -> list[MicroBatch]:
@@ -148,7 +148,7 @@ class Prefetch:
         """Return the divisor of a step's loss."""
         return self._of(step).supervised
 
-    def _of(self, step: int) -> _Update:
+    def _of(self, step: int) -> _StepBatches:
         self._begin(step)
         for other in [other for other in self._asked if other not in (step, step + 1)]:
             self._asked.pop(other).cancel()
@@ -158,10 +158,10 @@ class Prefetch:
         if step not in self._asked:
             self._asked[step] = self._thread.submit(self._make, step)
 
-    def _make(self, step: int) -> _Update:
+    def _make(self, step: int) -> _StepBatches:
         count = self._source.supervised(step)
         micros = [DeviceBatch.over(self._lane, micro, apart=self._apart) for micro in self._source.at(step)]
-        return _Update(step, list(micros), count)
+        return _StepBatches(step, list(micros), count)
 
     def close(self) -> None:
         """Drop unrequested batches and end the thread."""
@@ -171,7 +171,7 @@ class Prefetch:
 
 @contextlib.contextmanager
 def with_prefetch(batches: Any, engine: Engine, *, train: Train, say: Callable[[str], None]) -> Iterator[Any]:
-    """Yield `batches` themselves, or on CUDA a `Prefetch` of them, whose thread ends with the block.
+    """Yield `batches` themselves, or on CUDA a `Prefetcher` of them, whose thread ends with the block.
 
     There, packed rows are attended to sample by sample where that is possible, and `say` is told. Pipelines,
     which cut rows on the host, ask their batches themselves.
@@ -180,7 +180,7 @@ def with_prefetch(batches: Any, engine: Engine, *, train: Train, say: Callable[[
         yield batches
         return
     with contextlib.ExitStack() as around:
-        apart = batches.packed and around.enter_context(rows_apart(engine, train, engine.device, say))
-        ahead = Prefetch(batches, CudaLane(engine.device), apart=apart)
+        apart = batches.packed and around.enter_context(isolate_packed_rows(engine, train, engine.device, say))
+        ahead = Prefetcher(batches, CudaTransfer(engine.device), apart=apart)
         around.callback(ahead.close)
         yield ahead

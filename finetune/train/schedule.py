@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..atomic import read_object
+from ..atomic import read_json_object
 from ..config import Extend, Optimizer, Train
 from ..digests import DONE
 
@@ -46,7 +46,7 @@ class Schedule:
     @classmethod
     def of(cls, train: Train, optimizer: Optimizer, folder: Path) -> Schedule:
         """Return the schedule of a stage with its files in `folder`."""
-        record = read_object(folder / DONE) if (folder / DONE).is_file() else {}
+        record = read_json_object(folder / DONE) if (folder / DONE).is_file() else {}
         if not record.get("steps") or record["target_steps"] == train.steps:
             return cls(optimizer, train.steps)
         begin, planned = record["steps"], record["target_steps"]

@@ -18,7 +18,7 @@ from ..config import Optimizer, check_bounds
 from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
 from ..errors import UserError
-from ..evaluate.generation import padded
+from ..evaluate.generation import pad_rows
 from ..evaluate.perplexity import document_nats
 from ..seeds import numpy_generator, torch_generator
 from ..tasks import LanguageModel
@@ -52,7 +52,7 @@ class SmallDecoder:
             raise ValueError(f"hidden must be a multiple of 32, got {self.hidden}")
 
 
-def pieces(texts: Sequence[str], size: int) -> list[str]:
+def split_into_pieces(texts: Sequence[str], size: int) -> list[str]:
     """Return `texts` in pieces of at most `size` bytes of UTF-8, cut between characters; in order, none empty."""
     found = []
     for text in texts:
@@ -66,7 +66,7 @@ def pieces(texts: Sequence[str], size: int) -> list[str]:
     return found
 
 
-def schedule(sizes: Sequence[int], budget: int, batch: int, *, seed: int) -> list[np.ndarray]:
+def batch_schedule(sizes: Sequence[int], budget: int, batch: int, *, seed: int) -> list[np.ndarray]:
     """Return the pieces of each step by number, drawn without replacement within an epoch, until `budget` bytes.
 
     sizes: bytes of each piece. The last step is a full one, so the budget is exceeded by at most one batch.
@@ -85,7 +85,7 @@ def schedule(sizes: Sequence[int], budget: int, batch: int, *, seed: int) -> lis
     return steps
 
 
-def build(settings: SmallDecoder, *, vocabulary: int, seed: int) -> LlamaForCausalLM:
+def build_decoder(settings: SmallDecoder, *, vocabulary: int, seed: int) -> LlamaForCausalLM:
     """Return the decoder in float32 with tied embeddings; its values depend only on `seed` and each parameter's
     name."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -112,7 +112,7 @@ def build(settings: SmallDecoder, *, vocabulary: int, seed: int) -> LlamaForCaus
     return model
 
 
-def train_and_judge(
+def train_and_evaluate(
     tokenizer: PreTrainedTokenizerFast,
     training: Sequence[str],
     held_out: Sequence[str],
@@ -135,22 +135,22 @@ def train_and_judge(
     """
     if len(tokenizer) > vocabulary:
         raise UserError(f"this tokenizer has {len(tokenizer)} tokens, more than the model's {vocabulary}")
-    shown = pieces(training, settings.piece)
+    shown = split_into_pieces(training, settings.piece)
     if len(shown) < settings.batch_size:
         raise UserError(
             f"the training texts are {len(shown)} pieces of {settings.piece} bytes, less than one update of "
             f"{settings.batch_size}; give more text"
         )
     examples = _examples(tokenizer, shown)
-    steps = schedule([e.bytes for e in examples], settings.bytes, settings.batch_size, seed=seed)
-    model = build(settings, vocabulary=vocabulary, seed=seed).train()
+    steps = batch_schedule([e.bytes for e in examples], settings.bytes, settings.batch_size, seed=seed)
+    model = build_decoder(settings, vocabulary=vocabulary, seed=seed).train()
     rates = Optimizer(lr=settings.lr, weight_decay=0.1, betas=(0.9, 0.95), warmup=0.1)
     optimizer = AdapterOptimizer(dict(model.named_parameters()), rates)
     tokens = 0
     for step, rows in enumerate(steps):
         # Padding on the right needs no mask: a causal model never attends to it.
-        inputs, _ = padded([examples[i].input_ids for i in rows], 0, left=False)
-        labels, _ = padded([examples[i].labels for i in rows], IGNORE, left=False)
+        inputs, _ = pad_rows([examples[i].input_ids for i in rows], 0, left=False)
+        labels, _ = pad_rows([examples[i].labels for i in rows], IGNORE, left=False)
         logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
         loss.backward()
@@ -158,16 +158,16 @@ def train_and_judge(
         optimizer.step(learning_rate(step, steps=len(steps), optimizer=rates))
         tokens += int((labels[:, 1:] != IGNORE).sum())
     model.eval()
-    parts = [pieces([text], settings.piece) for text in held_out]
+    parts = [split_into_pieces([text], settings.piece) for text in held_out]
     read = _examples(tokenizer, [piece for part in parts for piece in part])
     nats, _ = document_nats(model, read, EvalBatching(settings.batch_size, 0), task=LanguageModel(), masked=False)
     owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     return np.bincount(owner, weights=nats, minlength=len(parts)), tokens
 
 
-def parameters(settings: SmallDecoder, vocabulary: int) -> int:
+def count_parameters(settings: SmallDecoder, vocabulary: int) -> int:
     """Return the number of the decoder's parameters, counting the tied embedding once."""
-    return sum(p.numel() for p in build(settings, vocabulary=vocabulary, seed=0).parameters())
+    return sum(p.numel() for p in build_decoder(settings, vocabulary=vocabulary, seed=0).parameters())
 
 
 def _examples(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Example]:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import read_object
+from ..atomic import read_json_object
 from ..config import Evaluate, Optimizer, Train
 from ..digests import DONE
 from ..errors import UserError
-from ..evaluate.metrics import metric_of
-from ..models.anatomy import before_text
+from ..evaluate.metrics import find_metric
+from ..models.anatomy import describe_prefix
 from ..parallel.engine import Engine
 from ..run_directory import RunDirectory
-from .peak_memory import PlannedUpdate
+from .peak_memory import PlannedStep
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -82,7 +82,7 @@ class TrainingStage:
     """Takes every line of metrics.jsonl, on the main rank (`flatshift.finetune.train.trackers`)."""
     peak_tflops: float | None = None
     """Of one device, for the MFU; by default `train.peak_tflops`."""
-    planned: PlannedUpdate | None = None
+    planned: PlannedStep | None = None
     """What was said before step 1, to be put beside what updates take; None: nobody measures that."""
     say: Callable[[str], None] | None = None
     """Told what a CUDA device decided, in lines; by default the run's log."""
@@ -105,8 +105,8 @@ def check_metric(metric: str, task: Task, setting: str) -> None:
         return
     if metric == "accuracy" and not task.accuracy and "accuracy" not in task.figure_names:
         raise UserError(f"{setting}: accuracy is judged for classification only, not for {task.kind}; take loss")
-    if metric not in task.figure_names or metric_of(metric).is_floor:
-        known = ", ".join(name for name in task.figure_names if not metric_of(name).is_floor)
+    if metric not in task.figure_names or find_metric(metric).is_floor:
+        known = ", ".join(name for name in task.figure_names if not find_metric(name).is_floor)
         raise UserError(f"{setting}: {metric} is not judged for task.kind: {task.kind} as set; there are {known}")
 
 
@@ -129,7 +129,7 @@ def check_length(engine: Engine, batches: TrainingDataLoader) -> None:
 
 def positions_left(limit: int, model: Any) -> str:
     """`limit` as in `this backbone's 96 positions`; of `model` only what lies before every text is read."""
-    front = before_text(model)
+    front = describe_prefix(model)
     beside = f"the {limit} positions that this backbone has left beside {front}"
     return beside if front else f"this backbone's {limit} positions"
 
@@ -139,7 +139,7 @@ def finished_result(stage: TrainingStage) -> StageResult | None:
     file = stage.run.path / "stages" / stage.name / DONE
     if not file.is_file():
         return None
-    record = read_object(file, "target_steps")
+    record = read_json_object(file, "target_steps")
     if record["target_steps"] != stage.train.steps:  # asked to go on for longer: continue from its last checkpoint
         return None
     return StageResult(**{name: record[name] for name in StageResult.__dataclass_fields__ if name in record})

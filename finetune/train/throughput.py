@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from flatshift.regularizers.protocol import MetricTensors
 
-from ..compute.capabilities import copied
+from ..compute.capabilities import copy_to_device
 from ..compute.loss import Head, batch_loss
 from ..models.anatomy import attention_modules, is_linear
 from ..parallel.mesh import DATA, TOKENS
@@ -49,9 +49,9 @@ class ThroughputMeter:
     def __init__(self, engine: Engine, *, peak_tflops: float | None) -> None:
         """Create a meter. peak_tflops: of one device, TFLOP/s; None: no MFU."""
         self._engine, self._peak = engine, peak_tflops
-        self._cost: Cost | None = None
+        self._cost: StepCost | None = None
         self._first = True
-        self._now, self._all = _Sums(), _Sums()
+        self._now, self._all = _WorkTotals(), _WorkTotals()
 
     @contextmanager
     def watching(self, micros: Sequence[MicroBatch], *, head: Head | None) -> Iterator[None]:
@@ -103,22 +103,22 @@ class ThroughputMeter:
         return self._close()
 
     def _close(self) -> MetricTensors:
-        now, self._now = self._now, _Sums()
+        now, self._now = self._now, _WorkTotals()
         self._all.add(now)
         return self._figures(now)
 
     def whole(self) -> dict[str, float]:
         """Return the metrics of all steps of this attempt but the first; empty if there were none. Collective."""
         self._all.add(self._now)
-        self._now = _Sums()
+        self._now = _WorkTotals()
         return self._figures(self._all).read() if self._all.updates else {}
 
-    def _figures(self, sums: _Sums) -> MetricTensors:
+    def _figures(self, sums: _WorkTotals) -> MetricTensors:
         """Return `tokens_s` of the whole mesh; `tflops` of one device, and `mfu` and `hfu`, its share of the peak."""
         world = self._engine.world
         work = torch.tensor([sums.model, sums.hardware, sums.tokens], dtype=torch.float64)
         if world.size > 1:
-            work = copied(work, world.device)
+            work = copy_to_device(work, world.device)
             for axes in (TOKENS, ("tp",), ("pp",)):
                 world.sum(work[:2], *axes)
             world.sum(work[2:], *DATA)
@@ -138,17 +138,17 @@ class ThroughputMeter:
         return MetricTensors(work, named)
 
 
-class _Sums:
+class _WorkTotals:
     """Work of several steps on this rank."""
 
     def __init__(self) -> None:
         self.passes = self.updates = 0
         self.tokens = self.model = self.hardware = self.seconds = 0.0
 
-    def work(self, micros: Sequence[MicroBatch], cost: Cost | None, *, ranks: int) -> None:
+    def work(self, micros: Sequence[MicroBatch], cost: StepCost | None, *, ranks: int) -> None:
         self.passes += 1
         for micro in micros:
-            tokens, pairs = _real(micro)
+            tokens, pairs = _count_real_tokens(micro)
             self.tokens += tokens
             if cost is not None:
                 rows, width = micro.inputs["input_ids"].shape
@@ -157,12 +157,12 @@ class _Sums:
                 self.model += cost.model(tokens, pairs, supervised)
                 self.hardware += cost.hardware(rows * width, rows * width * width, supervised)
 
-    def add(self, other: _Sums) -> None:
+    def add(self, other: _WorkTotals) -> None:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
 
-def _real(micro: MicroBatch) -> tuple[int, int]:
+def _count_real_tokens(micro: MicroBatch) -> tuple[int, int]:
     """Return the tokens of a micro-batch without padding, and its pairs of tokens that belong to one sample."""
     counted: tuple[int, int] | None = getattr(micro, "real", None)
     if counted is not None:
@@ -170,7 +170,7 @@ def _real(micro: MicroBatch) -> tuple[int, int]:
     inputs: dict[str, Any] = micro.inputs
     if "position_ids" in inputs:  # packed: positions restart at each sample; the run after the last one is padding
         lengths = torch.cat(
-            [_runs(row)[: len(held)] for row, held in zip(inputs["position_ids"], micro.rows, strict=True)]
+            [_run_lengths(row)[: len(held)] for row, held in zip(inputs["position_ids"], micro.rows, strict=True)]
         )
     elif "attention_mask" in inputs:
         lengths = inputs["attention_mask"].sum(1)
@@ -180,7 +180,7 @@ def _real(micro: MicroBatch) -> tuple[int, int]:
     return int(lengths.sum()) + more, int(lengths.square().sum())
 
 
-def _runs(positions: Tensor) -> Tensor:
+def _run_lengths(positions: Tensor) -> Tensor:
     """Return the lengths of the runs 0, 1, 2, … in a row's positions."""
     starts = (positions == 0).nonzero().flatten()
     return torch.diff(starts, append=torch.tensor([len(positions)], device=starts.device))
@@ -197,7 +197,7 @@ _FUSED = ("qkv", "query_key_value", "c_attn", "in_proj")
 
 
 @dataclass(frozen=True)
-class Cost:
+class StepCost:
     """Operations of one rank, forward and backward."""
 
     token: float
@@ -270,10 +270,10 @@ class FlopCounter:
             for handle in handles:
                 handle.remove()
 
-    def cost(self, *, positions: int, pairs: int, head: Head | None) -> Cost:
+    def cost(self, *, positions: int, pairs: int, head: Head | None) -> StepCost:
         """Return the operations counted so far per position, pair of positions and target token."""
         shape = head.linear.weight.shape if head is not None else (0, 0)
-        return Cost(
+        return StepCost(
             token=self.linear / max(positions, 1),
             pair=self.attention / max(pairs, 1),
             supervised=4.0 * shape[0] * shape[1],  # forward, and the gradient of the hidden states
@@ -290,14 +290,14 @@ class FlopCounter:
             self.lost = self.lost or error
 
     def _plain(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        x = _first(args, kwargs)
-        products = 2.0 * _rows(x) * x.shape[-1] * _made(output).shape[-1]
+        x = _layer_input(args, kwargs)
+        products = 2.0 * _row_count(x) * x.shape[-1] * _layer_output(output).shape[-1]
         trained = any(p.requires_grad for p in layer.parameters(recurse=False))
         self._add(layer, products, products * (int(x.requires_grad) + int(trained)))
 
     def _adapted(self, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        x = _first(args, kwargs)
-        rows, into, out = _rows(x), x.shape[-1], _made(output).shape[-1]
+        x = _layer_input(args, kwargs)
+        rows, into, out = _row_count(x), x.shape[-1], _layer_output(output).shape[-1]
         frozen = 2.0 * rows * into * out
         rank = sum(layer.r[name] for name in layer.active_adapters if name in layer.r)
         a, b = 2.0 * rows * rank * into, 2.0 * rows * rank * out
@@ -306,45 +306,45 @@ class FlopCounter:
         self._add(layer, frozen + a + b, needed * (frozen + a) + a + 2 * b)
 
     def _attend(self, width: float, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        x = _first(args, kwargs)
+        x = _layer_input(args, kwargs)
         product = 2.0 * x.shape[0] * x.shape[1] ** 2 * width
         q, k, v = (x.requires_grad or trained for trained in _trained_parts(layer))
         # dO·Vᵀ if the attention weights need a gradient, then dQ and dK; Pᵀ·dO for dV
         backward = product * (int(q or k) + int(q) + int(k) + int(v))
-        if _goes_forward():
+        if _is_first_forward():
             self.attention += 2 * product + backward
             self._forward[layer] = (0.0, 2 * product)
 
     def _add(self, layer: nn.Module, forward: float, backward: float) -> None:
-        if _goes_forward():
+        if _is_first_forward():
             self.linear += forward + backward
             self._forward[layer] = (forward, 0.0)
 
     def _again(self, layer: nn.Module, inner: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not _goes_forward():
+        if torch.is_grad_enabled() and not _is_first_forward():
             linear, attention = self._forward.get(layer, (0.0, 0.0))
             self.again_linear += linear
             self.again_attention += attention
 
 
-def _goes_forward() -> bool:
+def _is_first_forward() -> bool:
     """Return True in a forward pass that needs a backward pass, False in one that backward recomputes."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
-def _first(args: Any, kwargs: Any) -> Tensor:
+def _layer_input(args: Any, kwargs: Any) -> Tensor:
     """Return a layer's input tensor."""
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     return x
 
 
-def _made(output: Any) -> Tensor:
+def _layer_output(output: Any) -> Tensor:
     """Return a layer's product; routers of mixtures (Llama 4) are linear layers that return two tensors."""
     x: Tensor = output[-1] if isinstance(output, tuple) else output
     return x
 
 
-def _rows(x: Tensor) -> int:
+def _row_count(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
@@ -369,11 +369,11 @@ def attention_width(config: Any) -> int | None:
     """Return d, the number of heads times the width of one, from a base model's configuration; None if it is
     unspecified."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = _named(config, "num_attention_heads", "n_head", "num_heads")
-    hidden = _named(config, "hidden_size", "n_embd", "d_model")
-    each = _named(config, "head_dim") or (hidden // heads if heads and hidden else None)
+    heads = _first_int_attribute(config, "num_attention_heads", "n_head", "num_heads")
+    hidden = _first_int_attribute(config, "hidden_size", "n_embd", "d_model")
+    each = _first_int_attribute(config, "head_dim") or (hidden // heads if heads and hidden else None)
     return heads * each if heads and each else None
 
 
-def _named(config: Any, *names: str) -> int | None:
+def _first_int_attribute(config: Any, *names: str) -> int | None:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

@@ -27,7 +27,7 @@ _SENDING = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
 """Variables that make trackio send its data."""
 
 
-class Sink(Protocol):
+class TrackerBackend(Protocol):
     """Interface of a tracker."""
 
     def log(self, line: Mapping[str, Any]) -> None:
@@ -69,9 +69,9 @@ class Trackers:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._sinks: dict[str, Sink] = {}
+        self._sinks: dict[str, TrackerBackend] = {}
 
-    def add(self, name: str, make: Callable[[], Sink]) -> None:
+    def add(self, name: str, make: Callable[[], TrackerBackend]) -> None:
         """Open one more sink."""
         try:
             self._sinks[name] = make()
@@ -102,7 +102,7 @@ class Trackers:
         )
 
 
-def figures(line: Mapping[str, Any]) -> dict[str, float]:
+def finite_numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a row, by `split/name`."""
     return {
         f"{line['split']}/{name}": float(value)
@@ -131,7 +131,7 @@ class TensorBoard:
                 self._writers[stage].close()
             self._writers[stage] = self._make(log_dir=str(self._folder / stage), purge_step=step)
         self._last[stage] = step
-        for name, value in figures(line).items():
+        for name, value in finite_numbers(line).items():
             self._writers[stage].add_scalar(name, value, global_step=step)
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class Wandb:
         if stage not in self._stages:  # an axis per stage: wandb's step must not decrease, but a resumed run's does
             self._stages.add(stage)
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-        named = {f"{stage}/{name}": value for name, value in figures(line).items()}
+        named = {f"{stage}/{name}": value for name, value in finite_numbers(line).items()}
         self._run.log({f"{stage}/step": line["step"], **named})
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class Trackio:
         trackio.init(project=settings.project, name=name, config=dict(config), resume="allow", embed=False)
 
     def log(self, line: Mapping[str, Any]) -> None:
-        named = {f"{line['stage']}/{name}": value for name, value in figures(line).items()}
+        named = {f"{line['stage']}/{name}": value for name, value in finite_numbers(line).items()}
         self._library.log(named, step=line["step"])
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ def run_id(path: Path) -> str:
     return hashlib.sha256(about).hexdigest()[:12]
 
 
-_SINKS: dict[TrackerKind, Callable[[Tracker, Path, Mapping[str, Any]], Sink]] = {
+_SINKS: dict[TrackerKind, Callable[[Tracker, Path, Mapping[str, Any]], TrackerBackend]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "trackio": Trackio,

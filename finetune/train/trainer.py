@@ -24,30 +24,30 @@ from flatshift.regularizers.protocol import MetricTensors
 
 from ..atomic import write_json
 from ..compute import attention
-from ..compute.fused_loss import with_kernel
-from ..compute.numerics import cpu_threads, deterministic, seeded, uses_dropout, without_input_casts
-from ..compute.precision import autocast, float32_products, read_precision
+from ..compute.fused_loss import choose_loss_kernel
+from ..compute.numerics import cpu_threads, deterministic_algorithms, seeded_rng, uses_dropout, without_input_casts
+from ..compute.precision import autocast, infer_precision, tf32_products
 from ..data.eval_batching import EvalBatching
-from ..digests import DONE, FILES, adapter_sums
+from ..digests import DONE, FILES, adapter_file_digests
 from ..errors import Interrupted
 from ..evaluate.evaluator import evaluate
-from ..evaluate.metrics import metric_of
-from ..figures import rate_text
+from ..evaluate.metrics import find_metric
+from ..figures import format_throughput
 from ..launch import watchdog
-from ..models.compiled import Compiled
+from ..models.compiled import CompiledBlocks
 from ..parallel.engine import Engine
 from ..run_directory import SPIKE, disk_full_interrupts
-from ..seeds import derive
+from ..seeds import derive_seed
 from .callbacks import Callbacks
-from .checkpointer import Checkpointer, TrainingState, clone
+from .checkpointer import Checkpointer, TrainingState, clone_tensors
 from .data_order import batch_index
-from .deferred_metrics import MetricsBuffer, MetricsRow, read
-from .dev_loss import dev_figures
+from .deferred_metrics import MetricsBuffer, MetricsRow, read_numbers
+from .dev_loss import dev_metrics
 from .divergence import DivergenceGuard, RejectedUpdate, UpdateRejected
 from .loss_scale import LossScale
 from .optimizer import AdapterOptimizer, GaussNewton
 from .out_of_memory import OutOfMemoryHandler, oom_context
-from .peak_memory import UpdateMeter
+from .peak_memory import StepMemoryMeter
 from .prefetch import with_prefetch
 from .schedule import Schedule
 from .stage import StageResult, TrainingStage, check_best, check_length, finished_result, full_evaluation_metric
@@ -70,7 +70,7 @@ class Trainer:
     def __init__(self, model: PeftModel | Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage) -> None:
         self.engine = model if isinstance(model, Engine) else Engine.alone(model)
         self.tokenizer = tokenizer
-        self.train = read_precision(stage.train, self.engine.model)
+        self.train = infer_precision(stage.train, self.engine.model)
         self.stage = replace(stage, train=self.train)
         self.regularizer, self.run, self.device = stage.regularizer, stage.run, self.engine.device
         self.on_step, self.stop = stage.on_step or (lambda row: None), stage.stop or (lambda: False)
@@ -129,7 +129,7 @@ class Trainer:
         state, engine, task = self.state, self.engine, self.stage.task
         step, index = state.step, batch_index(state.step, state.left_out)
         context = partial(self._forward_context, step)
-        engine.beat = partial(watchdog.progress, step, self.stage.name)
+        engine.beat = partial(watchdog.report_progress, step, self.stage.name)
         engine.draws = partial(self.dropout.during, step) if self.dropout is not None else None
         count = self.stage.batches.supervised(index)
         lr = self.lr_scheduler(step)
@@ -169,7 +169,7 @@ class Trainer:
             if self.guard.watches or self.loss_scale.on:  # they have read both already
                 row.scalars, row.told = {}, row.told | (self.guard.found or self.loss_scale.found)
             elif self.metrics.at_once:
-                row.told, row.scalars = row.complete(iter(read(row.vectors))), {}
+                row.told, row.scalars = row.complete(iter(read_numbers(row.vectors))), {}
                 self.guard.refuse_broken(step + 1, row.told)
             self.callbacks.fire("pre_optimizer_step")
             self.optimizer.step(lr)
@@ -219,8 +219,8 @@ class Trainer:
         train = self.train
         with (
             cpu_threads(train.threads),
-            deterministic(train, self.device),
-            float32_products(train, self.device),
+            deterministic_algorithms(train, self.device),
+            tf32_products(train, self.device),
             with_prefetch(self.stage.batches, self.engine, train=train, say=self._log_line) as batches,
             OutOfMemoryHandler(self.engine, self.stage) as out_of_memory,
         ):
@@ -244,10 +244,10 @@ class Trainer:
             else None
         )
         self.random = uses_dropout(engine.model)
-        self.dropout = engine.dropout(derive(stage.seed, "dropout")) if self.random else None
+        self.dropout = engine.dropout(derive_seed(stage.seed, "dropout")) if self.random else None
         self.loss_scale = LossScale(on=train.precision == "fp16")
         # torch.compile fuses PEFT's forward by itself
-        self.layers = Compiled(engine.model) if train.compile else FusedLayers(engine.model)
+        self.layers = CompiledBlocks(engine.model) if train.compile else FusedLayers(engine.model)
         self.checkpointer = Checkpointer(engine, self.optimizer, stage)
         self.guard = DivergenceGuard(engine, self.checkpointer, stage)
         self.metrics = MetricsBuffer(engine.world)
@@ -258,11 +258,11 @@ class Trainer:
         engine.reshard()
         self.recorder = Recorder(stage, engine, self.optimizer, self.eval_batching, head=head)
         out_of_memory.keeper = self.checkpointer
-        self.head = with_kernel(
+        self.head = choose_loss_kernel(
             engine, head, batches, task=stage.task, train=train, folder=stage.folder, say=self._log_line
         )
         self.throughput = ThroughputMeter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
-        self.peak_memory = UpdateMeter(engine.device) if stage.planned is not None else None
+        self.peak_memory = StepMemoryMeter(engine.device) if stage.planned is not None else None
         if train.compile:
             self.throughput.ahead(batches.at(0)[0], task=stage.task, head=self.head, around=self._precision())
             engine.reshard()
@@ -293,7 +293,7 @@ class Trainer:
     def _attach_regularizer(self) -> None:
         self.regularizer.attach(
             self.engine.model,
-            seed=derive(self.stage.seed, "regularizer"),
+            seed=derive_seed(self.stage.seed, "regularizer"),
             total_steps=self.train.steps,
             placement=self.engine.placement,
         )
@@ -330,7 +330,11 @@ class Trainer:
         self.regularizer.on_micro_batch(micro)
         index, width = self.engine.stream
         rank = (index,) if width > 1 else ()
-        draws = seeded(derive(self.stage.seed, "dropout", step, micro, *rank), self.device) if self.random else None
+        draws = (
+            seeded_rng(derive_seed(self.stage.seed, "dropout", step, micro, *rank), self.device)
+            if self.random
+            else None
+        )
         with draws or contextlib.nullcontext(), self._precision():
             yield
 
@@ -428,7 +432,7 @@ class Trainer:
                 watchdog.no_progress_timeout("dev evaluation"),
                 oom_context(f"the dev evaluation after update {state.step}"),
             ):
-                metrics = dev_figures(self.engine, self.stage.dev, batching, task=self.stage.task, head=self.head)
+                metrics = dev_metrics(self.engine, self.stage.dev, batching, task=self.stage.task, head=self.head)
                 if self.metric is not None:
                     metrics[self.metric] = self._full_evaluation(batching)[self.metric]["value"]
         except Interrupted as error:
@@ -442,7 +446,7 @@ class Trainer:
             state.best_step, state.best_dev_loss, state.misses = state.step, metrics["loss"], 0
             state.best_accuracy = metrics.get("accuracy")
             state.best_figure = None if self.metric is None else metrics[self.metric]
-            state.best = clone(self.engine.parameters)
+            state.best = clone_tensors(self.engine.parameters)
             return
         state.misses += 1
         state.stopped_early = self.train.patience is not None and state.misses >= self.train.patience
@@ -477,7 +481,7 @@ class Trainer:
             if value != best and (value is None or best is None):
                 return best is None
             if value != best:
-                return bool(value < best) is metric_of(self.metric).lower
+                return bool(value < best) is find_metric(self.metric).lower
             return metrics["loss"] < state.best_dev_loss
         accuracy, before = metrics.get("accuracy"), state.best_accuracy
         if self.train.best != "loss" and accuracy is not None and before is not None and accuracy != before:
@@ -513,13 +517,13 @@ class Trainer:
                 record["lr"] = self.lr_scheduler(state.step - 1)
                 if self.peak_memory is not None and self.stage.planned is not None:
                     record["plan"] = self.peak_memory.beside(self.stage.planned)
-                write_json(folder / DONE, {**record, "rates": rates, FILES: adapter_sums(folder)})
+                write_json(folder / DONE, {**record, "rates": rates, FILES: adapter_file_digests(folder)})
             self.engine.world.wait()
         mishaps = [f"{result.skipped} updates left out"] if result.skipped else []
         mishaps += [f"rolled back after {result.rewinds} spikes"] if result.rewinds else []
         unit = self.stage.task.loss_denominator
         learnt = f"{result.tokens} {'supervised tokens' if unit == 'tokens' else unit}"
-        line = ", ".join([learnt, *mishaps, *filter(None, [rate_text(rates)])])
+        line = ", ".join([learnt, *mishaps, *filter(None, [format_throughput(rates)])])
         self.run.log(f"{self.stage.name}: done after step {result.steps}, {line}")
         return result
 

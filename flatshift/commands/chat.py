@@ -9,10 +9,10 @@ from typing import Any
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse
+from flatshift.command_line import parse_flags
 from flatshift.experiments.recipe import from_override
-from flatshift.finetune.data.formats import has_half_pair
-from flatshift.finetune.errors import UserError, printable, sentence
+from flatshift.finetune.data.formats import has_lone_surrogate
+from flatshift.finetune.errors import UserError, escape_control_characters, format_error_message
 
 _HELP = "/use NAME  another run    /new  forget the conversation    /runs  their names    /quit  or Ctrl-D"
 
@@ -42,8 +42,8 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     """Run `flatshift chat`."""
-    flags: Flags = parse(Flags, "chat", argv)
-    from flatshift.experiments.workflows.chat import WritingRuns
+    flags: Flags = parse_flags(Flags, "chat", argv)
+    from flatshift.experiments.workflows.chat import GenerativeRuns
     from flatshift.finetune.evaluate.generation import Decoding
 
     given = {key: getattr(flags, key) for key in ("max_new_tokens", "temperature", "top_p")}
@@ -53,19 +53,19 @@ def run(argv: list[str]) -> int:
     except ValueError as error:
         raise UserError(f"chat: {error}") from None
     overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
-    runs = WritingRuns(flags.runs, overrides=overrides)
+    runs = GenerativeRuns(flags.runs, overrides=overrides)
     if flags.system is not None:
         runs.check_system()
     first = [] if flags.system is None else [{"role": "system", "content": flags.system}]
     name, turns, count, number = runs.names[0], list[dict[str, str]](first), 0, 0
-    print(printable(f"{', '.join(runs.names)}; {_HELP}"), file=sys.stderr)
+    print(escape_control_characters(f"{', '.join(runs.names)}; {_HELP}"), file=sys.stderr)
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # so that the error can name a line that is not UTF-8
-    while (line := _line(name)) is not None:
+    while (line := _read_line(name)) is not None:
         number += 1
         word, _, rest = line.partition(" ")
-        if has_half_pair(line):
-            _refuse(f"standard input:{number}: not valid UTF-8; write it in that encoding")
+        if has_lone_surrogate(line):
+            _reject_line(f"standard input:{number}: not valid UTF-8; write it in that encoding")
             continue
         if not line:
             continue
@@ -78,14 +78,19 @@ def run(argv: list[str]) -> int:
         elif word == "/use" and rest.strip() in runs.names:
             name, turns = rest.strip(), list(first)
         elif word.startswith("/"):
-            print(printable(f"{line}: not a command here, or no run of that name; {_HELP}"), file=sys.stderr)
+            print(
+                escape_control_characters(f"{line}: not a command here, or no run of that name; {_HELP}"),
+                file=sys.stderr,
+            )
         else:
             count += 1
             asked = [*turns, {"role": "user", "content": line}]
             try:
-                reply = runs.reply(name, asked, decoding={**decoding, "seed": (flags.seed + count) % 2**63}, told=_show)
+                reply = runs.reply(
+                    name, asked, decoding={**decoding, "seed": (flags.seed + count) % 2**63}, told=_print_piece
+                )
             except UserError as error:  # concerns this turn only; the next may fit
-                print(f"flatshift: error: {sentence(str(error))}", file=sys.stderr)
+                print(f"flatshift: error: {format_error_message(str(error))}", file=sys.stderr)
                 continue
             print(flush=True)
             if not reply.ended:
@@ -94,20 +99,20 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _line(name: str) -> str | None:
+def _read_line(name: str) -> str | None:
     """Read the user's next line; None at the end of the input."""
     if sys.stdin.isatty():
-        print(f"{printable(name)}> ", end="", file=sys.stderr, flush=True)
+        print(f"{escape_control_characters(name)}> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     return line.strip() if line else None
 
 
-def _refuse(message: str) -> None:
+def _reject_line(message: str) -> None:
     """Reject a line: print why at a terminal, where the user can write another; else raise UserError."""
     if not sys.stdin.isatty():
         raise UserError(message)
     print(f"flatshift: error: {message}", file=sys.stderr)
 
 
-def _show(piece: str) -> None:
+def _print_piece(piece: str) -> None:
     print(piece, end="", flush=True)

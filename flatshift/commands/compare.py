@@ -9,7 +9,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse, split_overrides
+from flatshift.command_line import parse_flags, split_overrides
 from flatshift.finetune.errors import UserError
 
 
@@ -36,7 +36,7 @@ class Flags:
 def run(argv: list[str]) -> int:
     """Run `flatshift compare`."""
     rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse(Flags, "compare", rest)
+    flags: Flags = parse_flags(Flags, "compare", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make or continue")
     from flatshift.experiments.report.chapters.comparison import page, summary
@@ -55,5 +55,5 @@ def run(argv: list[str]) -> int:
     print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else "\n".join(summary(document)))
     if not flags.json:
         print(flags.out / "report.html")
-        outcome.say("", [["flatshift", "report", str(flags.out)]])
+        outcome.print_outcome("", [["flatshift", "report", str(flags.out)]])
     return 1 if any(run["status"] == "failed" for run in document["diverged"]) else 0

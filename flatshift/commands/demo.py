@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatshift.api import draw
-from flatshift.command_line import parse
+from flatshift.api import draw_report
+from flatshift.command_line import parse_flags
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     """Run `flatshift demo`."""
-    flags = parse(Flags, "demo", argv)
+    flags = parse_flags(Flags, "demo", argv)
     from flatshift.experiments.studies.demo import demo
 
-    print(demo(flags.out, draw=draw))
+    print(demo(flags.out, draw=draw_report))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from flatshift.command_line import parse
+from flatshift.command_line import parse_flags
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     """Run `flatshift doctor`."""
-    flags: Flags = parse(Flags, "doctor", argv)
-    from flatshift.experiments.workflows.doctor import doctor, render
+    flags: Flags = parse_flags(Flags, "doctor", argv)
+    from flatshift.experiments.workflows.doctor import diagnose, format_result
 
-    result = doctor(deep=flags.deep)
-    print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
+    result = diagnose(deep=flags.deep)
+    print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else format_result(result))
     return 0 if result["ok"] else 1

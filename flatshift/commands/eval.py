@@ -12,9 +12,9 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from flatshift import api, outcome
-from flatshift.command_line import parse, spawn_ranks, split_overrides
+from flatshift.command_line import parse_flags, spawn_ranks, split_overrides
 from flatshift.experiments.recipe import resume_recipe
-from flatshift.experiments.recipe.auto import mesh_flags, named_axes
+from flatshift.experiments.recipe.auto import find_mesh_overrides, mesh_flags
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import failure, spawn
 
@@ -140,34 +140,34 @@ class Flags:
 def run(argv: list[str]) -> int:
     """Run `flatshift eval`."""
     rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse(Flags, "eval", rest)
+    flags: Flags = parse_flags(Flags, "eval", rest)
     if not flags.subjects:
         raise UserError("eval needs a RUN_DIR or a BACKBONE; see `flatshift eval --help`")
     if flags.harness:
-        return _harness(flags, overrides)
-    if given := [name for name in _fields(flags, "harness_") if getattr(flags, name) is not None]:
+        return _run_harness(flags, overrides)
+    if given := [name for name in _fields_with_prefix(flags, "harness_") if getattr(flags, name) is not None]:
         raise UserError(f"--{given[0].replace('_', '-')} has a meaning with --harness only; add that, or leave it out")
     if flags.sharpness:
-        return _sharpness(flags, overrides)
-    if given := [name for name in _fields(flags, "sharpness_") if getattr(flags, name) is not None]:
+        return _run_sharpness(flags, overrides)
+    if given := [name for name in _fields_with_prefix(flags, "sharpness_") if getattr(flags, name) is not None]:
         flag = given[0].replace("_", "-")
         raise UserError(f"--{flag} has a meaning with --sharpness only; add that, or leave it out")
     if flags.asks_for_several:
-        return _side_by_side(flags, argv, overrides)
+        return _evaluate_side_by_side(flags, argv, overrides)
     path = flags.run
     recipe = resume_recipe(path, overrides, other_rows=bool(flags.data)).recipe
-    if chosen := mesh_flags(recipe, given=named_axes(overrides)):
+    if chosen := mesh_flags(recipe, given=find_mesh_overrides(overrides)):
         # The mesh was chosen automatically: start over with its axes as flags.
         return run([*argv, *chosen])
-    if spawn.wants_ranks(recipe.mesh):
+    if spawn.must_spawn_ranks(recipe.mesh):
         return spawn_ranks("eval", argv, recipe, path)
-    from flatshift.experiments.workflows.evaluate import evaluate_run, render
+    from flatshift.experiments.workflows.evaluate import evaluate_run, format_result
 
     result = evaluate_run(path, data=flags.data, overrides=overrides, quiet=flags.json)
     if failure.rank() == 0:
-        print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
+        print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else format_result(result))
         if not flags.json:
-            outcome.of_directory(path)
+            outcome.print_next_commands(path)
     return 0
 
 
@@ -178,11 +178,11 @@ def _looks_like_run(name: str) -> bool:
     return (path / "recipe.resolved.yaml").is_file() or (path.is_dir() and not (path / "config.json").is_file())
 
 
-def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
+def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
     """Evaluate several subjects, a bare backbone, or by groups, on the same rows."""
     from flatshift.experiments.report.chapters.evaluation import page
-    from flatshift.experiments.workflows.evaluate import judge_side_by_side
-    from flatshift.experiments.workflows.evaluation_document import render
+    from flatshift.experiments.workflows.evaluate import evaluate_side_by_side
+    from flatshift.experiments.workflows.evaluation_document import format_document
 
     few_shot = None
     if flags.prompt is not None:
@@ -219,8 +219,8 @@ def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
     elif flags.programs or flags.toxicity:
         raise UserError("--programs and --toxicity judge what is written; add --samples N")
     if flags.probe is not None:
-        return _probe(flags, argv, overrides, sampling)
-    document = judge_side_by_side(
+        return _run_probe(flags, argv, overrides, sampling)
+    document = evaluate_side_by_side(
         flags.subjects,
         data=flags.data,
         group_by=flags.group_by,
@@ -235,13 +235,13 @@ def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
         quiet=flags.json,
         page=page,
     )
-    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else render(document))
+    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else format_document(document))
     return 0
 
 
-def _probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: Any) -> int:
+def _run_probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: Any) -> int:
     """Run `eval --probe`."""
-    from flatshift.experiments.workflows.probes import probe_models, read_probe, render
+    from flatshift.experiments.workflows.probes import format_document, probe_models, read_probe
 
     given = ("prompt", "group_by", "trained", "window", "overlap", "programs", "toxicity")
     if odd := [name for name in given if getattr(flags, name)]:
@@ -256,34 +256,34 @@ def _probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: Any) -
         command=shlex.join(["flatshift", "eval", *argv]),
         quiet=flags.json,
     )
-    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else render(document))
+    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else format_document(document))
     return 0
 
 
-def _fields(flags: Flags, prefix: str) -> list[str]:
+def _fields_with_prefix(flags: Flags, prefix: str) -> list[str]:
     """Return the fields that only `--sharpness`, or only `--harness`, reads."""
     return [field.name for field in dataclasses.fields(flags) if field.name.startswith(prefix)]
 
 
-def _sharpness(flags: Flags, overrides: list[Any]) -> int:
+def _run_sharpness(flags: Flags, overrides: list[Any]) -> int:
     """Run `eval --sharpness`; missing flags keep the study's own defaults."""
     from flatshift.regularizers.sharpness.sharpness_config import Sharpness
 
-    given = {name.removeprefix("sharpness_"): getattr(flags, name) for name in _fields(flags, "sharpness_")}
+    given = {name.removeprefix("sharpness_"): getattr(flags, name) for name in _fields_with_prefix(flags, "sharpness_")}
     given = {name: value for name, value in given.items() if value is not None}
     own = {field.name for field in dataclasses.fields(Sharpness)}
     settings = Sharpness(**{name: value for name, value in given.items() if name in own})
-    from flatshift.experiments.workflows.sharpness import measure_run, render
+    from flatshift.experiments.workflows.sharpness import format_result, measure_run_sharpness
 
     rest = {name: value for name, value in given.items() if name not in own}
-    result = measure_run(
-        flags.run, settings, data=flags.data, overrides=overrides, quiet=flags.json, draw=api.draw, **rest
+    result = measure_run_sharpness(
+        flags.run, settings, data=flags.data, overrides=overrides, quiet=flags.json, draw=api.draw_report, **rest
     )
-    print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
+    print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else format_result(result))
     return 0
 
 
-def _harness(flags: Flags, overrides: list[Any]) -> int:
+def _run_harness(flags: Flags, overrides: list[Any]) -> int:
     """Run `eval --harness`; missing flags keep the study's own defaults."""
     odd = [field.name for field in dataclasses.fields(flags) if field.name.startswith(("sharpness", "data"))]
     if given := [name for name in odd if getattr(flags, name)]:
@@ -292,10 +292,10 @@ def _harness(flags: Flags, overrides: list[Any]) -> int:
         # Only train.device may be overridden.
         if set(getattr(tree.children.get("train"), "children", tree.children)) != {"device"}:
             raise UserError(f"{tree.where} does not go with --harness, which runs in one process; leave it out")
-    own = {name.removeprefix("harness_"): getattr(flags, name) for name in _fields(flags, "harness_")}
-    from flatshift.experiments.workflows.lm_eval import render, run_harness
+    own = {name.removeprefix("harness_"): getattr(flags, name) for name in _fields_with_prefix(flags, "harness_")}
+    from flatshift.experiments.workflows.lm_eval import format_record, run_harness
 
     given_own = {name: value for name, value in own.items() if value is not None}
     record = run_harness(flags.run, flags.harness, overrides=overrides, quiet=flags.json, **given_own)
-    print(json.dumps(record, indent=2, ensure_ascii=False) if flags.json else render(record))
+    print(json.dumps(record, indent=2, ensure_ascii=False) if flags.json else format_record(record))
     return 0

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse
+from flatshift.command_line import parse_flags
 from flatshift.finetune.errors import UserError
 
 
@@ -39,23 +39,23 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     """Run `flatshift export`."""
-    flags: Flags = parse(Flags, "export", argv)
+    flags: Flags = parse_flags(Flags, "export", argv)
     out = flags.out or flags.run / ("export" if flags.to == "hub" else flags.to)
     if flags.to != "hub":
-        return _deploy(flags, out)
-    from flatshift.experiments.workflows.export import export as export_run
+        return _export_deployment(flags, out)
+    from flatshift.experiments.workflows.export import export_run as export_run
 
     result = export_run(flags.run, out, base_model=flags.base_model, license=flags.license, add=flags.add)
     print(out)
-    for line in compared_lines(result):
+    for line in comparison_lines(result):
         print(line)
     outcome.of_export(flags.run, out)
     return 0
 
 
-def compared_lines(result: dict[str, Any] | None) -> list[str]:
+def comparison_lines(result: dict[str, Any] | None) -> list[str]:
     """Return lines on the comparison of a folder with the run
-    (`flatshift.experiments.workflows.folder_check.compare`)."""
+    (`flatshift.experiments.workflows.folder_check.compare_folder`)."""
     if result is None:
         return ["not compared: the adapter fits quantised weights only (adapter.init: loftq)"]
     if "unread" in result:
@@ -78,15 +78,15 @@ def compared_lines(result: dict[str, Any] | None) -> list[str]:
     return lines
 
 
-def _deploy(flags: Flags, out: Path) -> int:
+def _export_deployment(flags: Flags, out: Path) -> int:
     if flags.add or flags.base_model or flags.license:
         raise UserError("--add, --base-model and --license are of --to hub; leave them out")
-    from flatshift.experiments.workflows.deployment import deploy
+    from flatshift.experiments.workflows.deployment import export_for_program
 
     assert flags.to != "hub"
-    told = deploy(flags.run, out, to=flags.to, outtype=flags.outtype, llama_cpp=flags.llama_cpp)
+    told = export_for_program(flags.run, out, to=flags.to, outtype=flags.outtype, llama_cpp=flags.llama_cpp)
     print(out)
-    print(*compared_lines(told["compared"]), sep="\n")
+    print(*comparison_lines(told["compared"]), sep="\n")
     if flags.to == "vllm":
         print(f"in that folder `python check_vllm.py` compares vLLM with the run, and `vllm serve {out}` serves it")
         return 0

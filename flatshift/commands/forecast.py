@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from flatshift.api import draw
-from flatshift.command_line import data_override, parse, split_overrides
+from flatshift.api import draw_report
+from flatshift.command_line import data_override, parse_flags, split_overrides
 from flatshift.experiments.recipe import load_recipe
 from flatshift.finetune.errors import UserError
 
@@ -41,7 +41,7 @@ class Flags:
 def run(argv: list[str]) -> int:
     """Run `flatshift forecast`."""
     rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse(Flags, "forecast", rest)
+    flags: Flags = parse_flags(Flags, "forecast", rest)
     overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
         draws=flags.draws,
         more=flags.more,
         quiet=flags.json,
-        draw=draw,
+        draw=draw_report,
     )
     print(json.dumps(found, indent=2) if flags.json else "\n".join([*sentences(found), str(flags.out / "report.html")]))
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tyro.conf import Positional, UseAppendAction
 
-from flatshift.command_line import parse, split_overrides
+from flatshift.command_line import parse_flags, split_overrides
 from flatshift.experiments.recipe import from_override, refuse_contradictions
 from flatshift.finetune.errors import UserError
 
@@ -52,7 +52,7 @@ class Flags:
 def run(argv: list[str]) -> int:
     """`flatshift generate`."""
     rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse(Flags, "generate", rest)
+    flags: Flags = parse_flags(Flags, "generate", rest)
     if flags.device is not None:
         overrides.append(from_override("train.device", flags.device, "--device"))
         refuse_contradictions(overrides)
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
         prompts = _lines_of_input()
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "num_beams")
     given = {name: getattr(flags, name) for name in names}
-    from flatshift.experiments.workflows.generate import generate_from_run, render
+    from flatshift.experiments.workflows.generate import format_answers, generate_from_run
 
     records = generate_from_run(
         flags.run,
@@ -77,18 +77,18 @@ def run(argv: list[str]) -> int:
     if flags.json:
         print(json.dumps(records, indent=2, ensure_ascii=False))
     else:
-        print(render(records) if flags.out is None else f"{flags.out}: {len(records):,} answers")
+        print(format_answers(records) if flags.out is None else f"{flags.out}: {len(records):,} answers")
     return 0
 
 
 def _lines_of_input() -> tuple[str, ...]:
     """Return the non-blank lines of standard input."""
-    from flatshift.finetune.data.formats import has_half_pair
+    from flatshift.finetune.data.formats import has_lone_surrogate
 
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # so that the error can name the line
     lines = [(number, line.rstrip("\n")) for number, line in enumerate(sys.stdin, start=1) if line.strip()]
     for number, line in lines:
-        if has_half_pair(line):
+        if has_lone_surrogate(line):
             raise UserError(f"standard input:{number}: not valid UTF-8; write it in that encoding")
     return tuple(line for _, line in lines)

@@ -10,8 +10,8 @@ from typing import Literal
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse
-from flatshift.commands.export import compared_lines
+from flatshift.command_line import parse_flags
+from flatshift.commands.export import comparison_lines
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     """Run `flatshift merge`."""
-    flags: Flags = parse(Flags, "merge", argv)
+    flags: Flags = parse_flags(Flags, "merge", argv)
     out = flags.out or flags.run / "merged"
-    from flatshift.experiments.workflows.merge import merge as merge_run
+    from flatshift.experiments.workflows.merge import merge_run as merge_run
 
     result = merge_run(flags.run, out, dtype=flags.dtype)
     if flags.json:
@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
             f"rounding to {dtype} moved merged weights by at most {found['largest']:.2g} "
             f"({found['relative']:.2g} of the largest in their row)"
         )
-    for line in compared_lines(result):
+    for line in comparison_lines(result):
         print(line)
     if result["other_labels"]:
         print(f"{result['other_labels']} of these rows get another label by rounding; --dtype float32 keeps them all")
@@ -52,5 +52,5 @@ def run(argv: list[str]) -> int:
         print(f"the saved tokenizer reads {result['tokenized_rows']} rows of the run as training did")
     if result["quantization"] is not None:
         print(f"the adapter was trained on the backbone in {result['quantization']}; here it is on the float weights")
-    outcome.of_merge(flags.run, out)
+    outcome.print_merge_outcome(flags.run, out)
     return 0

@@ -11,7 +11,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from flatshift.command_line import data_override, parse, split_overrides
+from flatshift.command_line import data_override, parse_flags, split_overrides
 from flatshift.finetune.errors import UserError
 
 _ASSUMED = "1xH100-80"
@@ -59,20 +59,20 @@ class Flags:
 def run(argv: list[str]) -> int:
     """Run `flatshift plan`."""
     rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse(Flags, "plan", rest)
+    flags: Flags = parse_flags(Flags, "plan", rest)
     overrides = data_override(flags.data, overrides)
     for name in ("price", "tokens", "nvlink", "ib"):
         value = getattr(flags, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} {value}: give a number above 0")
     if flags.calibrate:
-        from flatshift.experiments.workflows.mesh_plan import calibrated
+        from flatshift.experiments.workflows.mesh_plan import calibrate_machine
 
-        print("\n".join(calibrated()))
+        print("\n".join(calibrate_machine()))
         return 0
-    from flatshift.experiments.workflows.mesh_plan import plan, render
+    from flatshift.experiments.workflows.mesh_plan import format_plan, plan_mesh
 
-    document = plan(
+    document = plan_mesh(
         flags.recipe,
         overrides,
         model=flags.model,
@@ -99,7 +99,7 @@ def run(argv: list[str]) -> int:
     if flags.gpus is None:
         note = f"note: planned for {_ASSUMED}, as no --gpus is given; --gpus here plans for this machine"
         print(note, file=sys.stderr)
-    print(text if flags.json else render(document))
+    print(text if flags.json else format_plan(document))
     if flags.out is not None and not flags.json:
         print(flags.out)
     return 0 if document["fits"] else 1

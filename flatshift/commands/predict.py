@@ -9,7 +9,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse, recipe_words, split_overrides
+from flatshift.command_line import parse_flags, recipe_arguments, split_overrides
 from flatshift.experiments.recipe import from_override, refuse_contradictions
 from flatshift.finetune.errors import UserError
 
@@ -43,7 +43,7 @@ class Flags:
 def run(argv: list[str]) -> int:
     """`flatshift predict`."""
     rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse(Flags, "predict", rest)
+    flags: Flags = parse_flags(Flags, "predict", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the file to write, for example --out predictions.csv")
     from flatshift.experiments.workflows.predict import predict_from_run
@@ -65,7 +65,7 @@ def run(argv: list[str]) -> int:
     )
     if not flags.quiet:
         print(f"{flags.out}: {count:,} rows")
-        words = recipe_words(argv, Flags, without="train")
+        words = recipe_arguments(argv, Flags, without="train")
         words += [] if flags.bad_rows is None else ["--data.bad_rows", flags.bad_rows]
-        outcome.of_prediction(flags.run, flags.data, overrides, words)
+        outcome.print_prediction_outcome(flags.run, flags.data, overrides, words)
     return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse
+from flatshift.command_line import parse_flags
 from flatshift.finetune.errors import UserError, is_remote
 
 
@@ -32,20 +32,20 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     """Run `flatshift push`."""
-    flags: Flags = parse(Flags, "push", argv)
+    flags: Flags = parse_flags(Flags, "push", argv)
     if is_remote(flags.destination):
-        _to_store(flags)
+        _push_to_store(flags)
     else:
-        from flatshift.experiments.workflows.export import push
+        from flatshift.experiments.workflows.export import push_to_hub
 
-        print(push(flags.folder, flags.destination, public=flags.public, message=flags.message))
+        print(push_to_hub(flags.folder, flags.destination, public=flags.public, message=flags.message))
     card = flags.folder / "README.md"
     if card.is_file() and "to fill in" in card.read_text(encoding="utf-8").lower():
         print("its card has places to fill in: licences of adapter, backbone and data")
     return 0
 
 
-def _to_store(flags: Flags) -> None:
+def _push_to_store(flags: Flags) -> None:
     if flags.public or flags.message is not None:
         flag = "--public" if flags.public else "--message"
         raise UserError(f"{flag} is of a hub, and {flags.destination} is a place in a store; leave it out")

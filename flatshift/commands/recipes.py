@@ -10,7 +10,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse
+from flatshift.command_line import parse_flags
 from flatshift.experiments.recipe import shipped_recipe, shipped_recipes
 from flatshift.finetune.errors import UserError
 
@@ -31,7 +31,7 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     """Run `flatshift recipes`."""
-    flags: Flags = parse(Flags, "recipes", argv)
+    flags: Flags = parse_flags(Flags, "recipes", argv)
     if flags.action == "list":
         summaries = {}
         for name, path in shipped_recipes().items():

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse
-from flatshift.finetune.errors import UserError, printable
+from flatshift.command_line import parse_flags
+from flatshift.finetune.errors import UserError, escape_control_characters
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     """Run `flatshift report`."""
-    flags: Flags = parse(Flags, "report", argv)
+    flags: Flags = parse_flags(Flags, "report", argv)
     if not flags.runs:
         raise UserError("report needs a DIRECTORY: a run, selection, sweep or study, or a folder of several")
     if flags.out is not None and flags.out.is_dir():
@@ -40,6 +40,6 @@ def run(argv: list[str]) -> int:
         page = build_report(flags.runs, out=out)
     trained = [run for run in discover(flags.runs) if run.eval]
     if len(trained) > 1 and (lines := metric_lines(trained)):
-        print(printable(lines), file=sys.stderr)
+        print(escape_control_characters(lines), file=sys.stderr)
     print(page)
     return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse
+from flatshift.command_line import parse_flags
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     """Run `flatshift runs`."""
-    flags: Flags = parse(Flags, "runs", argv)
+    flags: Flags = parse_flags(Flags, "runs", argv)
     from flatshift.experiments.report.formats import aligned, with_interval
     from flatshift.experiments.results.listing import listing
 

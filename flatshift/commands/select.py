@@ -12,11 +12,11 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.api import draw
-from flatshift.command_line import parse, recipe_words, split_overrides
+from flatshift.api import draw_report
+from flatshift.command_line import parse_flags, recipe_arguments, split_overrides
 from flatshift.experiments.recipe import Resolved, from_override, load_recipe, refuse_contradictions
-from flatshift.experiments.recipe.rules import check_split
-from flatshift.experiments.run.console import others_speak, prompt_end
+from flatshift.experiments.recipe.rules import check_multiprocess_selection
+from flatshift.experiments.run.console import force_exit_on_signal, pause_heartbeat
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import failure, spawn
 
@@ -77,7 +77,7 @@ class Flags:
 def run(argv: list[str]) -> int:
     """Run `flatshift select`."""
     rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse(Flags, "select", rest)
+    flags: Flags = parse_flags(Flags, "select", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
     if flags.recipe is None and not (flags.pool and flags.target and flags.budget is not None):
@@ -115,27 +115,27 @@ def run(argv: list[str]) -> int:
         if value is not None:
             overrides.append(from_override(key, value, where))
     refuse_contradictions(overrides)
-    words = recipe_words(argv, Flags, without="select")
+    words = recipe_arguments(argv, Flags, without="select")
     words += [] if flags.seed is None else ["--train.seed", str(flags.seed)]
     resolved = load_recipe(flags.recipe, overrides)
-    if spawn.launched():
-        return _on_ranks(flags, resolved, words)
+    if spawn.is_launched_rank():
+        return _select_on_ranks(flags, resolved, words)
     if flags.processes is not None:
         if flags.processes < 1:
             raise UserError(f"--processes must be at least 1, got {flags.processes}")
-        check_split(resolved.recipe)
+        check_multiprocess_selection(resolved.recipe)
         command = ["-m", "flatshift", "select", *argv]
-        with others_speak():
+        with pause_heartbeat():
             return spawn.spawn(command, ranks=flags.processes, threads=1, again=AGAIN)
-    with prompt_end():
+    with force_exit_on_signal():
         from flatshift.experiments.select.select import select
 
-        manifest = select(resolved, flags.out, quiet=flags.json, draw=draw)
-    _say(manifest, flags, words)
+        manifest = select(resolved, flags.out, quiet=flags.json, draw=draw_report)
+    _print_result(manifest, flags, words)
     return 0
 
 
-def _on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> int:
+def _select_on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> int:
     """Run this process's part of a selection started by a launcher such as torchrun."""
     started = int(os.environ["WORLD_SIZE"])
     if flags.processes not in (None, started):
@@ -147,15 +147,15 @@ def _on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> int:
     from flatshift.experiments.select.ranks import select_on_ranks
 
     assert flags.out is not None
-    manifest = select_on_ranks(resolved, flags.out, quiet=flags.json, draw=draw)
+    manifest = select_on_ranks(resolved, flags.out, quiet=flags.json, draw=draw_report)
     if manifest is not None:
-        _say(manifest, flags, words)
+        _print_result(manifest, flags, words)
     return 0
 
 
-def _say(manifest: dict[str, Any], flags: Flags, words: Sequence[str]) -> None:
+def _print_result(manifest: dict[str, Any], flags: Flags, words: Sequence[str]) -> None:
     assert flags.out is not None
     if flags.json:
         print(json.dumps(manifest, indent=2, ensure_ascii=False))
     else:
-        outcome.of_selection(flags.out, flags.recipe, words)
+        outcome.print_selection_outcome(flags.out, flags.recipe, words)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse
+from flatshift.command_line import parse_flags
 from flatshift.experiments.recipe import from_override
 from flatshift.finetune.errors import UserError
 
@@ -32,14 +32,14 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     """Run `flatshift serve`."""
-    flags: Flags = parse(Flags, "serve", argv)
+    flags: Flags = parse_flags(Flags, "serve", argv)
     if not 0 <= flags.port < 65536:
         raise UserError(f"--port {flags.port}: give a number from 0 to 65535")
-    from flatshift.experiments.workflows.chat import WritingRuns
+    from flatshift.experiments.workflows.chat import GenerativeRuns
     from flatshift.experiments.workflows.serve import Server
 
     overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
-    runs = WritingRuns(flags.runs, overrides=overrides)
+    runs = GenerativeRuns(flags.runs, overrides=overrides)
     with Server(runs, flags.host, flags.port) as server:
         host, port = server.server_address[:2]
         if flags.host not in ("127.0.0.1", "localhost", "::1"):

@@ -8,8 +8,8 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.api import draw
-from flatshift.command_line import data_override, parse, split_overrides
+from flatshift.api import draw_report
+from flatshift.command_line import data_override, parse_flags, split_overrides
 from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.finetune.errors import UserError
 
@@ -30,12 +30,12 @@ class Flags(SweepOptions):
 def run(argv: list[str]) -> int:
     """Run `flatshift sweep`."""
     rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse(Flags, "sweep", rest)
+    flags: Flags = parse_flags(Flags, "sweep", rest)
     overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the sweep directory to make or continue")
     from flatshift.experiments.studies.sweep import sweep
 
-    code = sweep(flags.recipe, overrides, flags.out, flags, draw=draw)
-    outcome.of_sweep(flags.out, argv)
+    code = sweep(flags.recipe, overrides, flags.out, flags, draw=draw_report)
+    outcome.print_sweep_outcome(flags.out, argv)
     return code

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse
+from flatshift.command_line import parse_flags
 from flatshift.finetune.config import Columns
 from flatshift.finetune.data.tokenizer_schemes import SCHEMES, Scheme
 
@@ -71,12 +71,12 @@ class TrainFlags:
 def run(argv: list[str]) -> int:
     """Run `flatshift tokenizer`."""
     if argv[:1] == ["train"]:
-        return _train(argv[1:])
-    flags: Flags = parse(Flags, "tokenizer", argv)
+        return _run_train(argv[1:])
+    flags: Flags = parse_flags(Flags, "tokenizer", argv)
     from flatshift.experiments.report.chapters.tokenizer import page
-    from flatshift.experiments.workflows.tokenizer import judge_tokenizers, render
+    from flatshift.experiments.workflows.tokenizer import compare_tokenizers, format_document
 
-    document = judge_tokenizers(
+    document = compare_tokenizers(
         flags.names,
         data=flags.data,
         group_by=flags.group_by,
@@ -88,16 +88,16 @@ def run(argv: list[str]) -> int:
         quiet=flags.json,
         page=page,
     )
-    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else render(document))
+    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else format_document(document))
     if flags.out is not None and not flags.json:
         print(flags.out / "report.html")
     return 0
 
 
-def _train(argv: list[str]) -> int:
-    flags: TrainFlags = parse(TrainFlags, "tokenizer train", argv)
+def _run_train(argv: list[str]) -> int:
+    flags: TrainFlags = parse_flags(TrainFlags, "tokenizer train", argv)
     from flatshift.experiments.report.chapters.tokenizer import page
-    from flatshift.experiments.workflows.tokenizer_schemes import render, train_schemes
+    from flatshift.experiments.workflows.tokenizer_schemes import format_document, train_schemes
     from flatshift.finetune.errors import UserError
     from flatshift.finetune.train.small_decoder import SmallDecoder
 
@@ -122,5 +122,5 @@ def _train(argv: list[str]) -> int:
     if flags.json:
         print(json.dumps(document, indent=2, ensure_ascii=False))
     else:
-        print(*filter(None, [render(document), str(flags.out / "report.html")]), sep="\n")
+        print(*filter(None, [format_document(document), str(flags.out / "report.html")]), sep="\n")
     return 0

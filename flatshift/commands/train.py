@@ -9,14 +9,14 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.api import draw
-from flatshift.command_line import data_override, parse, spawn_ranks, split_overrides
+from flatshift.api import draw_report
+from flatshift.command_line import data_override, parse_flags, spawn_ranks, split_overrides
 from flatshift.experiments.recipe import load_recipe, resume_recipe
-from flatshift.experiments.recipe.auto import axis_flags, mesh_flags, named_axes
-from flatshift.experiments.recipe.schema import keys_by_room
+from flatshift.experiments.recipe.auto import axis_flags, find_mesh_overrides, mesh_flags
+from flatshift.experiments.recipe.schema import format_keys_by_block
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import consistency, failure, spawn
-from flatshift.finetune.run_directory import RECIPE, refuse_old
+from flatshift.finetune.run_directory import RECIPE, check_replaceable
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def run(argv: list[str]) -> int:
     """Run `flatshift train`."""
     rest, overrides = split_overrides(argv, Flags)
     try:
-        flags: Flags = parse(Flags, "train", rest)
+        flags: Flags = parse_flags(Flags, "train", rest)
     except SystemExit:  # --help was asked for
-        print(keys_by_room())
+        print(format_keys_by_block())
         raise
     overrides = data_override(flags.data, overrides)
     if (flags.recipe is None) == (flags.resume is None):
@@ -55,32 +55,32 @@ def run(argv: list[str]) -> int:
         if flags.out is not None:
             raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
         found = resume_recipe(flags.resume, overrides)
-        if chosen := mesh_flags(found.recipe, given=named_axes(overrides)):
+        if chosen := mesh_flags(found.recipe, given=find_mesh_overrides(overrides)):
             # The mesh was chosen automatically: start over with its axes as flags.
             return run([*argv, *chosen])
-        if spawn.wants_ranks(found.recipe.mesh):
+        if spawn.must_spawn_ranks(found.recipe.mesh):
             return spawn_ranks("train", argv, found.recipe, flags.resume)
     else:
         resolved = load_recipe(flags.recipe, overrides)
         if chosen := mesh_flags(resolved.recipe):
             return run([*argv, *chosen])
-        if spawn.wants_ranks(resolved.recipe.mesh):
+        if spawn.must_spawn_ranks(resolved.recipe.mesh):
             if flags.out is None:
                 with consistency.dated_directory("runs", resolved.name) as new:
                     return spawn_ranks("train", [*argv, "--out", str(new)], resolved.recipe, new)
-            refuse_old(flags.out, resumable=True)
+            check_replaceable(flags.out, resumable=True)
             return spawn_ranks("train", argv, resolved.recipe, flags.out)
-        if flags.out is not None and spawn.restarted() and (flags.out / RECIPE).is_file():
+        if flags.out is not None and spawn.was_restarted() and (flags.out / RECIPE).is_file():
             _, axes = split_overrides(axis_flags(resolved.recipe.mesh), Flags)  # there may be fewer ranks than before
             resolved = None
-        elif flags.out is None and failure.several() and spawn.restarts_allowed():
+        elif flags.out is None and failure.is_multi_rank() and spawn.may_restart():
             raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
     from flatshift.experiments.workflows.train import resume, train
 
     def draw_page(directory: Path, *parts: Path) -> Path:
         nonlocal run_directory
         run_directory = directory
-        return draw(directory, *parts)
+        return draw_report(directory, *parts)
 
     if resolved is not None:
         result = train(resolved, flags.out, quiet=flags.json, verbose=flags.verbose, draw=draw_page)
@@ -92,5 +92,5 @@ def run(argv: list[str]) -> int:
     if flags.json:
         print(json.dumps(result, indent=2, ensure_ascii=False))
     elif run_directory is not None:
-        outcome.of_training(run_directory)
+        outcome.print_training_outcome(run_directory)
     return 0

@@ -21,14 +21,14 @@ from flatshift.regularizers.mesh import ALONE, Placement
 _FACTORS = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return this process's part of `tensor`, detached but sharing memory: writing to it writes to `tensor`."""
     tensor = tensor.detach()
     part: Any = tensor
     return part.to_local() if is_sharded(tensor) else tensor
 
 
-class Adapters:
+class AdapterParameters:
     """θ of one model. Methods that are collective on a mesh are marked as such."""
 
     def __init__(self, model: nn.Module, placement: Placement = ALONE, *, heads: bool = False) -> None:
@@ -61,7 +61,7 @@ class Adapters:
 
     def values(self) -> dict[str, Tensor]:
         """Return this process's parts of θ; writing to them writes to the model."""
-        return {name: local(parameter) for name, parameter in self.parameters.items()}
+        return {name: local_tensor(parameter) for name, parameter in self.parameters.items()}
 
     def gradients(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
         """Return this process's parts of ∂L/∂θ ÷ `loss_scale` in float32 (float64 for float64); zero where there is
@@ -72,12 +72,12 @@ class Adapters:
         """
         found = {}
         for name, parameter in self.parameters.items():
-            like = local(parameter)
+            like = local_tensor(parameter)
             wide = torch.promote_types(like.dtype, torch.float32)
             if parameter.grad is None:
                 found[name] = torch.zeros_like(like, dtype=wide)
             else:
-                gradient = local(parameter.grad).to(wide)
+                gradient = local_tensor(parameter.grad).to(wide)
                 found[name] = gradient if loss_scale == 1 else gradient / loss_scale
         return found
 

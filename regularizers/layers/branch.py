@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from flatshift.regularizers.errors import RegularizerError
 from flatshift.regularizers.layers.forward import ForwardSwap
-from flatshift.regularizers.layers.fused import FusedNoise, LoraParts, fusible
+from flatshift.regularizers.layers.fused import FusedNoise, LoraParts, fusible_parts
 from flatshift.regularizers.layers.sites import LoraSite
 
 
@@ -55,7 +55,7 @@ class NoiseBranch:
         self.probe.grad = None  # from a backward that ran after its step had ended
         self.noise_in, self.noise_out, self.probe_in = noise_in, noise_out, probe_in
         self._leaf = self.probe if probe_in.shape[1] else self.probe.detach()[:, :0]
-        self._fused = fusible(self.site.layer) if self._swap.patched is None else None
+        self._fused = fusible_parts(self.site.layer) if self._swap.patched is None else None
         self._swap.put(self)
 
     def redraw(self, noise_in: Tensor, noise_out: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshift.regularizers.errors import RegularizerError
-from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites, refuse_none
+from flatshift.regularizers.layers.sites import LoraSite, check_has_linear_layers, find_lora_sites
 from flatshift.regularizers.mesh import Placement
 
 Forward = Callable[..., Tensor]
@@ -66,7 +66,7 @@ Term = Callable[[Tensor, Tensor], Tensor]
 """Function (output y (..., m), input x (..., n) before any dropout) → new output."""
 
 
-class WithTerm:
+class ForwardWithTerm:
     """A layer's forward followed by a term."""
 
     def __init__(self, layer: Any, own: Forward, term: Term) -> None:
@@ -79,7 +79,7 @@ class WithTerm:
         return y if self.layer.disable_adapters else self.term(y, x)
 
 
-class AddedTerm:
+class OutputTerm:
     """Adds a term after one layer's own forward, whatever that computes, and removes it again without a trace."""
 
     def __init__(self, site: LoraSite) -> None:
@@ -91,20 +91,20 @@ class AddedTerm:
 
         Raises RegularizerError if the adapter is merged into the backbone.
         """
-        self._swap.put(WithTerm(self.site.layer, self._swap.begin(), term))
+        self._swap.put(ForwardWithTerm(self.site.layer, self._swap.begin(), term))
 
     def remove(self) -> None:
         """Restore the layer's forward; no-op if nothing is installed."""
         self._swap.restore()
 
 
-def linear_sites(model: nn.Module, placement: Placement, method: str) -> list[LoraSite]:
+def find_linear_sites(model: nn.Module, placement: Placement, method: str) -> list[LoraSite]:
     """Return the linear LoRA layers of `model`; warn about LoRA layers of other kinds, which stay unchanged.
 
     Raises RegularizerError, naming `method`, if there is none.
     """
     sites, others = find_lora_sites(model, placement)
-    refuse_none(len(sites), others, f"{method} works on")
+    check_has_linear_layers(len(sites), others, f"{method} works on")
     if others:
         _log.warning(
             "%s leaves %d LoRA layers that are not linear alone, e.g. %s: they train unperturbed",
@@ -115,7 +115,7 @@ def linear_sites(model: nn.Module, placement: Placement, method: str) -> list[Lo
     return sites
 
 
-def refuse_cut_layers(placement: Placement, method: str) -> None:
+def check_whole_layers(placement: Placement, method: str) -> None:
     """Raise RegularizerError on a mesh whose processes hold parts of the layers, or different layers. Collective."""
     ranks = torch.ones(2, device=placement.device)
     placement.sum_tensor(ranks[0])

@@ -25,26 +25,26 @@ from flatshift.regularizers.errors import RegularizerError
 
 def is_quantised(base: Any) -> bool:
     """True if the linear layer `base` stores something other than the float matrix it computes with."""
-    return _four_bit(base) is not None or _int8_scales(base) is not None or _is_torchao(base.weight)
+    return _four_bit_state(base) is not None or _int8_scales(base) is not None or _is_torchao(base.weight)
 
 
-def value_dtype(base: Any) -> torch.dtype:
-    """Return the dtype of `values(base)`."""
-    state = _four_bit(base)
+def base_weight_dtype(base: Any) -> torch.dtype:
+    """Return the dtype of `base_weight(base)`."""
+    state = _four_bit_state(base)
     if state is not None:
         dtype: torch.dtype = state.dtype
         return dtype
     return torch.float32 if _int8_scales(base) is not None else base.weight.dtype  # type: ignore[no-any-return]
 
 
-def value_shape(base: Any) -> tuple[int, ...]:
-    """Return the shape of `values(base)`."""
-    state = _four_bit(base)
+def base_weight_shape(base: Any) -> tuple[int, ...]:
+    """Return the shape of `base_weight(base)`."""
+    state = _four_bit_state(base)
     return tuple(base.weight.shape if state is None else state.shape)
 
 
 @torch.no_grad()
-def values(base: Any, stored: Tensor | None = None) -> Tensor:
+def base_weight(base: Any, stored: Tensor | None = None) -> Tensor:
     """Return W0 (m, n) as `base` computes with it, a copy if `base` is quantised.
 
     stored: the full stored tensor, if `base.weight` itself is only a part (FSDP2's packed 4-bit bytes).
@@ -52,18 +52,18 @@ def values(base: Any, stored: Tensor | None = None) -> Tensor:
     lets no gradient through.
     """
     weight = base.weight.detach() if stored is None else stored
-    state = _four_bit(base)
+    state = _four_bit_state(base)
     if state is not None:
         if getattr(state, "packing_format_for_cpu", False):
             raise RegularizerError(
                 "a 4-bit layer was repacked by bitsandbytes for inference on the CPU, where no gradient passes; load "
                 "the backbone anew and set `support_avx512bf16_for_cpu = False` on its Linear4bit layers first"
             )
-        dequantised: Tensor = import_module("bitsandbytes").functional.dequantize_4bit(_plain(weight), state)
+        dequantised: Tensor = import_module("bitsandbytes").functional.dequantize_4bit(_as_plain_tensor(weight), state)
         return dequantised
     scales = _int8_scales(base)
     if scales is not None:
-        return _plain(weight).float().mul_(scales.float().div(127)[:, None])
+        return _as_plain_tensor(weight).float().mul_(scales.float().div(127)[:, None])
     if _is_torchao(weight):
         read = getattr(weight, "get_original_weight", None) or weight.dequantize  # only NF4Tensor has the former
         whole: Tensor = read()
@@ -71,12 +71,12 @@ def values(base: Any, stored: Tensor | None = None) -> Tensor:
     return weight
 
 
-def _plain(weight: Tensor) -> Tensor:
+def _as_plain_tensor(weight: Tensor) -> Tensor:
     """Drop a parameter's tensor subclass, which would propagate into results."""
     return weight.as_subclass(Tensor)
 
 
-def _four_bit(base: Any) -> Any:
+def _four_bit_state(base: Any) -> Any:
     """Return bitsandbytes' `QuantState` of a 4-bit layer: from the parameter, or from the layer once FSDP2 has replaced
     the parameter by its own."""
     state = getattr(base.weight, "quant_state", None)

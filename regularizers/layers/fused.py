@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flatshift.regularizers.layers.forward import Forward, WithTerm
+from flatshift.regularizers.layers.forward import Forward, ForwardWithTerm
 from flatshift.regularizers.layers.frozen import accumulation_dtype, is_quantised
 from flatshift.regularizers.layers.sites import active_adapters, has_variant, is_lora, linear_shape
 
 
-def shaped(y: Tensor, shape: Sequence[int]) -> Tensor:
+def unsafe_reshape(y: Tensor, shape: Sequence[int]) -> Tensor:
     """Return `y` in another shape; `y` must have no other reference.
 
     A plain view returned by an autograd function could not be modified in place by the model (DeBERTa, LED do so).
@@ -35,12 +35,12 @@ def shaped(y: Tensor, shape: Sequence[int]) -> Tensor:
     return out
 
 
-def _up(noise_out: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+def _up_projection(noise_out: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """Return [U, sB] (m, k + r)."""
     return torch.cat([noise_out, b * scaling], 1).to(dtype)
 
 
-def _signed(z: Tensor, signs: Tensor | None) -> None:
+def _apply_signs(z: Tensor, signs: Tensor | None) -> None:
     """Multiply the columns of z (samples·T, k) in place by each sample's `signs` (samples, k), if given."""
     if signs is not None:
         z.unflatten(0, (len(signs), -1)).mul_(signs[:, None])
@@ -71,7 +71,7 @@ class FusedLora(torch.autograd.Function):
         y.addmm_(z, b.to(x.dtype).T, alpha=scaling)
         ctx.save_for_backward(rows, dropped, z, weight, a, b)
         ctx.scaling = scaling
-        return shaped(y, (*x.shape[:-1], y.shape[-1]))
+        return unsafe_reshape(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -133,13 +133,13 @@ class FusedNoise(torch.autograd.Function):
             dropped = dropped.reshape(rows.shape)
             noisy = rows @ torch.cat([noise_in, probe_in], 1).to(dtype)
             z = torch.cat([noisy[:, :k], dropped @ a.to(dtype).T, noisy[:, k:]], 1)
-        _signed(z[:, :k], signs)
+        _apply_signs(z[:, :k], signs)
         y = F.linear(rows, weight, bias)
-        y.addmm_(z[:, : k + r], _up(noise_out, b, scaling, dtype).T)
+        y.addmm_(z[:, : k + r], _up_projection(noise_out, b, scaling, dtype).T)
         # The backward needs only the columns of A and S_P; a view would keep S_V's alive too.
         ctx.save_for_backward(rows, dropped, z[:, k:].contiguous(), weight, a, b)
         ctx.frozen = (noise_in, noise_out, signs, scaling)
-        return shaped(y, (*x.shape[:-1], y.shape[-1]))
+        return unsafe_reshape(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -152,8 +152,8 @@ class FusedNoise(torch.autograd.Function):
         dtype = dy.dtype
         dx = ddropped = dweight = dbias = da = db = dprobe = None
         if need_x or need_dropped or need_a:
-            dz = dy @ _up(noise_out, b, scaling, dtype)
-            _signed(dz[:, :k], signs)
+            dz = dy @ _up_projection(noise_out, b, scaling, dtype)
+            _apply_signs(dz[:, :k], signs)
         if need_x:
             dx = dy @ weight
             if dropped is None:
@@ -191,12 +191,13 @@ class LoraParts:
     adapter: str
 
     def serve(self, layer: Any) -> bool:
-        """True if `fusible` would still return these parts for this layer, whose modules have not been replaced."""
+        """True if `fusible_parts` would still return these parts for this layer, whose modules have not been
+        replaced."""
         active = not layer.disable_adapters and list(layer.active_adapters) == [self.adapter]
         return (
             active
             and layer.scaling[self.adapter] == self.scaling
-            and not any(map(_hooked, (self.base, self.a, self.b, self.dropout)))
+            and not any(map(_has_hooks, (self.base, self.a, self.b, self.dropout)))
         )
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None:
@@ -215,13 +216,13 @@ class LoraParts:
         return x, dropped, weight.T if self.transposed else weight, bias
 
 
-def _hooked(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     """True if hooks or a patched forward make the module compute something other than its class's forward."""
     before = [hook for hook in module._forward_pre_hooks.values() if not getattr(hook, "keeps_values", False)]
     return bool(module._forward_hooks or before or module._backward_hooks) or "forward" in vars(module)
 
 
-def fusible(layer: Any) -> LoraParts | None:
+def fusible_parts(layer: Any) -> LoraParts | None:
     """Return the parts of a LoRA layer if the fused form supports it, else None.
 
     Supported: one active adapter with the plain rule W0 + sBA, a plain float weight, factors without bias, and no hooks
@@ -237,7 +238,7 @@ def fusible(layer: Any) -> LoraParts | None:
     known_dropout = type(dropout) in (nn.Identity, nn.Dropout)
     if shape is None or not (plain_base and plain_parts and known_dropout):
         return None
-    if any(map(_hooked, (base, a, b, dropout))):
+    if any(map(_has_hooks, (base, a, b, dropout))):
         return None
     drops = getattr(dropout, "p", 0.0) > 0
     return LoraParts(base, shape[2], a, b, dropout, drops, layer.scaling[active[0]], active[0])
@@ -264,7 +265,9 @@ class FusedLayers:
     """The plain LoRA layers of a PEFT model, computed in the fused form inside `working`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers: list[Any] = [module for module in model.modules() if is_lora(module) and _of_peft(module)]
+        self._layers: list[Any] = [
+            module for module in model.modules() if is_lora(module) and _uses_peft_forward(module)
+        ]
         self._fused: dict[Any, _FusedLayer] = {}
         """Fused forwards of the layers that were fusible before."""
 
@@ -281,7 +284,7 @@ class FusedLayers:
         try:
             for layer in self._layers:
                 outer = vars(layer).get("forward")
-                if layer.merged or not (outer is None or _calls_own(outer, layer)):
+                if layer.merged or not (outer is None or _wraps_own_forward(outer, layer)):
                     continue
                 fused = self._of(layer)
                 if fused is None:
@@ -307,19 +310,19 @@ class FusedLayers:
         """
         known = self._fused.get(layer)
         if known is None or not known.parts.serve(layer):
-            parts = fusible(layer)
+            parts = fusible_parts(layer)
             if parts is None:
                 return None
             known = self._fused[layer] = _FusedLayer(layer, parts)
         return known
 
 
-def _calls_own(outer: Any, layer: Any) -> bool:
+def _wraps_own_forward(outer: Any, layer: Any) -> bool:
     """True if the patched forward `outer` wraps the forward of the layer's class."""
-    return isinstance(outer, WithTerm) and getattr(outer.own, "__self__", None) is layer
+    return isinstance(outer, ForwardWithTerm) and getattr(outer.own, "__self__", None) is layer
 
 
-def _of_peft(module: nn.Module) -> bool:
+def _uses_peft_forward(module: nn.Module) -> bool:
     """True if calling `module` runs PEFT's own forward for linear layers, not a variant's (AdaLoRA's)."""
     forward = type(module).forward
     return (forward.__module__, forward.__qualname__) == ("peft.tuners.lora.layer", "Linear.forward")

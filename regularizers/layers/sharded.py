@@ -72,7 +72,7 @@ class ParameterShard:
 
 
 @torch.no_grad()
-def gathered(parameters: Sequence[Tensor]) -> list[Tensor]:
+def gather_parameters(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return each parameter in full, on its compute device.
 
     Collective if any of them is sharded: one all-gather for each process group and dtype, whatever the number of

@@ -27,7 +27,7 @@ _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
 
 
-def signed(word: int) -> int:
+def to_int64(word: int) -> int:
     """Return the int64 with the bits of an unsigned 64-bit word."""
     word &= _MASK
     return word - (1 << 64) if word >> 63 else word
@@ -43,17 +43,17 @@ def _mix_int(word: int) -> int:
 
 def mix64(words: Tensor) -> Tensor:
     """Apply SplitMix64's finaliser to int64 words, elementwise. The masks make the right shifts logical."""
-    words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * signed(_M1)
-    words = (words ^ ((words >> 27) & ((1 << 37) - 1))) * signed(_M2)
+    words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * to_int64(_M1)
+    words = (words ^ ((words >> 27) & ((1 << 37) - 1))) * to_int64(_M2)
     return words ^ ((words >> 31) & ((1 << 33) - 1))
 
 
 def mix64_(words: Tensor) -> Tensor:
     """Apply `mix64` in place, for many words: otherwise half of the time is spent on memory."""
     shifted = words >> 30
-    words.bitwise_xor_(shifted.bitwise_and_((1 << 34) - 1)).mul_(signed(_M1))
+    words.bitwise_xor_(shifted.bitwise_and_((1 << 34) - 1)).mul_(to_int64(_M1))
     torch.bitwise_right_shift(words, 27, out=shifted)
-    words.bitwise_xor_(shifted.bitwise_and_((1 << 37) - 1)).mul_(signed(_M2))
+    words.bitwise_xor_(shifted.bitwise_and_((1 << 37) - 1)).mul_(to_int64(_M2))
     torch.bitwise_right_shift(words, 31, out=shifted)
     return words.bitwise_xor_(shifted.bitwise_and_((1 << 33) - 1))
 
@@ -65,17 +65,17 @@ def layer_uid(name: str) -> int:
 
 def stream_id(name: str, side: Side) -> int:
     """Return the id of the sign stream of one side of a layer, as an int64; constant over a run."""
-    return signed(_mix_int(layer_uid(name) + _SIDES[side] * _GAMMA))
+    return to_int64(_mix_int(layer_uid(name) + _SIDES[side] * _GAMMA))
 
 
 def step_id(seed: int, step: int) -> int:
     """Return the part of a key that changes with every optimizer step, as an int64."""
-    return signed(_mix_int(_mix_int(seed + _GAMMA) + step * _GAMMA))
+    return to_int64(_mix_int(_mix_int(seed + _GAMMA) + step * _GAMMA))
 
 
 def micro_id(seed: int, step: int, micro: int) -> int:
     """Return the part of a key that changes with every micro-batch (from 0) of every optimizer step, as an int64."""
-    return signed(_mix_int(step_id(seed, step) + (micro + 1) * _GAMMA))
+    return to_int64(_mix_int(step_id(seed, step) + (micro + 1) * _GAMMA))
 
 
 def stream_keys(streams: Tensor, step: int) -> Tensor:
@@ -83,9 +83,9 @@ def stream_keys(streams: Tensor, step: int) -> Tensor:
     return mix64(streams ^ step)
 
 
-def counters(indices: Tensor) -> Tensor:
+def counter_values(indices: Tensor) -> Tensor:
     """Return the counter values of global rows or columns (int64)."""
-    return (indices + 1) * signed(_GAMMA)
+    return (indices + 1) * to_int64(_GAMMA)
 
 
 def sign_words(keys: Tensor, counters: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def sign_words(keys: Tensor, counters: Tensor) -> Tensor:
     return mix64(keys + counters)
 
 
-class Streams:
+class SignStreams:
     """Words of many streams in one call: stream i at its own indices, one stream after another."""
 
     def __init__(self, streams: Sequence[int], indices: Sequence[Tensor], device: torch.device) -> None:
@@ -107,7 +107,7 @@ class Streams:
     def words(self, step: int) -> Tensor:
         """Return the words at one `step_id` or `micro_id`, int64 (Σ lengths,)."""
         keys = torch.repeat_interleave(stream_keys(self._streams, step), self._lengths, output_size=self._total)
-        return sign_words(keys, counters(self._indices.long()))
+        return sign_words(keys, counter_values(self._indices.long()))
 
 
 @lru_cache(maxsize=16)
@@ -117,7 +117,7 @@ def _byte_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     return (bits * 2 - 1).to(device=device, dtype=dtype)
 
 
-def unpack(words: Tensor, columns: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def unpack_signs(words: Tensor, columns: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return signs ±1 (N, columns) from the lowest bits of N words."""
     if not 0 <= columns <= MAX_COLUMNS:
         raise ValueError(f"a word gives at most {MAX_COLUMNS} signs, not {columns}")
@@ -129,7 +129,7 @@ def unpack(words: Tensor, columns: int, *, dtype: torch.dtype = torch.float32) -
     return signs[:, :columns]
 
 
-def signs(
+def draw_signs(
     *,
     seed: int,
     step: int,
@@ -150,4 +150,4 @@ def signs(
         indices = torch.arange(indices.start, indices.stop, indices.step, dtype=torch.int64)
     stream = torch.tensor([stream_id(layer, side)], device=indices.device)
     key = step_id(seed, step) if micro is None else micro_id(seed, step, micro)
-    return unpack(sign_words(stream_keys(stream, key), counters(indices)), columns, dtype=dtype)
+    return unpack_signs(sign_words(stream_keys(stream, key), counter_values(indices)), columns, dtype=dtype)

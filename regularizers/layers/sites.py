@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from flatshift.regularizers.errors import RegularizerError
 from flatshift.regularizers.layers.frozen import (
     adapted_squared_row_norms,
+    base_weight,
+    base_weight_dtype,
+    base_weight_shape,
     is_quantised,
     squared_row_norms,
     squared_update_norms,
-    value_dtype,
-    value_shape,
-    values,
 )
-from flatshift.regularizers.layers.sharded import ParameterShard, compute_device, gathered, is_sharded
+from flatshift.regularizers.layers.sharded import ParameterShard, compute_device, gather_parameters, is_sharded
 from flatshift.regularizers.mesh import ALONE, Placement, ShardSlice
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -34,7 +34,7 @@ def canonical_name(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _LocalBlock:
     """Block of W0 (m, n) that this process counts: `weight()` covers exactly these rows and columns."""
 
     rows: slice
@@ -77,7 +77,7 @@ class LoraSite:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the values of W0."""
-        return value_dtype(self.base)
+        return base_weight_dtype(self.base)
 
     @property
     def whole_rows(self) -> int:
@@ -171,22 +171,24 @@ class LoraSite:
             beside.append(scaled * next(diagonals) if name in has_diagonal else scaled)
         return torch.cat(above), torch.cat(beside, 1)
 
-    def _held(self) -> _Held:
+    def _held(self) -> _LocalBlock:
         part, whole = ParameterShard.of(self.base.weight), slice(None)
         if part.group is None:
-            return _Held(whole, whole, lambda: self._oriented(values(self.base)))
+            return _LocalBlock(whole, whole, lambda: self._oriented(base_weight(self.base)))
         if self.quantised:  # parts of packed bytes are not matrices: each rank unpacks some rows of the whole
             step = -(-self.rows // len(part.bounds))
             rows = slice(min(part.rank * step, self.rows), min((part.rank + 1) * step, self.rows))
-            return _Held(rows, whole, lambda: values(self.base, *gathered([self.base.weight]))[rows])
+            return _LocalBlock(
+                rows, whole, lambda: base_weight(self.base, *gather_parameters([self.base.weight]))[rows]
+            )
         held = slice(part.start, part.stop)
         rows, columns = (held, whole) if (part.dim == 1) == self.transposed else (whole, held)
-        return _Held(rows, columns, lambda: self._oriented(part.tensor))
+        return _LocalBlock(rows, columns, lambda: self._oriented(part.tensor))
 
     def _oriented(self, weight: Tensor) -> Tensor:
         return weight.T if self.transposed else weight
 
-    def _held_norms(self, held: _Held) -> Tensor:
+    def _held_norms(self, held: _LocalBlock) -> Tensor:
         key = (held.rows.start, held.rows.stop, held.columns.start, held.columns.stop)
         if key not in self._base_norms:
             self._base_norms[key] = squared_row_norms(held.weight()).to(self.device)
@@ -199,7 +201,7 @@ def _whole_factor(part: Any, weight: Tensor) -> Tensor:
     return weight if blocks is None else torch.block_diag(*weight.chunk(blocks))
 
 
-def _is_factor(part: Any, columns: int) -> bool:
+def _multiplies_input(part: Any, columns: int) -> bool:
     """True if `part` multiplies the layer's own input (QA-LoRA multiplies means over groups of it)."""
     return (isinstance(part, nn.Linear) and part.weight.shape[1] == columns) or hasattr(part, "nblocks")
 
@@ -249,13 +251,17 @@ def find_lora_sites(model: nn.Module, placement: Placement = ALONE) -> tuple[lis
         name = canonical_name(raw)
         base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer.base_layer
         shape = linear_shape(base)
-        if shape is None or not layer.lora_A or not all(_is_factor(a, shape[1]) for a in layer.lora_A.values()):
+        if shape is None or not layer.lora_A or not all(_multiplies_input(a, shape[1]) for a in layer.lora_A.values()):
             others.append(name)
             continue
         rows, columns, transposed = shape
         weight = base.weight
         stored = (columns, rows) if transposed else (rows, columns)
-        if value_shape(base) != stored or not value_dtype(base).is_floating_point or not _has_values(weight):
+        if (
+            base_weight_shape(base) != stored
+            or not base_weight_dtype(base).is_floating_point
+            or not _has_values(weight)
+        ):
             raise RegularizerError(
                 f"layer {name} keeps its weight as {weight.dtype} {tuple(weight.shape)}, from which no {rows}x{columns}"
                 " matrix can be read (of quantised weights those of bitsandbytes and torchao can); load the backbone "
@@ -272,7 +278,7 @@ def find_lora_sites(model: nn.Module, placement: Placement = ALONE) -> tuple[lis
     return sites, others
 
 
-def refuse_none(layers: int, others: list[str], what: str) -> None:
+def check_has_linear_layers(layers: int, others: list[str], what: str) -> None:
     """Raise RegularizerError if there is no linear LoRA layer.
 
     others: names of LoRA layers of other kinds. what: subject and verb of the message, before "adapted linear layers".

@@ -28,18 +28,18 @@ from torch import Tensor, nn
 
 from flatshift.regularizers.config import BAR
 from flatshift.regularizers.errors import RegularizerError
-from flatshift.regularizers.layers.adapters import Adapters
+from flatshift.regularizers.layers.adapters import AdapterParameters
 from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods.preconditions import (
     SCHEDULES,
+    check_not_attached,
     check_state,
-    demand_length,
+    check_step_entry,
     lora_layers,
     mark_hooked,
-    refuse_reentry,
-    refuse_second_attach,
-    release,
+    release_hooked,
     require,
+    require_nonnegative,
 )
 from flatshift.regularizers.protocol import MetricTensors, Regularizer
 
@@ -71,11 +71,11 @@ class BARRegularizer(Regularizer):
     """
 
     def __init__(self, config: BAR) -> None:
-        demand_length("alpha", config.alpha)
+        require_nonnegative("alpha", config.alpha)
         require(config.form in ("nbar", "obar"), "form", config.form, "`nbar` or `obar`")
         require(config.schedule in SCHEDULES, "schedule", config.schedule, "`constant`, `linear` or `cosine`")
         self.config = config
-        self._adapters: Adapters | None = None
+        self._adapters: AdapterParameters | None = None
         self._placement: Placement = ALONE
         self._pairs: list[tuple[str, str]] = []
         self._layers = 0
@@ -89,14 +89,14 @@ class BARRegularizer(Regularizer):
         self._grown = torch.zeros(())
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        refuse_second_attach(self._adapters is not None)
+        check_not_attached(self._adapters is not None)
         if self.config.schedule != "constant" and total_steps < 1:
             raise RegularizerError(
                 f"regularizer.schedule: {self.config.schedule} falls over the optimizer steps, but there are "
                 f"{total_steps}; give the number of steps, or use `constant`"
             )
         self._placement = placement or ALONE
-        adapters = Adapters(model, self._placement)
+        adapters = AdapterParameters(model, self._placement)
         narrow = next((name for name, p in adapters.parameters.items() if p.dtype.itemsize < 4), None)
         if narrow is not None:
             raise RegularizerError(
@@ -123,7 +123,7 @@ class BARRegularizer(Regularizer):
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        refuse_reentry("bar", t, attached=self._adapters is not None, inside=self._inside)
+        check_step_entry("bar", t, attached=self._adapters is not None, inside=self._inside)
         self._step, self._inside = t, True
         self._before, self._scales = {}, {}
         try:
@@ -203,6 +203,6 @@ class BARRegularizer(Regularizer):
         self._step = int(state["bar.step"])
 
     def detach(self) -> None:
-        release(self)
+        release_hooked(self)
         self._adapters, self._placement, self._inside = None, ALONE, False
         self._pairs, self._layers, self._before, self._scales = [], 0, {}, {}

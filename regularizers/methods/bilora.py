@@ -26,16 +26,16 @@ from torch.nn import functional as F
 
 from flatshift.regularizers.config import BiLora
 from flatshift.regularizers.errors import RegularizerError
-from flatshift.regularizers.layers.forward import AddedTerm, linear_sites, refuse_cut_layers
+from flatshift.regularizers.layers.forward import OutputTerm, check_whole_layers, find_linear_sites
 from flatshift.regularizers.layers.sites import LoraSite
 from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods.preconditions import (
-    demand_length,
+    check_not_attached,
+    check_step_entry,
     mark_hooked,
-    refuse_reentry,
-    refuse_second_attach,
-    release,
+    release_hooked,
     require,
+    require_nonnegative,
 )
 from flatshift.regularizers.protocol import MetricTensors, Regularizer
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def drawn_a(seed: int, layer: str, rank: int, columns: int) -> Tensor:
+def draw_a(seed: int, layer: str, rank: int, columns: int) -> Tensor:
     """Draw A₂ (rank, columns) as PEFT draws A: uniform in ±1/√columns; the same for a layer's name on any mesh."""
     key = int.from_bytes(hashlib.sha256(f"{seed}/{layer}/bi-lora".encode()).digest()[:8], "big") >> 1
     drawn = torch.rand(rank, columns, generator=torch.Generator().manual_seed(key))
@@ -57,7 +57,7 @@ def squared_product_norm(a: Tensor, b: Tensor) -> Tensor:
     return ((b.T @ b).double() * (a @ a.T).double()).sum()
 
 
-def _second_adapter(a: Tensor, b: Tensor, y: Tensor, x: Tensor) -> Tensor:
+def _add_second_adapter(a: Tensor, b: Tensor, y: Tensor, x: Tensor) -> Tensor:
     return y + F.linear(F.linear(x.to(y.dtype), a.to(y.dtype)), b.to(y.dtype)).to(y.dtype)
 
 
@@ -71,9 +71,9 @@ class BiLoraRegularizer(Regularizer):
     def __init__(self, config: BiLora) -> None:
         require(math.isfinite(config.rho) and config.rho > 0, "rho", config.rho, "a number > 0")
         require(config.rank >= 1, "rank", config.rank, "a number ≥ 1")
-        demand_length("lr_scale", config.lr_scale)
+        require_nonnegative("lr_scale", config.lr_scale)
         self.config = config
-        self._terms: list[AddedTerm] = []
+        self._terms: list[OutputTerm] = []
         self._factors: dict[str, Tensor] = {}
         """A₂ and B₂ of every layer, `<layer>.A` (r, n) and `<layer>.B` (m, r), float32 (float64 for float64 layers)."""
         self._optimizer: torch.optim.AdamW | None = None
@@ -88,12 +88,12 @@ class BiLoraRegularizer(Regularizer):
         self._on_host = True
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        refuse_second_attach(bool(self._terms))
+        check_not_attached(bool(self._terms))
         placement = placement or ALONE
-        refuse_cut_layers(placement, "Bi-LoRA")
-        sites = linear_sites(model, placement, "Bi-LoRA")
+        check_whole_layers(placement, "Bi-LoRA")
+        sites = find_linear_sites(model, placement, "Bi-LoRA")
         mark_hooked({site.name: site.layer for site in sites}, self)
-        self._placement, self._terms = placement, [AddedTerm(site) for site in sites]
+        self._placement, self._terms = placement, [OutputTerm(site) for site in sites]
         self._factors = {name: factor for site in sites for name, factor in self._fresh(site, seed).items()}
         device = sites[0].device
         # A fused optimizer can be made to skip its step by a flag on the device; on a CPU the flag is simply read
@@ -110,19 +110,19 @@ class BiLoraRegularizer(Regularizer):
 
     def _fresh(self, site: LoraSite, seed: int) -> dict[str, Tensor]:
         rank, double = self.config.rank, site.dtype == torch.float64
-        a = drawn_a(seed, site.name, rank, site.columns)
+        a = draw_a(seed, site.name, rank, site.columns)
         factors = {f"{site.name}.A": a, f"{site.name}.B": torch.zeros(site.rows, rank)}
         dtype = torch.float64 if double else torch.float32
         return {name: value.to(site.device, dtype).requires_grad_() for name, value in factors.items()}
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        refuse_reentry("Bi-LoRA", t, attached=bool(self._terms), inside=self._inside)
+        check_step_entry("Bi-LoRA", t, attached=bool(self._terms), inside=self._inside)
         self._step, self._gradients, self._inside = t, None, True
         try:
             for term in self._terms:
                 factors = (self._factors[f"{term.site.name}.{which}"] for which in "AB")
-                term.install(partial(_second_adapter, *factors))
+                term.install(partial(_add_second_adapter, *factors))
             yield range(1)
             self._gradients = self._read(loss_scale)
         finally:
@@ -256,6 +256,6 @@ class BiLoraRegularizer(Regularizer):
 
     def detach(self) -> None:
         self._let_go()
-        release(self)
+        release_hooked(self)
         self._terms, self._factors, self._optimizer, self._gradients = [], {}, None, None
         self._placement = ALONE

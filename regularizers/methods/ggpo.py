@@ -24,12 +24,12 @@ from flatshift.regularizers.errors import RegularizerError
 from flatshift.regularizers.layers.branch import NoiseBranch
 from flatshift.regularizers.layers.frozen import accumulation_dtype
 from flatshift.regularizers.layers.signs import MAX_COLUMNS, micro_id, step_id
-from flatshift.regularizers.layers.sites import find_lora_sites, refuse_none
+from flatshift.regularizers.layers.sites import check_has_linear_layers, find_lora_sites
 from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods import preconditions
 from flatshift.regularizers.methods.guidance import scheduled_sigma
 from flatshift.regularizers.methods.noise_scales import FIGURES, NoiseScales
-from flatshift.regularizers.methods.preconditions import mark_hooked, release
+from flatshift.regularizers.methods.preconditions import mark_hooked, release_hooked
 from flatshift.regularizers.methods.samples import SampleCounts
 from flatshift.regularizers.protocol import MetricTensors, Regularizer
 
@@ -51,11 +51,11 @@ def check_settings(config: GGPO) -> None:
         names = [f"`{name}`" for name in known]
         demand(getattr(config, key) in known, key, f"{', '.join(names[:-1])} or {names[-1]}")
 
-    preconditions.demand_length("sigma", config.sigma)
-    preconditions.demand_length("beta", config.beta)
+    preconditions.require_nonnegative("sigma", config.sigma)
+    preconditions.require_nonnegative("beta", config.beta)
     demand(0 <= config.ema < 1, "ema", "a number in [0, 1)")
     demand(config.refresh >= 1, "refresh", "a number of steps ≥ 1")
-    preconditions.demand_length("tolerance", config.tolerance)
+    preconditions.require_nonnegative("tolerance", config.tolerance)
     demand(config.rank is None or 1 <= config.rank <= MAX_COLUMNS, "rank", f"null or a number from 1 to {MAX_COLUMNS}")
     fewest = 1 if config.beta > 0 else 0
     needed = " (β > 0 needs the gradient sketch)" if fewest else ""
@@ -97,7 +97,7 @@ class GGPORegularizer(Regularizer):
         self._batches = SampleCounts()
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        preconditions.refuse_second_attach(self._attached)
+        preconditions.check_not_attached(self._attached)
         if self.config.schedule != "constant" and total_steps < 1:
             raise RegularizerError(
                 f"regularizer.schedule: {self.config.schedule} ramps over the optimizer steps, but there are "
@@ -122,7 +122,7 @@ class GGPORegularizer(Regularizer):
         counts = torch.tensor([len(sites), sum(site.whole_rows for site in sites), len(others)], device=self._device)
         self._placement.sum_pipeline(counts)
         self._layers, self._rows, self._left_alone = counts.tolist()
-        refuse_none(self._layers, others, "GGPO perturbs")
+        check_has_linear_layers(self._layers, others, "GGPO perturbs")
         mark_hooked({site.name: site.layer for site in sites}, self)
         if others:
             _log.warning(
@@ -137,7 +137,7 @@ class GGPORegularizer(Regularizer):
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        preconditions.refuse_reentry("GGPO", t, attached=self._attached, inside=self._inside)
+        preconditions.check_step_entry("GGPO", t, attached=self._attached, inside=self._inside)
         self._step, self._recomputed = t, 0
         sigma = scheduled_sigma(self.config.sigma, self.config.schedule, t, self._total_steps)
         if sigma == 0:  # not a branch of zeros: exactly the operations of plain LoRA
@@ -276,7 +276,7 @@ class GGPORegularizer(Regularizer):
     def detach(self) -> None:
         for bank in self._banks:
             bank.restore()
-        release(self)
+        release_hooked(self)
         self._banks, self._model, self._attached, self._inside = [], None, False, False
         self._placement, self._layers, self._rows, self._left_alone = ALONE, 0, 0, 0
 

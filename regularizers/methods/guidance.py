@@ -30,20 +30,20 @@ def layer_means(values: Tensor, sizes: list[int]) -> Tensor:
     return torch.stack([part.mean() for part in values.split(sizes)])
 
 
-def debiased(ema: Tensor, updates: Tensor, decay: float) -> Tensor:
+def debias_ema(ema: Tensor, updates: Tensor, decay: float) -> Tensor:
     """Return v = EMA / (1 − b^t) per row, zero before the first estimate (`updates` is t per row)."""
     weight = 1 - decay ** updates.to(ema.dtype)
     return torch.where(updates > 0, ema / weight.clamp_min(torch.finfo(ema.dtype).tiny), torch.zeros_like(ema))
 
 
-def gradient_form(norms: Tensor, v: Tensor, mode: Mode) -> Tensor:
+def unscaled_gradient_share(norms: Tensor, v: Tensor, mode: Mode) -> Tensor:
     """Return the unscaled gradient part of each row's power, (rows,): v_i, or |W'_i|² v_i for the product."""
     return norms * v if mode == "relative-product" else v
 
 
-def gradient_level(norms: Tensor, forms: Tensor) -> Tensor:
-    """Return the factor that scales `gradient_form` to the size of |W'|², from the sums (or means) of both over the
-    same rows; zero while no gradient is known."""
+def gradient_share_scale(norms: Tensor, forms: Tensor) -> Tensor:
+    """Return the factor that scales `unscaled_gradient_share` to the size of |W'|², from the sums (or means) of both
+    over the same rows; zero while no gradient is known."""
     known = forms > 0
     return torch.where(known, norms / torch.where(known, forms, torch.ones_like(forms)), 0.0)
 
@@ -51,7 +51,8 @@ def gradient_level(norms: Tensor, forms: Tensor) -> Tensor:
 def power_shares(norms: Tensor, form: Tensor, level: Tensor, *, beta: float, mode: Mode) -> tuple[Tensor, Tensor]:
     """Return n·σ_i²/σ² of every row, and its part that comes from the gradient; both (rows,).
 
-    norms: |W'_i|²; form: `gradient_form`; level: `gradient_level` over the row's layer, or over the whole model.
+    norms: |W'_i|²; form: `unscaled_gradient_share`; level: `gradient_share_scale` over the row's layer, or over the
+    whole model.
 
         relative: (|W'_i|² + β v_i·Σ|W'|²/Σv)/(1+β).
         relative-product: |W'_i|² (1 + β v_i·Σ|W'|²/Σ|W'|²v)/(1+β).

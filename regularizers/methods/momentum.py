@@ -40,19 +40,19 @@ from torch import Tensor, nn
 
 from flatshift.regularizers.config import MGPO, MSAM
 from flatshift.regularizers.errors import RegularizerError
-from flatshift.regularizers.layers.adapters import Adapters
+from flatshift.regularizers.layers.adapters import AdapterParameters
 from flatshift.regularizers.layers.branch import NoiseBranch
 from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites
 from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods.preconditions import (
+    check_not_attached,
     check_state,
-    demand_length,
+    check_step_entry,
     lora_layers,
     mark_hooked,
-    refuse_reentry,
-    refuse_second_attach,
-    release,
+    release_hooked,
     require,
+    require_nonnegative,
 )
 from flatshift.regularizers.protocol import MetricTensors, Regularizer
 
@@ -69,7 +69,7 @@ def mgpo(config: MGPO) -> MomentumRegularizer:
 
 def check_settings(config: MGPO | MSAM) -> None:
     """Raise RegularizerError for an invalid value, naming the key."""
-    demand_length("rho", config.rho)
+    require_nonnegative("rho", config.rho)
     require(0 <= config.momentum < 1, "momentum", config.momentum, "a number in [0, 1)")
     if isinstance(config, MGPO):
         require(0 <= config.ema < 1, "ema", config.ema, "a number in [0, 1)")
@@ -88,7 +88,7 @@ class MomentumRegularizer(Regularizer):
         check_settings(config)
         self.config = config
         self._sign = config.sign or 1
-        self._adapters: Adapters | None = None
+        self._adapters: AdapterParameters | None = None
         self._placement: Placement = ALONE
         self._seed = self._step = 0
         self._inside = False
@@ -105,9 +105,9 @@ class MomentumRegularizer(Regularizer):
     # ------------------------------------------------------------------ attach and detach
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        refuse_second_attach(self._adapters is not None)
+        check_not_attached(self._adapters is not None)
         self._placement = placement or ALONE
-        adapters = Adapters(model, self._placement)
+        adapters = AdapterParameters(model, self._placement)
         self._prepare(model, adapters)
         momentum = adapters.zeros()
         shapes = {name: tuple(whole.shape) for name, whole in self._placement.full_tensors(momentum).items()}
@@ -119,14 +119,14 @@ class MomentumRegularizer(Regularizer):
         self._average = self._first_average(adapters.device)
         return self
 
-    def _prepare(self, model: nn.Module, adapters: Adapters) -> None:
+    def _prepare(self, model: nn.Module, adapters: AdapterParameters) -> None:
         """Read from the model what a form needs in addition to θ."""
 
     def _first_average(self, device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
 
     def detach(self) -> None:
-        release(self)
+        release_hooked(self)
         self._adapters, self._placement, self._inside = None, ALONE, False
         self._momentum, self._shapes, self._figures = {}, {}, {}
 
@@ -135,7 +135,7 @@ class MomentumRegularizer(Regularizer):
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
         adapters = self._adapters
-        refuse_reentry(self._kind, t, attached=adapters is not None, inside=self._inside)
+        check_step_entry(self._kind, t, attached=adapters is not None, inside=self._inside)
         assert adapters is not None
         self._step, self._inside = t, True
         self._figures["perturbation_norm"] = torch.zeros_like(self._updates)
@@ -146,7 +146,7 @@ class MomentumRegularizer(Regularizer):
         finally:
             self._inside = False
 
-    def _perturbed(self, adapters: Adapters) -> AbstractContextManager[None]:
+    def _perturbed(self, adapters: AdapterParameters) -> AbstractContextManager[None]:
         """Return a context in which θ is θ + ε. Does not wait for the device."""
         with torch.no_grad():
             norm = adapters.squared_norm(self._momentum).sqrt()
@@ -157,7 +157,7 @@ class MomentumRegularizer(Regularizer):
         return adapters.moved(self._momentum, factor)
 
     @torch.no_grad()
-    def _learn(self, adapters: Adapters, loss_scale: float) -> None:
+    def _learn(self, adapters: AdapterParameters, loss_scale: float) -> None:
         """Average the step's gradient into m and ḡ, on every rank or on none. Does not wait for the device."""
         gradients = adapters.gradients(loss_scale)
         norm = adapters.squared_norm(gradients).sqrt()
@@ -176,7 +176,7 @@ class MomentumRegularizer(Regularizer):
         self._fresh = False
         self._figures["gradient_norm"] = norm
 
-    def _norms(self, adapters: Adapters, gradients: Mapping[str, Tensor], norm: Tensor) -> Tensor:
+    def _norms(self, adapters: AdapterParameters, gradients: Mapping[str, Tensor], norm: Tensor) -> Tensor:
         """Return the norms that ḡ averages: |g| over θ, float64 ()."""
         return norm
 
@@ -266,7 +266,7 @@ class LayerMomentumRegularizer(MomentumRegularizer):
         self._layers = 0
         """Number of layers in the whole model, over all pipeline stages."""
 
-    def _prepare(self, model: nn.Module, adapters: Adapters) -> None:
+    def _prepare(self, model: nn.Module, adapters: AdapterParameters) -> None:
         sites, others = find_lora_sites(model, self._placement)
         count = torch.tensor([len(sites)], device=adapters.device)
         self._placement.sum_pipeline(count)
@@ -300,7 +300,7 @@ class LayerMomentumRegularizer(MomentumRegularizer):
         super().detach()
 
     @contextmanager
-    def _perturbed(self, adapters: Adapters) -> Iterator[None]:
+    def _perturbed(self, adapters: AdapterParameters) -> Iterator[None]:
         try:
             with torch.no_grad():
                 self._install(adapters)
@@ -309,11 +309,11 @@ class LayerMomentumRegularizer(MomentumRegularizer):
             for branch in self._branches:
                 branch.remove()
 
-    def _install(self, adapters: Adapters) -> None:
+    def _install(self, adapters: AdapterParameters) -> None:
         """Install ε in every layer. Does not wait for the device."""
         values, momentum = self._placement.full_tensors(adapters.values()), self._placement.full_tensors(self._momentum)
-        products = [_product(branch.site, values, momentum) for branch in self._branches]
-        norms = self._stacked([_norm(p, q) for p, q in products])
+        products = [_update_factors(branch.site, values, momentum) for branch in self._branches]
+        norms = self._stacked([_product_norm(p, q) for p, q in products])
         factors = torch.where(
             norms > _TINY,
             self._sign * self.config.rho * (1 / (self._average + _TINY)).clamp(max=self._clamp) / (norms + _TINY),
@@ -326,10 +326,12 @@ class LayerMomentumRegularizer(MomentumRegularizer):
         self._placement.sum_pipeline(total)
         self._figures["perturbation_norm"] = total.sqrt()
 
-    def _norms(self, adapters: Adapters, gradients: Mapping[str, Tensor], norm: Tensor) -> Tensor:
+    def _norms(self, adapters: AdapterParameters, gradients: Mapping[str, Tensor], norm: Tensor) -> Tensor:
         """Return |s (g_B A + B g_A)|_F of every layer, float64 (layers,)."""
         values, gradients = self._placement.full_tensors(adapters.values()), self._placement.full_tensors(gradients)
-        return self._stacked([_norm(*_product(branch.site, values, gradients)) for branch in self._branches])
+        return self._stacked(
+            [_product_norm(*_update_factors(branch.site, values, gradients)) for branch in self._branches]
+        )
 
     def _stacked(self, scalars: list[Tensor]) -> Tensor:
         return torch.stack(scalars).to(self._average) if scalars else torch.zeros_like(self._average)
@@ -358,7 +360,7 @@ class LayerMomentumRegularizer(MomentumRegularizer):
         self._average = self._stacked([state[name] for name in self._averages()])
 
 
-def _product(site: LoraSite, values: Mapping[str, Tensor], along: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _update_factors(site: LoraSite, values: Mapping[str, Tensor], along: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return P (m, 2r) and Q (2r, n) whose product is the first-order change of sBA when the factors `values` move
     along `along`; both in full, over all active adapters that are trained."""
     left, right = [], []
@@ -375,7 +377,7 @@ def _product(site: LoraSite, values: Mapping[str, Tensor], along: Mapping[str, T
     return torch.cat(left, 1), torch.cat(right)
 
 
-def _norm(p: Tensor, q: Tensor) -> Tensor:
+def _product_norm(p: Tensor, q: Tensor) -> Tensor:
     """Return |PQ|_F, float64 (); clamped at 0, as the terms of the sum may cancel."""
     p, q = p.double(), q.double()
     return ((p.T @ p) * (q @ q.T)).sum().clamp_min(0).sqrt()

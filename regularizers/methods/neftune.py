@@ -26,15 +26,15 @@ from torch import Tensor, nn
 
 from flatshift.regularizers.config import NEFTune
 from flatshift.regularizers.errors import RegularizerError
-from flatshift.regularizers.layers.signs import counters, layer_uid, mix64, sign_words, step_id
+from flatshift.regularizers.layers.signs import counter_values, layer_uid, mix64, sign_words, step_id
 from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods.preconditions import (
+    check_not_attached,
     check_state,
-    demand_length,
+    check_step_entry,
     mark_hooked,
-    refuse_reentry,
-    refuse_second_attach,
-    release,
+    release_hooked,
+    require_nonnegative,
 )
 from flatshift.regularizers.protocol import Regularizer
 
@@ -48,7 +48,7 @@ class NEFTuneRegularizer(Regularizer):
     """NEFTune (see the module docstring); created by `flatshift.regularizers.build(NEFTune(...))`."""
 
     def __init__(self, config: NEFTune) -> None:
-        demand_length("alpha", config.alpha)
+        require_nonnegative("alpha", config.alpha)
         self.config = config
         self._embedding: nn.Module | None = None
         self._placement: Placement = ALONE
@@ -57,7 +57,7 @@ class NEFTuneRegularizer(Regularizer):
         self._bound = 0.0
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        refuse_second_attach(self._embedding is not None)
+        check_not_attached(self._embedding is not None)
         self._refuse_mesh(placement or ALONE)
         embedding = input_embedding(model)
         mark_hooked({"of the input tokens": embedding}, self)
@@ -81,13 +81,13 @@ class NEFTuneRegularizer(Regularizer):
             )
 
     def detach(self) -> None:
-        release(self)
+        release_hooked(self)
         self._embedding, self._placement, self._inside = None, ALONE, False
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
         embedding = self._embedding
-        refuse_reentry("neftune", t, attached=embedding is not None, inside=self._inside)
+        check_step_entry("neftune", t, attached=embedding is not None, inside=self._inside)
         assert embedding is not None
         self._step, self._micro, self._bound = t, 0, 0.0
         if self.config.alpha == 0:
@@ -110,7 +110,7 @@ class NEFTuneRegularizer(Regularizer):
         rows, length, width = output.shape
         self._bound = self.config.alpha / (length * width) ** 0.5
         first = self._placement.share[0] * rows
-        noise = uniform(
+        noise = uniform_noise(
             seed=self._seed,
             step=self._step,
             micro=self._micro,
@@ -159,13 +159,13 @@ def input_embedding(model: nn.Module) -> nn.Module:
     return found
 
 
-def uniform(*, seed: int, step: int, micro: int, rows: Tensor, count: int) -> Tensor:
+def uniform_noise(*, seed: int, step: int, micro: int, rows: Tensor, count: int) -> Tensor:
     """Return uniform noise in [−1, 1], float32 (len(rows), count), for global `rows` (int64) of a micro-batch.
 
     Each 64-bit word of the counter hash gives two numbers: its lower half, then its upper one.
     """
-    keys = mix64(counters(rows) + (step_id(seed, step) ^ step_id(layer_uid("neftune"), micro)))
-    counts = counters(torch.arange((count + 1) // 2, device=rows.device))
+    keys = mix64(counter_values(rows) + (step_id(seed, step) ^ step_id(layer_uid("neftune"), micro)))
+    counts = counter_values(torch.arange((count + 1) // 2, device=rows.device))
     # Row by row: the hash makes several int64 copies of the words.
     drawn = [sign_words(row, counts).view(torch.int32)[:count].float() for row in keys]
     return torch.stack(drawn).mul_(2.0**-31)

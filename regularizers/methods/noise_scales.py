@@ -19,11 +19,17 @@ from torch import Tensor
 
 from flatshift.regularizers.config import GGPO
 from flatshift.regularizers.layers.branch import NoiseBranch
-from flatshift.regularizers.layers.sharded import ParameterShard, gathered
-from flatshift.regularizers.layers.signs import Streams, stream_id, unpack
+from flatshift.regularizers.layers.sharded import ParameterShard, gather_parameters
+from flatshift.regularizers.layers.signs import SignStreams, stream_id, unpack_signs
 from flatshift.regularizers.layers.sites import LoraSite
 from flatshift.regularizers.mesh import ALONE, Placement, ShardSlice
-from flatshift.regularizers.methods.guidance import debiased, gradient_form, gradient_level, layer_means, power_shares
+from flatshift.regularizers.methods.guidance import (
+    debias_ema,
+    gradient_share_scale,
+    layer_means,
+    power_shares,
+    unscaled_gradient_share,
+)
 from flatshift.regularizers.methods.samples import SampleCounts, SampleSigns
 
 
@@ -137,12 +143,12 @@ class SiteRows:
 FIGURES = ("power", "gradient_power", "sigma_sum", "moved", "sketches", "skipped")
 
 
-def placed(values: Sequence[bool], device: torch.device) -> Tensor:
+def copy_to_device(values: Sequence[bool], device: torch.device) -> Tensor:
     """Copy `values` to the device without making the host wait."""
     return torch.tensor(values).to(device, non_blocking=True)
 
 
-def _global(cut: ShardSlice | None, length: int) -> Tensor:
+def _global_indices(cut: ShardSlice | None, length: int) -> Tensor:
     return torch.arange(length) if cut is None else cut.indices()
 
 
@@ -172,14 +178,14 @@ class NoiseScales:
         self._root_rank = torch.tensor([b.rank**0.5 for b in branches], **per_layer)
         self._rank = max(branch.rank for branch in branches)
 
-        out = [_global(site.row_cut, site.rows) for site in sites]
-        into = [_global(site.column_cut, site.columns) for site in sites]
+        out = [_global_indices(site.row_cut, site.rows) for site in sites]
+        into = [_global_indices(site.column_cut, site.columns) for site in sites]
         streams = [stream_id(name, side) for side in ("out", "in") for name in names]  # type: ignore[arg-type]
-        self._noise = Streams(streams, [*out, *into], device)
-        self._probe_in = Streams([stream_id(name, "probe") for name in names], into, device)
+        self._noise = SignStreams(streams, [*out, *into], device)
+        self._probe_in = SignStreams([stream_id(name, "probe") for name in names], into, device)
         if config.control == "shuffled":
             whole = [torch.arange(site.whole_rows) for site in sites]
-            self._shuffle = Streams([stream_id(name, "shuffle") for name in names], whole, device)
+            self._shuffle = SignStreams([stream_id(name, "shuffle") for name in names], whole, device)
             self._whole_owner = torch.repeat_interleave(self.rows.whole_sizes)
         self._samples: SampleSigns | None = None
         if config.scope == "sample":
@@ -206,7 +212,7 @@ class NoiseScales:
         Returns the number of layers that computed the product with W0. Collective on a mesh.
         """
         factors = [branch.site.factors() for branch in self.branches]
-        flat = iter(gathered([factor for layer in factors for factor in layer]))
+        flat = iter(gather_parameters([factor for layer in factors for factor in layer]))
         whole = [[next(flat) for _ in layer] for layer in factors]
         base, moved = self._beyond(whole) if self.config.tolerance > 0 else (None, [True] * len(whole))
         parts = [
@@ -216,7 +222,7 @@ class NoiseScales:
         norms = torch.cat(parts)
         self.rows.sum_parts(norms)
         if base is not None:
-            norms = torch.where(placed(moved, self.device)[self.rows.owner], norms, base)
+            norms = torch.where(copy_to_device(moved, self.device)[self.rows.owner], norms, base)
         self.norms = norms
         return sum(moved)
 
@@ -238,10 +244,10 @@ class NoiseScales:
     def guide(self, step: int) -> None:
         """Convert the averaged gradient to the form by which step `step` (a `signs.step_id`) shares power. Collective
         on a mesh."""
-        v = debiased(self.ema, self.updates[self.rows.owner], self.config.ema)
+        v = debias_ema(self.ema, self.updates[self.rows.owner], self.config.ema)
         if self.config.control == "shuffled":
             v = self._shuffled(v, step)
-        self._form = gradient_form(self.norms, v, self.config.mode)
+        self._form = unscaled_gradient_share(self.norms, v, self.config.mode)
 
     def totals(self) -> Tensor:
         """Return the sums of |W'|² and of the gradient's form, after `guide`, over these rows on all tensor-parallel
@@ -265,9 +271,9 @@ class NoiseScales:
         if config.mode == "paper":
             level = torch.zeros_like(self.norms)
         elif model is None:
-            level = gradient_level(*self.rows.means(self.norms, self._form))[owner]
+            level = gradient_share_scale(*self.rows.means(self.norms, self._form))[owner]
         else:
-            level = gradient_level(*model.to(self.norms)).expand_as(self.norms)
+            level = gradient_share_scale(*model.to(self.norms)).expand_as(self.norms)
         self._shares = power_shares(self.norms, self._form, level, beta=config.beta, mode=config.mode)
         self._entry = sigma * self._shares[0].sqrt() * self._unit[owner]
         self._model = model
@@ -284,7 +290,7 @@ class NoiseScales:
             self._factors = self._draw(step)
         probes = self.norms.new_empty(sum(self._widths), 0)
         if sketches:
-            probes = unpack(self._probe_in.words(step), self._probes, dtype=self._factor_dtype)
+            probes = unpack_signs(self._probe_in.words(step), self._probes, dtype=self._factor_dtype)
         noise = self._factors if scope == "step" else [(None, None)] * layers
         for branch, factors, probe in zip(self.branches, noise, probes.split(self._widths), strict=True):
             branch.install(*factors, probe)
@@ -304,8 +310,8 @@ class NoiseScales:
         assert self._entry is not None
         rows, dtype = sum(self.rows.sizes), self._factor_dtype
         words = self._noise.words(key)
-        noise_out = unpack(words[:rows], self._rank, dtype=dtype) * self._entry[:, None].to(dtype)
-        noise_in = unpack(words[rows:], self._rank, dtype=dtype)
+        noise_out = unpack_signs(words[:rows], self._rank, dtype=dtype) * self._entry[:, None].to(dtype)
+        noise_in = unpack_signs(words[rows:], self._rank, dtype=dtype)
         parts = zip(self.branches, noise_in.split(self._widths), noise_out.split(self.rows.sizes), strict=True)
         return [(into[:, : branch.rank], out[:, : branch.rank]) for branch, into, out in parts]
 
@@ -317,7 +323,7 @@ class NoiseScales:
         layers.
         """
         grads = [branch.probe.grad for branch in self.branches]
-        took_part = placed([grad is not None for grad in grads], self.device)
+        took_part = copy_to_device([grad is not None for grad in grads], self.device)
         filled = [branch.probe if grad is None else grad for branch, grad in zip(self.branches, grads, strict=True)]
         gradient = torch.cat(filled)
         if self._placement is not ALONE:

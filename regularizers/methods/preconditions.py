@@ -33,7 +33,7 @@ def mark_hooked(layers: Mapping[str, Any], owner: object) -> None:
         _SERVED[layer] = weakref.ref(owner)
 
 
-def release(owner: object) -> None:
+def release_hooked(owner: object) -> None:
     """Release all layers of `owner`; no-op if it has none."""
     for layer in [layer for layer, held in _SERVED.items() if held() is owner]:
         del _SERVED[layer]
@@ -48,12 +48,12 @@ def require(holds: bool, key: str, value: object, wanted: str) -> None:
         raise RegularizerError(f"regularizer.{key}: {value} is not {wanted}")
 
 
-def demand_length(key: str, value: float) -> None:
+def require_nonnegative(key: str, value: float) -> None:
     """Raise RegularizerError unless `value` is a finite number ≥ 0."""
     require(math.isfinite(value) and value >= 0, key, value, "a number ≥ 0")
 
 
-def refuse_reentry(kind: str, t: int, *, attached: bool, inside: bool) -> None:
+def check_step_entry(kind: str, t: int, *, attached: bool, inside: bool) -> None:
     """Raise RegularizerError for a step before `attach` or inside another step."""
     if not attached:
         raise RegularizerError(f"{kind} is not attached to a model; call attach(model, seed=..., total_steps=...)")
@@ -61,7 +61,7 @@ def refuse_reentry(kind: str, t: int, *, attached: bool, inside: bool) -> None:
         raise RegularizerError(f"step({t}) begins inside another step; a step's context must be left first")
 
 
-def refuse_second_attach(attached: bool) -> None:
+def check_not_attached(attached: bool) -> None:
     """Raise RegularizerError if the regularizer is attached."""
     if attached:
         raise RegularizerError("this regularizer is attached already; call detach() before attaching it again")

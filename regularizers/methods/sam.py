@@ -9,7 +9,7 @@ inside the row space of A (Bi-LoRA, arXiv 2508.19564, §3). SAM over the merged 
 costs a dense gradient: see `WeightSAM`. Unlike the published code (davda54/sam) neither needs a closure, nor breaks
 accumulation or loss scaling.
 
-`TwoPass` is the shared frame: a first pass at the weights, a second one at the perturbed weights.
+`TwoPassRegularizer` is the shared frame: a first pass at the weights, a second one at the perturbed weights.
 
     with regularizer.step(t) as passes:
         for _ in passes:                  # 0: gradients at the weights; 1: gradients at the perturbed weights
@@ -37,18 +37,18 @@ from torch.nn import functional as F
 
 from flatshift.regularizers.config import ASAM, SAM, LoraSAM
 from flatshift.regularizers.errors import RegularizerError
-from flatshift.regularizers.layers.adapters import Adapters, local
-from flatshift.regularizers.layers.forward import AddedTerm, linear_sites, refuse_cut_layers
-from flatshift.regularizers.layers.fused import shaped
+from flatshift.regularizers.layers.adapters import AdapterParameters, local_tensor
+from flatshift.regularizers.layers.forward import OutputTerm, check_whole_layers, find_linear_sites
+from flatshift.regularizers.layers.fused import unsafe_reshape
 from flatshift.regularizers.layers.sharded import is_sharded
 from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods.preconditions import (
-    demand_length,
+    check_not_attached,
+    check_step_entry,
     lora_layers,
     mark_hooked,
-    refuse_reentry,
-    refuse_second_attach,
-    release,
+    release_hooked,
+    require_nonnegative,
 )
 from flatshift.regularizers.protocol import MetricTensors, Regularizer
 
@@ -60,7 +60,7 @@ _VANISHING = 1e-30
 """Gradient norms below this count as zero: ρ divided by them overflows float32."""
 
 
-class TwoPass(Regularizer):
+class TwoPassRegularizer(Regularizer):
     """Base class that counts passes, keeps metrics and state; subclasses define the perturbation."""
 
     passes = 2
@@ -68,7 +68,7 @@ class TwoPass(Regularizer):
     def __init__(self, kind: str) -> None:
         self._kind = kind
         """Name in `regularizer.kind`; prefix of the state's tensors."""
-        self._theta: Adapters | None = None
+        self._theta: AdapterParameters | None = None
         self._model: nn.Module | None = None
         self._inside = False
         self._asked = 0
@@ -76,7 +76,7 @@ class TwoPass(Regularizer):
         self._unperturbed = torch.zeros((), dtype=torch.int64)
         self._figures: dict[str, Tensor] = {}
 
-    def _take(self, model: nn.Module, theta: Adapters, layers: Mapping[str, nn.Module]) -> None:
+    def _take(self, model: nn.Module, theta: AdapterParameters, layers: Mapping[str, nn.Module]) -> None:
         """Finish `attach`: mark the `layers` as hooked and reset the counters."""
         mark_hooked(layers, self)
         self._theta, self._model = theta, model
@@ -96,14 +96,14 @@ class TwoPass(Regularizer):
         """Return |∂L/∂θ| of the current gradients, float64 (). Collective."""
         assert self._theta is not None
         found = {
-            name: torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
+            name: torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)
             for name, p in self._theta.parameters.items()
         }
         return self._theta.squared_norm(found).sqrt() / loss_scale
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        refuse_reentry(self._kind, t, attached=self._theta is not None, inside=self._inside)
+        check_step_entry(self._kind, t, attached=self._theta is not None, inside=self._inside)
         self._step, self._asked, self._inside = t, 0, True
         try:
             with ExitStack() as stack:
@@ -173,11 +173,11 @@ class TwoPass(Regularizer):
         self._unperturbed = state[f"{self._kind}.unperturbed"].detach().clone()
 
     def detach(self) -> None:
-        release(self)
+        release_hooked(self)
         self._theta = self._model = None
 
 
-class AdapterSAM(TwoPass):
+class AdapterSAM(TwoPassRegularizer):
     """LoRA-SAM and ASAM: the second pass is at θ + ε, θ the adapter's factors (and their biases, if they have any).
 
     θ is restored bit for bit when the step is left. Costs a second forward and backward, a copy of θ and two vectors of
@@ -186,14 +186,14 @@ class AdapterSAM(TwoPass):
 
     def __init__(self, config: LoraSAM | ASAM) -> None:
         super().__init__(config.kind)
-        demand_length("rho", config.rho)
+        require_nonnegative("rho", config.rho)
         if isinstance(config, ASAM):
-            demand_length("eta", config.eta)
+            require_nonnegative("eta", config.eta)
         self.config = config
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        refuse_second_attach(self._theta is not None)
-        self._take(model, Adapters(model, placement or ALONE), lora_layers(model))
+        check_not_attached(self._theta is not None)
+        self._take(model, AdapterParameters(model, placement or ALONE), lora_layers(model))
         return self
 
     def _begin(self, stack: ExitStack) -> None:
@@ -221,14 +221,14 @@ class AdapterSAM(TwoPass):
         return torch.ones_like(wide) if name.endswith(".bias") else wide.abs().add_(self.config.eta)
 
 
-class _Collect(torch.autograd.Function):
+class _CollectWeightGradient(torch.autograd.Function):
     """Identity on y (..., m); its backward adds ∂L/∂W' = dYᵀX to `total` (m, n), from x (..., n)."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.total = total
-        return shaped(y, y.shape)
+        return unsafe_reshape(y, y.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -239,16 +239,16 @@ class _Collect(torch.autograd.Function):
         return grad, None, None
 
 
-def _collecting(total: Tensor, y: Tensor, x: Tensor) -> Tensor:
-    collected: Tensor = _Collect.apply(y, x.detach(), total)
+def _collect_weight_gradient(total: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    collected: Tensor = _CollectWeightGradient.apply(y, x.detach(), total)
     return collected
 
 
-def _shifted(epsilon: Tensor, y: Tensor, x: Tensor) -> Tensor:
+def _add_perturbation(epsilon: Tensor, y: Tensor, x: Tensor) -> Tensor:
     return y + F.linear(x.to(y.dtype), epsilon.to(y.dtype)).to(y.dtype)
 
 
-class WeightSAM(TwoPass):
+class WeightSAM(TwoPassRegularizer):
     """SAM over the adapted weight matrices: ε = ρ G/|G|, G = ∂L/∂W' of every adapted linear layer, |G| over all.
 
     The first pass accumulates G = Σ dYᵀX during the layers' own backward, the second adds x εᵀ to their outputs. W0 is
@@ -261,25 +261,25 @@ class WeightSAM(TwoPass):
 
     def __init__(self, config: SAM) -> None:
         super().__init__(config.kind)
-        demand_length("rho", config.rho)
+        require_nonnegative("rho", config.rho)
         self.config = config
-        self._terms: list[AddedTerm] = []
+        self._terms: list[OutputTerm] = []
         self._dense: list[Tensor] = []
         """G, later ε, (m, n) of every layer; only during a step."""
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        refuse_second_attach(self._theta is not None)
+        check_not_attached(self._theta is not None)
         placement = placement or ALONE
-        refuse_cut_layers(placement, "SAM over the weights")
-        sites = linear_sites(model, placement, "SAM over the weights")
+        check_whole_layers(placement, "SAM over the weights")
+        sites = find_linear_sites(model, placement, "SAM over the weights")
         for site in sites:
             if is_sharded(site.base.weight):
                 raise RegularizerError(
                     f"mesh.dp: SAM over the weights holds a gradient as large as layer {site.name} in every process, "
                     "which sharding is to avoid; take mesh.replicate, or regularizer.kind: lora-sam"
                 )
-        self._take(model, Adapters(model, placement), {site.name: site.layer for site in sites})
-        self._terms = [AddedTerm(site) for site in sites]
+        self._take(model, AdapterParameters(model, placement), {site.name: site.layer for site in sites})
+        self._terms = [OutputTerm(site) for site in sites]
         return self
 
     def _begin(self, stack: ExitStack) -> None:
@@ -288,7 +288,7 @@ class WeightSAM(TwoPass):
             site = term.site
             dtype = torch.float64 if site.dtype == torch.float64 else torch.float32
             self._dense.append(torch.zeros(site.rows, site.columns, dtype=dtype, device=site.device))
-            term.install(partial(_collecting, self._dense[-1]))
+            term.install(partial(_collect_weight_gradient, self._dense[-1]))
 
     @torch.no_grad()
     def _climb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
@@ -308,7 +308,7 @@ class WeightSAM(TwoPass):
             # Not a product with 0: the factor may be infinite or NaN.
             gradient.masked_fill_(~usable.to(gradient.device), 0.0)
             term.remove()
-            term.install(partial(_shifted, gradient))
+            term.install(partial(_add_perturbation, gradient))
         return {
             "gradient_norm": self._gradient_norm(loss_scale),
             "weight_gradient_norm": norm,

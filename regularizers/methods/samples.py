@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshift.regularizers.errors import RegularizerError
-from flatshift.regularizers.layers.signs import counters, sign_words, stream_id, stream_keys, unpack
+from flatshift.regularizers.layers.signs import counter_values, sign_words, stream_id, stream_keys, unpack_signs
 
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
@@ -95,9 +95,9 @@ class SampleSigns:
         """Return the signs (layers, samples, largest k)."""
         if samples not in self._drawn:
             assert self._key is not None
-            rows = counters(torch.arange(samples, device=self._device) + self._part * samples)
+            rows = counter_values(torch.arange(samples, device=self._device) + self._part * samples)
             words = sign_words(stream_keys(self._streams, self._key)[:, None], rows)
             columns = max(self._columns)
-            drawn = unpack(words.view(-1), columns, dtype=self._dtype)
+            drawn = unpack_signs(words.view(-1), columns, dtype=self._dtype)
             self._drawn[samples] = drawn.view(len(self._names), samples, columns)
         return self._drawn[samples]

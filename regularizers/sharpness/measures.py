@@ -98,7 +98,7 @@ class Hessian:
             for each in {rung, rung + 1} - set(products):
                 tried += 1
                 products[each] = cls(space, objective, middle * 4.0**each)(direction)
-            return _apart(products[rung], products[rung + 1])
+            return _relative_difference(products[rung], products[rung + 1])
 
         best, least = 0, disagreement(0)
         for way in (1, -1):
@@ -109,7 +109,7 @@ class Hessian:
             if best != 0:
                 break
         found = cls(space, objective, middle * 4.0**best)
-        found.error = _apart(products[best], cls(space, objective, 2 * found.length)(direction))
+        found.error = _relative_difference(products[best], cls(space, objective, 2 * found.length)(direction))
         return found
 
     def __call__(self, v: Tensor) -> Tensor:
@@ -127,12 +127,12 @@ class Hessian:
 
         A third of it is due to the truncation of H v itself. Stored in `error` if it is the largest so far.
         """
-        apart = _apart(self(v), Hessian(self.space, self.objective, 2 * self.length)(v))
+        apart = _relative_difference(self(v), Hessian(self.space, self.objective, 2 * self.length)(v))
         self.error = apart if not self.error >= apart else self.error
         return apart
 
 
-def _apart(product: Tensor, other: Tensor) -> float:
+def _relative_difference(product: Tensor, other: Tensor) -> float:
     return norm(product - other) / max(norm(product), 1e-300)
 
 
@@ -297,7 +297,7 @@ class Plane:
     """losses[i][j] is at a = at[j], b = at[i]."""
 
 
-def grid(points: int, reach: float) -> list[float]:
+def grid_points(points: int, reach: float) -> list[float]:
     """Return `points` (odd) numbers from −reach to reach, 0 exactly in the middle."""
     half = points // 2
     return [reach * (index - half) / half for index in range(points)]
@@ -307,7 +307,7 @@ def line(
     space: Space, objective: LossFunction, *, base: float, points: int, reach: float, directions: int, seed: int
 ) -> LossLine:
     """Compute slices along `directions` random directions; `base` is L(w)."""
-    at = grid(points, reach)
+    at = grid_points(points, reach)
     losses = []
     for index in range(directions):
         direction = space.draw(seed, "slice", index, exact=True)
@@ -317,7 +317,7 @@ def line(
 
 def plane(space: Space, objective: LossFunction, *, base: float, points: int, reach: float, seed: int) -> Plane:
     """Compute the slice spanned by the first two directions of `line`."""
-    at = grid(points, reach)
+    at = grid_points(points, reach)
     across, up = (space.draw(seed, "slice", index, exact=True) for index in (0, 1))
     losses = [[space.value_along(objective, [(a, across), (b, up)]) if a or b else base for a in at] for b in at]
     return Plane(at, losses)

@@ -28,9 +28,9 @@ from torch.nn import functional as F
 
 from flatshift.regularizers.config import default_rank
 from flatshift.regularizers.errors import RegularizerError
-from flatshift.regularizers.layers.adapters import Adapters
+from flatshift.regularizers.layers.adapters import AdapterParameters
 from flatshift.regularizers.layers.frozen import is_quantised
-from flatshift.regularizers.layers.signs import Side, signs
+from flatshift.regularizers.layers.signs import Side, draw_signs
 from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites
 
 Loss = Callable[[], Tensor | Iterable[Tensor]]
@@ -39,7 +39,7 @@ micro-batches a generator is best: the graph of a term is freed before the next 
 
 
 @contextmanager
-def _resting(model: nn.Module) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Switch to evaluation mode (dropout would drown a difference), and restore each module's mode afterwards.
 
     Quantised linear layers stay in training mode: in evaluation mode bitsandbytes repacks 4-bit weights for inference
@@ -67,7 +67,7 @@ class LossFunction:
     @torch.no_grad()
     def value(self) -> float:
         """Return the loss at the current weights."""
-        with _resting(self.model):
+        with _evaluation_mode(self.model):
             total = sum(float(term) for term in self._terms())
         self._count(1)
         return total
@@ -81,7 +81,7 @@ class LossFunction:
         """
         total = 0.0
         sums = [torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in inputs]
-        with _resting(self.model):
+        with _evaluation_mode(self.model):
             for term in self._terms():
                 if not term.requires_grad:
                     raise RegularizerError(
@@ -125,7 +125,7 @@ def purpose_seed(seed: int, purpose: Purpose) -> int:
     return int.from_bytes(hashlib.sha256(f"sharpness:{seed}:{purpose}".encode()).digest()[:8], "big") >> 2
 
 
-def generator(seed: int, purpose: Purpose, index: int) -> torch.Generator:
+def seeded_generator(seed: int, purpose: Purpose, index: int) -> torch.Generator:
     """Return the generator of the `index`-th vector, on the CPU so that every device draws the same."""
     mixed = hashlib.sha256(f"{purpose_seed(seed, purpose)}:{index}".encode()).digest()[:8]
     return torch.Generator().manual_seed(int.from_bytes(mixed, "big") >> 2)
@@ -167,7 +167,7 @@ class Space(ABC):
 
     def signs(self, seed: int, purpose: Purpose, index: int) -> Tensor:
         """Draw independent signs ±1 (N,)."""
-        bits = torch.randint(0, 2, (self.size,), generator=generator(seed, purpose, index), dtype=torch.int8)
+        bits = torch.randint(0, 2, (self.size,), generator=seeded_generator(seed, purpose, index), dtype=torch.int8)
         return (bits * 2 - 1).to(device=self.device, dtype=self.dtype)
 
 
@@ -180,13 +180,13 @@ class AdapterSpace(Space):
 
     name = "adapter"
 
-    def __init__(self, model: nn.Module, adapters: Adapters | None = None) -> None:
+    def __init__(self, model: nn.Module, adapters: AdapterParameters | None = None) -> None:
         """adapters: another θ of this model, with its heads.
 
         Raises RegularizerError if the model trains no LoRA factor, is merged, or is sharded.
         """
-        refuse_merged(model)
-        self._adapters = adapters or Adapters(model)
+        check_not_merged(model)
+        self._adapters = adapters or AdapterParameters(model)
         values = self._adapters.values()
         dtypes = [value.dtype for value in values.values()]
         self._lengths = [value.numel() for value in values.values()]
@@ -212,7 +212,9 @@ class AdapterSpace(Space):
 
     def draw(self, seed: int, purpose: Purpose, index: int, *, exact: bool) -> Tensor:
         """Draw a Gaussian direction (N,)."""
-        normal = torch.randn(self.size, generator=generator(seed, purpose, index), dtype=torch.float32).to(self.dtype)
+        normal = torch.randn(self.size, generator=seeded_generator(seed, purpose, index), dtype=torch.float32).to(
+            self.dtype
+        )
         parts = []
         for part, width in zip(normal.split(self._lengths), self._widths, strict=True):
             rows = part.view(-1, width)
@@ -241,7 +243,7 @@ class AdapterSpace(Space):
             yield
 
 
-def refuse_merged(model: nn.Module) -> None:
+def check_not_merged(model: nn.Module) -> None:
     """Raise RegularizerError if an adapter is merged into the backbone: moving it would have no effect."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and getattr(module, "merged", False):
@@ -256,13 +258,13 @@ Term = Callable[[Tensor], Tensor]
 
 
 @contextmanager
-def added(sites: Sequence[LoraSite], terms: Sequence[Term]) -> Iterator[None]:
+def with_added_terms(sites: Sequence[LoraSite], terms: Sequence[Term]) -> Iterator[None]:
     """Add a term to each layer's forward inside the context; restore the forwards afterwards, even after an
     exception."""
     before = [vars(site.layer).get("forward") for site in sites]
     try:
         for site, term in zip(sites, terms, strict=True):
-            site.layer.forward = partial(_with_term, site.layer, site.layer.forward, term)
+            site.layer.forward = partial(_forward_with_term, site.layer, site.layer.forward, term)
         yield
     finally:
         for site, forward in zip(sites, before, strict=True):
@@ -272,7 +274,9 @@ def added(sites: Sequence[LoraSite], terms: Sequence[Term]) -> Iterator[None]:
                 del site.layer.forward
 
 
-def _with_term(layer: Any, plain: Callable[..., Tensor], term: Term, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _forward_with_term(
+    layer: Any, plain: Callable[..., Tensor], term: Term, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     y = plain(x, *args, **kwargs)
     if layer.disable_adapters:
         return y
@@ -280,15 +284,15 @@ def _with_term(layer: Any, plain: Callable[..., Tensor], term: Term, x: Tensor, 
         return (y + term(x)).to(y.dtype)
 
 
-def _dense(delta: Tensor, x: Tensor) -> Tensor:
+def _dense_term(delta: Tensor, x: Tensor) -> Tensor:
     return F.linear(x.to(delta.dtype), delta)
 
 
-def _sides(site: LoraSite) -> tuple[tuple[Side, int], tuple[Side, int]]:
+def _sign_sides(site: LoraSite) -> tuple[tuple[Side, int], tuple[Side, int]]:
     return ("in", site.columns), ("out", site.rows)
 
 
-def _factored(into: Tensor, out: Tensor, x: Tensor) -> Tensor:
+def _low_rank_term(into: Tensor, out: Tensor, x: Tensor) -> Tensor:
     return F.linear(F.linear(x.to(into.dtype), into.T), out)
 
 
@@ -299,7 +303,7 @@ class FullSpace(Space):
 
     def __init__(self, model: nn.Module) -> None:
         """Raises RegularizerError if the model has no adapted linear layer, is merged, or is sharded."""
-        refuse_merged(model)
+        check_not_merged(model)
         self._sites, others = find_lora_sites(model)
         if not self._sites:
             found = f"only LoRA layers of other kinds ({others[0]}, ...)" if others else "no LoRA layer"
@@ -325,14 +329,14 @@ class FullSpace(Space):
             part.view(shape).detach().to(site.device).requires_grad_()
             for part, shape, site in zip(flat.split(self._lengths), self._shapes, self._sites, strict=True)
         ]
-        with added(self._sites, [partial(_dense, leaf) for leaf in leaves]):
+        with with_added_terms(self._sites, [partial(_dense_term, leaf) for leaf in leaves]):
             value, grads = objective.gradient(leaves)
         return value, torch.cat([grad.reshape(-1).to(self.device) for grad in grads])
 
     def value(self, objective: LossFunction, at: Tensor) -> float:
         parts = zip(at.split(self._lengths), self._shapes, self._sites, strict=True)
         deltas = [part.view(shape).to(site.device) for part, shape, site in parts]
-        with added(self._sites, [partial(_dense, delta) for delta in deltas]):
+        with with_added_terms(self._sites, [partial(_dense_term, delta) for delta in deltas]):
             return objective.value()
 
     def draw(self, seed: int, purpose: Purpose, index: int, *, exact: bool) -> list[tuple[Tensor, Tensor]]:
@@ -343,7 +347,7 @@ class FullSpace(Space):
         for site, norms in zip(self._sites, self._row_norms, strict=True):
             rank = default_rank(site.rows, site.columns)
             into, out = (
-                signs(
+                draw_signs(
                     seed=key,
                     step=index,
                     layer=site.name,
@@ -352,7 +356,7 @@ class FullSpace(Space):
                     columns=rank,
                     dtype=self.dtype,
                 ).to(site.device)
-                for side, count in _sides(site)
+                for side, count in _sign_sides(site)
             )
             if exact:
                 lengths = ((out @ (into.T @ into)) * out).sum(1).clamp_min(torch.finfo(self.dtype).tiny).sqrt()
@@ -366,6 +370,6 @@ class FullSpace(Space):
         for layer in range(len(self._sites)):
             into = torch.cat([direction[layer][0] for _, direction in parts], 1)
             out = torch.cat([c * direction[layer][1] for c, direction in parts], 1)
-            terms.append(partial(_factored, into, out))
-        with added(self._sites, terms):
+            terms.append(partial(_low_rank_term, into, out))
+        with with_added_terms(self._sites, terms):
             return objective.value()

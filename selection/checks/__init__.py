@@ -6,13 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flatshift.selection.checks.check import Checked, Mixtures, PoolSample, Refit, check_selection, sample_pool
+    from flatshift.selection.checks.check import (
+        MixtureTransport,
+        PoolSample,
+        Refit,
+        SelectionCheck,
+        check_selection,
+        sample_pool,
+    )
     from flatshift.selection.checks.coverage import Coverage, target_coverage
 
 __all__ = [
-    "Checked",
+    "SelectionCheck",
     "Coverage",
-    "Mixtures",
+    "MixtureTransport",
     "PoolSample",
     "Refit",
     "check_selection",

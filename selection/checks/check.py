@@ -27,8 +27,8 @@ import torch
 from flatshift.selection.methods.base import UNITS, Pool, Progress, scaled_features, unit_weights
 from flatshift.selection.methods.gotd import GotDSelector
 from flatshift.selection.transport.dense import solve_dense
-from flatshift.selection.transport.kernel import Kernel
-from flatshift.selection.transport.problem import pose
+from flatshift.selection.transport.kernel import StoredKernel
+from flatshift.selection.transport.problem import pose_problem
 from flatshift.selection.transport.rows import StreamedRows
 
 _NEAR = 5
@@ -101,7 +101,7 @@ _SELF_TOLERANCE = 1e-7
 
 
 @dataclass(frozen=True)
-class At:
+class MixtureSolution:
     """Solution at one mixture, in units of cost.
 
     value: OT_ε. f (n,), g (M,): potentials. error: L1 of the target marginal.
@@ -113,7 +113,7 @@ class At:
     error: float
 
 
-class Mixtures:
+class MixtureTransport:
     """Transport problems from mixtures of a pool to one target, sharing one kernel.
 
     x (n, d), y (M, d): features. epsilon: absolute, in units of cost. Memory: 16·n·M bytes.
@@ -121,12 +121,12 @@ class Mixtures:
 
     def __init__(self, x: np.ndarray, y: np.ndarray, *, epsilon: float, cost: str = "sqeuclidean"):
         with torch.inference_mode():
-            problem = pose(x, y, None, None, chunk=None, progress=None, cost=cost)
+            problem = pose_problem(x, y, None, None, chunk=None, progress=None, cost=cost)
             self._unit = problem.unit
             self._rows = StreamedRows(problem, torch.float64).dense()
-            self._kernel = Kernel(self._rows, epsilon / self._unit)
+            self._kernel = StoredKernel(self._rows, epsilon / self._unit)
 
-    def at(self, weights: np.ndarray, start: np.ndarray | None = None) -> At:
+    def at(self, weights: np.ndarray, start: np.ndarray | None = None) -> MixtureSolution:
         """Solve for the mixture `weights` (n,), which sum to 1 and may be 0; start: g (M,) of a nearby solve."""
         unit = self._unit
         with torch.inference_mode():
@@ -134,7 +134,7 @@ class Mixtures:
             b = self._rows.b
             g = torch.zeros_like(b) if start is None else torch.from_numpy(start / unit)
             found = solve_dense(self._kernel, g, marginal=b, tolerance=_TOLERANCE, max_iterations=_ITERATIONS).at
-            return At(found.value * unit, found.f.numpy() * unit, found.g.numpy() * unit, found.error)
+            return MixtureSolution(found.value * unit, found.f.numpy() * unit, found.g.numpy() * unit, found.error)
 
 
 def mean_cost(x: np.ndarray, y: np.ndarray, weights: np.ndarray, cost: str = "sqeuclidean") -> float:
@@ -182,7 +182,7 @@ chooses on this data."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class GainReading:
     """Values at one λ, in units of cost.
 
     realised, predicted: change of OT_ε. gap: upper bound on what the best selection could gain in addition. debiased:
@@ -202,7 +202,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Checked:
+class SelectionCheck:
     """Result of `check_selection`.
 
     sample: rows that represent the pool; targets (m,): rows of the target. distance: OT_ε(pool, target) on these.
@@ -219,7 +219,7 @@ class Checked:
     epsilon: float
     distance: float
     g: np.ndarray
-    fitted: dict[str, list[Reading]]
+    fitted: dict[str, list[GainReading]]
     held_out: dict[str, np.ndarray]
     held_distance: np.ndarray
     error: float
@@ -314,7 +314,7 @@ def check_selection(
     splits: int = 5,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Checked | None:
+) -> SelectionCheck | None:
     """Check the first `budget` rows of `order` (N,), row numbers by rank, against pool x (N, d) and target y (M, d).
 
     weights (N,): the pool's distribution. epsilon: absolute, of the solve that gave the scores; None: `relative` times
@@ -361,9 +361,9 @@ def check_selection(
     other = "one step" if in_rounds else "rounds"
     arms = {"selection": np.flatnonzero(sample.chosen), "random": drawn(), other: third(targets)}
     told()
-    mixtures = Mixtures(rows, seen, epsilon=epsilon, cost=cost)
+    mixtures = MixtureTransport(rows, seen, epsilon=epsilon, cost=cost)
     base = mixtures.at(sample.mass)
-    fitted, error = _fitted(mixtures, base, sample, arms, rows, epsilon, cost)
+    fitted, error = _fit_readings(mixtures, base, sample, arms, rows, epsilon, cost)
     told()
     held: dict[str, list[list[float]]] = {name: [] for name in arms}
     held_distance = []
@@ -380,7 +380,7 @@ def check_selection(
             "random": drawn(),
             other: third(known),
         }
-        there = Mixtures(rows, np.asarray(y[unseen], dtype=np.float64), epsilon=epsilon, cost=cost)
+        there = MixtureTransport(rows, np.asarray(y[unseen], dtype=np.float64), epsilon=epsilon, cost=cost)
         before = there.at(sample.mass)
         held_distance.append(before.value)
         for name, picked in chosen.items():
@@ -388,7 +388,7 @@ def check_selection(
             held[name].append([found.value - before.value for found in values])
             error = max(error, *(found.error for found in values))
         told()
-    return Checked(
+    return SelectionCheck(
         sample=sample,
         targets=targets,
         epsilon=epsilon,
@@ -402,20 +402,20 @@ def check_selection(
     )
 
 
-def _fitted(
-    mixtures: Mixtures,
-    base: At,
+def _fit_readings(
+    mixtures: MixtureTransport,
+    base: MixtureSolution,
     sample: PoolSample,
     arms: dict[str, np.ndarray],
     rows: np.ndarray,
     epsilon: float,
     cost: str,
-) -> tuple[dict[str, list[Reading]], float]:
+) -> tuple[dict[str, list[GainReading]], float]:
     """Return the readings of every arm, and the largest marginal error."""
     scores = base.f - sample.mass @ base.f
     weights = [sample.mixture(picked, share) for picked in arms.values() for share in SHARES]
     own = self_transport(rows, np.stack([sample.mass, *weights]), epsilon=epsilon, cost=cost)
-    found: dict[str, list[Reading]] = {}
+    found: dict[str, list[GainReading]] = {}
     error = base.error
     for i, (name, picked) in enumerate(arms.items()):
         readings = []
@@ -425,11 +425,11 @@ def _fitted(
             error = max(error, at.error)
             realised = at.value - base.value
             readings.append(
-                Reading(
+                GainReading(
                     share=share,
                     realised=realised,
                     predicted=share * float(scores[picked].mean()),
-                    gap=share * (float(at.f[picked].mean()) - _least(at.f, sample)),
+                    gap=share * (float(at.f[picked].mean()) - _mean_of_smallest(at.f, sample)),
                     debiased=realised - 0.5 * float(own[k + 1] - own[0]),
                 )
             )
@@ -437,7 +437,7 @@ def _fitted(
     return found, error
 
 
-def _least(f: np.ndarray, sample: PoolSample) -> float:
+def _mean_of_smallest(f: np.ndarray, sample: PoolSample) -> float:
     """Return the mean of the smallest f over as many records as the budget has, each row weighted by the records it
     represents."""
     wanted = float(sample.stands[sample.chosen].sum())

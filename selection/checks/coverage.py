@@ -57,7 +57,7 @@ def target_coverage(
     """
     affordable = int(_WORK / (x.shape[0] * x.shape[1]))
     worst = np.argsort(-np.asarray(g), kind="stable")[: max(_FEWEST, affordable)]
-    pool = x if cost == "sqeuclidean" else _Placed(x, cost)
+    pool = x if cost == "sqeuclidean" else _ScaledRows(x, cost)
     targets = scaled_features(y, cost)
     found = nearest_rows(pool, targets[worst], 1, progress=progress)
     return Coverage(
@@ -65,11 +65,11 @@ def target_coverage(
         g=np.asarray(g)[worst],
         rows=found.rows[:, 0],
         costs=found.squared[:, 0] * UNITS[cost],
-        limit=_spacing(targets, UNITS[cost], seed),
+        limit=_typical_spacing(targets, UNITS[cost], seed),
     )
 
 
-def _spacing(y: np.ndarray, unit: float, seed: int) -> float | None:
+def _typical_spacing(y: np.ndarray, unit: float, seed: int) -> float | None:
     """Return the 95 % quantile of each target's cost to its nearest other one, from a seeded sample if there are
     many."""
     if len(y) > _FELLOWS:
@@ -85,7 +85,7 @@ def _spacing(y: np.ndarray, unit: float, seed: int) -> float | None:
     return float(np.quantile(costs.min(1), _QUANTILE)) * unit
 
 
-class _Placed:
+class _ScaledRows:
     """Rows of a matrix of any size with `scaled_features` applied, a slice at a time."""
 
     def __init__(self, source: Any, cost: str):

@@ -30,7 +30,7 @@ Progress = Callable[[int], None]
 Stored = Literal["float32", "float16"]
 
 
-def in_shards(
+def embed_in_shards(
     texts: Sequence[str],
     embed: Embed,
     *,
@@ -42,7 +42,7 @@ def in_shards(
     parts = []
     for low in range(0, len(texts), shard_rows):
         some = list(texts[low : low + shard_rows])
-        parts.append(_stored(embed(some), len(some), dtype, low))
+        parts.append(_to_stored_dtype(embed(some), len(some), dtype, low))
         if progress:
             progress(low + len(some))
     if not parts:
@@ -89,7 +89,7 @@ class FeatureCache:
             path = self.directory / f"{_shard_name(key, dtype, some)}.npy"
             dim = self._intact(path, len(some), dtype)
             if dim is None:
-                matrix = _stored(embed(some), len(some), dtype, low)
+                matrix = _to_stored_dtype(embed(some), len(some), dtype, low)
                 self._write(path, matrix)
                 dim = matrix.shape[1]
                 self.computed += 1
@@ -124,7 +124,7 @@ class FeatureCache:
         buffer = io.BytesIO()
         np.save(buffer, matrix, allow_pickle=False)
         content = buffer.getbuffer()
-        with written_whole(path) as handle:
+        with atomic_file(path) as handle:
             handle.write(content)
             handle.write(hashlib.sha256(content).digest())
 
@@ -132,12 +132,12 @@ class FeatureCache:
         """Remove temporary files of killed processes of this machine; running processes keep theirs."""
         for leftover in self.directory.glob(".*.tmp"):
             with contextlib.suppress(ValueError, IndexError, OSError):
-                if not _alive(int(leftover.name.split(".")[-3])):
+                if not _is_alive(int(leftover.name.split(".")[-3])):
                     leftover.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file that becomes `path` on normal exit and is removed otherwise.
 
     Raises SelectionError if it cannot be written, OSError if the disk is full.
@@ -169,7 +169,7 @@ def _shard_name(key: str, dtype: str, texts: Sequence[str]) -> str:
     return digest.hexdigest()[:40]
 
 
-def _stored(features: np.ndarray, rows: int, dtype: Stored, first: int) -> np.ndarray:
+def _to_stored_dtype(features: np.ndarray, rows: int, dtype: Stored, first: int) -> np.ndarray:
     """Convert `features` to the stored dtype; raise SelectionError if that is impossible."""
     if features.ndim != 2 or len(features) != rows or not features.shape[1]:
         raise SelectionError(f"the embedder must return ({rows}, d) for {rows} texts, not {features.shape}")
@@ -181,7 +181,7 @@ def _stored(features: np.ndarray, rows: int, dtype: Stored, first: int) -> np.nd
     return kept
 
 
-def _alive(process: int) -> bool:
+def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

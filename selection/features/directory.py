@@ -38,10 +38,10 @@ class FeatureDirectory(ShardedRows):
     def ids(self) -> Iterator[str]:
         """Yield every row's id, in order; nothing if there are no ids."""
         for file in self.files if self.has_ids else ():
-            yield from _lines(file.with_suffix(".ids"))
+            yield from _read_lines(file.with_suffix(".ids"))
 
 
-def seal(directory: str | Path) -> Path:
+def write_manifest(directory: str | Path) -> Path:
     """Write the manifest of the shards `*.npy` in `directory`, in the order of their names; return its path.
 
     Raises SelectionError for shards that do not match, and for .ids files that are missing for some shards or have
@@ -59,12 +59,12 @@ def seal(directory: str | Path) -> Path:
     first = load_features(files[0], flag="shard")
     for file in files:
         matrix = load_features(file, flag="shard")
-        shard: dict[str, Any] = {"file": file.name, "rows": len(matrix), "sha256": _digest(file)}
+        shard: dict[str, Any] = {"file": file.name, "rows": len(matrix), "sha256": _file_digest(file)}
         if with_ids[0]:
             names = file.with_suffix(".ids")
-            if (count := sum(1 for _ in _lines(names))) != len(matrix):
+            if (count := sum(1 for _ in _read_lines(names))) != len(matrix):
                 raise SelectionError(f"{names} has {count} ids for {len(matrix)} rows; give one a line for each row")
-            shard["ids_sha256"] = _digest(names)
+            shard["ids_sha256"] = _file_digest(names)
         if (matrix.shape[1], matrix.dtype) != (first.shape[1], first.dtype):
             raise SelectionError(
                 f"{file}: {matrix.shape[1]} columns of {matrix.dtype}, and {files[0].name} has {first.shape[1]} of "
@@ -103,12 +103,12 @@ def open_directory(directory: str | Path, flag: str = "features") -> FeatureDire
         raise SelectionError(
             f"{flag}: {root} has no {MANIFEST}; `flatshift.selection.features.seal` writes it when all shards are there"
         ) from None
-    return _opened(root, flag, status.st_mtime_ns, status.st_size)
+    return _open_checked(root, flag, status.st_mtime_ns, status.st_size)
 
 
 # The unused arguments are part of the cache key: a changed manifest is checked again.
 @functools.lru_cache(maxsize=8)
-def _opened(root: Path, flag: str, _changed: int, _size: int) -> FeatureDirectory:
+def _open_checked(root: Path, flag: str, _changed: int, _size: int) -> FeatureDirectory:
     manifest = read_manifest(root / MANIFEST, flag)
     for shard in manifest["shards"]:
         _check_shard(root, shard, manifest, flag)
@@ -118,7 +118,7 @@ def _opened(root: Path, flag: str, _changed: int, _size: int) -> FeatureDirector
             f"{flag}: {root / MANIFEST} says {manifest['rows']} rows, its shards {rows}; seal it again"
         )
     found = FeatureDirectory(root, manifest)
-    if (twin := _twice(found)) is not None:
+    if (twin := _first_repeated_id(found)) is not None:
         raise SelectionError(f"{flag}: {root}: the id {twin!r} comes twice; a record belongs into one shard, once")
     return found
 
@@ -167,20 +167,20 @@ def _check_shard(root: Path, shard: dict[str, Any], manifest: dict[str, Any], fl
     for path, digest in pairs:
         if not path.is_file():
             raise SelectionError(f"{flag}: {path} does not exist, and {MANIFEST} lists it; write it, then seal again")
-        if _digest(path) != digest:
+        if _file_digest(path) != digest:
             raise SelectionError(
                 f"{flag}: {path} is not what {MANIFEST} says (SHA-256); write it anew, then seal again"
             )
-    if manifest["ids"] and (count := sum(1 for _ in _lines(pairs[1][0]))) != shard["rows"]:
+    if manifest["ids"] and (count := sum(1 for _ in _read_lines(pairs[1][0]))) != shard["rows"]:
         raise SelectionError(f"{flag}: {pairs[1][0]} has {count} ids for {shard['rows']} rows; give one a line")
 
 
-def _digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _read_lines(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8", newline="\n") as handle:
             for line in handle:
@@ -189,7 +189,7 @@ def _lines(path: Path) -> Iterator[str]:
         raise SelectionError(f"{path} is not UTF-8; write one id a line in UTF-8") from None
 
 
-def _twice(rows: FeatureDirectory) -> str | None:
+def _first_repeated_id(rows: FeatureDirectory) -> str | None:
     """Return the first repeated id, or None. Takes 8 bytes per id; names are compared only where digests collide."""
     if not rows.has_ids:
         return None

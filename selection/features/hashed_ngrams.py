@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flatshift.selection.errors import SelectionError
-from flatshift.selection.features.pooling import normalised
+from flatshift.selection.features.pooling import normalise_rows
 from flatshift.selection.lazy import np
 
 
@@ -27,7 +27,7 @@ class HashedNgrams:
         self.dim, self.longest = dim, longest
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        return normalised(np.asarray(self._counter().transform(texts).todense()))
+        return normalise_rows(np.asarray(self._counter().transform(texts).todense()))
 
     def _counter(self) -> Any:
         from sklearn.feature_extraction.text import HashingVectorizer

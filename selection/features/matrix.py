@@ -99,7 +99,7 @@ class ShardedRows(_LazyRows):
         return np.load(self.files[shard], mmap_mode="r", allow_pickle=False)
 
 
-class TakenRows(_LazyRows):
+class IndexedRows(_LazyRows):
     """Rows `index` (N,) of another matrix, read on demand."""
 
     def __init__(self, source: Any, index: np.ndarray):
@@ -131,10 +131,10 @@ class RowRange(_LazyRows):
         return np.asarray(self.source[rows + self.low])
 
 
-def sent_rows(x: Any, low: int, high: int) -> Any:
+def sendable_rows(x: Any, low: int, high: int) -> Any:
     """Return rows [low, high) of `x` in a form to send to another process: rows on disk as the names of their files."""
-    if isinstance(x, TakenRows):
-        return TakenRows(sent_rows(x.source, 0, len(x.source)), x.index[low:high])
+    if isinstance(x, IndexedRows):
+        return IndexedRows(sendable_rows(x.source, 0, len(x.source)), x.index[low:high])
     if isinstance(x, np.memmap):
         x = ShardedRows([Path(str(x.filename)).resolve()], [len(x)], x.shape[1], x.dtype)
     return RowRange(x, low, high) if isinstance(x, _LazyRows) else np.asarray(x[low:high])

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import check
+from flatshift.selection.validation import check_fields
 
 EncodeBatch = Callable[[list[str]], tuple[Any, Any]]
 """Function texts of a batch → (last hidden states (B, T, D), mask (B, T) that is 1 on real tokens); torch or NumPy."""
@@ -29,7 +29,7 @@ class BackboneEmbedder:
     """Maximum number of tokens per text."""
 
     def __post_init__(self) -> None:
-        check(self, "max_length", least=1)
+        check_fields(self, "max_length", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class Gradients:
     """Pool texts, drawn by seed, for the second moments."""
 
     def __post_init__(self) -> None:
-        check(self, "rank", "dim", "batch_size", "moment_texts", least=1)
-        check(self, "max_length", least=8)
+        check_fields(self, "rank", "dim", "batch_size", "moment_texts", least=1)
+        check_fields(self, "max_length", least=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class EncoderEmbedder:
     text's tokens."""
 
     def __post_init__(self) -> None:
-        check(self, "max_length", least=1)
+        check_fields(self, "max_length", least=1)
 
 
 def pool_features(
@@ -99,13 +99,13 @@ def pool_features(
     features: np.ndarray | None = None
     for low in range(0, len(order), batch_size):
         rows = order[low : low + batch_size]
-        hidden, mask = map(_array, encode_batch([texts[i] for i in rows]))
+        hidden, mask = map(_to_numpy, encode_batch([texts[i] for i in rows]))
         if hidden.ndim != 3 or mask.shape != hidden.shape[:2] or len(hidden) != len(rows):
             raise SelectionError(
                 f"encode_batch must return states (B, T, D) and a mask (B, T) for {len(rows)} texts, "
                 f"not {hidden.shape} and {mask.shape}"
             )
-        pooled = _pooled(hidden, mask.astype(bool), pooling)
+        pooled = _pool_states(hidden, mask.astype(bool), pooling)
         if not np.isfinite(pooled).all():
             bad = int(rows[np.flatnonzero(~np.isfinite(pooled).all(axis=1))[0]])
             raise SelectionError(f"the model's states for text {bad} are not finite; try float32 precision")
@@ -115,10 +115,10 @@ def pool_features(
         if progress:
             progress("embedding", min(low + batch_size, len(order)), len(order))
     assert features is not None
-    return normalised(features) if normalise else features
+    return normalise_rows(features) if normalise else features
 
 
-def _pooled(hidden: np.ndarray, real: np.ndarray, pooling: str) -> np.ndarray:
+def _pool_states(hidden: np.ndarray, real: np.ndarray, pooling: str) -> np.ndarray:
     """Pool states (B, T, D) with mask (B, T) bool to (B, D). Rows without a real token are 0."""
     some: np.ndarray = np.asarray(real.any(axis=1))
     if not real.shape[1]:  # no text of the batch has a token
@@ -135,14 +135,14 @@ def _pooled(hidden: np.ndarray, real: np.ndarray, pooling: str) -> np.ndarray:
     return np.asarray(total / np.maximum(weight.sum(1), 1.0)[:, None])
 
 
-def normalised(features: np.ndarray) -> np.ndarray:
+def normalise_rows(features: np.ndarray) -> np.ndarray:
     """Scale rows to L2 norm 1 as float32; zero rows stay zero."""
     wide = features.astype(np.float64)
     norms = np.sqrt(np.einsum("ij,ij->i", wide, wide))[:, None]
     return (wide / np.where(norms > 0, norms, 1.0)).astype(np.float32)
 
 
-def _array(part: Any) -> np.ndarray:
+def _to_numpy(part: Any) -> np.ndarray:
     if hasattr(part, "detach"):
         part = part.detach().float().cpu().numpy()
     return np.asarray(part)
@@ -190,7 +190,7 @@ def read_layout(directory: str | Path) -> SentenceLayout | None:
         if kind == "Transformer" and transformer is None:
             transformer = folder
         elif kind == "Pooling" and transformer is not None and pooling is None:
-            pooling = _pooling(folder / "config.json")
+            pooling = _read_pooling(folder / "config.json")
         elif kind == "Normalize" and pooling is not None:
             normalise = True
         else:
@@ -210,7 +210,7 @@ def read_layout(directory: str | Path) -> SentenceLayout | None:
         normalise=normalise,
         max_length=length if isinstance(length, int) and length > 0 else None,
         lower=bool(settings.get("do_lower_case", False)),
-        prompt=_prompt(root / "config_sentence_transformers.json"),
+        prompt=_read_prompt(root / "config_sentence_transformers.json"),
     )
 
 
@@ -222,7 +222,7 @@ def transformer_folder(directory: str | Path) -> Path:
     return root / next(named, "")
 
 
-def _pooling(path: Path) -> Pooling:
+def _read_pooling(path: Path) -> Pooling:
     config = read_json(path, dict)
     if "pooling_mode" in config:
         asked = config["pooling_mode"]
@@ -241,7 +241,7 @@ def _pooling(path: Path) -> Pooling:
     return found[0]
 
 
-def _prompt(path: Path) -> str:
+def _read_prompt(path: Path) -> str:
     config = read_json(path, dict) if path.is_file() else {}
     name = config.get("default_prompt_name")
     if name is None:

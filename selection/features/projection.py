@@ -54,7 +54,7 @@ class RandomProjection:
             columns = slice(left, left + _BLOCK)
             signs = self._block(block, min(_BLOCK, x.shape[1] - left))
             for low in range(0, x.shape[0], step):
-                out[low : low + step] += _finite(x[low : low + step, columns], low) @ signs
+                out[low : low + step] += _check_finite(x[low : low + step, columns], low) @ signs
         out /= np.sqrt(np.float32(self.dim))
         return out
 
@@ -79,7 +79,7 @@ class RandomProjection:
         out = np.empty((rows, self.dim), dtype=np.float32)
         step = chunk or max(1, (64 << 20) // (4 * size))
         for low in range(0, rows, step):
-            part = _finite(x[low : low + step], low)
+            part = _check_finite(x[low : low + step], low)
             padded = np.zeros((len(part), size), dtype=np.float32)
             np.multiply(part, signs, out=padded[:, :width])
             _hadamard(padded)
@@ -99,7 +99,7 @@ def _hadamard(rows: np.ndarray) -> None:
         half *= 2
 
 
-def _finite(part: Any, low: int) -> np.ndarray:
+def _check_finite(part: Any, low: int) -> np.ndarray:
     rows = np.asarray(part, dtype=np.float32)
     if not np.isfinite(rows.sum()) and not np.isfinite(rows).all():
         bad = low + int(np.flatnonzero(~np.isfinite(rows).all(axis=1))[0])

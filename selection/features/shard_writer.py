@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from flatshift.selection.errors import SelectionError
-from flatshift.selection.features.cache import written_whole
+from flatshift.selection.features.cache import atomic_file
 
 _TEXTS = 512
 
@@ -81,7 +81,7 @@ class ShardWriter:
 
     def _write(self, name: str, rows: np.ndarray, names: list[str]) -> None:
         if self.ids:
-            with written_whole(self.directory / f"{name}.ids") as handle:
+            with atomic_file(self.directory / f"{name}.ids") as handle:
                 handle.write("".join(f"{one}\n" for one in names).encode())
-        with written_whole(self.directory / f"{name}.npy") as handle:
+        with atomic_file(self.directory / f"{name}.npy") as handle:
             np.save(handle, rows, allow_pickle=False)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from flatshift.selection.errors import SelectionError
-from flatshift.selection.features.pooling import normalised, read_json
+from flatshift.selection.features.pooling import normalise_rows, read_json
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import check
+from flatshift.selection.validation import check_fields
 
 _BATCH = 4096
 _WORDS = re.compile(r"\w+|[^\w\s]")
@@ -38,7 +38,7 @@ class Static:
     """Maximum number of tokens per text."""
 
     def __post_init__(self) -> None:
-        check(self, "max_length", least=1)
+        check_fields(self, "max_length", least=1)
 
 
 class StaticEmbedder:
@@ -58,10 +58,10 @@ class StaticEmbedder:
             raise SelectionError(f"{path}: there is no user of this name; write the path without ~") from None
         self.max_tokens = max_tokens
         if self.path.is_dir():
-            self._table, self._tokenise, wanted = _from_directory(self.path)
+            self._table, self._tokenise, wanted = _read_directory(self.path)
         elif self.path.is_file():
-            self._table, vocabulary = _from_text(self.path)
-            self._tokenise, wanted = _by_words(vocabulary), True
+            self._table, vocabulary = _read_text_vectors(self.path)
+            self._tokenise, wanted = _tokenise_words(vocabulary), True
         else:
             raise SelectionError(f"{self.path}: no such directory or file of word vectors")
         if not np.isfinite(self._table).all():
@@ -96,10 +96,10 @@ class StaticEmbedder:
             ends = np.concatenate([[0], np.cumsum(sizes)])
             bags = csr_matrix((shares, columns, ends), shape=(len(tokens), len(self._table)))
             out[low : low + len(tokens)] = bags @ self._table
-        return normalised(out) if self.normalise else out
+        return normalise_rows(out) if self.normalise else out
 
 
-def _from_directory(root: Path) -> tuple[np.ndarray, Tokenise, bool]:
+def _read_directory(root: Path) -> tuple[np.ndarray, Tokenise, bool]:
     folder, normalise = root, False
     if (root / "modules.json").is_file():
         modules = read_json(root / "modules.json", list)
@@ -112,7 +112,7 @@ def _from_directory(root: Path) -> tuple[np.ndarray, Tokenise, bool]:
             raise SelectionError(f"{folder}: has no {name}; static vectors need model.safetensors and tokenizer.json")
     if (folder / "config.json").is_file():
         normalise = bool(read_json(folder / "config.json", dict).get("normalize", normalise))
-    tensors = _tensors(folder / "model.safetensors")
+    tensors = _read_tensors(folder / "model.safetensors")
     name = "embeddings" if "embeddings" in tensors else "embedding.weight"
     if name not in tensors or tensors[name].ndim != 2:
         raise SelectionError(
@@ -124,10 +124,10 @@ def _from_directory(root: Path) -> tuple[np.ndarray, Tokenise, bool]:
         table = table[tensors["mapping"].astype(np.int64)]
     if "weights" in tensors:
         table = table * tensors["weights"].astype(np.float32).reshape(-1, 1)
-    return table, _by_tokenizer(folder / "tokenizer.json", len(table), without_unknown=name == "embeddings"), normalise
+    return table, _tokenise_with(folder / "tokenizer.json", len(table), without_unknown=name == "embeddings"), normalise
 
 
-def _tensors(path: Path) -> dict[str, np.ndarray]:
+def _read_tensors(path: Path) -> dict[str, np.ndarray]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -137,7 +137,7 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
         raise SelectionError(f"{path}: cannot be read ({error})") from error
 
 
-def _by_tokenizer(path: Path, rows: int, *, without_unknown: bool) -> Tokenise:
+def _tokenise_with(path: Path, rows: int, *, without_unknown: bool) -> Tokenise:
     from tokenizers import Tokenizer
 
     try:
@@ -162,7 +162,7 @@ def _by_tokenizer(path: Path, rows: int, *, without_unknown: bool) -> Tokenise:
     return tokenise
 
 
-def _by_words(vocabulary: dict[str, int]) -> Tokenise:
+def _tokenise_words(vocabulary: dict[str, int]) -> Tokenise:
     def row(word: str) -> int | None:
         found = vocabulary.get(word)
         return vocabulary.get(word.lower()) if found is None else found
@@ -173,13 +173,13 @@ def _by_words(vocabulary: dict[str, int]) -> Tokenise:
     return tokenise
 
 
-def _from_text(path: Path) -> tuple[np.ndarray, dict[str, int]]:
+def _read_text_vectors(path: Path) -> tuple[np.ndarray, dict[str, int]]:
     """Read the vectors of a text file and each word's row; for a repeated word the first counts."""
     vocabulary: dict[str, int] = {}
     parts: list[np.ndarray] = []
     width = 0
     try:
-        with _opened(path) as handle:
+        with _open_text(path) as handle:
             for number, raw in enumerate(handle, start=1):
                 fields = raw.decode("utf-8", errors="replace").rstrip().split(" ")
                 if number == 1 and len(fields) == 2 and all(field.isdigit() for field in fields):
@@ -204,7 +204,7 @@ def _from_text(path: Path) -> tuple[np.ndarray, dict[str, int]]:
     return np.stack(parts), vocabulary
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open_text(path: Path) -> IO[bytes]:
     opener: Any = gzip.open if path.suffix == ".gz" else open
     handle: IO[bytes] = opener(path, "rb")
     return handle

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from flatshift.selection.errors import SelectionError
-from flatshift.selection.features.pooling import normalised
+from flatshift.selection.features.pooling import normalise_rows
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import check
+from flatshift.selection.validation import check_fields
 
 _CHUNK = 4096
 """Texts counted at a time."""
@@ -39,8 +39,8 @@ class TfIdf:
     pool's."""
 
     def __post_init__(self) -> None:
-        check(self, "dim", least=1)
-        check(self, "buckets", "fit_rows", least=2)
+        check_fields(self, "dim", least=1)
+        check_fields(self, "buckets", "fit_rows", least=2)
 
 
 class TfIdfEmbedder:
@@ -79,8 +79,8 @@ class TfIdfEmbedder:
             )
         generator = np.random.Generator(np.random.PCG64([self.seed, 0x7F1DF, 1]))
         from_target = min(len(target_texts), max(self.fit_rows // 2, self.fit_rows - len(texts)))
-        pool = _drawn(generator, texts, self.fit_rows - from_target)
-        return pool + _drawn(generator, target_texts, from_target)
+        pool = _draw_texts(generator, texts, self.fit_rows - from_target)
+        return pool + _draw_texts(generator, target_texts, from_target)
 
     def transform(self, texts: Sequence[str]) -> np.ndarray:
         """Return float32 (len(texts), dim_)."""
@@ -150,12 +150,12 @@ class TfIdfEmbedder:
         # The row norm of TF-IDF is omitted: it only scales a row, and rows are scaled to norm 1 at the end.
         weights = (1.0 + np.log(counts.data[known])) * self._idf[column[known]]
         weighted = csr_matrix((weights, column[known], ends), shape=(counts.shape[0], len(self._used)))
-        return normalised(weighted @ self._components)
+        return normalise_rows(weighted @ self._components)
 
 
-def load_fitted(path: Path, embedder: TfIdfEmbedder, fit: Callable[[], Any]) -> None:
+def load_or_fit(path: Path, embedder: TfIdfEmbedder, fit: Callable[[], Any]) -> None:
     """Restore `embedder` from `path` (.npz), or call `fit` and write it there atomically. A broken file is refitted."""
-    from flatshift.selection.features.cache import written_whole
+    from flatshift.selection.features.cache import atomic_file
 
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -169,12 +169,12 @@ def load_fitted(path: Path, embedder: TfIdfEmbedder, fit: Callable[[], Any]) -> 
         intact = False
     if not intact:
         fit()
-        with written_whole(path) as handle:
+        with atomic_file(path) as handle:
             arrays: dict[str, Any] = {"fingerprint": np.array(embedder.fingerprint), **embedder.state()}
             np.savez(handle, **arrays)
 
 
-def _drawn(generator: np.random.Generator, texts: Sequence[str], count: int) -> list[str]:
+def _draw_texts(generator: np.random.Generator, texts: Sequence[str], count: int) -> list[str]:
     if len(texts) <= count:
         return list(texts)
     return [texts[i] for i in np.sort(generator.choice(len(texts), count, replace=False)).tolist()]
@@ -191,7 +191,7 @@ class WordHasher:
 
     def __init__(self, buckets: int):
         self.buckets = buckets
-        self._table = _Buckets(buckets)
+        self._table = _BucketTable(buckets)
 
     def counts(self, texts: Sequence[str]) -> Any:
         """Return a scipy CSR matrix; element (i, b) is the number of words of text i in bucket b."""
@@ -222,7 +222,7 @@ class WordHasher:
         return column.astype(np.int32), counts, np.bincount(text_of, minlength=len(words))
 
 
-class _Buckets(dict[str, int]):
+class _BucketTable(dict[str, int]):
     """word → bucket, filled on first use."""
 
     def __init__(self, buckets: int):

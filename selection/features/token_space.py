@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from flatshift.selection.errors import SelectionError
-from flatshift.selection.features.tokens import CHUNK, Tokenize, TokenRows, grams
+from flatshift.selection.features.tokens import CHUNK, Tokenize, TokenRows, ngram_keys
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import check
+from flatshift.selection.validation import check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class TokenNgrams:
     """Pool texts, drawn by seed, for document frequencies."""
 
     def __post_init__(self) -> None:
-        check(self, "dim", "fit_rows", least=1)
+        check_fields(self, "dim", "fit_rows", least=1)
 
 
 class TokenNgramEmbedder:
@@ -102,7 +102,7 @@ class TokenNgramEmbedder:
     def _counted(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return text, key and count of each distinct uni- and bigram of each text, text by text."""
         rows = TokenRows.of(self.tokenize(texts), self.size)
-        keys, text_of = grams(*rows.part(0, len(rows)), self.size)
+        keys, text_of = ngram_keys(*rows.part(0, len(rows)), self.size)
         order = np.lexsort((keys, text_of))
         keys, text_of = keys[order], text_of[order]
         first = np.ones(len(keys), dtype=bool)

@@ -37,7 +37,7 @@ class TokenRows(Sequence[Any]):
         flat = np.concatenate([np.empty(0, np.int64), *parts])
         if len(flat) and not 0 <= flat.min() <= flat.max() < size:
             raise SelectionError(f"tokens must lie between 0 and {size - 1}, and there is {flat.min()} or {flat.max()}")
-        return cls(flat.astype(_narrow(size)), np.cumsum([len(part) for part in parts]), size)
+        return cls(flat.astype(_token_dtype(size)), np.cumsum([len(part) for part in parts]), size)
 
     @classmethod
     def spilled(
@@ -50,7 +50,7 @@ class TokenRows(Sequence[Any]):
     ) -> TokenRows:
         """Build on disk from texts read a chunk at a time: the file at `path` is removed with the rows, or with the
         process."""
-        kind, ends, total = np.dtype(_narrow(size)), [np.empty(0, np.int64)], 0
+        kind, ends, total = np.dtype(_token_dtype(size)), [np.empty(0, np.int64)], 0
         try:
             with path.open("wb") as sink:
                 for low in range(0, len(texts), CHUNK):
@@ -110,7 +110,7 @@ class TokenRows(Sequence[Any]):
         return TokenRows.of([self[int(row)] for row in rows], self.size)
 
 
-def _narrow(size: int) -> type:
+def _token_dtype(size: int) -> type:
     found: type = np.uint16 if size <= 1 << 16 else np.uint32
     return found
 
@@ -121,7 +121,7 @@ def text_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.bincount(np.repeat(np.arange(len(lengths)), lengths), weights=values, minlength=len(lengths))
 
 
-def grams(flat: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+def ngram_keys(flat: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the keys (uint64) of all uni- and bigrams of some texts, and the number (int64) of each one's text.
 
     Unigrams first, then bigrams; a unigram's key is its token, a bigram's is above `size`.

@@ -15,24 +15,29 @@ from flatshift.selection.hygiene.hygiene_config import (
 )
 
 if TYPE_CHECKING:
-    from flatshift.selection.hygiene.listed import Listed
-    from flatshift.selection.hygiene.steps import Cleaned, Reference, clean
+    from flatshift.selection.hygiene.listed import DropList
+    from flatshift.selection.hygiene.steps import CleaningResult, ReferenceTexts, clean_pool
 
 __all__ = [
-    "Cleaned",
+    "CleaningResult",
     "Decontaminate",
     "Hygiene",
     "Language",
     "LengthFilter",
-    "Listed",
+    "DropList",
     "NearDuplicates",
-    "Reference",
+    "ReferenceTexts",
     "Repetition",
-    "clean",
+    "clean_pool",
 ]
 
 
-_HOME = {"Cleaned": "steps", "Reference": "steps", "clean": "steps", "Listed": "listed"}  # these import NumPy
+_HOME = {
+    "CleaningResult": "steps",
+    "ReferenceTexts": "steps",
+    "clean_pool": "steps",
+    "DropList": "listed",
+}  # these import NumPy
 
 
 def __getattr__(name: str) -> Any:

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from flatshift.selection.hygiene import hygiene_config
-from flatshift.selection.hygiene.shingles import WORDS, WordHashes, windows
-from flatshift.selection.hygiene.store import Growing, blocks
+from flatshift.selection.hygiene.shingles import WORDS, WordHashes, window_hashes
+from flatshift.selection.hygiene.store import GrowingArray, block_ranges
 
 Spans = list[tuple[int, int]]
 _FILTER_BITS = 20
 
 
-def words_of(text: str) -> list[str]:
+def lower_words(text: str) -> list[str]:
     """Return the words of a text in lower case, in the order and number found by `WORDS`."""
     if text.isascii():
         return WORDS.findall(text.lower())
@@ -46,12 +46,12 @@ class Decontaminator:
         owners: dict[int, list[np.ndarray]] = {}
         too_short = 0
         for row, text in enumerate(evaluation):
-            codes, counts = self._words.codes([words_of(text)])
+            codes, counts = self._words.codes([lower_words(text)])
             size = min(len(codes), settings.ngram)
             if size < settings.shortest:
                 too_short += 1
                 continue
-            hashes, _ = windows(codes, counts, size)
+            hashes, _ = window_hashes(codes, counts, size)
             found.setdefault(size, []).append(hashes)
             owners.setdefault(size, []).append(np.full(len(hashes), row))
         # For each length, longest first: the sorted hashes, the text of each, and the first of their numbers.
@@ -62,17 +62,17 @@ class Decontaminator:
             hashes, first = np.unique(np.concatenate(found[size]), return_index=True)
             self._tables.append((size, hashes, np.concatenate(owners[size])[first], self.ngrams))
             self.ngrams += len(hashes)
-            self._maybe[_slot(hashes)] = True
-        self._rows, self._hits = Growing(np.int64), Growing(np.int64)
+            self._maybe[_filter_slot(hashes)] = True
+        self._rows, self._hits = GrowingArray(np.int64), GrowingArray(np.int64)
         self._seen = 0
         self._leak = np.ones(self.ngrams, dtype=bool)
         self.diagnostics: dict[str, Any] = {"ngrams": self.ngrams, "too_short": too_short}
 
     def match(self, texts: Sequence[str]) -> None:
         """Match the next rows of the pool, as they are."""
-        codes, counts = self._words.codes([words_of(text) for text in texts])
+        codes, counts = self._words.codes([lower_words(text) for text in texts])
         for size, table, _, base in self._tables:
-            hashes, kept = windows(codes, counts, size)
+            hashes, kept = window_hashes(codes, counts, size)
             place, number = self._lookup(hashes, table)
             if len(place):
                 row = np.searchsorted(np.cumsum(kept), place, side="right")
@@ -88,7 +88,7 @@ class Decontaminator:
         every_row, every_hit = self._rows.array(), self._hits.array()
         if self.settings.common is not None:
             occurs = np.zeros(self.ngrams, dtype=np.int64)
-            for low, high in blocks(len(every_row)):
+            for low, high in block_ranges(len(every_row)):
                 standing = alive[every_row[low:high]]
                 occurs += np.bincount(every_hit[low:high][standing], minlength=self.ngrams)
             self._leak = occurs < self.settings.common
@@ -96,7 +96,7 @@ class Decontaminator:
         # N-grams that are not ordinary phrases have few occurrences, so these arrays are small.
         leaks = [
             low + np.flatnonzero(alive[every_row[low:high]] & self._leak[every_hit[low:high]])
-            for low, high in blocks(len(every_row))
+            for low, high in block_ranges(len(every_row))
         ]
         place = np.concatenate([np.empty(0, np.int64), *leaks])
         rows, hits = every_row[place], every_hit[place]
@@ -107,7 +107,7 @@ class Decontaminator:
 
     def cut(self, text: str) -> Spans:
         """Return the pieces (start, end) left of a contaminated text; the whole text if nothing matches."""
-        return split(text, self.spans(text), self.settings)
+        return split_text(text, self.spans(text), self.settings)
 
     def spans(self, text: str) -> Spans:
         """Return (start, end) in characters of every contaminated n-gram of the text, by start; the longest if several
@@ -116,7 +116,7 @@ class Decontaminator:
         codes, counts = self._words.codes([[match.group().lower() for match in matches]])
         ends: dict[int, int] = {}
         for size, table, _, base in self._tables:
-            hashes, _ = windows(codes, counts, size)
+            hashes, _ = window_hashes(codes, counts, size)
             place, number = self._lookup(hashes, table)
             for word in place[self._leak[base + number]].tolist():
                 ends.setdefault(word, word + size - 1)
@@ -124,17 +124,17 @@ class Decontaminator:
 
     def _lookup(self, hashes: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the positions of `hashes` found in the sorted `table`, and their positions there."""
-        place = np.flatnonzero(self._maybe[_slot(hashes)])
+        place = np.flatnonzero(self._maybe[_filter_slot(hashes)])
         number = np.minimum(np.searchsorted(table, hashes[place]), len(table) - 1)
         same = table[number] == hashes[place]
         return place[same], number[same]
 
 
-def _slot(hashes: np.ndarray) -> np.ndarray:
+def _filter_slot(hashes: np.ndarray) -> np.ndarray:
     return (hashes >> np.uint64(64 - _FILTER_BITS)).astype(np.int64)
 
 
-def split(text: str, spans: Spans, settings: hygiene_config.Decontaminate) -> Spans:
+def split_text(text: str, spans: Spans, settings: hygiene_config.Decontaminate) -> Spans:
     """Return the pieces that the rules leave of a text with contamination at `spans` (sorted by start)."""
     pieces: Spans = []
     low = 0

@@ -10,7 +10,7 @@ from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
 from flatshift.selection.hygiene.external_sort import Keyed, sort_keys
-from flatshift.selection.hygiene.store import Growing, blocks, made
+from flatshift.selection.hygiene.store import GrowingArray, block_ranges, build_array
 
 WINDOW = 64
 """A row is compared with the first row that has its key and with this many before it. So in a cluster of more than 65
@@ -19,7 +19,7 @@ PIECE = 1 << 18
 """Rows of clusters whose pairs are processed at a time."""
 
 
-class Groups:
+class DisjointSets:
     """Rows 0 … n−1 in groups that can be joined: union–find in one array.
 
     parent: (n,) int64, owned by this object: for each row, a row of its group that is no greater; itself for the first.
@@ -64,7 +64,7 @@ class DuplicateClusters:
     """
 
     def __init__(self, keyed: Iterable[Keyed], memory: int):
-        rows, number = Growing(np.int64), Growing(np.int64)
+        rows, number = GrowingArray(np.int64), GrowingArray(np.int64)
         count, tied = 0, False  # clusters so far; True if the waiting row has the key of the one before it
         waiting: Keyed = np.empty(0, np.uint64), np.empty(0, np.int64)
         for some in sort_keys(keyed, memory):
@@ -83,14 +83,14 @@ class DuplicateClusters:
         self.rows, self.number = rows.array(), number.array()
         self.memory = memory
 
-    def pairs(self, groups: Groups) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def pairs(self, groups: DisjointSets) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the pairs that are not in one group yet: each row with the first of its cluster, then with the one
         before it, two before it, … up to WINDOW. `groups` may grow between two steps."""
         for low, high in self._pieces():
             rows, number, known = self._piece(low, high)
-            yield from _pairs(rows, number, known, groups)
+            yield from _candidate_pairs(rows, number, known, groups)
 
-    def left_out(self, groups: Groups) -> int:
+    def left_out(self, groups: DisjointSets) -> int:
         """Count the pairs that share a key but are neither in one group nor compared, after all of `pairs`."""
         large = [span for span in self._pieces() if self._large(*span).any()]
         apart = (sum(int(self._sizes(*span)[self._large(*span)].sum()) for span in large) - self._together(groups)) // 2
@@ -99,10 +99,10 @@ class DuplicateClusters:
             here = self._large(low, high)
             chosen = np.append(np.full(known, here[0]), here)
             known *= int(here[0])
-            apart -= sum(len(one) for one, _ in _pairs(rows[chosen], number[chosen], known, groups))
+            apart -= sum(len(one) for one, _ in _candidate_pairs(rows[chosen], number[chosen], known, groups))
         return apart
 
-    def _together(self, groups: Groups) -> int:
+    def _together(self, groups: DisjointSets) -> int:
         """Count the ordered pairs of rows (including each row with itself) that large clusters have in one group."""
         members = 0
 
@@ -142,7 +142,9 @@ class DuplicateClusters:
         return np.asarray(self._sizes(low, high) > WINDOW + 1)
 
 
-def _pairs(rows: np.ndarray, number: np.ndarray, known: int, groups: Groups) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _candidate_pairs(
+    rows: np.ndarray, number: np.ndarray, known: int, groups: DisjointSets
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the pairs of the rows after the first `known` with earlier rows of their clusters, as far as they are to be
     compared and not in one group."""
     start = np.searchsorted(number, number)
@@ -164,16 +166,18 @@ def _pairs(rows: np.ndarray, number: np.ndarray, known: int, groups: Groups) -> 
             start = np.searchsorted(number, number)
 
 
-def leaders(count: int, keyed: Iterable[Keyed], second: Callable[[np.ndarray], np.ndarray], memory: int) -> np.ndarray:
+def first_matches(
+    count: int, keyed: Iterable[Keyed], second: Callable[[np.ndarray], np.ndarray], memory: int
+) -> np.ndarray:
     """Return (count,) int64: for each row the first row with the same key and second value, or itself.
 
     keyed, memory: as for `sort_keys`; rows missing from it match nothing. second: function from rows to values. The
     keys are 64-bit hashes: rows that share one by chance are few, and held in memory.
     """
-    first = made(count, np.int64, np.arange)
+    first = build_array(count, np.int64, np.arange)
     crowds = DuplicateClusters(keyed, memory)
     met: dict[tuple[int, int], int] = {}
-    for low, high in blocks(len(crowds.rows)):
+    for low, high in block_ranges(len(crowds.rows)):
         rows, number = crowds.rows[low:high], crowds.number[low:high]
         lead = crowds.rows[np.searchsorted(crowds.number, number)]
         same = second(rows) == second(lead)

@@ -25,14 +25,14 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from flatshift.selection.hygiene import hygiene_config
-from flatshift.selection.hygiene.duplicate_clusters import DuplicateClusters, Groups, leaders
+from flatshift.selection.hygiene.duplicate_clusters import DisjointSets, DuplicateClusters, first_matches
 from flatshift.selection.hygiene.external_sort import Keyed
-from flatshift.selection.hygiene.minhash import MinHasher, band_keys, bands_for
-from flatshift.selection.hygiene.shingles import Shingler, mix
-from flatshift.selection.hygiene.store import Growing, blocks, made
+from flatshift.selection.hygiene.minhash import MinHasher, band_keys, choose_bands
+from flatshift.selection.hygiene.shingles import Shingler, mix64
+from flatshift.selection.hygiene.store import GrowingArray, block_ranges, build_array
 
 
-def normalise(text: str) -> str:
+def normalise_text(text: str) -> str:
     """Return the text in lower case with single blanks, in Unicode's NFKC form (ligatures and wide letters made
     plain)."""
     if not text.isascii():
@@ -48,7 +48,7 @@ class ExactDuplicates:
 
     def __init__(self, *, memory: int) -> None:
         self.memory = memory
-        self._digests = Growing(np.uint64)
+        self._digests = GrowingArray(np.uint64)
 
     def add(self, normalised: Sequence[str]) -> None:
         """Add the next rows, already normalised."""
@@ -63,13 +63,13 @@ class ExactDuplicates:
         alive: (N,) bool; the other rows match nothing.
         """
         digests = self._digests.array().reshape(-1, 2)
-        living = ((digests[rows, 0], rows) for rows in chosen(alive))
-        return leaders(len(digests), living, lambda rows: digests[rows, 1], self.memory)
+        living = ((digests[rows, 0], rows) for rows in rows_in_blocks(alive))
+        return first_matches(len(digests), living, lambda rows: digests[rows, 1], self.memory)
 
 
-def chosen(mask: np.ndarray) -> Iterator[np.ndarray]:
+def rows_in_blocks(mask: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the rows where `mask` (N,) holds, in blocks."""
-    for low, high in blocks(len(mask)):
+    for low, high in block_ranges(len(mask)):
         yield low + np.flatnonzero(mask[low:high])
 
 
@@ -88,12 +88,12 @@ class NearDuplicateGroups:
     def __init__(self, settings: hygiene_config.NearDuplicates, *, seed: int, memory: int):
         self.settings = settings
         self.memory = memory
-        self.bands, self.rows = bands_for(settings.threshold, settings.permutations, settings.recall)
+        self.bands, self.rows = choose_bands(settings.threshold, settings.permutations, settings.recall)
         self._shingler = Shingler(settings.unit, settings.size)
         self._hasher = MinHasher(self.bands * self.rows, seed)
-        self._keys = [Growing(np.uint64) for _ in range(self.bands)]
-        self._filled = Growing(np.bool_)
-        self._sets = _Sets()
+        self._keys = [GrowingArray(np.uint64) for _ in range(self.bands)]
+        self._filled = GrowingArray(np.bool_)
+        self._sets = _ShingleSets()
         self._seen = 0
         self.diagnostics: dict[str, Any] = {"bands": self.bands, "rows": self.rows}
 
@@ -108,15 +108,15 @@ class NearDuplicateGroups:
     def propose(self, alive: np.ndarray) -> None:
         """Find the rows that share a band with another one. alive: (N,) bool, the rows that take part."""
         filled = self._filled.array()
-        part = made(len(alive), np.bool_, lambda low, high: alive[low:high] & filled[low:high])
-        proposed = made(len(alive), np.bool_, lambda low, high: False)
+        part = build_array(len(alive), np.bool_, lambda low, high: alive[low:high] & filled[low:high])
+        proposed = build_array(len(alive), np.bool_, lambda low, high: False)
         for store in self._keys:
             keys = store.array()
-            crowds = DuplicateClusters(((keys[rows], rows) for rows in chosen(part)), self.memory)
-            for low, high in blocks(len(crowds.rows)):
+            crowds = DuplicateClusters(((keys[rows], rows) for rows in rows_in_blocks(part)), self.memory)
+            for low, high in block_ranges(len(crowds.rows)):
                 proposed[crowds.rows[low:high]] = True
-        found = Growing(np.int64)
-        for rows in chosen(proposed):
+        found = GrowingArray(np.int64)
+        for rows in rows_in_blocks(proposed):
             found.append(rows)
         self._total, self._proposed = len(alive), found.array()
         self.diagnostics["proposed"] = len(self._proposed)
@@ -135,11 +135,11 @@ class NearDuplicateGroups:
 
         If a chain joins two rows, their similarity may be below the threshold.
         """
-        first = made(self._total, np.int64, np.arange)
-        similarity = made(self._total, np.float64, lambda low, high: np.nan)
+        first = build_array(self._total, np.int64, np.arange)
+        similarity = build_array(self._total, np.float64, lambda low, high: np.nan)
         if len(self._proposed):
             groups = self._groups()
-            for low, high in blocks(len(self._proposed)):
+            for low, high in block_ranges(len(self._proposed)):
                 rows, place = self._proposed[low:high], np.arange(low, high)
                 label = groups.of(place)
                 first[rows] = self._proposed[label]
@@ -147,11 +147,11 @@ class NearDuplicateGroups:
                 similarity[rows[moved]] = self._sets.jaccard(place[moved], label[moved])
         return first, similarity
 
-    def _groups(self) -> Groups:
+    def _groups(self) -> DisjointSets:
         """Group the C proposed rows, by their index among the proposed."""
         leader = self._sets.equal(self.memory)
-        distinct = made(len(leader), np.bool_, lambda low, high: leader[low:high] == np.arange(low, high))
-        groups = Groups(leader)
+        distinct = build_array(len(leader), np.bool_, lambda low, high: leader[low:high] == np.arange(low, high))
+        groups = DisjointSets(leader)
         compared = left_out = 0
         for store in self._keys:
             crowds = DuplicateClusters(self._keyed(store.array(), distinct), self.memory)
@@ -165,22 +165,22 @@ class NearDuplicateGroups:
 
     def _keyed(self, keys: np.ndarray, distinct: np.ndarray) -> Iterator[Keyed]:
         """Yield a band's keys of those proposed rows that are `distinct` (C,)."""
-        for place in chosen(distinct):
+        for place in rows_in_blocks(distinct):
             yield keys[self._proposed[place]], place
 
 
-class _Sets:
+class _ShingleSets:
     """Sorted shingle sets of some rows, concatenated."""
 
     def __init__(self) -> None:
-        self._values = Growing(np.int64, limit=1 << 24)
-        self._borders = Growing(np.int64)
+        self._values = GrowingArray(np.int64, limit=1 << 24)
+        self._borders = GrowingArray(np.int64)
         self._borders.append(np.zeros(1))
 
     def append(self, hashes: np.ndarray, counts: np.ndarray) -> None:
         """Add the sets of the next rows: hashes (uint64), row after row, and the number of each row's (at least 1)."""
         hashes = hashes >> np.uint64(1)  # 63 bits, so that a shingle may be a column index of a sparse matrix
-        sets = [_sorted_set(part) for part in np.split(hashes, np.cumsum(counts)[:-1])]
+        sets = [_sort_distinct(part) for part in np.split(hashes, np.cumsum(counts)[:-1])]
         self._borders.append(self._values.length + np.cumsum([len(part) for part in sets]))
         self._values.append(np.concatenate(sets))
 
@@ -191,16 +191,16 @@ class _Sets:
         """
         values, borders = self._values.array(), self._borders.array()
         count = len(borders) - 1
-        sums = Growing(np.uint64)
+        sums = GrowingArray(np.uint64)
         low = 0
         while low < count:
             high = max(int(np.searchsorted(borders, borders[low] + _BATCH, side="right")) - 1, low + 1)
-            mixed = mix(values[borders[low] : borders[high]].astype(np.uint64))
+            mixed = mix64(values[borders[low] : borders[high]].astype(np.uint64))
             sums.append(np.add.reduceat(mixed, borders[low:high] - borders[low]))
             low = high
         added = sums.array()
-        keyed = ((added[low:high], np.arange(low, high)) for low, high in blocks(count))
-        return leaders(count, keyed, lambda rows: borders[rows + 1] - borders[rows], memory)
+        keyed = ((added[low:high], np.arange(low, high)) for low, high in block_ranges(count))
+        return first_matches(count, keyed, lambda rows: borders[rows + 1] - borders[rows], memory)
 
     def jaccard(self, one: np.ndarray, other: np.ndarray, *, floor: float = 0.0) -> np.ndarray:
         """Return the exact Jaccard similarity of each pair, or, if the sizes keep it below `floor`, that upper
@@ -228,7 +228,7 @@ class _Sets:
         return matrix
 
 
-def _sorted_set(values: np.ndarray) -> np.ndarray:
+def _sort_distinct(values: np.ndarray) -> np.ndarray:
     """Return the distinct values in ascending order; np.unique hashes instead, ten times slower for millions."""
     values.sort()
     new = np.ones(len(values), dtype=bool)

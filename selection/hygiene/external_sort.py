@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from flatshift.selection.hygiene.store import Growing, blocks
+from flatshift.selection.hygiene.store import GrowingArray, block_ranges
 
 Keyed = tuple[np.ndarray, np.ndarray]
 """keys (n,) uint64 and their rows (n,) int64."""
@@ -23,25 +23,25 @@ def sort_keys(keyed: Iterable[Keyed], memory: int) -> Iterator[Keyed]:
     same for any `memory`.
     """
     capacity = max(memory // _ROW_BYTES, 1)
-    keys, rows = Growing(np.uint64), Growing(np.int64)
+    keys, rows = GrowingArray(np.uint64), GrowingArray(np.int64)
     borders = [0]
-    for run_keys, run_rows in _runs(keyed, capacity):
+    for run_keys, run_rows in _sorted_runs(keyed, capacity):
         if borders == [0] and len(run_keys) < capacity:  # the only run
-            yield from _in_blocks(run_keys, run_rows)
+            yield from _split_blocks(run_keys, run_rows)
             return
         keys.append(run_keys)
         rows.append(run_rows)
         borders.append(borders[-1] + len(run_keys))
-    for some_keys, some_rows in _merged(keys.array(), rows.array(), borders, max(capacity // len(borders), 1)):
-        yield from _in_blocks(some_keys, some_rows)
+    for some_keys, some_rows in _merge_runs(keys.array(), rows.array(), borders, max(capacity // len(borders), 1)):
+        yield from _split_blocks(some_keys, some_rows)
 
 
-def _in_blocks(keys: np.ndarray, rows: np.ndarray) -> Iterator[Keyed]:
-    for low, high in blocks(len(keys)):
+def _split_blocks(keys: np.ndarray, rows: np.ndarray) -> Iterator[Keyed]:
+    for low, high in block_ranges(len(keys)):
         yield keys[low:high], rows[low:high]
 
 
-def _runs(keyed: Iterable[Keyed], capacity: int) -> Iterator[Keyed]:
+def _sorted_runs(keyed: Iterable[Keyed], capacity: int) -> Iterator[Keyed]:
     """Yield sorted runs of `capacity` rows; only the last is shorter."""
     held: list[Keyed] = []
     count = 0
@@ -49,16 +49,16 @@ def _runs(keyed: Iterable[Keyed], capacity: int) -> Iterator[Keyed]:
         while count + len(keys) >= capacity:
             room = capacity - count
             held.append((keys[:room], rows[:room]))
-            yield _sorted(held)
+            yield _sort_blocks(held)
             count, keys, rows = 0, keys[room:], rows[room:]
         if len(keys):
             held.append((keys, rows))
             count += len(keys)
     if held:
-        yield _sorted(held)
+        yield _sort_blocks(held)
 
 
-def _sorted(held: list[Keyed]) -> Keyed:
+def _sort_blocks(held: list[Keyed]) -> Keyed:
     """Merge the blocks of `held`, which is emptied, into one in the order of the keys."""
     keys, rows = (np.concatenate(part) for part in zip(*held, strict=True))
     held.clear()
@@ -66,7 +66,7 @@ def _sorted(held: list[Keyed]) -> Keyed:
     return keys[order], rows[order]
 
 
-def _merged(keys: np.ndarray, rows: np.ndarray, borders: list[int], window: int) -> Iterator[Keyed]:
+def _merge_runs(keys: np.ndarray, rows: np.ndarray, borders: list[int], window: int) -> Iterator[Keyed]:
     """Merge the runs between `borders`.
 
     Each step takes from every run the keys up to the end of the window that ends first; if equal keys continue beyond
@@ -84,5 +84,5 @@ def _merged(keys: np.ndarray, rows: np.ndarray, borders: list[int], window: int)
                     here = keys[low : reach[run]]
                     reach[run] = low + int(here.searchsorted(limit, side="right" if run < least else "left"))
         some = [slice(low, high) for low, high in zip(at, reach, strict=True)]
-        yield _sorted([(keys[part], rows[part]) for part in some])
+        yield _sort_blocks([(keys[part], rows[part]) for part in some])
         at = reach

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flatshift.selection.hygiene.shingles import WORDS, WordHashes, mix, windows
+from flatshift.selection.hygiene.shingles import WORDS, WordHashes, mix64, window_hashes
 
 if TYPE_CHECKING:
     from flatshift.selection.hygiene import hygiene_config
@@ -110,7 +110,7 @@ _LEAST_SHARE = 0.1
 _LEAST_WORDS = 2
 
 
-def detect(text: str, *, prefer: Collection[str] = ()) -> tuple[str | None, float]:
+def detect_language(text: str, *, prefer: Collection[str] = ()) -> tuple[str | None, float]:
     """Return (code, share): the language whose common words make up the largest share of the text's words.
 
     (None, share) if that share is below 0.1 or rests on fewer than two words. A language of `prefer` wins unless
@@ -118,7 +118,7 @@ def detect(text: str, *, prefer: Collection[str] = ()) -> tuple[str | None, floa
     in a script of one language is in that language: share is then the share of letters.
     """
     if not text.isascii() and _ANY_SCRIPT.search(text):
-        code, share = _by_script(text)
+        code, share = _detect_by_script(text)
         if code is not None:
             return code, share
     words = WORDS.findall(text.lower())
@@ -133,7 +133,7 @@ def detect(text: str, *, prefer: Collection[str] = ()) -> tuple[str | None, floa
     return (None if hits[best] < _LEAST_WORDS or share < _LEAST_SHARE else best), share
 
 
-def _by_script(text: str) -> tuple[str | None, float]:
+def _detect_by_script(text: str) -> tuple[str | None, float]:
     letters = len(_LETTER.findall(text))
     counts = {code: len(pattern.findall(text)) for code, pattern in _OF_SCRIPT.items()}
     if counts["ja"] and counts["ja"] + counts["zh"] >= letters / 2:  # kana together with Chinese characters
@@ -147,27 +147,27 @@ _PARAGRAPH = re.compile(r"\n{2,}")
 _WORDS_AT_ONCE = 1 << 17
 
 
-def shares(texts: Sequence[str], *, top: int = 3, repeated: int = 6) -> dict[str, np.ndarray]:
+def repetition_shares(texts: Sequence[str], *, top: int = 3, repeated: int = 6) -> dict[str, np.ndarray]:
     """Return name → (n,) float64 in [0, 1], 0 if a text is too short.
 
     top: number of n = 2, 3, … for the commonest n-gram. repeated: number of n = 5, 6, … for repeated n-grams.
     """
-    lines = np.array([_repeated(text.split("\n")) for text in texts]).reshape(-1, 2)
-    paragraphs = np.array([_repeated(_PARAGRAPH.split(text)) for text in texts]).reshape(-1, 2)
+    lines = np.array([_repeated_shares(text.split("\n")) for text in texts]).reshape(-1, 2)
+    paragraphs = np.array([_repeated_shares(_PARAGRAPH.split(text)) for text in texts]).reshape(-1, 2)
     found = {
         "repeated lines": lines[:, 0],
         "characters in repeated lines": lines[:, 1],
         "repeated paragraphs": paragraphs[:, 0],
         "characters in repeated paragraphs": paragraphs[:, 1],
     }
-    portions = list(_portions([WORDS.findall(text.lower()) for text in texts])) or [[]]
+    portions = list(_bounded_batches([WORDS.findall(text.lower()) for text in texts])) or [[]]
     parts = [_ngram_shares(portion, top, repeated) for portion in portions]
     for name in parts[0]:
         found[name] = np.concatenate([part[name] for part in parts])
     return found
 
 
-def _repeated(pieces: list[str]) -> tuple[float, float]:
+def _repeated_shares(pieces: list[str]) -> tuple[float, float]:
     """Return the share of the non-blank pieces that repeat an earlier one, and of the characters in them."""
     pieces = [stripped for piece in pieces if (stripped := piece.strip())]
     if len(pieces) < 2:
@@ -182,7 +182,7 @@ def _repeated(pieces: list[str]) -> tuple[float, float]:
     return count / len(pieces), characters / sum(map(len, pieces))
 
 
-def _portions(words: list[list[str]]) -> Iterator[list[list[str]]]:
+def _bounded_batches(words: list[list[str]]) -> Iterator[list[list[str]]]:
     """Yield consecutive texts with a bounded number of words (a single text may have more)."""
     portion: list[list[str]] = []
     held = 0
@@ -205,7 +205,7 @@ def _ngram_shares(words: list[list[str]], top: int, repeated: int) -> dict[str, 
     starts = np.cumsum(counts) - counts
     found = {}
     for n in range(2, 2 + top):
-        place, owner, kind, times, _ = _occurrences(codes, counts, starts, n)
+        place, owner, kind, times, _ = _ngram_occurrences(codes, counts, starts, n)
         size = before[place + n] - before[place]
         covered = np.where(times[kind] > 1, times[kind] * size, 0)
         # The commonest n-gram, the longest if several are; overlapping occurrences may exceed the text.
@@ -215,7 +215,7 @@ def _ngram_shares(words: list[list[str]], top: int, repeated: int) -> dict[str, 
         np.maximum.at(most, owner, np.where(times[kind] == rank[owner], covered, 0))
         found[f"characters in the commonest {n}-gram"] = np.minimum(most / total, 1.0)
     for n in range(5, 5 + repeated):
-        place, _, _, _, again = _occurrences(codes, counts, starts, n)
+        place, _, _, _, again = _ngram_occurrences(codes, counts, starts, n)
         change = np.zeros(len(codes) + 1, np.int64)
         np.add.at(change, place[again], 1)
         np.add.at(change, place[again] + n, -1)
@@ -225,15 +225,15 @@ def _ngram_shares(words: list[list[str]], top: int, repeated: int) -> dict[str, 
     return found
 
 
-def _occurrences(
+def _ngram_occurrences(
     codes: np.ndarray, counts: np.ndarray, starts: np.ndarray, n: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return for every n-gram its position among all words, its text, its kind within the text, the count of each kind,
     and whether it occurred in the text before."""
-    hashes, kept = windows(codes, counts, n)
+    hashes, kept = window_hashes(codes, counts, n)
     owner = np.repeat(np.arange(len(counts)), kept)
     place = np.arange(len(hashes)) - np.repeat(np.cumsum(kept) - kept, kept) + np.repeat(starts, kept)
-    key = mix(hashes + owner.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    key = mix64(hashes + owner.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     order = np.argsort(key, kind="stable")  # positions ascend within a kind
     opens = np.ones(len(order), dtype=bool)
     opens[1:] = key[order][1:] != key[order][:-1]
@@ -248,19 +248,19 @@ Verdict = tuple[str, np.ndarray, np.ndarray]
 """(rule in words, (n,) bool: broken, (n,) float64: the value compared with the limit)"""
 
 
-def judge(texts: Sequence[str], settings: hygiene_config.Hygiene) -> Iterator[tuple[str, Verdict]]:
+def apply_filters(texts: Sequence[str], settings: hygiene_config.Hygiene) -> Iterator[tuple[str, Verdict]]:
     """Yield (cause, verdict) of every enabled rule, in the order in which drops are attributed."""
     if settings.length is not None:
-        for verdict in by_length(texts, settings.length):
+        for verdict in check_length(texts, settings.length):
             yield "length", verdict
     if settings.language is not None:
-        yield "language", by_language(texts, settings.language)
+        yield "language", check_language(texts, settings.language)
     if settings.repetition is not None:
-        for verdict in by_repetition(texts, settings.repetition):
+        for verdict in check_repetition(texts, settings.repetition):
             yield "repetition", verdict
 
 
-def by_length(texts: Sequence[str], limits: hygiene_config.LengthFilter) -> Iterator[Verdict]:
+def check_length(texts: Sequence[str], limits: hygiene_config.LengthFilter) -> Iterator[Verdict]:
     """Check the number of characters, without blanks at both ends, and of words."""
     characters = np.array([len(text.strip()) for text in texts], dtype=np.float64)
     yield f"fewer than {limits.min_chars} characters", characters < limits.min_chars, characters
@@ -273,22 +273,24 @@ def by_length(texts: Sequence[str], limits: hygiene_config.LengthFilter) -> Iter
             yield f"more than {limits.max_words} words", words > limits.max_words, words
 
 
-def by_language(texts: Sequence[str], wanted: hygiene_config.Language) -> Verdict:
+def check_language(texts: Sequence[str], wanted: hygiene_config.Language) -> Verdict:
     """Check the language; the value is the share of common words of the detected language (1 for its own script)."""
-    found = [detect(text, prefer=wanted.keep) for text in texts]
+    found = [detect_language(text, prefer=wanted.keep) for text in texts]
     broken = [wanted.undecided == "drop" if code is None else code not in wanted.keep for code, _ in found]
     return f"not {' or '.join(wanted.keep)}", np.array(broken, dtype=bool), np.array([share for _, share in found])
 
 
-def by_repetition(texts: Sequence[str], limits: hygiene_config.Repetition) -> Iterator[Verdict]:
-    """Check each share of `shares` against its limit, in texts of at least `limits.min_words` words."""
+def check_repetition(texts: Sequence[str], limits: hygiene_config.Repetition) -> Iterator[Verdict]:
+    """Check each share of `repetition_shares` against its limit, in texts of at least `limits.min_words` words."""
     of = {"repeated lines": limits.lines, "repeated paragraphs": limits.lines}
     of |= {"characters in repeated lines": limits.line_chars, "characters in repeated paragraphs": limits.line_chars}
     of |= {f"characters in the commonest {n}-gram": limit for n, limit in enumerate(limits.top_ngrams, start=2)}
     of |= {f"characters in repeated {n}-grams": limit for n, limit in enumerate(limits.repeated_ngrams, start=5)}
     long = np.array([len(WORDS.findall(text)) >= limits.min_words for text in texts])
     judged = [text for text, enough in zip(texts, long, strict=True) if enough]
-    for name, found in shares(judged, top=len(limits.top_ngrams), repeated=len(limits.repeated_ngrams)).items():
+    for name, found in repetition_shares(
+        judged, top=len(limits.top_ngrams), repeated=len(limits.repeated_ngrams)
+    ).items():
         values = np.full(len(texts), np.nan)
         values[long] = found
         yield f"{name} above {of[name]:g}", values > of[name], values

@@ -20,7 +20,7 @@ WORKING_GIB = 0.125
 """GiB reserved for batches of texts and of pairs, in addition to the sorted keys."""
 
 
-def _bounds(config: object, **bounds: tuple[float | None, float | None]) -> None:
+def _check_bounds(config: object, **bounds: tuple[float | None, float | None]) -> None:
     """Raise SelectionError for field values outside (low, high), ends included; None is unbounded and a None value
     passes.
 
@@ -49,7 +49,7 @@ class LengthFilter:
     """Maximum number of words; null: no limit."""
 
     def __post_init__(self) -> None:
-        _bounds(self, min_chars=(0, None), max_chars=(1, None), min_words=(0, None), max_words=(1, None))
+        _check_bounds(self, min_chars=(0, None), max_chars=(1, None), min_words=(0, None), max_words=(1, None))
         if self.max_chars is not None and self.max_chars < self.min_chars:
             raise SelectionError(f"max_chars must be ≥ min_chars {self.min_chars}, got {self.max_chars}")
         if self.max_words is not None and self.max_words < self.min_words:
@@ -92,7 +92,7 @@ class Repetition:
     have at least 50 words."""
 
     def __post_init__(self) -> None:
-        _bounds(self, lines=(0, 1), line_chars=(0, 1), min_words=(0, None))
+        _check_bounds(self, lines=(0, 1), line_chars=(0, 1), min_words=(0, None))
         for name, most in (("top_ngrams", 3), ("repeated_ngrams", 6)):
             values = getattr(self, name)
             if len(values) > most or any(not 0 <= value <= 1 for value in values):
@@ -120,7 +120,7 @@ class NearDuplicates:
     bands."""
 
     def __post_init__(self) -> None:
-        _bounds(self, size=(1, 100), permutations=(1, 1024))
+        _check_bounds(self, size=(1, 100), permutations=(1, 1024))
         if not 0 < self.threshold <= 1:
             raise SelectionError(f"threshold must be above 0 and at most 1, got {self.threshold}")
         if not 0 < self.recall < 1:
@@ -154,8 +154,10 @@ class Decontaminate:
     """Split as above, or drop every contaminated record whole (required with your own features)."""
 
     def __post_init__(self) -> None:
-        _bounds(self, ngram=(1, 100), shortest=(1, None), margin=(0, None), min_chars=(1, None), max_pieces=(1, None))
-        _bounds(self, common=(2, None))
+        _check_bounds(
+            self, ngram=(1, 100), shortest=(1, None), margin=(0, None), min_chars=(1, None), max_pieces=(1, None)
+        )
+        _check_bounds(self, common=(2, None))
         if self.shortest > self.ngram:
             raise SelectionError(f"shortest must be ≤ ngram {self.ngram}, got {self.shortest}")
 
@@ -190,7 +192,7 @@ class Hygiene:
     same result. Pages of mapped files, which the system can reclaim, do not count."""
 
     def __post_init__(self) -> None:
-        _bounds(self, memory_gib=(2 * WORKING_GIB, None))
+        _check_bounds(self, memory_gib=(2 * WORKING_GIB, None))
 
     @property
     def on(self) -> bool:

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from flatshift.selection.hygiene.duplicates import ExactDuplicates
-from flatshift.selection.hygiene.store import Growing, blocks, made
+from flatshift.selection.hygiene.store import GrowingArray, block_ranges, build_array
 
 _IDS = 4096
 
 
-class Listed:
+class DropList:
     """Entries of drop lists, matched with a pool. memory: bytes for sorting digests of ids.
 
     entry: (N,) int64, for each record of the pool the number of its entry, −1 for none; unknown: the numbers of entries
@@ -32,7 +32,7 @@ class Listed:
 
     def __init__(self, *, memory: int):
         self._digests = ExactDuplicates(memory=memory)
-        self._matches, self._reasons = _Strings(), _Strings()
+        self._matches, self._reasons = _StringArray(), _StringArray()
         self._count = 0
 
     def __len__(self) -> int:
@@ -59,15 +59,15 @@ class Listed:
         self._digests.add(held)
         count = self._count
         first = self._digests.first(np.broadcast_to(np.True_, count + records))
-        unmet = made(count, np.bool_, lambda low, high: True)
-        self.entry = made(records, np.int64, lambda low, high: -1)
-        for low, high in blocks(records):
+        unmet = build_array(count, np.bool_, lambda low, high: True)
+        self.entry = build_array(records, np.int64, lambda low, high: -1)
+        for low, high in block_ranges(records):
             entries = first[count + low : count + high]
             found = np.flatnonzero(entries < count)
             self.entry[low + found] = entries[found]
             unmet[entries[found]] = False
-        unknown = Growing(np.int64)
-        for low, high in blocks(count):
+        unknown = GrowingArray(np.int64)
+        for low, high in block_ranges(count):
             unknown.append(low + np.flatnonzero(unmet[low:high]))
         self.unknown = unknown.array()
 
@@ -77,11 +77,11 @@ class Listed:
         return self._matches[entry] or None, self._reasons[entry]
 
 
-class _Strings:
+class _StringArray:
     """Texts concatenated in one array."""
 
     def __init__(self) -> None:
-        self._bytes, self._borders = Growing(np.uint8), Growing(np.int64)
+        self._bytes, self._borders = GrowingArray(np.uint8), GrowingArray(np.int64)
         self._borders.append(np.zeros(1))
 
     def add(self, texts: Sequence[str]) -> None:

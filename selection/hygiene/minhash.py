@@ -6,12 +6,12 @@ from __future__ import annotations
 import numpy as np
 
 from flatshift.selection.errors import SelectionError
-from flatshift.selection.hygiene.shingles import mix
+from flatshift.selection.hygiene.shingles import mix64
 
 _TILE = 1 << 16  # hashes processed at a time: two such arrays fit in the processor's cache
 
 
-def bands_for(threshold: float, permutations: int, recall: float) -> tuple[int, int]:
+def choose_bands(threshold: float, permutations: int, recall: float) -> tuple[int, int]:
     """Return (bands, rows): the most rows per band for which a pair at `threshold` has at least `recall` of being
     proposed.
 
@@ -90,5 +90,5 @@ def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
     grid = signatures[: bands * rows].reshape(bands, rows, -1)
     keys = np.zeros((bands, grid.shape[2]), np.uint64)
     for row in range(rows):
-        keys = mix(keys + np.uint64(0x9E3779B97F4A7C15) + grid[:, row])
+        keys = mix64(keys + np.uint64(0x9E3779B97F4A7C15) + grid[:, row])
     return keys

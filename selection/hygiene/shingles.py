@@ -18,7 +18,7 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)
 _TILE = 1 << 15
 
 
-def mix(h: np.ndarray) -> np.ndarray:
+def mix64(h: np.ndarray) -> np.ndarray:
     """Apply the finaliser of SplitMix64: a bijective mixing of 64 bits."""
     h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -63,14 +63,14 @@ class Shingler:
             padded = [text.ljust(self.size, "\0") if text else text for text in texts]
             counts = np.fromiter(map(len, padded), dtype=np.int64, count=len(padded))
             codes = np.frombuffer("".join(padded).encode("utf-32-le", "surrogatepass"), dtype="<u4")
-            return windows(codes, counts, self.size)
+            return window_hashes(codes, counts, self.size)
         words = [WORDS.findall(text) for text in texts]
         short = [found + [""] * (self.size - len(found)) if found else found for found in words]
         codes, counts = self._words.codes(short)
-        return windows(codes, counts, self.size)
+        return window_hashes(codes, counts, self.size)
 
 
-def windows(codes: np.ndarray, counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+def window_hashes(codes: np.ndarray, counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the hashes of all runs of `size` codes within one text.
 
     codes: (T,) unsigned integers, text after text. counts: (n,) codes of each text. Returns hashes (uint64), text after
@@ -88,7 +88,7 @@ def windows(codes: np.ndarray, counts: np.ndarray, size: int) -> tuple[np.ndarra
         for k in range(1, size):
             rolling *= _BASE
             rolling += part[k : k + length]
-        hashes[low : low + length] = mix(rolling * _BASE)
+        hashes[low : low + length] = mix64(rolling * _BASE)
     if np.count_nonzero(counts) == 1:
         return hashes, kept
     starts = np.cumsum(counts) - counts

@@ -20,11 +20,11 @@ import numpy as np
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.hygiene.decontaminate import Decontaminator, Spans
-from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicateGroups, normalise
-from flatshift.selection.hygiene.filters import judge
+from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicateGroups, normalise_text
+from flatshift.selection.hygiene.filters import apply_filters
 from flatshift.selection.hygiene.hygiene_config import WORKING_GIB, Hygiene
-from flatshift.selection.hygiene.listed import Listed
-from flatshift.selection.hygiene.store import Growing, blocks, made
+from flatshift.selection.hygiene.listed import DropList
+from flatshift.selection.hygiene.store import GrowingArray, block_ranges, build_array
 
 Progress = Callable[[str, int], None]
 """Called as (stage, rows so far)."""
@@ -39,7 +39,7 @@ CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceTexts:
     """Texts that the pool is compared with: of the target, or of the evaluation rows."""
 
     name: str
@@ -48,8 +48,8 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Cleaned:
-    """Result of `clean` for each of N rows."""
+class CleaningResult:
+    """Result of `clean_pool` for each of N rows."""
 
     rule: np.ndarray
     """(N,) uint8: number of the rule that dropped the row; 0: kept."""
@@ -60,10 +60,10 @@ class Cleaned:
     match: np.ndarray
     """(N,) int64: −1, or the match: row j of the pool as R + j, text j of the references (concatenated, R in all) as
     j."""
-    references: Sequence[Reference]
+    references: Sequence[ReferenceTexts]
     pieces: Mapping[int, Spans]
     """Row → (start, end) of the pieces that stay of it, in characters; only rows that were cut."""
-    listed: Listed | None = None
+    listed: DropList | None = None
     """Records listed by another tool."""
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class Cleaned:
         """Return the number of dropped rows by cause, including causes that dropped none."""
         found = dict.fromkeys((cause for cause, _ in self.rules[1:]), 0)
         numbers = np.zeros(len(self.rules), dtype=np.int64)
-        for low, high in blocks(len(self.rule)):
+        for low, high in block_ranges(len(self.rule)):
             numbers += np.bincount(self.rule[low:high], minlength=len(self.rules))
         for (cause, _), count in zip(self.rules[1:], numbers[1:].tolist(), strict=True):
             found[cause] += count
@@ -142,16 +142,16 @@ class Cleaned:
         return "pool", match
 
 
-def clean(
+def clean_pool(
     texts: Iterable[str],
     settings: Hygiene,
     *,
-    references: Sequence[Reference] = (),
+    references: Sequence[ReferenceTexts] = (),
     seed: int = 0,
-    listed: Listed | None = None,
+    listed: DropList | None = None,
     batch_characters: int = CHARACTERS,
     progress: Progress | None = None,
-) -> Cleaned:
+) -> CleaningResult:
     """Clean a pool: decide for every row whether it stays.
 
     Arguments:
@@ -172,19 +172,19 @@ def clean(
         raise SelectionError(
             "hygiene reads the texts more than once; pass a list or a view of the file, not a generator"
         )
-    return _Cleaning(texts, settings, references, seed, listed, batch_characters, progress).run()
+    return _CleaningRun(texts, settings, references, seed, listed, batch_characters, progress).run()
 
 
-class _Cleaning:
-    """One run of `clean`: the rows are the references' texts first, then the pool's."""
+class _CleaningRun:
+    """One run of `clean_pool`: the rows are the references' texts first, then the pool's."""
 
     def __init__(
         self,
         texts: Iterable[str],
         settings: Hygiene,
-        references: Sequence[Reference],
+        references: Sequence[ReferenceTexts],
         seed: int,
-        listed: Listed | None,
+        listed: DropList | None,
         batch_characters: int,
         progress: Progress | None,
     ):
@@ -212,7 +212,7 @@ class _Cleaning:
                 )
             self.decontaminator = Decontaminator(settings.decontaminate, judged)
 
-    def run(self) -> Cleaned:
+    def run(self) -> CleaningResult:
         self._first_pass()
         self._drop_listed()
         self._drop_exact()
@@ -222,7 +222,7 @@ class _Cleaning:
             self._second_pass()
         self._drop_near()
         pieces = self._decontaminate()
-        return Cleaned(
+        return CleaningResult(
             rule=self.rule,
             rules=self.rules,
             value=self.value,
@@ -235,35 +235,35 @@ class _Cleaning:
 
     def _first_pass(self) -> None:
         """Apply filters, and compute digests of whole texts and band keys."""
-        rules, values = Growing(np.uint8), Growing(np.float64)
+        rules, values = GrowingArray(np.uint8), GrowingArray(np.float64)
         for batch in self._batches(chain(self.earlier, self.texts), "filters and signatures", whole=True):
             numbers = np.zeros(len(batch), np.uint8)
             figures = np.full(len(batch), np.nan)
-            for cause, (rule, broken, figure) in judge(batch, self.settings):
+            for cause, (rule, broken, figure) in apply_filters(batch, self.settings):
                 fresh = broken & (numbers == 0)
                 numbers[fresh] = self._number(cause, rule)
                 figures[fresh] = figure[fresh]
             rules.append(numbers)
             values.append(figures)
-            normalised = [normalise(text) for text in batch] if self.exact or self.near else []
+            normalised = [normalise_text(text) for text in batch] if self.exact or self.near else []
             if self.exact is not None:
                 self.exact.add(normalised)
             if self.near is not None:
                 self.near.sign(normalised)
         skip = len(self.earlier)
         self.rule, self.value = rules.array()[skip:], values.array()[skip:]
-        self.match = made(len(self.rule), np.int64, lambda low, high: -1)
+        self.match = build_array(len(self.rule), np.int64, lambda low, high: -1)
 
     def _second_pass(self) -> None:
         """Compute shingle sets of proposed rows, and n-grams shared with evaluation texts."""
         if self.near is not None:
             for batch in self._batches(self.earlier, "", whole=False):
-                self.near.collect([normalise(text) for text in batch])
+                self.near.collect([normalise_text(text) for text in batch])
         rows = 0
         for batch in self._batches(self.texts, "pairs and n-grams", whole=False):
             rows += len(batch)
             if self.near is not None:
-                self.near.collect([normalise(text) for text in batch])
+                self.near.collect([normalise_text(text) for text in batch])
             if self.decontaminator is not None:
                 self.decontaminator.match(batch)
         if rows != len(self.rule):
@@ -280,7 +280,7 @@ class _Cleaning:
                 f"listed: found among {len(self.listed.entry)} ids, and the pool has {len(self.rule)} texts; "
                 "give Listed.find an id for every text"
             )
-        for low, high in blocks(len(self.rule)):
+        for low, high in block_ranges(len(self.rule)):
             rows = low + np.flatnonzero(self.listed.entry[low:high] >= 0)
             self.rule[rows] = 1
             self.value[rows] = np.nan
@@ -302,7 +302,7 @@ class _Cleaning:
         references."""
         number = self._number(cause, rule)
         skip = len(self.earlier)
-        for low, high in blocks(len(self.rule)):
+        for low, high in block_ranges(len(self.rule)):
             part = first[skip + low : skip + high]
             repeats = np.flatnonzero(part != np.arange(skip + low, skip + high))
             self.rule[low + repeats] = number
@@ -332,7 +332,7 @@ class _Cleaning:
         row = 0
         for batch in self._batches(self.texts, "cutting", whole=False) if len(rows) else ():
             for hit in rows[np.searchsorted(rows, row) : np.searchsorted(rows, row + len(batch))].tolist():
-                left = _without_blanks(batch[hit - row], finder.cut(batch[hit - row]))
+                left = _strip_spans(batch[hit - row], finder.cut(batch[hit - row]))
                 if 0 < len(left) <= settings.max_pieces:
                     pieces[hit] = left
                 else:
@@ -343,9 +343,9 @@ class _Cleaning:
 
     def _alive(self) -> np.ndarray:
         """Return (R + N,) bool: rows that take part in a comparison."""
-        alive = Growing(np.bool_)
+        alive = GrowingArray(np.bool_)
         alive.append(self.compared)
-        for low, high in blocks(len(self.rule)):
+        for low, high in block_ranges(len(self.rule)):
             alive.append(self.rule[low:high] == 0)
         return alive.array()
 
@@ -374,7 +374,7 @@ class _Cleaning:
                 self.progress(what, max(done + len(batch), 0))
 
 
-def _without_blanks(text: str, spans: Spans) -> Spans:
+def _strip_spans(text: str, spans: Spans) -> Spans:
     """Return the spans without the blanks at their ends."""
     found = [(end - len(text[start:end].lstrip()), start + len(text[start:end].rstrip())) for start, end in spans]
     return [(start, end) for start, end in found if start < end]

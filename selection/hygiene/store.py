@@ -11,13 +11,13 @@ import numpy as np
 _BLOCK = 1 << 18
 
 
-def blocks(count: int) -> Iterator[tuple[int, int]]:
+def block_ranges(count: int) -> Iterator[tuple[int, int]]:
     """Yield (low, high) of consecutive blocks of rows, for processing in constant memory."""
     for low in range(0, count, _BLOCK):
         yield low, min(low + _BLOCK, count)
 
 
-class Growing:
+class GrowingArray:
     """One-dimensional array built piece by piece.
 
     dtype: of the array. limit: bytes held in memory; beyond that the array is in a temporary file (in TMPDIR), which is
@@ -59,12 +59,12 @@ class Growing:
         return np.asarray(np.memmap(self._file, dtype=self.dtype, mode="r+", shape=(self.length,)))
 
 
-def made(count: int, dtype: Any, make: Callable[[int, int], Any]) -> np.ndarray:
+def build_array(count: int, dtype: Any, make: Callable[[int, int], Any]) -> np.ndarray:
     """Build a writable array of `count` values; `make(low, high)` returns those of a block, or one for all of it.
 
     The file of a large array is written here and not through the map, so that a full disk raises OSError.
     """
-    out = Growing(dtype)
-    for low, high in blocks(count):
+    out = GrowingArray(dtype)
+    for low, high in block_ranges(count):
         out.append(np.broadcast_to(make(low, high), high - low))
     return out.array()

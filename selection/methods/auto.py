@@ -20,8 +20,8 @@ from flatshift.selection.methods.base import (
     Progress,
     Selector,
     Target,
-    checked_budget,
-    finite_number,
+    check_budget,
+    check_number,
     keyed_uniform,
     require_field,
 )
@@ -32,7 +32,7 @@ from flatshift.selection.methods.gotd import GotD
 from flatshift.selection.methods.knn import KNN
 from flatshift.selection.methods.moore_lewis import MooreLewis
 from flatshift.selection.methods.random import RandomSelector
-from flatshift.selection.validation import SelectorContext, check, from_settings
+from flatshift.selection.validation import SelectorContext, check_fields, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.features.tokens import TokenRows
@@ -75,8 +75,8 @@ class Auto:
     """Product of pool rows and target rows up to which gotd and knn are tried."""
 
     def __post_init__(self) -> None:
-        check(self, "holdout", above=0, most=0.9)
-        check(self, "pairs", least=1)
+        check_fields(self, "holdout", above=0, most=0.9)
+        check_fields(self, "pairs", least=1)
         if not self.tried or len(set(self.tried)) < len(self.tried):
             raise ValueError("tried must name at least one method, each once")
 
@@ -118,10 +118,10 @@ class AutoSelector(Selector):
         """
         from flatshift.selection.methods.ngrams import KneserNey
 
-        finite_number(self.holdout, "holdout", above=0.0, most=0.9)
+        check_number(self.holdout, "holdout", above=0.0, most=0.9)
         if self.budget is None:
             raise SelectionError("auto compares selections of one size; construct it with budget=")
-        budget = checked_budget(self.budget, len(pool))
+        budget = check_budget(self.budget, len(pool))
         rows, _ = require_field(pool, target, "tokens", "auto")
         tried = dict(self.tried or {"moore-lewis": MooreLewis().build(SelectorContext(seed=self.seed))})
         kept, held = self._parts(target)
@@ -130,7 +130,7 @@ class AutoSelector(Selector):
         draws = [RandomSelector(seed=self.seed + i).fit(pool, kept).select(budget) for i in range(_DRAWS)]
         most = int(rows.lengths[draws[0]].sum())
         control = [self._read(rows, draw, most, reference, aims) for draw in draws]
-        base = float(np.average([_mean(losses, aims) for losses in control]))
+        base = float(np.average([_mean_nats(losses, aims) for losses in control]))
         table: list[dict[str, Any]] = [{"method": "random", "nats": base, "difference": 0.0, "error": None}]
         for name, selector in tried.items():
             began = time.process_time()
@@ -147,13 +147,13 @@ class AutoSelector(Selector):
             losses = self._read(rows, order, most, reference, aims)
             gaps = losses - control[0]
             lengths = aims.lengths
-            line["nats"] = _mean(losses, aims)
+            line["nats"] = _mean_nats(losses, aims)
             line["difference"] = line["nats"] - base
             # Standard error of a ratio of sums over texts, paired: each text's surplus over the mean gap per token.
             rest = gaps - gaps.sum() / lengths.sum() * lengths
             line["error"] = float(np.sqrt((rest**2).sum() * len(rest) / max(len(rest) - 1, 1)) / lengths.sum())
             line["cpu_s"] = round(time.process_time() - began, 3)
-            line["wins"] = line["nats"] < min(_mean(one, aims) for one in control) and (
+            line["wins"] = line["nats"] < min(_mean_nats(one, aims) for one in control) and (
                 float(gaps.sum() / lengths.sum()) < -2.0 * line["error"]
             )
         winners = [line for line in table if line.get("wins")]
@@ -175,30 +175,30 @@ class AutoSelector(Selector):
                 "give more target texts, or name a method"
             )
         order = np.argsort(keyed_uniform(target, self.seed, "auto held-out target"), kind="stable")
-        kept, held = _taken(target, np.sort(order[count:])), _taken(target, np.sort(order[:count]))
+        kept, held = _take_rows(target, np.sort(order[count:])), _take_rows(target, np.sort(order[:count]))
         if not len(held.tokens.flat):
             raise SelectionError("the target texts that auto held out hold no token; give more target texts")
         return kept, held
 
     def _read(self, rows: TokenRows, order: np.ndarray, most: int, reference: Any, aims: TokenRows) -> np.ndarray:
         """Return (M,) nats of each held-out text under a model of the first `most` tokens of a selection."""
-        from flatshift.selection.methods.ngrams import KneserNey, trigrams
+        from flatshift.selection.methods.ngrams import KneserNey, trigram_keys
 
         reached = np.cumsum(rows.lengths[order])
         chosen = order[: int(np.searchsorted(reached, most)) + 1]
         model = KneserNey.of(rows.take(chosen))
         flat, lengths = aims.part(0, len(aims))
-        keys = trigrams(flat, lengths, aims.size)
+        keys = trigram_keys(flat, lengths, aims.size)
         p = _SHARE * model.probability(keys) + (1.0 - _SHARE) * reference.probability(keys)
         return text_sums(-np.log(p), lengths)
 
 
-def _mean(losses: np.ndarray, aims: TokenRows) -> float:
+def _mean_nats(losses: np.ndarray, aims: TokenRows) -> float:
     """Return the mean nats per token."""
     return float(losses.sum() / aims.lengths.sum())
 
 
-def _taken(side: Pool, rows: np.ndarray) -> Pool:
+def _take_rows(side: Pool, rows: np.ndarray) -> Pool:
     """Return some rows of a target, with all its fields."""
     numbers = rows.tolist()
     return Pool(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import feature_matrix, strings
+from flatshift.selection.validation import check_strings, feature_matrix
 
 Progress = Callable[[str, int, int], None]
 UNITS = {"sqeuclidean": 1.0, "cosine": 0.5}
@@ -46,8 +46,8 @@ class Pool:
             raise SelectionError(f"pool or target parts differ in length: {told}; give one of each per row")
         if not len(self):
             raise SelectionError("the pool or target is empty; give at least one row")
-        strings(self.ids, "ids")
-        strings(self.texts, "texts")
+        check_strings(self.ids, "ids")
+        check_strings(self.texts, "texts")
 
     def __len__(self) -> int:
         return next(len(value) for value in self.__dict__.values() if value is not None)
@@ -119,7 +119,7 @@ class Selector:
 
         With `readings_`, the first k of them, followed by rows that were never chosen. Raises SelectionError.
         """
-        k, order = checked_budget(k, len(self._fitted())), self._order()
+        k, order = check_budget(k, len(self._fitted())), self._order()
         if self.readings_ is None:
             return order[:k]
         return np.concatenate([self.readings_, order[len(np.unique(self.readings_)) :]])[:k]
@@ -128,7 +128,7 @@ class Selector:
         """Count the rows that share the score at which `select(k)` cuts, so that only file order decides among them; 0
         if the scores decide. Raises SelectionError."""
         scores = self._fitted()
-        k = checked_budget(k, len(scores))
+        k = check_budget(k, len(scores))
         if self.readings_ is not None:
             k = len(np.unique(self.select(k)))
         last = np.partition(scores, k - 1)[k - 1]
@@ -169,7 +169,7 @@ class Selector:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
 
 
-def checked_budget(k: Any, count: int) -> int:
+def check_budget(k: Any, count: int) -> int:
     """Return `k` if it is a whole number between 1 and `count`. Raises SelectionError."""
     if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
         raise SelectionError(f"the budget must be a whole number of at least 1, not {k!r}")
@@ -178,7 +178,7 @@ def checked_budget(k: Any, count: int) -> int:
     return int(k)
 
 
-def finite_number(value: Any, name: str, *, above: float = -inf, least: float = -inf, most: float = inf) -> None:
+def check_number(value: Any, name: str, *, above: float = -inf, least: float = -inf, most: float = inf) -> None:
     """Raise SelectionError unless `value` is a finite number > above, ≥ least and ≤ most."""
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool) and np.isfinite(value)
     if not number or not value > above or not least <= value <= most:
@@ -220,7 +220,7 @@ def scaled_features(rows: Any, cost: str) -> np.ndarray:
     return wide if cost == "sqeuclidean" else np.asarray(wide / np.linalg.norm(wide, axis=1, keepdims=True))
 
 
-def behind(scores: np.ndarray, rows: np.ndarray, order: np.ndarray) -> np.ndarray:
+def move_behind(scores: np.ndarray, rows: np.ndarray, order: np.ndarray) -> np.ndarray:
     """Return `scores` with those of `rows` (a mask) moved behind all others, sorted among themselves by `order`.
 
     The moved rows get the largest other score plus 1 plus `order` minus its smallest: finite, and larger.

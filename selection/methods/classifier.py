@@ -17,12 +17,12 @@ from flatshift.selection.methods.base import (
     Progress,
     Selector,
     Target,
-    behind,
-    finite_number,
+    check_number,
     keyed_uniform,
+    move_behind,
     require_field,
 )
-from flatshift.selection.validation import SelectorContext, check, from_settings
+from flatshift.selection.validation import SelectorContext, check_fields, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.features.tokens import TokenRows
@@ -46,9 +46,9 @@ class Classifier:
     """Minimum number of tokens; shorter texts are ranked last."""
 
     def __post_init__(self) -> None:
-        check(self, "buckets", "fit_rows", least=2)
-        check(self, "strength", above=0)
-        check(self, "minimum", least=1)
+        check_fields(self, "buckets", "fit_rows", least=2)
+        check_fields(self, "strength", above=0)
+        check_fields(self, "minimum", least=1)
 
     def build(self, around: SelectorContext) -> ClassifierSelector:
         return from_settings(ClassifierSelector, self, around)
@@ -80,8 +80,8 @@ class ClassifierSelector(Selector):
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Train the classifiers and score the pool; needs tokens on both sides."""
         for name in ("buckets", "fit_rows", "minimum"):
-            finite_number(getattr(self, name), name, least=1 if name == "minimum" else 2)
-        finite_number(self.strength, "strength", above=0.0)
+            check_number(getattr(self, name), name, least=1 if name == "minimum" else 2)
+        check_number(self.strength, "strength", above=0.0)
         rows, aims = require_field(pool, target, "tokens", "classifier")
         if not len(aims.flat):
             raise SelectionError("no target text holds a single token; classifier has nothing to learn from")
@@ -108,7 +108,7 @@ class ClassifierSelector(Selector):
             if progress:
                 progress("classifying", low + len(lengths), len(rows))
         short = rows.lengths < self.minimum
-        self.scores_ = behind(scores, short, scores) if not short.all() else scores
+        self.scores_ = move_behind(scores, short, scores) if not short.all() else scores
         self.nearest_target_ = None
         self.diagnostics_ = {
             "learnt_pool": len(drawn),
@@ -125,14 +125,14 @@ class ClassifierSelector(Selector):
 
     def evidence(self, rows: TokenRows) -> list[Sequence[float]]:
         """Return each text's evidence by token: the token's weight plus that of its bigram with the one before."""
-        from flatshift.selection.methods.dsir import mix
+        from flatshift.selection.methods.dsir import mix64
 
         weights, buckets, out = self._weights[:, :-1].mean(0), np.uint64(self.buckets), []
         for row in rows:
             tokens = row.astype(np.uint64)
-            gains = weights[(mix(tokens) % buckets).astype(np.int64)].copy()
+            gains = weights[(mix64(tokens) % buckets).astype(np.int64)].copy()
             pairs = (tokens[:-1] + np.uint64(1)) * np.uint64(rows.size) + tokens[1:]
-            gains[1:] += weights[(mix(pairs) % buckets).astype(np.int64)]
+            gains[1:] += weights[(mix64(pairs) % buckets).astype(np.int64)]
             out.append(gains)
         return out
 
@@ -156,12 +156,12 @@ class ClassifierSelector(Selector):
         """Return CSR (n, buckets) float64: 1/√(number of distinct n-grams) for each distinct n-gram of a text."""
         from scipy.sparse import csr_matrix
 
-        from flatshift.selection.features.tokens import grams
-        from flatshift.selection.methods.dsir import mix
+        from flatshift.selection.features.tokens import ngram_keys
+        from flatshift.selection.methods.dsir import mix64
 
-        keys, text_of = grams(flat, lengths, size)
+        keys, text_of = ngram_keys(flat, lengths, size)
         # A repeated n-gram counts once: a line of slashes is no evidence for anything.
-        places = np.unique(text_of * self.buckets + (mix(keys) % np.uint64(self.buckets)).astype(np.int64))
+        places = np.unique(text_of * self.buckets + (mix64(keys) % np.uint64(self.buckets)).astype(np.int64))
         text_of, columns = np.divmod(places, self.buckets)
         sizes = np.bincount(text_of, minlength=len(lengths))
         values = np.repeat(1.0 / np.sqrt(np.maximum(sizes, 1)), sizes)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from flatshift.selection.errors import SelectionError, TooLittleMemory
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, finite_number, require_field
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, check_number, require_field
 from flatshift.selection.methods.gotd import check_transport, memory_bytes
-from flatshift.selection.validation import SelectorContext, check, from_settings
+from flatshift.selection.validation import SelectorContext, check_fields, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.transport.solver import Potentials
@@ -38,7 +38,7 @@ class GotDContrast:
 
     def __post_init__(self) -> None:
         check_transport(self)
-        check(self, "attract", "repel", least=0)
+        check_fields(self, "attract", "repel", least=0)
         if self.attract == self.repel == 0:
             raise ValueError("repel and attract are both 0, which scores nothing; make one of them positive")
 
@@ -86,8 +86,8 @@ class GotDContrastSelector(Selector):
     ) -> Self:
         """Score the pool; needs features on all three sides. Warns (ConvergenceWarning) if a tolerance is not
         reached."""
-        finite_number(self.attract, "attract", least=0.0)
-        finite_number(self.repel, "repel", least=0.0)
+        check_number(self.attract, "attract", least=0.0)
+        check_number(self.repel, "repel", least=0.0)
         if self.attract == self.repel == 0:
             raise SelectionError("attract and repel are both 0, which scores nothing; make one of them positive")
         if negative is None:

@@ -22,12 +22,12 @@ from flatshift.selection.methods.base import (
     Progress,
     Selector,
     Target,
-    behind,
-    checked_budget,
-    finite_number,
+    check_budget,
+    check_number,
+    move_behind,
     require_field,
 )
-from flatshift.selection.validation import SelectorContext, check, from_settings
+from flatshift.selection.validation import SelectorContext, check_fields, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.features.tokens import TokenRows
@@ -66,10 +66,10 @@ class Cynical:
     more than any text not yet chosen, and the budget counts each time."""
 
     def __post_init__(self) -> None:
-        check(self, "mixture", above=0, most=0.99)
-        check(self, "prior", least=0)
-        check(self, "minimum", least=1)
-        check(self, "repeats", least=1)
+        check_fields(self, "mixture", above=0, most=0.99)
+        check_fields(self, "prior", least=0)
+        check_fields(self, "minimum", least=1)
+        check_fields(self, "repeats", least=1)
 
     def build(self, around: SelectorContext) -> CynicalSelector:
         return from_settings(CynicalSelector, self, around)
@@ -111,11 +111,11 @@ class CynicalSelector(Selector):
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Select and score; needs tokens on both sides. Reads the pool at least three times, and leading texts
         individually."""
-        finite_number(self.mixture, "mixture", above=0.0, most=0.99)
-        finite_number(self.prior, "prior", least=0.0)
-        finite_number(self.minimum, "minimum", least=1)
-        finite_number(self.repeats, "repeats", least=1)
-        budget = max(1, len(pool) // 10) if self.budget is None else checked_budget(self.budget, len(pool))
+        check_number(self.mixture, "mixture", above=0.0, most=0.99)
+        check_number(self.prior, "prior", least=0.0)
+        check_number(self.minimum, "minimum", least=1)
+        check_number(self.repeats, "repeats", least=1)
+        budget = max(1, len(pool) // 10) if self.budget is None else check_budget(self.budget, len(pool))
         rows, aims = require_field(pool, target, "tokens", "cynical")
         if not len(aims.flat):
             raise SelectionError("no target text holds a single token; cynical has nothing to compare with")
@@ -139,7 +139,7 @@ class CynicalSelector(Selector):
             self.scores_[distinct[0]] = reached[distinct[1]]
         self.scores_ *= max(tokens, 1.0) / len(_ORDERS)
         if not short.all():
-            self.scores_ = behind(self.scores_, short, self.scores_)
+            self.scores_ = move_behind(self.scores_, short, self.scores_)
         self.nearest_target_ = None
         fall = float(ngrams.weights @ np.log1p(held / self._base)) / len(_ORDERS)
         self.diagnostics_ = {
@@ -185,7 +185,9 @@ class CynicalSelector(Selector):
     def _sizes(self, lengths: np.ndarray) -> np.ndarray:
         return np.maximum(lengths + self.prior, 1.0)
 
-    def _greedy(self, rows: TokenRows, left: np.ndarray, least: tuple[int, float], progress: Progress | None) -> _Taken:
+    def _greedy(
+        self, rows: TokenRows, left: np.ndarray, least: tuple[int, float], progress: Progress | None
+    ) -> _GreedyResult:
         """Run the greedy selection.
 
         left (N,): texts that may be taken, modified in place. least: readings and tokens to be reached.
@@ -207,7 +209,7 @@ class CynicalSelector(Selector):
             first = np.argsort(bound, kind="stable")[: np.count_nonzero(bound < 0.0)]
             if not len(first):
                 break
-            known: dict[int, _Text] = {}
+            known: dict[int, _TextNgrams] = {}
             leading: list[tuple[float, int, int]] = []
             place, passes, before = 0, passes + 1, len(taken)
             # Outdated bounds let too many texts lead: then one more pass over the pool is cheaper.
@@ -237,15 +239,15 @@ class CynicalSelector(Selector):
                     del known[row]
                 if progress and len(taken) <= least[0] and (len(taken) % _BLOCK == 0 or len(taken) == least[0]):
                     progress("choosing texts", len(taken), least[0])
-        return _Taken(held, np.array(reached), np.array(taken, dtype=np.int64), looks, passes)
+        return _GreedyResult(held, np.array(reached), np.array(taken, dtype=np.int64), looks, passes)
 
-    def _score(self, text: _Text, held: np.ndarray) -> float:
+    def _score(self, text: _TextNgrams, held: np.ndarray) -> float:
         """Return −gain per token of a text given the held counts."""
         ngrams, times, length = text
         gain = float(self._ngrams.weights[ngrams] @ np.log1p(times / (self._base[ngrams] + held[ngrams])))
         return -gain / float(self._sizes(np.asarray(length)))
 
-    def _looked_up(self, rows: TokenRows, some: list[int]) -> dict[int, _Text]:
+    def _looked_up(self, rows: TokenRows, some: list[int]) -> dict[int, _TextNgrams]:
         """Look up the target's n-grams in some texts, by row."""
         part = rows.take(some)
         flat, lengths = part.part(0, len(part))
@@ -256,10 +258,10 @@ class CynicalSelector(Selector):
         texts, ngrams = np.divmod(pairs, len(self._ngrams))
         cuts = np.searchsorted(texts, np.arange(1, len(some)))
         parts = (np.split(side.astype(np.int32), cuts) for side in (ngrams, times))
-        return dict(zip(some, map(_Text, *parts, lengths.tolist()), strict=True))
+        return dict(zip(some, map(_TextNgrams, *parts, lengths.tolist()), strict=True))
 
 
-class _Text(NamedTuple):
+class _TextNgrams(NamedTuple):
     """N-grams of the target in a text of the pool."""
 
     ngrams: np.ndarray
@@ -270,7 +272,7 @@ class _Text(NamedTuple):
     """Number of tokens."""
 
 
-class _Taken(NamedTuple):
+class _GreedyResult(NamedTuple):
     """Result of the greedy selection."""
 
     held: np.ndarray
@@ -290,13 +292,13 @@ class _TargetNgrams:
     its order."""
 
     def __init__(self, aims: TokenRows):
-        from flatshift.selection.methods.ngrams import checked_vocabulary, trigrams
+        from flatshift.selection.methods.ngrams import check_vocabulary, trigram_keys
 
         flat, lengths = aims.part(0, len(aims))
-        self._size = checked_vocabulary(aims.size)
+        self._size = check_vocabulary(aims.size)
         bits = aims.size.bit_length()
         self._masks = [np.uint64((1 << (bits * order)) - 1) for order in _ORDERS]
-        whole = trigrams(flat, lengths, aims.size)
+        whole = trigram_keys(flat, lengths, aims.size)
         tables = [np.unique(whole & mask, return_counts=True) for mask in self._masks]
         starts = np.cumsum([len(keys) for keys, _ in tables]).tolist()
         self._single = np.full(aims.size, -1)
@@ -310,9 +312,9 @@ class _TargetNgrams:
     def find(self, flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
         """Return by order (T,) int64: the number of the n-gram that ends in each token, −1 if it is not in the
         target."""
-        from flatshift.selection.methods.ngrams import trigrams
+        from flatshift.selection.methods.ngrams import trigram_keys
 
-        whole = trigrams(flat, lengths, self._size)
+        whole = trigram_keys(flat, lengths, self._size)
         out = [self._single[flat]]
         there = np.flatnonzero(out[0] >= 0)
         for table, mask in zip(self._tables, self._masks[1:], strict=True):

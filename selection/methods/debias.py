@@ -89,7 +89,7 @@ def self_potential(
     step = chunk or max(256, min(8192, (32 << 20) // (8 * len(drawn))))
     for low in range(0, n, step):
         rows = scaled_features(x[low : low + step], cost)
-        out[low : low + step] = _extend(
+        out[low : low + step] = _extend_potential(
             rows - centre, points, bias, weights, place[low : low + step], a[low : low + step], epsilon
         )
         if progress:
@@ -97,7 +97,7 @@ def self_potential(
     return SelfPotential(out * UNITS[cost], len(drawn), change)
 
 
-def _extend(
+def _extend_potential(
     rows: np.ndarray,
     points: np.ndarray,
     bias: np.ndarray,

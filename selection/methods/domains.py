@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, check_budget, check_number
 from flatshift.selection.methods.random import RandomSelector
-from flatshift.selection.validation import real_weights
+from flatshift.selection.validation import to_weights
 
 
 class DomainsSelector(Selector):
@@ -45,7 +45,7 @@ class DomainsSelector(Selector):
         """
         if self.budget is None:
             raise SelectionError("domains splits one budget; construct it with budget=")
-        budget = checked_budget(self.budget, len(pool))
+        budget = check_budget(self.budget, len(pool))
         if pool.domains is None:
             raise SelectionError("domains needs the pool's domains; name the column that holds them")
         if getattr(self.inside, "rounds", 1) != 1:
@@ -57,7 +57,7 @@ class DomainsSelector(Selector):
         shares, absent = self._shares(names, target)
         inside = self.inside if self.inside is not None else RandomSelector(seed=self.seed)
         inside.fit(pool, target, progress=progress, **more)
-        quota = quotas(np.append(shares, 0.0), size, budget)
+        quota = allocate_quotas(np.append(shares, 0.0), size, budget)
 
         order = np.lexsort((inside.scores_, member))
         place = np.empty(len(order), dtype=np.int64)
@@ -88,7 +88,7 @@ class DomainsSelector(Selector):
         """Return weights (len(names),) that sum to 1, and the target's domains that the pool lacks."""
         if self.shares:
             for name, weight in self.shares.items():
-                finite_number(weight, f"the share of {name!r}", least=0.0)
+                check_number(weight, f"the share of {name!r}", least=0.0)
                 if name not in names:
                     close = difflib.get_close_matches(name, names, n=1)
                     told = (
@@ -101,7 +101,7 @@ class DomainsSelector(Selector):
             raise SelectionError("domains needs shares, or a target with domains to take them from; give either")
         else:
             wanted = dict.fromkeys((name for name in target.domains if name is not None), 0.0)
-            weights = np.ones(len(target)) if target.weights is None else real_weights(target.weights, "target")
+            weights = np.ones(len(target)) if target.weights is None else to_weights(target.weights, "target")
             for domain, weight in zip(target.domains, weights, strict=True):
                 if domain is not None:
                     wanted[domain] += float(weight)
@@ -115,7 +115,7 @@ class DomainsSelector(Selector):
         return values / values.sum(), absent
 
 
-def quotas(shares: np.ndarray, sizes: np.ndarray, budget: int) -> np.ndarray:
+def allocate_quotas(shares: np.ndarray, sizes: np.ndarray, budget: int) -> np.ndarray:
     """Return integers that add up to `budget` ≤ Σ sizes, none above its size: largest remainders, ties to the earlier.
 
     The excess of full domains is redistributed among those with room, by their shares; if no domain with a share has

@@ -21,11 +21,11 @@ from flatshift.selection.methods.base import (
     Progress,
     Selector,
     Target,
-    finite_number,
+    check_number,
     keyed_uniform,
     require_field,
 )
-from flatshift.selection.validation import SelectorContext, check, from_settings
+from flatshift.selection.validation import SelectorContext, check_fields, from_settings
 
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 _BATCH = 1024
@@ -54,8 +54,8 @@ class DSIR:
     target happens to lack cost about as much as ten that it has."""
 
     def __post_init__(self) -> None:
-        check(self, "buckets", least=1, most=2**32 - 1)
-        check(self, "smoothing", "floor", least=0)
+        check_fields(self, "buckets", least=1, most=2**32 - 1)
+        check_fields(self, "smoothing", "floor", least=0)
         if self.smoothing == self.floor == 0:
             raise ValueError(
                 "smoothing and floor are both 0, and a bucket that the target lacks has no logarithm; set one"
@@ -93,7 +93,7 @@ class NgramHasher:
         place = np.arange(len(units)) - (np.cumsum(counts) - counts)[text_of]
         out = np.empty(int(lengths.sum()), dtype=np.int64)
         out[starts[text_of] + place] = units
-        inside = _inside(text_of)
+        inside = _same_text_mask(text_of)
         out[(starts + counts)[text_of[:-1]][inside] + place[:-1][inside]] = pairs
         return out, lengths
 
@@ -101,10 +101,10 @@ class NgramHasher:
         """Return the bucket of every word, and of every pair of neighbours in one text, in reading order."""
         total = int(counts.sum())
         hashes = np.fromiter(map(self._table.__getitem__, chain.from_iterable(words)), dtype=np.uint64, count=total)
-        pairs = mix(mix(hashes[:-1]) * np.uint64(0x9E3779B97F4A7C15) + hashes[1:])
-        inside = _inside(np.repeat(np.arange(len(words)), counts))
+        pairs = mix64(mix64(hashes[:-1]) * np.uint64(0x9E3779B97F4A7C15) + hashes[1:])
+        inside = _same_text_mask(np.repeat(np.arange(len(words)), counts))
         buckets = np.uint64(self.buckets)
-        return mix(hashes) % buckets, pairs[inside] % buckets
+        return mix64(hashes) % buckets, pairs[inside] % buckets
 
 
 class Sha256Hasher(NgramHasher):
@@ -124,7 +124,7 @@ class Sha256Hasher(NgramHasher):
         if len(known.words) > len(self._units):
             fresh = self._hashed(known.words[len(self._units) :])
             self._units = np.concatenate([self._units, fresh])
-        inside = _inside(np.repeat(np.arange(len(words)), counts))
+        inside = _same_text_mask(np.repeat(np.arange(len(words)), counts))
         keys, back = np.unique((numbers[:-1] << 32 | numbers[1:])[inside], return_inverse=True)
         wanted = keys.tolist()
         found = list(map(self._pairs.get, wanted))
@@ -172,12 +172,12 @@ class _Vocabulary(dict[str, int]):
         return value
 
 
-def _inside(text_of: np.ndarray) -> np.ndarray:
+def _same_text_mask(text_of: np.ndarray) -> np.ndarray:
     """Return a mask over words except the last: True if the next word is in the same text."""
     return text_of[1:] == text_of[:-1]
 
 
-def mix(h: np.ndarray) -> np.ndarray:
+def mix64(h: np.ndarray) -> np.ndarray:
     """Apply the finaliser of SplitMix64: a bijective mixing of 64 bits."""
     h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -221,8 +221,8 @@ class DSIRSelector(Selector):
             raise SelectionError(f"buckets must be at least 1 and below 2^32, not {self.buckets!r}")
         if self.hashing not in ("fast", "sha256"):
             raise SelectionError(f'hashing must be "fast" or "sha256", not {self.hashing!r}')
-        finite_number(self.smoothing, "smoothing", least=0.0)
-        finite_number(self.floor, "floor", least=0.0)
+        check_number(self.smoothing, "smoothing", least=0.0)
+        check_number(self.floor, "floor", least=0.0)
         if self.smoothing == self.floor == 0:
             raise SelectionError(
                 "smoothing and floor are both 0, and a bucket the target lacks has no logarithm; set one"

@@ -13,12 +13,12 @@ from flatshift.selection.methods.base import (
     Progress,
     Selector,
     Target,
-    checked_budget,
-    finite_number,
+    check_budget,
+    check_number,
     require_field,
     unit_weights,
 )
-from flatshift.selection.validation import SelectorContext, check, from_settings
+from flatshift.selection.validation import SelectorContext, check_fields, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.transport.solver import Potentials
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 def check_transport(settings: Any) -> None:
     """Raise ValueError for settings of the transport solver out of their bounds."""
-    check(settings, "epsilon", above=0)
-    check(settings, "memory_gib", least=0.001)
+    check_fields(settings, "epsilon", above=0)
+    check_fields(settings, "memory_gib", least=0.001)
     if settings.tolerance is not None and not 0 < settings.tolerance < 2:
         raise ValueError(
             f"tolerance must lie between 0 and 2 (an L1 error of probabilities), got {settings.tolerance:g}"
@@ -36,7 +36,7 @@ def check_transport(settings: Any) -> None:
 
 def memory_bytes(gib: float) -> int:
     """Convert the setting `memory_gib` to bytes for a solver. Raises SelectionError."""
-    finite_number(gib, "memory_gib", above=0.0)
+    check_number(gib, "memory_gib", above=0.0)
     return int(gib * 2**30)
 
 
@@ -72,9 +72,9 @@ class GotD:
 
     def __post_init__(self) -> None:
         check_transport(self)
-        check(self, "rounds", "self_sample", least=1)
-        check(self, "mixture", above=0, most=1)
-        check(self, "holdout", least=0, most=0.9)
+        check_fields(self, "rounds", "self_sample", least=1)
+        check_fields(self, "mixture", above=0, most=1)
+        check_fields(self, "holdout", least=0, most=0.9)
         if self.debiased and self.rounds > 1:
             raise ValueError(f"rounds cannot be {self.rounds} with debiased; set rounds to 1 or debiased to false")
 
@@ -141,7 +141,7 @@ class GotDSelector(Selector):
         """Solve and score; needs features on both sides. Warns (ConvergenceWarning) if the tolerance is not reached."""
         self._check()
         if self.budget is not None and self.group is None:
-            checked_budget(self.budget, len(pool))
+            check_budget(self.budget, len(pool))
         if self.rounds > 1:
             return self._fit_rounds(pool, target, progress)
         x, y = require_field(pool, target, "features", "gotd")
@@ -239,5 +239,5 @@ class GotDSelector(Selector):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SelectionError(f"{name} must be a whole number of at least 1, not {value!r}")
-        finite_number(self.mixture, "mixture", above=0.0, most=1.0)
-        finite_number(self.holdout, "holdout", least=0.0, most=0.9)
+        check_number(self.mixture, "mixture", above=0.0, most=1.0)
+        check_number(self.holdout, "holdout", least=0.0, most=0.9)

@@ -73,7 +73,7 @@ class LengthSelector(Selector):
         return self
 
     def _lengths(self, texts: Sequence[str], progress: Progress | None) -> np.ndarray:
-        measure = len if self.unit == "characters" else _words
+        measure = len if self.unit == "characters" else _count_words
         out = np.empty(len(texts), dtype=np.int64)
         for low in range(0, len(texts), _BATCH):
             batch = texts[low : low + _BATCH]
@@ -83,5 +83,5 @@ class LengthSelector(Selector):
         return out
 
 
-def _words(text: str) -> int:
+def _count_words(text: str) -> int:
     return len(text.split())

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, finite_number, require_field
-from flatshift.selection.validation import SelectorContext, checked_chunk, from_settings, no_overflow
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, check_number, require_field
+from flatshift.selection.validation import SelectorContext, check_chunk, check_no_overflow, from_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +63,13 @@ class LessSelector(Selector):
         if self.similarity not in ("cosine", "inner"):
             raise SelectionError(f'similarity must be "cosine" or "inner", not {self.similarity!r}')
         for weight in self.checkpoint_weights:
-            finite_number(weight, "a checkpoint weight", above=0.0)
-        checked_chunk(self.chunk)
+            check_number(weight, "a checkpoint weight", above=0.0)
+        check_chunk(self.chunk)
         blocks = len(self.checkpoint_weights)
         if not blocks:
             raise SelectionError("checkpoint_weights is empty; give one weight per checkpoint")
         x, y = require_field(pool, target, "features", "less")
-        width = _width(x, y, blocks)
+        width = _checked_width(x, y, blocks)
         names, aims = self._aims(y, target, width)
         weights = np.asarray(self.checkpoint_weights) / sum(self.checkpoint_weights)
         aims *= np.repeat(weights, width // blocks)
@@ -81,7 +81,7 @@ class LessSelector(Selector):
             rows = self._normalised(x[low : low + step], "pool", low)
             with np.errstate(over="ignore", invalid="ignore"):
                 similar = rows @ aims.T
-            no_overflow(similar, "inner products")
+            check_no_overflow(similar, "inner products")
             subset[low : low + len(rows)] = similar.argmax(1)
             best[low : low + len(rows)] = similar.max(1)
             if progress:
@@ -105,20 +105,20 @@ class LessSelector(Selector):
         return names, sums / np.bincount(member)[:, None]
 
     def _normalised(self, rows: Any, side: str, offset: int) -> np.ndarray:
-        from flatshift.selection.transport.problem import finite_rows  # imports torch
+        from flatshift.selection.transport.problem import check_finite_rows  # imports torch
 
         wide = np.asarray(rows, dtype=np.float64)
-        finite_rows(wide, side, offset)
+        check_finite_rows(wide, side, offset)
         if self.similarity == "inner":
             return wide
         cut = wide.reshape(len(wide), len(self.checkpoint_weights), -1)
         with np.errstate(over="ignore"):
             norms = np.linalg.norm(cut, axis=2, keepdims=True)
-        no_overflow(norms)
+        check_no_overflow(norms)
         return np.asarray((cut / np.where(norms > 0, norms, 1.0)).reshape(wide.shape))
 
 
-def _width(x: Any, y: Any, blocks: int) -> int:
+def _checked_width(x: Any, y: Any, blocks: int) -> int:
     if x.shape[1] != y.shape[1]:
         raise SelectionError(
             f"pool features have {x.shape[1]} columns and target features {y.shape[1]}; "

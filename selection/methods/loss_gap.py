@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Self
 
 from flatshift.selection.methods.base import Pool, Progress, Selector, Target
 from flatshift.selection.methods.perplexity import Measure, PerplexitySelector
-from flatshift.selection.validation import SelectorContext, check, from_settings
+from flatshift.selection.validation import SelectorContext, check_fields, from_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class LossGap:
     """Rank of the adapter."""
 
     def __post_init__(self) -> None:
-        check(self, "max_length", least=8)
-        check(self, "steps", "batch_size", "rank", least=1)
-        check(self, "lr", above=0)
+        check_fields(self, "max_length", least=8)
+        check_fields(self, "steps", "batch_size", "rank", least=1)
+        check_fields(self, "lr", above=0)
 
     def build(self, around: SelectorContext) -> LossGapSelector:
         return from_settings(LossGapSelector, self, around)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.tokens import text_sums
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, require_field
-from flatshift.selection.validation import SelectorContext, check, from_settings
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, check_number, move_behind, require_field
+from flatshift.selection.validation import SelectorContext, check_fields, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.features.tokens import TokenRows
@@ -43,10 +43,10 @@ class MooreLewis:
     dropped."""
 
     def __post_init__(self) -> None:
-        check(self, "share", above=0, most=1)
-        check(self, "prior", least=0)
-        check(self, "minimum", least=1)
-        check(self, "memory_gib", least=0.001)
+        check_fields(self, "share", above=0, most=1)
+        check_fields(self, "prior", least=0)
+        check_fields(self, "minimum", least=1)
+        check_fields(self, "memory_gib", least=0.001)
 
     def build(self, around: SelectorContext) -> MooreLewisSelector:
         return from_settings(MooreLewisSelector, self, around)
@@ -75,10 +75,10 @@ class MooreLewisSelector(Selector):
         """Train both models and score; needs tokens on both sides. The pool is read twice."""
         from flatshift.selection.methods.ngrams import ROW_BYTES, KneserNey, TrigramCounts
 
-        finite_number(self.share, "share", above=0.0, most=1.0)
-        finite_number(self.prior, "prior", least=0.0)
-        finite_number(self.minimum, "minimum", least=1)
-        finite_number(self.memory_gib, "memory_gib", above=0.0)
+        check_number(self.share, "share", above=0.0, most=1.0)
+        check_number(self.prior, "prior", least=0.0)
+        check_number(self.minimum, "minimum", least=1)
+        check_number(self.memory_gib, "memory_gib", above=0.0)
         rows, aims = require_field(pool, target, "tokens", "moore-lewis")
         if not len(aims.flat):
             raise SelectionError("no target text holds a single token; moore-lewis has nothing to compare with")
@@ -100,7 +100,7 @@ class MooreLewisSelector(Selector):
         usual = math.fsum(gains / np.maximum(lengths, 1)) / len(rows)
         scores = -(gains + self.prior * usual) / np.maximum(lengths + self.prior, 1.0)
         short = lengths < self.minimum
-        self.scores_ = behind(scores, short, scores) if not short.all() else scores
+        self.scores_ = move_behind(scores, short, scores) if not short.all() else scores
         self.nearest_target_ = None
         self.diagnostics_ = {
             "tokens_pool": counts.tokens,
@@ -124,10 +124,10 @@ class MooreLewisSelector(Selector):
         return np.split(self._gains(flat, lengths, rows.size), np.cumsum(lengths)[:-1]) if len(rows) else []
 
     def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
-        from flatshift.selection.methods.ngrams import trigrams
+        from flatshift.selection.methods.ngrams import trigram_keys
 
         model, reference = self._models
-        keys, back = np.unique(trigrams(flat, lengths, size), return_inverse=True)
+        keys, back = np.unique(trigram_keys(flat, lengths, size), return_inverse=True)
         here = reference.probability(keys)
         gains = np.log(self.share * model.probability(keys) / here + (1.0 - self.share))
         return np.asarray(gains[back])

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from flatshift.selection.methods.base import Progress
-from flatshift.selection.transport.problem import finite_rows
-from flatshift.selection.validation import checked_chunk, feature_matrix, no_overflow, same_width
+from flatshift.selection.transport.problem import check_finite_rows
+from flatshift.selection.validation import check_chunk, check_no_overflow, check_same_width, feature_matrix
 
 _EXACT_FLOPS = 1e11
 """Work up to which products are float64; above, candidates are found in float32 (their distances stay float64)."""
 
 
 @dataclass(frozen=True)
-class Nearest:
+class NearestRows:
     """Nearest rows in both directions.
 
     rows (M, K) int64 and squared (M, K) float64: each target's nearest pool rows, nearest first, ties by row.
@@ -31,18 +31,20 @@ class Nearest:
     row_squared: np.ndarray
 
 
-def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progress: Progress | None = None) -> Nearest:
+def nearest_rows(
+    x: Any, y: Any, count: int, *, chunk: int | None = None, progress: Progress | None = None
+) -> NearestRows:
     """Find the `count` (at most N) nearest rows of x (N, d) for each row of y (M, d); with 0 only each row's nearest
     target.
 
     Raises SelectionError on shapes that do not match and input that is empty, not finite or overflows when squared.
     """
-    checked_chunk(chunk)
+    check_chunk(chunk)
     x = feature_matrix(x, "pool")
     targets = np.asarray(feature_matrix(y, "target"), dtype=np.float64)
-    same_width(x, targets)
+    check_same_width(x, targets)
     n, m, d = x.shape[0], len(targets), targets.shape[1]
-    finite_rows(targets, "target", 0)
+    check_finite_rows(targets, "target", 0)
     count = min(count, n)
     # Dot products of centred rows do not cancel.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -60,10 +62,10 @@ def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progre
     step = chunk or max(64, min(8192, (64 << 20) // (8 * m)))
     for low in range(0, n, step):
         rows = np.asarray(x[low : low + step], dtype=np.float64)
-        finite_rows(rows, "pool", low)
+        check_finite_rows(rows, "pool", low)
         rows = rows - centre
         squared = np.einsum("ij,ij->i", rows, rows)
-        _within(np.sqrt(squared.max()) + furthest, dtype)
+        _check_range(np.sqrt(squared.max()) + furthest, dtype)
         tile = torch.addmm(lift, torch.from_numpy(rows).to(dtype), right)
         nearest = tile.argmin(1).numpy()
         row_nearest[low : low + len(rows)] = nearest
@@ -74,7 +76,7 @@ def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progre
             continue
         tile += torch.from_numpy(squared).to(dtype).unsqueeze(1)
         index = torch.arange(low, low + len(rows)).expand(m, -1)
-        best_squared, best_rows = _smallest(
+        best_squared, best_rows = _k_smallest(
             torch.cat([best_squared, tile.T], 1), torch.cat([best_rows, index], 1), count
         )
     found = best_rows.numpy()
@@ -83,16 +85,18 @@ def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progre
         gap = np.asarray(x[found[j]], dtype=np.float64) - centre - targets[j]
         exact[j] = np.einsum("ij,ij->i", gap, gap)
     order = np.lexsort((found, exact), axis=1)
-    return Nearest(np.take_along_axis(found, order, 1), np.take_along_axis(exact, order, 1), row_nearest, row_squared)
+    return NearestRows(
+        np.take_along_axis(found, order, 1), np.take_along_axis(exact, order, 1), row_nearest, row_squared
+    )
 
 
-def _within(distance: float, dtype: torch.dtype) -> None:
+def _check_range(distance: float, dtype: torch.dtype) -> None:
     """Raise SelectionError if the square of `distance`, the largest possible, does not fit into `dtype`."""
     limit = float(np.sqrt(torch.finfo(dtype).max))
-    no_overflow(distance if distance < limit else np.inf)
+    check_no_overflow(distance if distance < limit else np.inf)
 
 
-def _smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _k_smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `count` smallest of each row of `values` with their entries of `rows`; ties to the left, order
     kept."""
     if values.shape[1] <= count:
@@ -107,7 +111,7 @@ def _smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[tor
     return values[kept].reshape(-1, count), rows[kept].reshape(-1, count)
 
 
-def densities(
+def kernel_densities(
     points: np.ndarray, rows: np.ndarray, sigma: float, *, chunk: int | None = None, progress: Progress | None = None
 ) -> np.ndarray:
     """Return (R,): for each of `rows` (R,), numbers of points (U, d), Σ_j max(0, 1 − |x_i − x_j|²/σ²) over all points.
@@ -120,7 +124,7 @@ def densities(
     dtype = torch.float64 if 2.0 * len(rows) * u * d <= _EXACT_FLOPS else torch.float32
     scaled = torch.from_numpy((points - points.mean(0)) / sigma).to(dtype)
     lift = 1.0 - (scaled * scaled).sum(1)
-    no_overflow(lift.numpy())
+    check_no_overflow(lift.numpy())
     out = torch.empty(len(rows), dtype=torch.float64)
     step = chunk or max(64, min(8192, (64 << 20) // (8 * u)))
     for low in range(0, len(rows), step):
@@ -135,7 +139,7 @@ def densities(
     return out.numpy()
 
 
-def local_densities(
+def raise_local_densities(
     points: np.ndarray,
     place: np.ndarray,
     reach: int,
@@ -145,11 +149,11 @@ def local_densities(
     progress: Progress | None = None,
 ) -> None:
     """Raise out (U,) to max over targets j of Σ_k max(0, 1 − |x_i − x_k|²/σ²), k over place[j], i over its first
-    `reach`: a lower bound of `densities` over all points. place (M, K) numbers of points (U, d). M·reach·K·d
+    `reach`: a lower bound of `kernel_densities` over all points. place (M, K) numbers of points (U, d). M·reach·K·d
     products."""
     centred = torch.from_numpy((points - points.mean(0)) / sigma).float()
     squared = (centred * centred).sum(1)
-    no_overflow(squared.numpy())
+    check_no_overflow(squared.numpy())
     for j, row in enumerate(place):
         index = torch.from_numpy(row)
         rows, norms = centred[index], squared[index]

@@ -19,14 +19,14 @@ ROW_BYTES = 40
 """Memory of one distinct trigram while runs are merged and the model is built."""
 
 
-def checked_vocabulary(size: int) -> int:
+def check_vocabulary(size: int) -> int:
     """Return `size` if three tokens of it fit a key. Raises SelectionError."""
     if size > MOST_TOKENS:
         raise SelectionError(f"a vocabulary of {size:,} tokens is more than the {MOST_TOKENS:,} of a trigram's key")
     return size
 
 
-def trigrams(flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+def trigram_keys(flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
     """Return (T,) uint64: for each token the key of (the two tokens before it, itself); a text begins after two tokens
     `size`, which no text holds."""
     bits = np.uint64(size.bit_length())
@@ -45,7 +45,7 @@ class TrigramCounts:
     """
 
     def __init__(self, size: int, most: int = 1 << 26):
-        self.size, self.most = checked_vocabulary(size), most
+        self.size, self.most = check_vocabulary(size), most
         self.tokens = self.dropped = 0
         self._runs: list[tuple[np.ndarray, np.ndarray]] = []
 
@@ -54,7 +54,7 @@ class TrigramCounts:
         if not len(flat):
             return
         self.tokens += len(flat)
-        self._push(*np.unique(trigrams(flat, lengths, self.size), return_counts=True))
+        self._push(*np.unique(trigram_keys(flat, lengths, self.size), return_counts=True))
 
     def add_all(self, rows: TokenRows) -> TrigramCounts:
         """Count all texts of `rows`; return self."""
@@ -68,17 +68,17 @@ class TrigramCounts:
             self._push(*self._runs.pop())
             if len(self._runs) > 1:
                 last = self._runs.pop()
-                self._runs[-1] = _merged(self._runs[-1], last)
+                self._runs[-1] = _merge_counts(self._runs[-1], last)
         return self._runs[0] if self._runs else (np.empty(0, np.uint64), np.empty(0, np.uint32))
 
     def _push(self, keys: np.ndarray, counts: np.ndarray) -> None:
         run = (keys, counts.astype(np.uint32))
         while self._runs and len(self._runs[-1][0]) <= 2 * len(run[0]):
-            run = _merged(self._runs.pop(), run)
+            run = _merge_counts(self._runs.pop(), run)
         self._runs.append(run)
         while sum(len(keys) for keys, _ in self._runs) > self.most:
             if len(self._runs) > 1:
-                self._runs[-2:] = [_merged(*self._runs[-2:])]
+                self._runs[-2:] = [_merge_counts(*self._runs[-2:])]
                 continue
             self.dropped += 1
             keys, counts = self._runs[0]
@@ -86,18 +86,18 @@ class TrigramCounts:
             self._runs = [(keys[kept], counts[kept])]
 
 
-def _merged(
+def _merge_counts(
     first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     keys = np.concatenate([first[0], second[0]])
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
-    starts = _starts(keys)
+    starts = _run_starts(keys)
     counts = np.add.reduceat(np.concatenate([first[1], second[1]])[order], starts) if len(keys) else second[1]
     return keys[starts], counts.astype(np.uint32)
 
 
-def _starts(ordered: np.ndarray) -> np.ndarray:
+def _run_starts(ordered: np.ndarray) -> np.ndarray:
     """Return the start of each run of equal values."""
     return np.flatnonzero(np.concatenate([np.ones(min(len(ordered), 1), bool), ordered[1:] != ordered[:-1]]))
 
@@ -115,18 +115,18 @@ class KneserNey:
         self._mask = np.uint64((1 << int(self._bits)) - 1)
         pair_mask = (self._mask << self._bits) | self._mask
         self._keys = keys
-        contexts, self._parts, self._rests = _discounted(keys >> self._bits, counts)
+        contexts, self._parts, self._rests = _discount_by_context(keys >> self._bits, counts)
         self._contexts = contexts
         pairs = np.sort(keys & pair_mask)
-        starts = _starts(pairs)
+        starts = _run_starts(pairs)
         followed = np.diff(starts, append=len(pairs))
         self._pairs = pairs[starts]
-        known, self._pair_parts, rests = _discounted(self._pairs >> self._bits, followed)
+        known, self._pair_parts, rests = _discount_by_context(self._pairs >> self._bits, followed)
         self._pair_rests = np.ones(size + 1)
         self._pair_rests[known.astype(np.int64)] = rests
         words = np.sort(self._pairs & self._mask)
-        starts = _starts(words)
-        _, parts, rest = _discounted(np.zeros(len(starts), np.uint64), np.diff(starts, append=len(words)))
+        starts = _run_starts(words)
+        _, parts, rest = _discount_by_context(np.zeros(len(starts), np.uint64), np.diff(starts, append=len(words)))
         self._single = np.full(size, (rest[0] if len(rest) else 1.0) / size)
         self._single[words[starts].astype(np.int64)] += parts
 
@@ -145,12 +145,12 @@ class KneserNey:
         pairs = keys & ((self._mask << self._bits) | self._mask)
         words = (keys & self._mask).astype(np.int64)
         context = ((keys >> self._bits) & self._mask).astype(np.int64)
-        lower = _found(self._pairs, pairs, self._pair_parts, 0.0) + self._pair_rests[context] * self._single[words]
-        rest = _found(self._contexts, keys >> self._bits, self._rests, 1.0)
-        return np.asarray(_found(self._keys, keys, self._parts, 0.0) + rest * lower)
+        lower = _look_up(self._pairs, pairs, self._pair_parts, 0.0) + self._pair_rests[context] * self._single[words]
+        rest = _look_up(self._contexts, keys >> self._bits, self._rests, 1.0)
+        return np.asarray(_look_up(self._keys, keys, self._parts, 0.0) + rest * lower)
 
 
-def _discounted(contexts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _discount_by_context(contexts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Discount counts grouped by ascending context.
 
     Returns the contexts, each entry's discounted share of its context, and the mass in each context left for the lower
@@ -158,16 +158,16 @@ def _discounted(contexts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, n
     """
     if not len(counts):
         return np.empty(0, np.uint64), np.empty(0), np.empty(0)
-    discount = discounts(np.bincount(np.minimum(counts, 5).astype(np.int64), minlength=6))
+    discount = kneser_ney_discounts(np.bincount(np.minimum(counts, 5).astype(np.int64), minlength=6))
     taken = discount[np.minimum(counts, 3)]
-    starts = _starts(contexts)
+    starts = _run_starts(contexts)
     total = np.add.reduceat(counts.astype(np.float64), starts)
     sizes = np.diff(starts, append=len(contexts))
     shares = (counts - taken) / np.repeat(total, sizes)
     return contexts[starts], shares, np.add.reduceat(taken, starts) / total
 
 
-def discounts(spectrum: np.ndarray) -> np.ndarray:
+def kneser_ney_discounts(spectrum: np.ndarray) -> np.ndarray:
     """Return (4,) discounts of counts of 0, 1, 2 and 3 or more; spectrum[c]: number of entries with the count c.
 
     Chen and Goodman's estimates; if the spectrum is too thin for one (few texts), half of the count.
@@ -181,7 +181,7 @@ def discounts(spectrum: np.ndarray) -> np.ndarray:
     return np.array([0.0, *kept])
 
 
-def _found(table: np.ndarray, keys: np.ndarray, values: np.ndarray, other: float) -> np.ndarray:
+def _look_up(table: np.ndarray, keys: np.ndarray, values: np.ndarray, other: float) -> np.ndarray:
     """Return the value of each key that the ascending table holds, `other` for the rest."""
     if not len(table):
         return np.full(len(keys), other)
@@ -196,7 +196,7 @@ def cross_entropy(model: KneserNey, beside: KneserNey | None, share: float, rows
     """
     total = 0.0
     for _, flat, lengths in rows.parts():
-        keys = np.sort(trigrams(flat, lengths, rows.size))
+        keys = np.sort(trigram_keys(flat, lengths, rows.size))
         p = model.probability(keys)
         total -= float(np.log(p if beside is None else share * p + (1.0 - share) * beside.probability(keys)).sum())
     return total / max(len(rows.flat), 1)

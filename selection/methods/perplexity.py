@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
 from flatshift.selection.methods.base import Pool, Progress, Selector, Target, require_field
-from flatshift.selection.validation import SelectorContext, check, from_settings
+from flatshift.selection.validation import SelectorContext, check_fields, from_settings
 
 Measure = Callable[[Sequence[str]], Any]
 """Function texts → (len(texts),) mean −log p per token of each; called with batches in file order."""
@@ -31,7 +31,7 @@ class Perplexity:
     """Maximum number of tokens per text."""
 
     def __post_init__(self) -> None:
-        check(self, "max_length", least=8)
+        check_fields(self, "max_length", least=8)
 
     def build(self, around: SelectorContext) -> PerplexitySelector:
         return from_settings(PerplexitySelector, self, around)

@@ -79,12 +79,12 @@ def domain_distances(
     return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
 
 
-def nearest_domains(distances: Mapping[str, float], keep: int) -> list[str]:
+def choose_nearest_domains(distances: Mapping[str, float], keep: int) -> list[str]:
     """Return the `keep` nearest domains, nearest first; all if there are fewer."""
     return sorted(distances, key=lambda name: (distances[name], name))[:keep]
 
 
-def mass_by_distance(
+def weights_by_distance(
     distances: Mapping[str, float], domains: Sequence[str | None], *, temperature: float = 1.0
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Return row weights (N,) that sum to 1, and each domain's mass.

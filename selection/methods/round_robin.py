@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, require_field
-from flatshift.selection.validation import SelectorContext, check, from_settings, no_overflow
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, check_number, move_behind, require_field
+from flatshift.selection.validation import SelectorContext, check_fields, check_no_overflow, from_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class RoundRobin:
     """Maximum number of neighbours of each target; records beyond follow by distance to their nearest target."""
 
     def __post_init__(self) -> None:
-        check(self, "neighbours", least=1)
+        check_fields(self, "neighbours", least=1)
 
     def build(self, around: SelectorContext) -> RoundRobinSelector:
         return from_settings(RoundRobinSelector, self, around)
@@ -43,9 +43,9 @@ class RoundRobinSelector(Selector):
         """Assign rows in turns; needs features on both sides."""
         from flatshift.selection.methods.neighbours import nearest_rows  # imports torch
 
-        finite_number(self.neighbours, "neighbours", least=1)
+        check_number(self.neighbours, "neighbours", least=1)
         x, y = require_field(pool, target, "features", "round-robin")
-        found = nearest_rows(_Unit(x), _Unit(y), int(self.neighbours), chunk=self.chunk, progress=progress)
+        found = nearest_rows(_UnitRows(x), _UnitRows(y), int(self.neighbours), chunk=self.chunk, progress=progress)
         m, k = found.rows.shape
         taken = np.full(len(pool), -1, dtype=np.int64)
         place = np.zeros(m, dtype=np.int64)
@@ -63,13 +63,13 @@ class RoundRobinSelector(Selector):
                 if taken[row] < 0:
                     taken[row], count = count, count + 1
             rounds += bool(len(turn))
-        self.scores_ = behind(taken.astype(np.float64), taken < 0, found.row_squared)
+        self.scores_ = move_behind(taken.astype(np.float64), taken < 0, found.row_squared)
         self.nearest_target_ = found.row_nearest
         self.diagnostics_ = {"taken": count, "turns": rounds}
         return self
 
 
-class _Unit:
+class _UnitRows:
     """Rows scaled to length one as they are read; zero rows stay zero."""
 
     def __init__(self, rows: object):
@@ -84,7 +84,7 @@ class _Unit:
         with np.errstate(over="ignore", invalid="ignore"):
             lengths = np.linalg.norm(rows, axis=-1, keepdims=True)
             if np.isfinite(rows).all():  # else the search reports the row
-                no_overflow(lengths)
+                check_no_overflow(lengths)
             return np.asarray(rows / np.where(lengths > 0, lengths, 1.0))
 
     def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:

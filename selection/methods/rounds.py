@@ -32,9 +32,9 @@ from flatshift.selection.methods.base import (
     scaled_features,
     unit_weights,
 )
-from flatshift.selection.transport.problem import finite_rows
+from flatshift.selection.transport.problem import check_finite_rows
 from flatshift.selection.transport.solver import Potentials
-from flatshift.selection.validation import real_weights
+from flatshift.selection.validation import to_weights
 
 Solve = Callable[..., Potentials]
 """Function (x, y, a, b, relative epsilon, progress, held_bytes=) -> Potentials."""
@@ -45,7 +45,7 @@ _READ_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
-class _Step:
+class _RoundResult:
     """Result of a round: the rows that fill the budget at its mixture in rank order, and their gradients."""
 
     filling: np.ndarray
@@ -55,7 +55,7 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RoundsResult:
     """Result of all rounds.
 
     `scores` (N,) rank the rows: round by round, then the unchosen ones. `gradients` (N,): each row's calibrated
@@ -98,23 +98,23 @@ def choose_in_rounds(
     seed: int,
     cost: str = "sqeuclidean",
     progress: Progress | None = None,
-) -> Rounds:
+) -> RoundsResult:
     """Choose `budget` rows in up to `rounds` parts; the arguments are those of `GotDSelector`."""
     x, target_features = require_field(pool, target, "features", "gotd")
     y = np.asarray(target_features)
-    finite_rows(y, "target", 0)  # here, while rows still have the caller's numbers; the solver checks the rest
-    b = None if target.weights is None else real_weights(target.weights, "target")
+    check_finite_rows(y, "target", 0)  # here, while rows still have the caller's numbers; the solver checks the rest
+    b = None if target.weights is None else to_weights(target.weights, "target")
     kept, held = _hold_out(target, holdout, seed)
 
     def side(rows: np.ndarray) -> tuple[Any, Any]:
         return y[rows], None if b is None else b[rows]
 
-    first = solve(x, *_order(side(kept), pool.weights), epsilon, progress)
+    first = solve(x, *_solve_arguments(side(kept), pool.weights), epsilon, progress)
     assert first.nearest is not None
     absolute, kept_cost = first.epsilon, first.mean_cost
     if absolute == 0.0:  # all points coincide: no row is better than another, at any mixture
         order = np.argsort(first.scores, kind="stable")[:budget]
-        return Rounds(first, first.scores, first.scores, kept[first.nearest], [order], [], 0.0, True)
+        return RoundsResult(first, first.scores, first.scores, kept[first.nearest], [order], [], 0.0, True)
     held_cost = _mean_cost(x, None, pool.weights, *side(held), cost) if len(held) else None
 
     def at(chosen: np.ndarray, rows: np.ndarray, unmixed: float) -> Potentials:
@@ -124,9 +124,9 @@ def choose_in_rounds(
         weights[picked] += mixture / len(picked)
         mean = (1.0 - mixture) * unmixed + mixture * _mean_cost(x, picked, None, *side(rows), cost)
         relative = absolute / max(mean, 1e-300)
-        return solve(x, *_order(side(rows), weights), relative, progress, held_bytes=_HELD * len(pool))
+        return solve(x, *_solve_arguments(side(rows), weights), relative, progress, held_bytes=_HELD * len(pool))
 
-    steps: list[_Step] = []
+    steps: list[_RoundResult] = []
     held_values: list[float] = []
     best, best_scores = 0, first.scores
     scores, error, converged = first.scores, first.marginal_error, first.converged
@@ -138,7 +138,7 @@ def choose_in_rounds(
             scores, error, converged = found.scores, found.marginal_error, found.converged
             del found  # its other arrays are as long as the pool
         filling = np.argsort(np.where(chosen, np.inf, scores), kind="stable")[: budget - low].copy()
-        steps.append(_Step(filling, scores[filling], error, converged))
+        steps.append(_RoundResult(filling, scores[filling], error, converged))
         if held_cost is not None:
             filled = chosen.copy()
             filled[filling] = True
@@ -153,9 +153,9 @@ def choose_in_rounds(
         gradients[batch] = step.gradients[: len(batch)]
     chosen[:] = False
     chosen[np.concatenate(batches)] = True
-    return Rounds(
+    return RoundsResult(
         first=first,
-        scores=_in_order(gradients, batches, chosen),
+        scores=_rank_by_round(gradients, batches, chosen),
         gradients=gradients,
         nearest=kept[first.nearest],
         batches=batches,
@@ -165,7 +165,7 @@ def choose_in_rounds(
     )
 
 
-def _order(side: tuple[Any, Any], weights: Any) -> tuple[Any, Any, Any]:
+def _solve_arguments(side: tuple[Any, Any], weights: Any) -> tuple[Any, Any, Any]:
     """Return (y, a, b) in the argument order of `solve`."""
     return side[0], weights, side[1]
 
@@ -199,7 +199,7 @@ def _mean_cost(x: Any, index: np.ndarray | None, weights: Any, y: np.ndarray, b:
     return UNITS[cost] * (total + spread)
 
 
-def _in_order(gradients: np.ndarray, batches: list[np.ndarray], chosen: np.ndarray) -> np.ndarray:
+def _rank_by_round(gradients: np.ndarray, batches: list[np.ndarray], chosen: np.ndarray) -> np.ndarray:
     """Return scores that rank the batches one after another and the unchosen rows last: later rounds keep their
     level."""
     scores = gradients.copy()

@@ -13,15 +13,15 @@ from flatshift.selection.methods.base import (
     Progress,
     Selector,
     Target,
-    behind,
-    finite_number,
+    check_number,
     keyed_uniform,
+    move_behind,
     require_field,
 )
-from flatshift.selection.validation import SelectorContext, check, from_settings
+from flatshift.selection.validation import SelectorContext, check_fields, from_settings
 
 if TYPE_CHECKING:
-    from flatshift.selection.methods.neighbours import Nearest
+    from flatshift.selection.methods.neighbours import NearestRows
 
 _FIRST = 64
 """Number of neighbours of each target in the first attempt."""
@@ -49,10 +49,10 @@ class TSDS:
     """Maximum number of neighbours of each target that may receive mass."""
 
     def __post_init__(self) -> None:
-        check(self, "alpha", above=0, most=1)
-        check(self, "scale", above=0)
-        check(self, "sigma", least=0)
-        check(self, "neighbours", least=1)
+        check_fields(self, "alpha", above=0, most=1)
+        check_fields(self, "scale", above=0)
+        check_fields(self, "sigma", least=0)
+        check_fields(self, "neighbours", least=1)
 
     def build(self, around: SelectorContext) -> TSDSSelector:
         return from_settings(TSDSSelector, self, around)
@@ -96,9 +96,9 @@ class TSDSSelector(Selector):
         """Spread the target's mass and draw; needs features on both sides."""
         from flatshift.selection.methods.neighbours import nearest_rows  # imports torch
 
-        finite_number(self.alpha, "alpha", above=0.0, most=1.0)
-        finite_number(self.scale, "scale", above=0.0)
-        finite_number(self.sigma, "sigma", least=0.0)
+        check_number(self.alpha, "alpha", above=0.0, most=1.0)
+        check_number(self.scale, "scale", above=0.0)
+        check_number(self.sigma, "sigma", least=0.0)
         if isinstance(self.neighbours, bool) or not isinstance(self.neighbours, int) or self.neighbours < 1:
             raise SelectionError(f"neighbours must be a whole number of at least 1, not {self.neighbours!r}")
         x, y = require_field(pool, target, "features", "tsds")
@@ -109,7 +109,7 @@ class TSDSSelector(Selector):
         self.probabilities_ = p / p.sum()
         with np.errstate(divide="ignore"):
             noisy = -np.log(p) + np.log(-np.log(keyed_uniform(pool, self.seed, "tsds draw")))
-        self.scores_ = behind(noisy, p == 0, found.row_squared)
+        self.scores_ = move_behind(noisy, p == 0, found.row_squared)
         self.nearest_target_ = found.row_nearest
         self.diagnostics_ = {
             "support": int((p > 0).sum()),
@@ -119,13 +119,15 @@ class TSDSSelector(Selector):
         }
         return self
 
-    def _spread(self, x: Any, found: Nearest, progress: Progress | None) -> tuple[np.ndarray, float, np.ndarray, str]:
+    def _spread(
+        self, x: Any, found: NearestRows, progress: Progress | None
+    ) -> tuple[np.ndarray, float, np.ndarray, str]:
         """Return each target's mass on its nearest rows, the spread, the densities used, and how they were counted.
 
         Densities are most of the work and only matter as far as mass reaches, so the number of neighbours is doubled
         until every target is full before the last of them. The result is that of all neighbours at once.
         """
-        from flatshift.selection.methods.neighbours import densities, local_densities
+        from flatshift.selection.methods.neighbours import kernel_densities, raise_local_densities
 
         union, place = np.unique(found.rows, return_inverse=True)
         place = place.reshape(found.rows.shape)
@@ -141,10 +143,10 @@ class TSDSSelector(Selector):
             if everywhere and self.sigma > 0 and pairs > _PAIRS and pairs > place.size * reach:
                 everywhere, density = False, np.zeros(len(union))
             if everywhere:
-                density[new] = densities(points, new, self.sigma, chunk=self.chunk, progress=progress)
+                density[new] = kernel_densities(points, new, self.sigma, chunk=self.chunk, progress=progress)
             else:
-                local_densities(points, place, reach, self.sigma, density, progress=progress)
-            mass, spread, full = assign(
+                raise_local_densities(points, place, reach, self.sigma, density, progress=progress)
+            mass, spread, full = assign_mass(
                 np.sqrt(found.squared[:, :reach]), density[near], alpha=self.alpha, scale=self.scale
             )
             if reach == most or full > spread:
@@ -152,7 +154,9 @@ class TSDSSelector(Selector):
             reach = min(2 * reach, most)
 
 
-def assign(distance: np.ndarray, density: np.ndarray, *, alpha: float, scale: float) -> tuple[np.ndarray, float, float]:
+def assign_mass(
+    distance: np.ndarray, density: np.ndarray, *, alpha: float, scale: float
+) -> tuple[np.ndarray, float, float]:
     """Return the mass (M, K) that each target gives to its K nearest rows (total 1), the spread s, and the spread up to
     which K rows give the same result as more.
 

@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flatshift.selection.transport.progress import Eta
+    from flatshift.selection.transport.progress import ProgressPrinter
     from flatshift.selection.transport.solver import Potentials, sinkhorn_potentials
 
-_HOME = {"Eta": "progress", "Potentials": "solver", "sinkhorn_potentials": "solver"}
+_HOME = {"ProgressPrinter": "progress", "Potentials": "solver", "sinkhorn_potentials": "solver"}
 
-__all__ = ["Eta", "Potentials", "sinkhorn_potentials"]
+__all__ = ["ProgressPrinter", "Potentials", "sinkhorn_potentials"]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ Node = tuple[int, int, Tensor]
 """(level, number, sum): the sum of blocks [number·2^level, (number + 1)·2^level)."""
 
 
-def tiles(low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
+def tile_ranges(low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
     """Yield ranges of at most `step` rows that cover [low, high) without crossing block borders."""
     while low < high:
         end = min(low + step, high, (low // BLOCK + 1) * BLOCK)
@@ -29,7 +29,7 @@ def tiles(low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
         low = end
 
 
-class Tree:
+class BlockSumTree:
     """Sums of some blocks; `nodes` are in the order of their blocks once all of a range were added in order."""
 
     def __init__(self, nodes: Iterable[Node] = ()):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatshift.selection.transport.kernel import Evaluation, Kernel
+from flatshift.selection.transport.kernel import Evaluation, StoredKernel
 
 NEWTON_MAX_COLUMNS = 4096
 """Above this the M×M factor costs more than the iterations it saves."""
@@ -35,7 +35,7 @@ class DenseResult:
 
 
 def solve_dense(
-    kernel: Kernel,
+    kernel: StoredKernel,
     g: Tensor,
     *,
     marginal: Tensor,
@@ -56,15 +56,15 @@ def solve_dense(
     return search.run(g, inverse)
 
 
-def inverse_hessian(kernel: Kernel, g: Tensor, marginal: Tensor, ridge: float = 1e-3) -> Tensor:
+def inverse_hessian(kernel: StoredKernel, g: Tensor, marginal: Tensor, ridge: float = 1e-3) -> Tensor:
     """Return (M, M) float64: the inverse of −ε ∇²F at g, made definite."""
-    return torch.cholesky_inverse(_factor(kernel.curvature(g), kernel.evaluate(g).column, marginal, ridge))
+    return torch.cholesky_inverse(_cholesky_factor(kernel.curvature(g), kernel.evaluate(g).column, marginal, ridge))
 
 
 class _Search:
     def __init__(
         self,
-        kernel: Kernel,
+        kernel: StoredKernel,
         marginal: Tensor,
         tolerance: float,
         max_iterations: int,
@@ -155,7 +155,7 @@ class _Search:
                 origin, log_v, log_z = kernel.origin, torch.zeros_like(log_v), None
             if len(errors) > window and len(errors) % window == 1:
                 rate = (errors[-1] / errors[-1 - window]) ** (1.0 / window)
-                omega = min(_omega(rate, omega), ceiling)
+                omega = min(_relaxation_factor(rate, omega), ceiling)
                 if rate < 1.0:
                     left = math.log(self.tolerance / error) / math.log(max(rate, 1e-3))
                 else:
@@ -177,7 +177,7 @@ class _Search:
         # If clusters hardly exchange mass the dual is nearly linear: successful clamped steps allow longer ones.
         radius = 2.0 * epsilon
         while self.error(at) > self.tolerance and self.iterations < self.max_iterations:
-            factor = _factor(self.kernel.curvature(at.g), at.column, self.marginal, ridge)
+            factor = _cholesky_factor(self.kernel.curvature(at.g), at.column, self.marginal, ridge)
             self.newton_steps += 1
             self.watch(self.iterations)
             self.iterations += max(1, int(self.newton_cost) // 4)
@@ -220,7 +220,7 @@ class _Search:
         return None
 
 
-def _omega(rate: float, omega: float) -> float:
+def _relaxation_factor(rate: float, omega: float) -> float:
     """Return the best factor for the plain rate λ behind an observed `rate`: λ = (μ + ω − 1)²/(μ ω²) for μ > ω − 1."""
     if rate >= 1.0:
         return 1.0 + 0.5 * (omega - 1.0)
@@ -230,7 +230,7 @@ def _omega(rate: float, omega: float) -> float:
     return 2.0 / (1.0 + math.sqrt(1.0 - plain))
 
 
-def _factor(curvature: Tensor, column: Tensor, marginal: Tensor, ridge: float) -> Tensor:
+def _cholesky_factor(curvature: Tensor, column: Tensor, marginal: Tensor, ridge: float) -> Tensor:
     """Return the Cholesky factor of H + ridge·diag + b bᵀ: positive definite, although constants are in the kernel of
     H."""
     weight = torch.maximum(column, marginal)

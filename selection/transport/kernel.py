@@ -1,9 +1,9 @@
 """Evaluations of the semi-dual: F(g) = Σ a_i f_g(x_i) + Σ b_j g_j and its gradient b − col(g), col = Pᵀ1.
 
-Two equivalent implementations: `Streamed` rereads the rows each time (one GEMM per pass, memory of a chunk); `Kernel`
-stores E_ij = exp(S_ij − max_j S_ij) at an absorbed g₀, after which a new g costs one read of E: S(g) = S(g₀) + (g −
-g₀)/ε, so row sums are E v and column sums v ∘ Eᵀu with v = exp((g − g₀)/ε), u = a/(E v). Row softmax and column sums
-are computed from the same tile while it is in cache. Sums over rows are float64.
+Two equivalent implementations: `StreamedEvaluator` rereads the rows each time (one GEMM per pass, memory of a chunk);
+`StoredKernel` stores E_ij = exp(S_ij − max_j S_ij) at an absorbed g₀, after which a new g costs one read of E: S(g) =
+S(g₀) + (g − g₀)/ε, so row sums are E v and column sums v ∘ Eᵀu with v = exp((g − g₀)/ε), u = a/(E v). Row softmax and
+column sums are computed from the same tile while it is in cache. Sums over rows are float64.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatshift.selection.transport.blocks import tiles
-from flatshift.selection.transport.ranks import Team
+from flatshift.selection.transport.blocks import tile_ranges
+from flatshift.selection.transport.ranks import ProcessTeam
 from flatshift.selection.transport.rows import TileSource
-from flatshift.selection.transport.threads import Crew, flushes
+from flatshift.selection.transport.threads import ThreadCrew, flushes_subnormals
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Bytes of one tile: large enough for GEMM at full speed, on CPUs small enough to stay in cache afterwards."""
@@ -47,41 +47,41 @@ def tile_rows(columns: int, dtype: torch.dtype, chunk: int | None, tile_bytes: i
 
 def _exponentiate(tile: Tensor, kept: bool = False) -> Tensor:
     """Exponentiate a tile S/ln 2 in place: exp(S − rowmax); return the row maxima of S/ln 2 (rows,). kept: see
-    `_raise`."""
+    `_exp_in_place`."""
     top = tile.amax(1)
-    _raise(tile.sub_(top.unsqueeze(1)), kept)
+    _exp_in_place(tile.sub_(top.unsqueeze(1)), kept)
     return top
 
 
-def _raise(tile: Tensor, kept: bool = False) -> None:
+def _exp_in_place(tile: Tensor, kept: bool = False) -> None:
     """Compute exp of S in place, without float32 subnormals: they hold no mass, but many processors are slow on them.
 
     They are clamped away, unless this thread flushes them to 0 and the tile is not `kept` for threads that do not.
     """
-    if tile.dtype == torch.float32 and (kept or not flushes()):
+    if tile.dtype == torch.float32 and (kept or not flushes_subnormals()):
         tile.clamp_(min=-115.0)
     tile.exp2_()
 
 
-def _largest(tile: Tensor) -> Tensor:
+def _argmax_columns(tile: Tensor) -> Tensor:
     """Return (rows,) int64: the column of each row's largest entry, the first of equals."""
     if tile.device.type == "cpu":
         return torch.from_numpy(tile.numpy().argmax(1))  # vectorised: a thirteenth of torch's time
     return tile.argmax(1)
 
 
-def _within(total: Tensor) -> bool:
+def _is_in_float32_range(total: Tensor) -> bool:
     """True if sums of exponentials are so near to one that float32 holds all that matters of their terms."""
     low, high = total.aminmax()
     return bool(low > 2.0**-40) and bool(high < 2.0**40)
 
 
-def _conclude(g: Tensor, f: Tensor, column: Tensor, a: Tensor, b: Tensor) -> Evaluation:
+def _make_evaluation(g: Tensor, f: Tensor, column: Tensor, a: Tensor, b: Tensor) -> Evaluation:
     value = float(a @ f + b @ g)
     return Evaluation(g, f, column, value, float((column - b).abs().sum()))
 
 
-class Streamed:
+class StreamedEvaluator:
     """Evaluates by streaming every row through one GEMM; in a team, every process its own rows.
 
     tile_bytes: memory of a tile, None to suit the device. on_rows: called as (done, total) after each tile.
@@ -95,13 +95,13 @@ class Streamed:
         chunk: int | None = None,
         on_rows: Callable[[int, int], None] | None = None,
         tile_bytes: int | None = None,
-        team: Team | None = None,
+        team: ProcessTeam | None = None,
     ):
         self.rows = rows
         self.epsilon = epsilon
         self.passes = 0
-        self._team = (team or Team()).over(len(rows.a))
-        self._crew = Crew(rows.device)
+        self._team = (team or ProcessTeam()).over(len(rows.a))
+        self._crew = ThreadCrew(rows.device)
         allowed = TILE_BYTES.get(rows.device.type, TILE_BYTES["cpu"])
         self._step = tile_rows(len(rows.b), rows.dtype, chunk, min(allowed, tile_bytes or allowed))
         self._on_rows = on_rows
@@ -130,13 +130,13 @@ class Streamed:
                 shift = ((rows.squared[low:high] - near.f[low:high]) * per_ln2).to(rows.dtype)
                 rows.tile(low, high, tile, shift)
                 if found is not None:
-                    found[low:high] = _largest(tile)
-                _raise(tile)
+                    found[low:high] = _argmax_columns(tile)
+                _exp_in_place(tile)
                 total = tile.sum(1)
-            if shift is None or total is None or not _within(total):
+            if shift is None or total is None or not _is_in_float32_range(total):
                 rows.tile(low, high, tile)
                 if found is not None:
-                    found[low:high] = _largest(tile)
+                    found[low:high] = _argmax_columns(tile)
                 shift = _exponentiate(tile)
                 total = tile.sum(1)
             f[low:high] = shift.double() + total.double().log2()
@@ -152,22 +152,22 @@ class Streamed:
 
     def nearest(self, g: Tensor) -> Tensor:
         """Return (n,) int64: the target that receives the largest part of each row. One pass."""
-        return _nearest(self.rows, g, self.epsilon, self._step)
+        return _nearest_targets(self.rows, g, self.epsilon, self._step)
 
 
-def _nearest(rows: TileSource, g: Tensor, epsilon: float, step: int) -> Tensor:
+def _nearest_targets(rows: TileSource, g: Tensor, epsilon: float, step: int) -> Tensor:
     n = len(rows.a)
     rows.prepare(g, epsilon)
     found = torch.empty(n, dtype=torch.int64, device=rows.device)
     buffer = torch.empty(min(step, n), len(rows.b), dtype=rows.dtype, device=rows.device)
-    for low, high in tiles(0, n, step):
+    for low, high in tile_ranges(0, n, step):
         tile = buffer[: high - low]
         rows.tile(low, high, tile)
-        found[low:high] = _largest(tile)
+        found[low:high] = _argmax_columns(tile)
     return found
 
 
-class Kernel:
+class StoredKernel:
     """Stores the exponentiated tiles: after `absorb`, evaluations are matrix-vector products."""
 
     def __init__(
@@ -189,7 +189,7 @@ class Kernel:
         self._step = tile_rows(len(rows.b), rows.dtype, chunk, tile_bytes or TILE_BYTES["cpu"])
         self._base = torch.empty(len(rows.a), dtype=torch.float64, device=rows.device)
         self._on_rows = on_rows
-        self._crew = Crew(rows.device)
+        self._crew = ThreadCrew(rows.device)
 
     def absorb(self, g: Tensor, epsilon: float | None = None) -> None:
         """Compute E at g (and at a new ε). One GEMM per tile when the rows are streamed."""
@@ -247,7 +247,7 @@ class Kernel:
         log_v = self.log_v(g)
         log_z, column = self.scale(log_v)
         f = self.rows.squared - self.epsilon * (self._base + log_z)
-        return _conclude(g, f, column, self.rows.a, self.rows.b)
+        return _make_evaluation(g, f, column, self.rows.a, self.rows.b)
 
     def curvature(self, g: Tensor) -> Tensor:
         """Return H = diag(col) − Σ_i a_i r_i r_iᵀ (M, M) float64 with r_i = softmax(S_i): −ε ∇²F at g."""
@@ -270,5 +270,5 @@ class Kernel:
         narrow = self.log_v(g).to(self.rows.dtype).exp()
         found = torch.empty(len(self.rows.a), dtype=torch.int64, device=self.store.device)
         for low in range(0, len(found), self._step):
-            found[low : low + self._step] = _largest(self.store[low : low + self._step] * narrow)
+            found[low : low + self._step] = _argmax_columns(self.store[low : low + self._step] * narrow)
         return found

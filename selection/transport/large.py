@@ -18,27 +18,27 @@ from torch import Tensor
 from flatshift.selection.errors import SelectionError, TooLittleMemory
 from flatshift.selection.transport.blocks import BLOCK, block_sums
 from flatshift.selection.transport.dense import inverse_hessian, solve_dense
-from flatshift.selection.transport.kernel import TILE_BYTES, Evaluation, Kernel, Streamed
-from flatshift.selection.transport.problem import Problem
-from flatshift.selection.transport.ranks import Team
+from flatshift.selection.transport.kernel import TILE_BYTES, Evaluation, StoredKernel, StreamedEvaluator
+from flatshift.selection.transport.problem import TransportProblem
+from flatshift.selection.transport.ranks import ProcessTeam
 from flatshift.selection.transport.rows import DenseRows, StreamedRows
 from flatshift.selection.transport.settings import (
-    Solved,
+    SelectionThreshold,
+    SolverResult,
     SolverSettings,
-    Threshold,
     descend,
-    estimated,
+    estimate_overlap,
+    find_threshold,
     free_bytes,
-    measured,
-    threshold,
+    measure_overlap,
 )
-from flatshift.selection.transport.state import Standing, Store, identity
+from flatshift.selection.transport.state import SolverState, StateDirectory, problem_identity
 
 THINNED = 40
 """Rows per target from which a quarter of the subsample is solved before the whole of it."""
 
 
-def precision(problem: Problem, settings: SolverSettings) -> torch.dtype:
+def choose_dtype(problem: TransportProblem, settings: SolverSettings) -> torch.dtype:
     """Return float32 for tiles if its rounding, |S|·2⁻²⁴ at the largest logit, stays well below the tolerance, else
     float64."""
     y_norm = math.sqrt(float((problem.y**2).sum(1).max()))
@@ -47,7 +47,7 @@ def precision(problem: Problem, settings: SolverSettings) -> torch.dtype:
     return torch.float32 if largest * 2.0**-24 <= 0.1 * settings.tolerance else torch.float64
 
 
-def cached_fits(problem: Problem, settings: SolverSettings, dtype: torch.dtype) -> bool:
+def fits_in_memory(problem: TransportProblem, settings: SolverSettings, dtype: torch.dtype) -> bool:
     """True if the kernel of the whole pool fits in memory."""
     n, m = problem.shape
     sample = 2 * m * min(n, max(5 * m, 5_000))
@@ -56,16 +56,16 @@ def cached_fits(problem: Problem, settings: SolverSettings, dtype: torch.dtype) 
     return (n * m + sample) * dtype.itemsize + newton <= free_bytes(problem, settings)
 
 
-def solve_large(problem: Problem, settings: SolverSettings, cached: bool, nearest: bool) -> Solved:
+def solve_large(problem: TransportProblem, settings: SolverSettings, cached: bool, nearest: bool) -> SolverResult:
     """Solve for the pool, or return the best approximation when the limits are used up. Raises SelectionError."""
-    return _Large(problem, settings, cached).run(nearest)
+    return _LargeSolver(problem, settings, cached).run(nearest)
 
 
-class _Large:
-    def __init__(self, problem: Problem, settings: SolverSettings, cached: bool):
+class _LargeSolver:
+    def __init__(self, problem: TransportProblem, settings: SolverSettings, cached: bool):
         self.problem, self.settings, self.cached = problem, settings, cached
         self.team = problem.team
-        self.dtype = precision(problem, settings)
+        self.dtype = choose_dtype(problem, settings)
         self.rows = StreamedRows(problem, self.dtype, settings.device)
         self.newton = settings.newton_columns(free_bytes(problem, settings) / 4)
         self.tile_bytes = min(TILE_BYTES.get(settings.device.type, 1 << 21), max(1 << 17, settings.memory_bytes // 64))
@@ -76,12 +76,12 @@ class _Large:
             mistake = error
         self.team.agree(mistake)
         self.size = min(self.team.gather(self.size))
-        self.sample: Kernel | None = None
+        self.sample: StoredKernel | None = None
         """Kernel of the subsample; None on all processes of a team but the first."""
         self.inverse: Tensor | None = None
-        self.full: Kernel | Streamed
+        self.full: StoredKernel | StreamedEvaluator
         if not cached:
-            self.full = Streamed(
+            self.full = StreamedEvaluator(
                 self.rows,
                 settings.epsilon,
                 chunk=settings.chunk,
@@ -130,7 +130,7 @@ class _Large:
         """Return the subsample's rows; None on all processes of a team but the first."""
         problem = self.problem
         if self.size < problem.total:
-            return self.rows.gather(stratified(problem.a, self.size, self.settings.seed, self.team))
+            return self.rows.gather(draw_stratified(problem.a, self.size, self.settings.seed, self.team))
         return self.rows if self.team.group is None else self.rows.gather(np.arange(len(problem.a)), problem.a)
 
     def held(self, drawn: StreamedRows | None) -> StreamedRows | DenseRows:
@@ -138,8 +138,8 @@ class _Large:
         assert drawn is not None
         return drawn.dense() if self.affinity_held else drawn
 
-    def kernel(self, rows: StreamedRows | DenseRows) -> Kernel:
-        return Kernel(rows, self.settings.epsilon, tile_bytes=self.tile_bytes)
+    def kernel(self, rows: StreamedRows | DenseRows) -> StoredKernel:
+        return StoredKernel(rows, self.settings.epsilon, tile_bytes=self.tile_bytes)
 
     def begin(self, drawn: StreamedRows | None) -> tuple[Tensor, Tensor | None, int]:
         """Create the subsample's kernel; return the g of the first pass, the anchor, and iterations.
@@ -160,7 +160,7 @@ class _Large:
         found, used = descend(self.sample, left, self.start_tolerance(self.size), self.newton, anchor, self.inverse)
         return found.g, anchor, spent + used
 
-    def resume(self, drawn: StreamedRows | None, standing: Standing) -> tuple[()]:
+    def resume(self, drawn: StreamedRows | None, standing: SolverState) -> tuple[()]:
         """Recreate the result of `begin` from a saved state."""
         rows = self.held(drawn)
         assert standing.origin is not None
@@ -170,7 +170,7 @@ class _Large:
         self.sample.absorb(standing.origin, self.settings.epsilon)
         return ()
 
-    def steepen(self, thin: Kernel, g: Tensor) -> None:
+    def steepen(self, thin: StoredKernel, g: Tensor) -> None:
         """Store the thinned subsample's inverse Hessian at g (M,), if that many targets may be factorised."""
         if len(g) <= self.newton:
             thin.absorb(g, self.settings.epsilon)
@@ -183,7 +183,7 @@ class _Large:
             return least
         return max(least, 0.02 * math.sqrt(len(self.problem.b) / size))
 
-    def correct(self, at: Evaluation, standing: Standing) -> Tensor:
+    def correct(self, at: Evaluation, standing: SolverState) -> Tensor:
         """Run `corrected` on the first member, and count its iterations."""
         g, more = self.team.led(lambda: self.corrected(at), self.settings.device)
         standing.iterations += more
@@ -214,7 +214,7 @@ class _Large:
         )
         return moved.at.g - b @ moved.at.g, moved.iterations
 
-    def foreseen(self, best: Evaluation, ahead: Tensor | None, end: Threshold | None) -> tuple[float, int]:
+    def foreseen(self, best: Evaluation, ahead: Tensor | None, end: SelectionThreshold | None) -> tuple[float, int]:
         """Return the overlap of the selection with the converged one, predicted from the next correction, and
         iterations.
 
@@ -225,16 +225,16 @@ class _Large:
         here = sample.evaluate(best.g).f
         if ahead is None:
             ahead, more = self.corrected(best)
-        return estimated(end, here, sample.evaluate(ahead).f), more
+        return estimate_overlap(end, here, sample.evaluate(ahead).f), more
 
     # ------------------------------------------------------------------------------------------ passes
 
-    def run(self, nearest: bool) -> Solved:
+    def run(self, nearest: bool) -> SolverResult:
         settings, problem = self.settings, self.problem
         store = None
         if settings.state is not None:
-            known = identity(problem, settings, dtype=str(self.dtype), sample=self.size)
-            store = Store(settings.state, problem, known)
+            known = problem_identity(problem, settings, dtype=str(self.dtype), sample=self.size)
+            store = StateDirectory(settings.state, problem, known)
         standing = store.load(settings.device) if store else None
         resumed = standing.passes if standing else 0
         if standing and standing.g is None:
@@ -242,13 +242,13 @@ class _Large:
         drawn, before = self.drawn(), standing
         if before is None:
             g, anchor, spent = self.team.led(lambda: self.begin(drawn), settings.device)
-            standing = Standing(g, iterations=spent, anchor=anchor)
+            standing = SolverState(g, iterations=spent, anchor=anchor)
         else:
             standing = before
             self.team.led(lambda: self.resume(drawn, before), settings.device)
         if self.cached:
             return self.iterate(standing, nearest)
-        assert isinstance(self.full, Streamed)
+        assert isinstance(self.full, StreamedEvaluator)
         while standing.g is not None and standing.passes < settings.max_passes:
             self.stage = standing.passes + 1
             # The first answer is rarely the last one: only later passes compute the main target on the way.
@@ -260,19 +260,19 @@ class _Large:
                 store.save(standing)
         return self.conclude(standing, True, nearest, resumed)
 
-    def move(self, standing: Standing, at: Evaluation) -> None:
+    def move(self, standing: SolverState, at: Evaluation) -> None:
         """Evaluate the pass `at`, and set the g of the next one (None: the requirements are met)."""
         settings, b, best = self.settings, self.rows.b, standing.best
         slack = 1e-7 * abs(best.value) if best else 0.0
         if best is None or at.value >= best.value - slack or at.error < 0.5 * best.error:
-            standing.overlap = None if best is None else measured(best.f, at.f, settings.top, self.team)
+            standing.overlap = None if best is None else measure_overlap(best.f, at.f, settings.top, self.team)
             standing.best, standing.length = at, 1.0
             if self.solved(standing).satisfies(settings):
                 standing.g = None
                 return
             standing.ahead = self.correct(at, standing)
             standing.tried = [*standing.tried[-5:], (at.g, standing.ahead)]
-            g = _mixed(standing.tried, b)
+            g = _anderson_mix(standing.tried, b)
         else:
             # Overshot: the correction is an ascent direction, so a shorter step from the best point climbs. If three of
             # them do not, a plain Sinkhorn step does.
@@ -288,14 +288,14 @@ class _Large:
         g = origin + (g - origin).clamp(-2 * settings.epsilon, 2 * settings.epsilon)
         standing.g = self.team.first(g - b @ g)
 
-    def iterate(self, standing: Standing, nearest: bool) -> Solved:
+    def iterate(self, standing: SolverState, nearest: bool) -> SolverResult:
         """Solve with every row's kernel in memory: one pass from the subsample's answer, one correction, then
         iterations on all.
 
         If an overlap is required, continue to ten times smaller errors until two answers agree.
         """
         settings, b = self.settings, self.rows.b
-        full = Kernel(self.rows, settings.epsilon, chunk=settings.chunk, on_rows=self.report)
+        full = StoredKernel(self.rows, settings.epsilon, chunk=settings.chunk, on_rows=self.report)
         assert standing.g is not None
         self.stage = 1
         at = full.evaluate(standing.g)
@@ -305,7 +305,7 @@ class _Large:
             corrected = full.evaluate(at.g + step - b @ step)
             if corrected.value >= at.value or corrected.error < 0.5 * at.error:
                 at = corrected
-        found = Solved(at, standing.iterations, full.passes, "cached", self.dtype)
+        found = SolverResult(at, standing.iterations, full.passes, "cached", self.dtype)
         goal = settings.tolerance
         while not found.satisfies(settings) and found.iterations < settings.max_iterations:
             met = found.at.error <= settings.tolerance
@@ -318,19 +318,23 @@ class _Large:
                 max_iterations=settings.max_iterations - found.iterations,
                 newton_columns=self.newton,
             )
-            shared = measured(found.at.f, more.at.f, settings.top, self.team) if settings.overlap is not None else None
+            shared = (
+                measure_overlap(found.at.f, more.at.f, settings.top, self.team)
+                if settings.overlap is not None
+                else None
+            )
             found = replace(found, at=more.at, iterations=found.iterations + more.iterations, overlap=shared)
         if nearest:
             found = replace(found, at=replace(found.at, nearest=full.nearest(found.at.g)))
         return replace(found, passes=full.passes)
 
-    def solved(self, standing: Standing) -> Solved:
+    def solved(self, standing: SolverState) -> SolverResult:
         assert standing.best is not None
-        return Solved(
+        return SolverResult(
             standing.best, standing.iterations, standing.passes, "streamed", self.dtype, overlap=standing.overlap
         )
 
-    def conclude(self, standing: Standing, sampled: bool, nearest: bool, resumed: int) -> Solved:
+    def conclude(self, standing: SolverState, sampled: bool, nearest: bool, resumed: int) -> SolverResult:
         """Return the best answer, with main targets if still missing, and the estimated overlap of the selection if the
         subsample for it was created (`sampled`)."""
         found = self.solved(standing)
@@ -338,25 +342,25 @@ class _Large:
         estimate = None
         if sampled:
             ahead = None if standing.g is None else standing.ahead
-            end = threshold(best.f, self.settings.top, self.team)
+            end = find_threshold(best.f, self.settings.top, self.team)
             estimate, more = self.team.led(lambda: self.foreseen(best, ahead, end), self.settings.device)
             found = replace(found, iterations=standing.iterations + more)
         if nearest and best.nearest is None:
-            assert isinstance(self.full, Streamed)
+            assert isinstance(self.full, StreamedEvaluator)
             self.stage = standing.passes + 1
             best = replace(best, nearest=self.full.nearest(best.g))
             found = replace(found, passes=found.passes + 1)
         return replace(found, at=best, estimate=estimate, resumed=resumed)
 
 
-def exchanged(problem: Problem) -> Problem:
+def exchange_sides(problem: TransportProblem) -> TransportProblem:
     """Exchange the sides: the target's rows are streamed, the pool's rows of positive weight are the columns."""
     kept = np.flatnonzero(problem.a)
     columns = np.asarray(problem.x[kept], dtype=np.float64)
     if problem.scale is not None:
         columns = columns * problem.scale[kept, None]
     columns = columns - problem.centre
-    return Problem(
+    return TransportProblem(
         x=problem.y,
         y=columns,
         a=problem.b,
@@ -370,7 +374,7 @@ def exchanged(problem: Problem) -> Problem:
     )
 
 
-def stratified(a: np.ndarray, size: int, seed: int, team: Team) -> np.ndarray:
+def draw_stratified(a: np.ndarray, size: int, seed: int, team: ProcessTeam) -> np.ndarray:
     """Return sorted row numbers of this process: one row from each of `size` equal slices of the whole pool's mass, as
     far as they are in its shard; repeats are likely. The same rows of the pool however it is divided."""
     generator = np.random.Generator(np.random.PCG64([seed, 0x5AB5A3]))
@@ -391,7 +395,7 @@ def stratified(a: np.ndarray, size: int, seed: int, team: Team) -> np.ndarray:
     return np.concatenate(drawn)
 
 
-def _mixed(tried: list[tuple[Tensor, Tensor]], b: Tensor) -> Tensor:
+def _anderson_mix(tried: list[tuple[Tensor, Tensor]], b: Tensor) -> Tensor:
     """Return Anderson's combination of the images G(g_k): weights that sum to 1 and minimise Σ α_k (G(g_k) − g_k).
 
     The subsample errs in the same few slow modes at every correction; the combination learns them.

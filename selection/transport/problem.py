@@ -17,10 +17,10 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from flatshift.selection.errors import BadRow, SelectionError
-from flatshift.selection.transport.blocks import Tree
-from flatshift.selection.transport.ranks import Team
-from flatshift.selection.transport.threads import Crew
-from flatshift.selection.validation import feature_matrix, no_overflow, real_weights, same_width
+from flatshift.selection.transport.blocks import BlockSumTree
+from flatshift.selection.transport.ranks import ProcessTeam
+from flatshift.selection.transport.threads import ThreadCrew
+from flatshift.selection.validation import check_no_overflow, check_same_width, feature_matrix, to_weights
 
 COSTS = ("sqeuclidean", "cosine")
 
@@ -33,7 +33,7 @@ _READ_BYTES = 4 << 20
 threads seldom contend for the interpreter."""
 
 
-class Scratch(threading.local):
+class ScratchBuffers(threading.local):
     """Buffers of the calling thread, reused for every tile: fresh memory costs a page fault for each of its pages.
 
     Allocated by torch, which aligns them: the order of BLAS' sums, and so their last bits, depend on the address.
@@ -52,7 +52,7 @@ class Scratch(threading.local):
     def read(self, x: Any, low: int, high: int) -> Tensor:
         """Read rows [low, high) of x in their own dtype if torch supports it, else float64."""
         array = np.asarray(x[low:high])
-        out = self.rows(len(array), array.shape[1], _own_type(array))
+        out = self.rows(len(array), array.shape[1], _native_dtype(array))
         out.numpy()[...] = array
         return out
 
@@ -66,7 +66,7 @@ class Scratch(threading.local):
 
 
 @dataclass(frozen=True)
-class Problem:
+class TransportProblem:
     """One transport problem, N pool rows by M target rows.
 
     `x` is anything with `shape` and row slices (an array, a memory map); it is read in chunks and never copied whole.
@@ -88,7 +88,7 @@ class Problem:
     """(d,) weighted mean of all centred pool rows."""
     scale: np.ndarray | None = None
     unit: float = 1.0
-    team: Team = field(default_factory=Team)
+    team: ProcessTeam = field(default_factory=ProcessTeam)
     total: int = 0
     """Pool rows of all processes."""
     exchanged: bool = False
@@ -99,7 +99,7 @@ class Problem:
         return len(self.a), len(self.b)
 
 
-def pose(
+def pose_problem(
     x: Any,
     y: ArrayLike,
     a: ArrayLike | None,
@@ -108,16 +108,16 @@ def pose(
     chunk: int | None,
     progress: Progress | None,
     cost: str = "sqeuclidean",
-    team: Team | None = None,
-) -> Problem:
+    team: ProcessTeam | None = None,
+) -> TransportProblem:
     """Check everything, read the pool once, return the Problem.
 
     The mean squared distance Σ_ij a_i b_j |x_i − y_j|² is exact in float64: with targets centred on their weighted mean
     it is Σ_i a_i |x_i|² + Σ_j b_j |y_j|², a sum of non-negative terms. chunk: rows read at a time, None to choose.
     Raises SelectionError, in a team on every process.
     """
-    team = team or Team()
-    found: tuple[Problem, Tree] | None = None
+    team = team or ProcessTeam()
+    found: tuple[TransportProblem, BlockSumTree] | None = None
     mistake: SelectionError | None = None
     try:
         x = feature_matrix(x, "pool")
@@ -126,7 +126,7 @@ def pose(
     team.agree(mistake)
     team = team.over(len(x))
     try:
-        found = _read(x, y, a, b, chunk, progress, cost == "cosine", team)
+        found = _read_pool(x, y, a, b, chunk, progress, cost == "cosine", team)
     except SelectionError as error:
         mistake = error
     team.agree(mistake)
@@ -146,11 +146,11 @@ def pose(
         y_squared = np.einsum("ij,ij->i", checked.y, checked.y)
         shift = checked.b @ checked.y  # remainder from rounding the centre
         mean_cost = float(rows_part + checked.b @ y_squared - 2.0 * (shift @ mean))
-    no_overflow(mean_cost)
+    check_no_overflow(mean_cost)
     return replace(checked, a=weights, mean_cost=max(mean_cost, 0.0), mean=mean, team=team, total=total)
 
 
-def _read(
+def _read_pool(
     x: Any,
     y: ArrayLike,
     a: ArrayLike | None,
@@ -158,24 +158,24 @@ def _read(
     chunk: int | None,
     progress: Progress | None,
     cosine: bool,
-    team: Team,
-) -> tuple[Problem, Tree]:
-    """Do this process's part of `pose`; return the Problem and the sums of its rows times their weights.
+    team: ProcessTeam,
+) -> tuple[TransportProblem, BlockSumTree]:
+    """Do this process's part of `pose_problem`; return the Problem and the sums of its rows times their weights.
 
     Weights are not yet scaled to sum 1; `mean` and `mean_cost` are not yet set.
     """
     target = np.asarray(feature_matrix(y, "target"), dtype=np.float64)
-    same_width(x, target)
-    finite_rows(target, "target", 0)
+    check_same_width(x, target)
+    check_finite_rows(target, "target", 0)
     n, d = x.shape
-    pool_weights = _weights(a, n, "pool", empty=team.size > 1)
-    target_weights = _weights(b, target.shape[0], "target")
+    pool_weights = _check_weights(a, n, "pool", empty=team.size > 1)
+    target_weights = _check_weights(b, target.shape[0], "target")
     target_weights /= target_weights.sum()
     if not target_weights.all():
         row = int(np.flatnonzero(target_weights == 0)[0])
         raise SelectionError(f"target weight {row} is 0; leave target row {row} out instead")
     if cosine:
-        target = target * (1.0 / _lengths(target, "target", 0))[:, None]
+        target = target * (1.0 / _row_norms(target, "target", 0))[:, None]
 
     centre = target_weights @ target
     if x.dtype.kind == "f" and x.dtype != np.float64:
@@ -185,82 +185,82 @@ def _read(
     x_squared = np.empty(n)
     scale = np.empty(n) if cosine else None
 
-    scratch, shift, before = Scratch(), torch.from_numpy(centre), team.first_row
+    scratch, shift, before = ScratchBuffers(), torch.from_numpy(centre), team.first_row
 
     def work(low: int, high: int) -> Tensor:
         wide = scratch.widened(scratch.read(x, low, high))
         rows = wide.numpy()
         if scale is not None:
-            finite_rows(rows, "pool", before + low)
-            scale[low:high] = 1.0 / _lengths(rows, "pool", before + low)
+            check_finite_rows(rows, "pool", before + low)
+            scale[low:high] = 1.0 / _row_norms(rows, "pool", before + low)
             rows *= scale[low:high, None]
         wide -= shift
         x_squared[low:high] = np.einsum("ij,ij->i", rows, rows)
         if not np.isfinite(x_squared[low:high].sum()):
-            finite_rows(rows, "pool", before + low)
-        return native(pool_weights[low:high]) @ wide
+            check_finite_rows(rows, "pool", before + low)
+        return to_aligned_tensor(pool_weights[low:high]) @ wide
 
     step = chunk or max(16, _READ_BYTES // (8 * d))
     told = (lambda done, count: progress("reading the pool", done, count)) if progress else None
-    sums = Crew(torch.device("cpu")).tree(n, step, work, told, team.first_block)
-    found = Problem(
+    sums = ThreadCrew(torch.device("cpu")).tree(n, step, work, told, team.first_block)
+    found = TransportProblem(
         x, target, pool_weights, target_weights, centre, x_squared, 0.0, centre, scale, 0.5 if cosine else 1.0, team, n
     )
     return found, sums
 
 
-def native(rows: Any) -> Tensor:
+def to_aligned_tensor(rows: Any) -> Tensor:
     """Copy the rows to a new aligned tensor, in their own dtype if torch supports it, else float64."""
     array = np.asarray(rows)
-    own = torch.empty(array.shape, dtype=_own_type(array))
+    own = torch.empty(array.shape, dtype=_native_dtype(array))
     own.numpy()[...] = array
     return own
 
 
-def _own_type(array: np.ndarray) -> torch.dtype:
+def _native_dtype(array: np.ndarray) -> torch.dtype:
     known = array.dtype.kind == "f" and array.dtype.itemsize <= 8 and array.dtype.isnative
     return _TYPES[array.dtype.itemsize] if known else torch.float64
 
 
-def _lengths(rows: np.ndarray, side: str, offset: int) -> np.ndarray:
+def _row_norms(rows: np.ndarray, side: str, offset: int) -> np.ndarray:
     """Return (n,) norms; raise BadRow if one is zero."""
     found = np.sqrt(np.einsum("ij,ij->i", rows, rows))
     if not (found > 0).all() or not np.isfinite(found).all():
         row = int(np.flatnonzero(~((found > 0) & np.isfinite(found)))[0])
         told = "is zero" if found[row] == 0 else "is too long"
-        raise BadRow(side, offset + row, f"{told}, so it has no cosine", "drop it or rescale", _without_length)
+        raise BadRow(side, offset + row, f"{told}, so it has no cosine", "drop it or rescale", _rows_without_norm)
     return found
 
 
-def finite_rows(rows: np.ndarray, side: str, offset: int) -> None:
+def check_finite_rows(rows: np.ndarray, side: str, offset: int) -> None:
     """Raise BadRow naming the first row of `rows` that holds a NaN or an infinity."""
     # One sum clears the usual case: it is finite unless some entry is not, or it overflows, which the slow check sorts
     # out.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(rows.sum()):
             return
-    bad = np.flatnonzero(_not_finite(rows))
+    bad = np.flatnonzero(_rows_not_finite(rows))
     if len(bad):
-        raise BadRow(side, offset + int(bad[0]), "holds a NaN or an infinity", "drop or mend it", _not_finite)
+        raise BadRow(side, offset + int(bad[0]), "holds a NaN or an infinity", "drop or mend it", _rows_not_finite)
 
 
-def _not_finite(rows: np.ndarray) -> np.ndarray:
+def _rows_not_finite(rows: np.ndarray) -> np.ndarray:
     """Return (n,) bool: rows (n, d) with a NaN or an infinity."""
     return np.asarray(~np.isfinite(rows).all(axis=1))
 
 
-def _without_length(rows: np.ndarray) -> np.ndarray:
+def _rows_without_norm(rows: np.ndarray) -> np.ndarray:
     """Return (n,) bool: rows (n, d) of length 0, or too long for a float64."""
     wide = np.asarray(rows, dtype=np.float64)
     found = np.sqrt(np.einsum("ij,ij->i", wide, wide))
     return np.asarray(~((found > 0) & np.isfinite(found)))
 
 
-def _weights(value: ArrayLike | None, count: int, side: str, *, empty: bool = False) -> np.ndarray:
+def _check_weights(value: ArrayLike | None, count: int, side: str, *, empty: bool = False) -> np.ndarray:
     """Check weights without scaling them to sum 1; `empty`: none need be positive (another process may have some)."""
     if value is None:
         return np.ones(count)
-    weights = real_weights(value, side)
+    weights = to_weights(value, side)
     if weights.shape != (count,):
         raise SelectionError(f"{side} weights must have shape ({count},), not {weights.shape}")
     if not np.isfinite(weights).all() or (weights < 0).any():

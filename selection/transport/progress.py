@@ -9,7 +9,7 @@ ITERATIONS = "transport iterations"
 """Name of the stage that counts iterations, up to their maximum; all others count rows."""
 
 
-class Eta:
+class ProgressPrinter:
     """`progress` callable for the solver: prints each stage's position, rate and time left.
 
     show: called with one line. every_s: seconds between lines of a stage (its end is always shown). clock: seconds.

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from flatshift.selection.errors import BadRow, SelectionError, TooLittleMemory
-from flatshift.selection.transport.blocks import BLOCK, Tree, block_sums
+from flatshift.selection.transport.blocks import BLOCK, BlockSumTree, block_sums
 
 _GRID = 4096
 """Grid points of a threshold that are counted at a time."""
 
 
-class Team:
+class ProcessTeam:
     """`group`: a torch.distributed process group, None for a single process. Rows are ordered by rank."""
 
     def __init__(self, group: Any = None):
@@ -46,14 +46,14 @@ class Team:
         team.rows_of_all = sum(counts)
         return team
 
-    def fold(self, tree: Tree) -> Tensor:
+    def fold(self, tree: BlockSumTree) -> Tensor:
         """Return the sum of every member's blocks."""
         if self.size == 1:
             return tree.total()
         device = tree.nodes[0][2].device
         told = self.gather([(level, number, value.cpu().numpy()) for level, number, value in tree.nodes])
         nodes = ((level, number, torch.from_numpy(value)) for part in told for level, number, value in part)
-        return Tree(nodes).total().to(device)
+        return BlockSumTree(nodes).total().to(device)
 
     def dot(self, values: np.ndarray, factors: np.ndarray) -> float:
         """Return Σ values·factors over every member's two arrays (n_r,) float64."""

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatshift.selection.transport.problem import Problem, Scratch, native
-from flatshift.selection.transport.threads import Crew
+from flatshift.selection.transport.problem import ScratchBuffers, TransportProblem, to_aligned_tensor
+from flatshift.selection.transport.threads import ThreadCrew
 
 _PER_LN2 = 1.0 / math.log(2.0)
 
@@ -50,13 +50,13 @@ class StreamedRows:
     GEMM, while a pass over the tile would cost a fiftieth of it each.
     """
 
-    def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device | None = None):
+    def __init__(self, problem: TransportProblem, dtype: torch.dtype, device: torch.device | None = None):
         self.problem = problem
         self.x: Any = problem.x
         self.dtype = dtype
         self.device = device or torch.device("cpu")
         self.a = self._here(problem.a)
-        self.b = native(problem.b).to(self.device)
+        self.b = to_aligned_tensor(problem.b).to(self.device)
         self.squared = self._here(problem.x_squared)
         self._y = self._here(problem.y)
         self._y_squared = (self._y * self._y).sum(1)
@@ -66,7 +66,7 @@ class StreamedRows:
         self._read_type = torch.float64 if wide else dtype
         self._centre = self._here(problem.centre).to(self._read_type)
         self._scale = None if problem.scale is None else torch.from_numpy(problem.scale)
-        self._scratch = Scratch()
+        self._scratch = ScratchBuffers()
         self._buffers = threading.local()
 
     def _here(self, array: np.ndarray) -> Tensor:
@@ -96,7 +96,7 @@ class StreamedRows:
         """Gather the rows `index` (this process's, sorted, repeats allowed) of every process in the memory of the first
         one, in their own dtype; return None on the others. weights: one for each, None for equal ones."""
         problem, team = self.problem, self.problem.team
-        raw = team.rows(native(self.x[index]).numpy(), self.device)
+        raw = team.rows(to_aligned_tensor(self.x[index]).numpy(), self.device)
         scale = None if problem.scale is None else team.rows(problem.scale[index], self.device)
         squared = team.rows(problem.x_squared[index], self.device)
         a = None if weights is None else team.rows(weights, self.device)
@@ -137,7 +137,7 @@ class StreamedRows:
         def work(low: int, high: int) -> None:
             torch.mm(self._left(low, high, None), right, out=affinity[low:high])
 
-        Crew(self.device).each(n, 1024, work)
+        ThreadCrew(self.device).each(n, 1024, work)
         return DenseRows(affinity, self.a, self.b, self.squared)
 
     def prepare(self, g: Tensor, epsilon: float) -> None:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from flatshift.selection.transport.dense import NEWTON_MAX_COLUMNS, solve_dense
-from flatshift.selection.transport.kernel import Evaluation, Kernel
-from flatshift.selection.transport.problem import Problem, Progress
+from flatshift.selection.transport.kernel import Evaluation, StoredKernel
+from flatshift.selection.transport.problem import Progress, TransportProblem
 from flatshift.selection.transport.progress import ITERATIONS
-from flatshift.selection.transport.ranks import Team
+from flatshift.selection.transport.ranks import ProcessTeam
 
 
-def measured(first: Tensor, second: Tensor, k: int, team: Team) -> float:
+def measure_overlap(first: Tensor, second: Tensor, k: int, team: ProcessTeam) -> float:
     """Return |TopK(first) ∩ TopK(second)| / k over all rows of the team; rows that tie at a threshold count as
     taken."""
     limits = team.smallest((first, k), (second, k))
@@ -27,7 +27,7 @@ def measured(first: Tensor, second: Tensor, k: int, team: Team) -> float:
 
 
 @dataclass(frozen=True)
-class Threshold:
+class SelectionThreshold:
     """Threshold τ of the k smallest of `rows` potentials, and the density there, from the ranks k/2 and 3k/2."""
 
     tau: float
@@ -36,7 +36,7 @@ class Threshold:
     rows: int
 
 
-def threshold(f: Tensor, k: int, team: Team) -> Threshold | None:
+def find_threshold(f: Tensor, k: int, team: ProcessTeam) -> SelectionThreshold | None:
     """Compute the threshold of f (N,), over all rows of the team; None if all rows are taken, or those near it are
     equal."""
     total = int(team.total(len(f)))
@@ -45,10 +45,10 @@ def threshold(f: Tensor, k: int, team: Team) -> Threshold | None:
     low, high = max(1, k // 2), min(total, k + k // 2)
     below, tau, above = team.smallest((f, low), (f, k), (f, high))
     span = above - below
-    return Threshold(tau, (high - low) / total / span, k, total) if span > 0.0 else None
+    return SelectionThreshold(tau, (high - low) / total / span, k, total) if span > 0.0 else None
 
 
-def estimated(end: Threshold | None, sample: Tensor, moved: Tensor) -> float:
+def estimate_overlap(end: SelectionThreshold | None, sample: Tensor, moved: Tensor) -> float:
     """Estimate overlap@k of f, whose threshold is `end`, with f after the next correction: 1 − h·E|δ|/(2q) (gotd.md
     §5.7).
 
@@ -99,7 +99,7 @@ class SolverSettings:
 
 
 @dataclass(frozen=True)
-class Solved:
+class SolverResult:
     """Result of a solver.
 
     `at`: the answer's exact evaluation, with `nearest` if requested. overlap: measured between the last two answers;
@@ -122,7 +122,7 @@ class Solved:
 
 
 def descend(
-    kernel: Kernel,
+    kernel: StoredKernel,
     settings: SolverSettings,
     tolerance: float,
     newton_columns: int,
@@ -137,11 +137,11 @@ def descend(
     b = kernel.rows.b
     g: Tensor = torch.zeros_like(b) if start is None else start
     iterations = 0
-    for relative in _schedule(settings.relative) if start is None else []:
+    for relative in _epsilon_schedule(settings.relative) if start is None else []:
         kernel.absorb(g, relative / settings.relative * settings.epsilon)
         rough = solve_dense(
             kernel, g, marginal=b, tolerance=3e-2, max_iterations=60, newton_columns=newton_columns,
-            watch=_told(settings, iterations),
+            watch=_iteration_progress(settings, iterations),
         )  # fmt: skip
         g = rough.at.g
         iterations += rough.iterations
@@ -154,12 +154,12 @@ def descend(
         max_iterations=settings.max_iterations - iterations,
         newton_columns=newton_columns,
         inverse=inverse,
-        watch=_told(settings, iterations),
+        watch=_iteration_progress(settings, iterations),
     )
     return result.at, iterations + result.iterations
 
 
-def _told(settings: SolverSettings, before: int) -> Callable[[int], None] | None:
+def _iteration_progress(settings: SolverSettings, before: int) -> Callable[[int], None] | None:
     """Return a progress callback for iterations that follow `before` others; the total is the maximum, as a tiny ε
     takes many."""
     told = settings.progress
@@ -169,7 +169,7 @@ def _told(settings: SolverSettings, before: int) -> Callable[[int], None] | None
     return lambda done: told(ITERATIONS, min(before + done, most - 1), most)
 
 
-def _schedule(relative: float) -> list[float]:
+def _epsilon_schedule(relative: float) -> list[float]:
     """Return the falling values of ε before the real one: from 0.05 by thirds, none if the real one is near enough."""
     stages = []
     current = 0.05
@@ -179,7 +179,7 @@ def _schedule(relative: float) -> list[float]:
     return stages
 
 
-def free_bytes(problem: Problem, settings: SolverSettings) -> float:
+def free_bytes(problem: TransportProblem, settings: SolverSettings) -> float:
     """Return the memory limit minus the vectors of length N: potentials of two answers, norms, weights, scores,
     sorting.
 

@@ -24,13 +24,13 @@ from numpy.typing import ArrayLike
 
 from flatshift.selection.errors import ConvergenceWarning, SelectionError
 from flatshift.selection.transport.dense import solve_dense
-from flatshift.selection.transport.kernel import Evaluation, Kernel, Streamed
-from flatshift.selection.transport.large import cached_fits, exchanged, precision, solve_large
-from flatshift.selection.transport.problem import COSTS, Problem, Progress, pose
-from flatshift.selection.transport.ranks import Team
+from flatshift.selection.transport.kernel import Evaluation, StoredKernel, StreamedEvaluator
+from flatshift.selection.transport.large import choose_dtype, exchange_sides, fits_in_memory, solve_large
+from flatshift.selection.transport.problem import COSTS, Progress, TransportProblem, pose_problem
+from flatshift.selection.transport.ranks import ProcessTeam
 from flatshift.selection.transport.rows import DenseRows, StreamedRows
-from flatshift.selection.transport.settings import Solved, SolverSettings, descend, measured
-from flatshift.selection.validation import checked_chunk, is_real
+from flatshift.selection.transport.settings import SolverResult, SolverSettings, descend, measure_overlap
+from flatshift.selection.validation import check_chunk, is_real
 
 EXACT_PAIRS = 10_000_000
 """N·M up to which the cost is stored in float64 and the default tolerance is 1e-9 (above: 1e-3)."""
@@ -131,14 +131,14 @@ def sinkhorn_potentials(
     Raises SelectionError on shapes that do not match, empty or non-finite input, and settings out of range.
     """
     limits = (max_iterations, max_passes)
-    where = _check(
+    where = _check_settings(
         epsilon, tolerance, chunk, method, cost, overlap, limits, memory_bytes, held_bytes, device, state, group
     )
     # NumPy's narrow floats would lower the precision of everything they multiply.
     epsilon, tolerance = float(epsilon), tolerance if tolerance is None else float(tolerance)
-    team = Team(group)
+    team = ProcessTeam(group)
     with torch.inference_mode():
-        problem = pose(x, y, a, b, chunk=chunk, progress=progress, cost=cost, team=team)
+        problem = pose_problem(x, y, a, b, chunk=chunk, progress=progress, cost=cost, team=team)
         m, total = len(problem.b), problem.total
         if budget is not None and not (isinstance(budget, int | np.integer) and 1 <= budget <= total):
             raise SelectionError(f"budget must be a whole number from 1 to the pool's {total} rows, not {budget!r}")
@@ -162,8 +162,8 @@ def sinkhorn_potentials(
         team.same("settings", replace(settings, progress=None, state=None, device=torch.device("cpu")), method, nearest)
         furthest = max(team.gather(float(problem.x_squared.max())))
         if problem.mean_cost <= 1e-30 * (furthest + 1.0):
-            return _coincident(problem, settings, nearest)
-        result = _potentials(problem, settings, _solve(problem, settings, method, nearest))
+            return _coincident_potentials(problem, settings, nearest)
+        result = _to_potentials(problem, settings, _solve_by_method(problem, settings, method, nearest))
     if not result.converged:
         missed = f"a marginal error of {result.marginal_error:.1e}, above the tolerance {result.tolerance:.1e}"
         if result.marginal_error <= result.tolerance:
@@ -178,7 +178,7 @@ def sinkhorn_potentials(
     return result
 
 
-def _check(
+def _check_settings(
     epsilon: Any,
     tolerance: float | None,
     chunk: int | None,
@@ -197,7 +197,7 @@ def _check(
         raise SelectionError(f"epsilon must be a positive number (a multiple of the mean cost), not {epsilon!r}")
     if tolerance is not None and not (is_real(tolerance) and 0 < tolerance < 2):
         raise SelectionError(f"tolerance must lie between 0 and 2 (an L1 error of probabilities), not {tolerance!r}")
-    checked_chunk(chunk)
+    check_chunk(chunk)
     if method not in (None, "exact", "cached", "streamed"):
         raise SelectionError(f'method must be "exact", "cached" or "streamed", not {method!r}')
     if cost not in COSTS:
@@ -223,11 +223,11 @@ def _check(
     if where.type not in ("cpu", "cuda"):
         raise SelectionError(f'device must be "cpu", "cuda" or "cuda:N", not {device!r} (no float64 sums there)')
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise SelectionError(f'device {device!r}: {_missing_cuda()}; use "cpu"')
+        raise SelectionError(f'device {device!r}: {_cuda_unavailable_reason()}; use "cpu"')
     return where
 
 
-def _missing_cuda() -> str:
+def _cuda_unavailable_reason() -> str:
     """Return the reason why a requested CUDA device is unavailable, as a clause."""
     there = torch.cuda.device_count()
     if there:
@@ -240,7 +240,9 @@ def _missing_cuda() -> str:
     return "torch is built for CUDA and sees no device; look whether the driver is there and new enough"
 
 
-def _solve(problem: Problem, settings: SolverSettings, method: str | None, nearest: bool) -> Solved:
+def _solve_by_method(
+    problem: TransportProblem, settings: SolverSettings, method: str | None, nearest: bool
+) -> SolverResult:
     """Solve by the given method, or choose one by size, memory and group; for the smaller side."""
     n, m = problem.shape
     alone = problem.team.group is None
@@ -248,26 +250,26 @@ def _solve(problem: Problem, settings: SolverSettings, method: str | None, neare
         method = "exact"
     if method == "exact":
         return solve_exact(problem, settings, nearest)
-    dtype = precision(problem, settings)
+    dtype = choose_dtype(problem, settings)
     # Unless a method is forced, only a solve that streams the pool's own rows saves a state: the others are short.
     keep = alone and (settings.state is None or method is None)
     stateless = replace(settings, state=None)
     # Answers are compared on the pool's own rows.
     if m > n and keep and settings.overlap is None:
-        other = exchanged(problem)
-        held = method == "cached" or (method is None and cached_fits(other, settings, dtype))
+        other = exchange_sides(problem)
+        held = method == "cached" or (method is None and fits_in_memory(other, settings, dtype))
         first = solve_large(other, stateless, held, False)
         # The other side's row potential is g; with the pool's marginal exact again the error only becomes smaller.
         rows = StreamedRows(problem, first.dtype, settings.device)
         g = first.at.f
-        at = Streamed(rows, settings.epsilon, chunk=settings.chunk).evaluate(g - rows.b @ g, nearest)
+        at = StreamedEvaluator(rows, settings.epsilon, chunk=settings.chunk).evaluate(g - rows.b @ g, nearest)
         # The overlaps found on the way are about target rows.
         return replace(first, at=at, passes=first.passes + 1, overlap=None, estimate=None)
-    held = method == "cached" or (method is None and keep and cached_fits(problem, settings, dtype))
+    held = method == "cached" or (method is None and keep and fits_in_memory(problem, settings, dtype))
     return solve_large(problem, stateless if held else settings, held, nearest)
 
 
-def _potentials(problem: Problem, settings: SolverSettings, solved: Solved) -> Potentials:
+def _to_potentials(problem: TransportProblem, settings: SolverSettings, solved: SolverResult) -> Potentials:
     """Convert the result to units of the requested cost, on the host."""
     unit, at = problem.unit, solved.at
     f = at.f.cpu().numpy()
@@ -296,7 +298,7 @@ def _potentials(problem: Problem, settings: SolverSettings, solved: Solved) -> P
     )
 
 
-def _coincident(problem: Problem, settings: SolverSettings, nearest: bool) -> Potentials:
+def _coincident_potentials(problem: TransportProblem, settings: SolverSettings, nearest: bool) -> Potentials:
     """Return the solution if all points of positive weight coincide: every potential is 0, no sample helps."""
     n, m = problem.shape
     f = problem.x_squared * problem.unit
@@ -325,14 +327,14 @@ def exact_bytes(n: int, m: int) -> int:
     return 16 * n * m + (8 * n * m if m > n else 0)
 
 
-def solve_exact(problem: Problem, settings: SolverSettings, nearest: bool) -> Solved:
+def solve_exact(problem: TransportProblem, settings: SolverSettings, nearest: bool) -> SolverResult:
     """Solve to the tolerance; if an overlap is required, continue to ten times smaller errors until it is reached."""
     n, m = problem.shape
     columns = settings.newton_columns(settings.allowance - exact_bytes(n, m))
     rows = StreamedRows(problem, torch.float64, settings.device).dense()
     flipped = m > n
-    kernel = Kernel(_flip(rows, problem) if flipped else rows, settings.epsilon, chunk=settings.chunk)
-    final = Streamed(rows, settings.epsilon, chunk=settings.chunk)
+    kernel = StoredKernel(_exchange_dense(rows, problem) if flipped else rows, settings.epsilon, chunk=settings.chunk)
+    final = StreamedEvaluator(rows, settings.epsilon, chunk=settings.chunk)
 
     def whole(at: Evaluation) -> Evaluation:
         # If flipped, g is the transform of f: with the rows' marginal exact again the error only shrinks.
@@ -340,7 +342,7 @@ def solve_exact(problem: Problem, settings: SolverSettings, nearest: bool) -> So
         return final.evaluate(g - rows.b @ g, nearest)
 
     at, iterations = descend(kernel, settings, settings.tolerance, columns)
-    solved = Solved(whole(at), iterations + flipped, kernel.passes + 1, "exact", rows.dtype)
+    solved = SolverResult(whole(at), iterations + flipped, kernel.passes + 1, "exact", rows.dtype)
     goal = settings.tolerance
     while settings.overlap is not None and solved.at.error <= settings.tolerance and not solved.satisfies(settings):
         left = settings.max_iterations - solved.iterations
@@ -351,12 +353,12 @@ def solve_exact(problem: Problem, settings: SolverSettings, nearest: bool) -> So
             kernel, at.g, marginal=kernel.rows.b, tolerance=goal, max_iterations=left, newton_columns=columns
         )
         at, answer = more.at, whole(more.at)
-        shared = measured(solved.at.f, answer.f, settings.top, problem.team)
+        shared = measure_overlap(solved.at.f, answer.f, settings.top, problem.team)
         solved = replace(solved, at=answer, overlap=shared, iterations=solved.iterations + more.iterations)
     return solved
 
 
-def _flip(rows: DenseRows, problem: Problem) -> DenseRows:
+def _exchange_dense(rows: DenseRows, problem: TransportProblem) -> DenseRows:
     """Exchange the sides: tiles 2 x_i·y_j − |x_i|² for target rows j over pool columns i.
 
     Pool rows of weight 0 are left out: they do not affect the solution.

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from flatshift.selection.errors import SelectionError, is_disk_full
 from flatshift.selection.transport.kernel import Evaluation
-from flatshift.selection.transport.problem import Problem
+from flatshift.selection.transport.problem import TransportProblem
 from flatshift.selection.transport.settings import SolverSettings
 
 
 @dataclass
-class Standing:
+class SolverState:
     """Solver state between two passes.
 
     g: point of the next pass, None when the solve is over. best: the best answer so far; ahead: the g of its
@@ -49,7 +49,7 @@ class Standing:
     overlap: float | None = None
 
 
-def identity(problem: Problem, settings: SolverSettings, **more: Any) -> dict[str, Any]:
+def problem_identity(problem: TransportProblem, settings: SolverSettings, **more: Any) -> dict[str, Any]:
     """Return the data digest and settings that a state must share with the solve that resumes from it."""
     digest = hashlib.sha256()
     for part in (problem.x_squared, problem.mean, problem.a, problem.y, problem.b, problem.centre):
@@ -70,16 +70,16 @@ def identity(problem: Problem, settings: SolverSettings, **more: Any) -> dict[st
     }
 
 
-class Store:
+class StateDirectory:
     """State directory of one process of the team."""
 
-    def __init__(self, directory: Path, problem: Problem, known: dict[str, Any]):
+    def __init__(self, directory: Path, problem: TransportProblem, known: dict[str, Any]):
         self.directory, self.team, self.known = directory, problem.team, known
 
     def _path(self, passes: int) -> Path:
         return self.directory / f"pass-{passes:04d}-process-{self.team.rank}.npz"
 
-    def save(self, standing: Standing) -> None:
+    def save(self, standing: SolverState) -> None:
         """Write atomically, then remove older passes once every process has written this one.
 
         Raises SelectionError if it cannot be written, OSError if the disk is full; the previous pass is kept.
@@ -123,7 +123,7 @@ class Store:
             if old != path:
                 old.unlink(missing_ok=True)
 
-    def load(self, device: torch.device) -> Standing | None:
+    def load(self, device: torch.device) -> SolverState | None:
         """Load the latest pass that every process has, or None. Raises SelectionError for the state of another
         problem."""
         mine = [int(path.name.split("-")[1]) for path in self._mine()]
@@ -141,7 +141,7 @@ class Store:
     def _mine(self) -> list[Path]:
         return sorted(self.directory.glob(f"pass-*-process-{self.team.rank}.npz"))
 
-    def _read(self, path: Path, device: torch.device) -> Standing:
+    def _read(self, path: Path, device: torch.device) -> SolverState:
         try:
             with np.load(path, allow_pickle=False) as file:
                 meta = json.loads(str(file["meta"]))
@@ -167,7 +167,7 @@ class Store:
             arrays.get("nearest"),
         )
         count = sum(name.startswith("point_") for name in arrays)
-        return Standing(
+        return SolverState(
             g=arrays.get("g"),
             passes=meta["passes"],
             iterations=meta["iterations"],

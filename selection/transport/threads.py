@@ -14,10 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 from torch import Tensor
 
-from flatshift.selection.transport.blocks import BLOCK, Node, Tree, tiles
+from flatshift.selection.transport.blocks import BLOCK, BlockSumTree, Node, tile_ranges
 
 
-class Crew:
+class ThreadCrew:
     """Pool of as many threads as torch uses here (one on CUDA: the device is parallel by itself)."""
 
     def __init__(self, device: torch.device):
@@ -39,9 +39,9 @@ class Crew:
         """
         tiles = -(-n // step)
         if self.size == 1 or tiles < 2 * self.size:
-            return _share(range(0, n, step), n, step, work, on_rows)
+            return _work_through(range(0, n, step), n, step, work, on_rows)
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.size, "tiles", initializer=_alone)
+            self._pool = ThreadPoolExecutor(self.size, "tiles", initializer=_use_one_thread)
         stop = threading.Event()
         counts = [0] * self.size
         threads = torch.get_num_threads()
@@ -52,14 +52,14 @@ class Crew:
 
             part = range(n)[number * tiles // self.size * step : (number + 1) * tiles // self.size * step]
             with torch.inference_mode():
-                return _share(range(part.start, part.stop, step), part.stop, step, work, note, stop)
+                return _work_through(range(part.start, part.stop, step), part.stop, step, work, note, stop)
 
         try:
             # The number of BLAS threads is global to the process: unless it is 1 here too, every worker's GEMM would
             # start as many threads again.
             torch.set_num_threads(1)
             jobs = [self._pool.submit(run, number) for number in range(self.size)]
-            _watch(jobs, counts, n, on_rows)
+            _wait_with_progress(jobs, counts, n, on_rows)
             parts = [job.result() for job in jobs]
         finally:
             stop.set()
@@ -74,7 +74,7 @@ class Crew:
         work: Callable[[int, int], Tensor],
         on_rows: Callable[[int, int], None] | None = None,
         first: int = 0,
-    ) -> Tree:
+    ) -> BlockSumTree:
         """Run `work` as `each`, with tiles of at most `step` rows inside blocks; return the tree of block sums
         (`flatshift.selection.transport.blocks`). first: number of the block that begins at row 0."""
         found: list[list[Node]] = []
@@ -82,34 +82,34 @@ class Crew:
 
         def block(low: int, high: int) -> None:
             total: Tensor | None = None
-            for tile in tiles(low, high, step):
+            for tile in tile_ranges(low, high, step):
                 part = work(*tile)
                 total = part if total is None else total.add_(part)
             assert total is not None
             if not hasattr(own, "tree"):
-                own.tree = Tree()
+                own.tree = BlockSumTree()
                 found.append(own.tree.nodes)
             own.tree.add(first + low // BLOCK, total)
 
         self.each(n, BLOCK, block, on_rows)
-        return Tree(node for nodes in found for node in nodes)
+        return BlockSumTree(node for nodes in found for node in nodes)
 
 
 _thread = threading.local()
 
 
-def _alone() -> None:
+def _use_one_thread() -> None:
     torch.set_num_threads(1)
     _thread.flushes = torch.set_flush_denormal(True)
 
 
-def flushes() -> bool:
+def flushes_subnormals() -> bool:
     """True if the calling thread belongs to a Crew, whose threads flush subnormal numbers (slow on many processors) to
     0."""
     return getattr(_thread, "flushes", False)
 
 
-def _share(
+def _work_through(
     lows: range,
     end: int,
     step: int,
@@ -130,7 +130,7 @@ def _share(
     return total
 
 
-def _watch(
+def _wait_with_progress(
     jobs: list[Future[Tensor | None]], counts: list[int], n: int, on_rows: Callable[[int, int], None] | None
 ) -> None:
     """Wait for the jobs, reporting progress from this thread.

@@ -14,7 +14,7 @@ from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.studies.cell import _adapter_digest, cell_of
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.initial_adapter import check_unchanged
+from flatshift.experiments.workflows.initial_adapter import check_adapters_unchanged
 from flatshift.finetune.adapters.saved import SavedAdapter
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone
@@ -128,14 +128,14 @@ def test_the_other_adapter_is_known_by_its_content_and_place(setting: str, tmp_p
     assert getattr(resolved.recipe.adapter, setting) == str(other), "found again from another directory"
     before = cell_of(resolved, point={}, seed=0)
     known = {setting: {"path": str(other), "sha256": SavedAdapter.find(str(other), where="x").digest()}}
-    check_unchanged(tmp_path, known)
+    check_adapters_unchanged(tmp_path, known)
     (other / "adapter_model.safetensors").write_bytes(b"second")
     _adapter_digest.cache_clear()
     assert len({plain.key, before.key, cell_of(resolved, point={}, seed=0).key}) == 3
     with pytest.raises(UserError, match="other changed since the run began"):
-        check_unchanged(tmp_path, known)
+        check_adapters_unchanged(tmp_path, known)
     (tmp_path / "initial").mkdir()  # the run has a copy of its own
-    check_unchanged(tmp_path, known)
+    check_adapters_unchanged(tmp_path, known)
 
 
 def test_before_is_judged_on_the_cold_backbone(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ class Writer:
 
 
 def test_answers_steer_no_terminal(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("flatshift.experiments.workflows.chat.WritingRuns", Writer)
+    monkeypatch.setattr("flatshift.experiments.workflows.chat.GenerativeRuns", Writer)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n/runs\n/{EVIL}\n"))
     assert run(["chat", "any"]) == 0
     told = capsys.readouterr()
@@ -139,13 +139,13 @@ def test_answers_steer_no_terminal(monkeypatch, capsys) -> None:
 )  # fmt: skip
 def test_chat_looks_at_its_settings_before_it_loads(more: str, monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flatshift.experiments.workflows.chat.WritingRuns", None)
+    monkeypatch.setattr("flatshift.experiments.workflows.chat.GenerativeRuns", None)
     refused(capsys, ["chat", "any", *more.split()], more.split()[0][2:].split("-")[0])
 
 
 def test_bytes_that_are_no_text_are_named_by_their_line(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flatshift.experiments.workflows.chat.WritingRuns", Writer)
+    monkeypatch.setattr("flatshift.experiments.workflows.chat.GenerativeRuns", Writer)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"fine\n\ncaf\xe9\nfine\n"), encoding="utf-8"))
     refused(capsys, ["chat", "any"], "standard input:3: not valid UTF-8")
 
@@ -294,7 +294,7 @@ def test_a_prompt_that_asks_nothing_is_named_by_its_file(text: str, words: str, 
 
 def test_a_pattern_that_the_tokenizers_library_panics_at(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(str(assets.backbone("flatshift-5m")), tmp_path / "backbone")
+    shutil.copytree(str(assets.backbone_directory("flatshift-5m")), tmp_path / "backbone")
     file = tmp_path / "backbone" / "tokenizer.json"
     told = json.loads(file.read_text(encoding="utf-8"))
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}

@@ -15,7 +15,7 @@ import pytest
 from flatshift.cli import run
 from flatshift.experiments.results.predictions import NAME as PREDICTIONS
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.chat import WritingRuns
+from flatshift.experiments.workflows.chat import GenerativeRuns
 from flatshift.finetune.evaluate import generation
 from flatshift.finetune.run_directory import read_metrics
 
@@ -40,7 +40,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, files: dict[str, Path]) ->
     """A run that got SIGTERM at the third token of its test rows, and what it said."""
     out, said = tmp_path_factory.mktemp("run") / "run", []
     tokens = {"count": 0}
-    usual, evaluating, say = generation._Heard.__call__, Console.evaluating, Console.outline
+    usual, evaluating, say = generation._HeartbeatCriterion.__call__, Console.evaluating, Console.outline
 
     def heard(self: Any, *inputs: Any, **more: Any) -> Any:
         if tokens["count"]:
@@ -54,7 +54,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, files: dict[str, Path]) ->
         return evaluating(self, label, rows, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation._Heard, "__call__", heard)
+        patch.setattr(generation._HeartbeatCriterion, "__call__", heard)
         patch.setattr(Console, "evaluating", followed)
         patch.setattr(Console, "outline", lambda self, short, whole: said.extend(short) or say(self, short, whole))
         code = run(
@@ -96,7 +96,7 @@ def test_an_adapter_is_used_before_its_evaluation(
         assert run(words) == 0, words
         assert capsys.readouterr().err.count(NOTE) == 1, words
     assert "handed on before its evaluation" in (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
-    WritingRuns([Path(out)])  # chat and serve
+    GenerativeRuns([Path(out)])  # chat and serve
     assert capsys.readouterr().err.count(NOTE) == 1
 
     weights = Path(out) / "adapter" / "adapter_model.safetensors"

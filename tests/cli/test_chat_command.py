@@ -44,9 +44,9 @@ def flags(settings: dict) -> list[str]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of the shipped recipe with a template file of the user's own."""
     home = tmp_path_factory.mktemp("chat")
-    from flatshift.finetune.data.chat.template import template_text
+    from flatshift.finetune.data.chat.template import read_template
 
-    (home / "mine.jinja").write_text(template_text("plain").replace("User: ", "Q: "), encoding="utf-8")
+    (home / "mine.jinja").write_text(read_template("plain").replace("User: ", "Q: "), encoding="utf-8")
     task = {"task.template": home / "mine.jinja", "task.score": "generate"}
     assert run(["train", "chat", "--out", str(home / "run"), *flags(SMALL | task)]) == 0
     return home / "run"
@@ -148,7 +148,10 @@ def test_it_merges_and_its_card_asks_it_as_it_was_trained(finished: Path, tmp_pa
     snippet = (tmp_path / "hub" / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     scope: dict = {}
     here = snippet.replace("ADAPTER = '.'", f"ADAPTER = {str(tmp_path / 'hub')!r}")
-    exec(here.replace("BACKBONE = 'flatshift-5m'", f"BACKBONE = {str(assets.backbone('flatshift-5m'))!r}"), scope)
+    exec(
+        here.replace("BACKBONE = 'flatshift-5m'", f"BACKBONE = {str(assets.backbone_directory('flatshift-5m'))!r}"),
+        scope,
+    )
     assert scope["tokenizer"].decode(scope["ids"][0]) == "<bos>Q: some text\nAssistant:"
 
 
@@ -235,12 +238,14 @@ def test_an_instruct_model_keeps_its_own_template_and_the_arguments_travel(
     assert prompts(instruct, rows, capsys) == [QWEN]
     assert run(["train", "--resume", str(instruct), "--train.steps", "4"]) == 0
     # `chat`: a system turn that stays, and is there again after /new
-    from flatshift.experiments.workflows.chat import WritingRuns
+    from flatshift.experiments.workflows.chat import GenerativeRuns
 
     asked: list = []
-    reply = WritingRuns.reply
+    reply = GenerativeRuns.reply
     monkeypatch.setattr(
-        WritingRuns, "reply", lambda self, name, turns, **how: (asked.append(turns), reply(self, name, turns, **how))[1]
+        GenerativeRuns,
+        "reply",
+        lambda self, name, turns, **how: (asked.append(turns), reply(self, name, turns, **how))[1],
     )
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n/new\nHi\n"))
     assert run(["chat", str(instruct), "--system", "Be brief.", "--max-new-tokens", "2"]) == 0
@@ -285,9 +290,9 @@ def test_a_base_model_gets_a_template_in_text_that_ends_and_travels(
     assert '{"name": "weather", "arguments": {"city": "Bonn"}}' in log and "</tool_call><eos>⟧" in log
     assert "template: base  # auto: the tokenizer has none" in (based / "recipe.resolved.yaml").read_text()
     assert run(["export", str(based), "--out", str(tmp_path / "hub")]) == 0
-    from flatshift.finetune.data.chat.template import template_text
+    from flatshift.finetune.data.chat.template import read_template
 
-    assert (tmp_path / "hub" / "chat_template.jinja").read_text(encoding="utf-8") == template_text("base")
+    assert (tmp_path / "hub" / "chat_template.jinja").read_text(encoding="utf-8") == read_template("base")
     files = {"data.train.files": based.parent / "rows.jsonl", "task.template": "plain"}
     capsys.readouterr()
     assert run(["train", "chat", "--out", str(tmp_path / "run"), *flags(SMALL | OWN | files)]) == 2

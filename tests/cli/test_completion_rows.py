@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flatshift.cli import run
-from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
@@ -21,7 +21,7 @@ def first(path: Path, record: dict, *flags: tuple[str, str], recipe: str = "comp
     """The first training row in text, and what is said of the columns."""
     write_jsonl(path / "rows.jsonl", [{key: f"{value} {i}" for key, value in record.items()} for i in range(9)])
     laid = [("data.train.files", str(path / "rows.jsonl")), ("data.holdout", "0"), *flags]
-    prepared = prepare(load_recipe(recipe, [from_override(*one) for one in laid]).recipe)
+    prepared = prepare_data(load_recipe(recipe, [from_override(*one) for one in laid]).recipe)
     text = open_backbone("flatshift-5m").tokenizer.decode(prepared.train[0].input_ids)
     assert not any(one.kind == "unread" for one in prepared.checks) or "x" in record.values(), "these columns are read"
     return text, next((note for note in prepared.notes if "columns" in note), "")
@@ -83,7 +83,7 @@ def test_a_chat_reads_pairs_as_two_turns(tmp_path: Path, record: dict, asked: st
     turns = {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "so 0"}]}
     write_jsonl(tmp_path / "turns.jsonl", [turns])
     laid = [("data.train.files", str(tmp_path / "turns.jsonl")), ("data.holdout", "0")]
-    prepared = prepare(load_recipe("chat", [from_override(*one) for one in laid]).recipe)
+    prepared = prepare_data(load_recipe("chat", [from_override(*one) for one in laid]).recipe)
     assert text == open_backbone("flatshift-5m").tokenizer.decode(prepared.train[0].input_ids)
     assert note.startswith("train: turns read from ") and all(name in note for name in record if name != "id")
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
-from flatshift.selection.features import HashedNgrams, ShardWriter, TfIdfEmbedder, load_fitted, seal
+from flatshift.selection.features import HashedNgrams, ShardWriter, TfIdfEmbedder, load_or_fit, write_manifest
 
 pytest.importorskip("datatrove")
 
@@ -73,7 +73,7 @@ def select(pool: Path, out: Path, *more: str) -> int:
 
 def test_an_interrupted_map_goes_on_and_is_selected_from(pool: Path, tmp_path: Path) -> None:
     tfidf = TfIdfEmbedder(dim=6)
-    load_fitted(tmp_path / "tfidf.npz", tfidf, lambda: tfidf.fit(TEXTS))
+    load_or_fit(tmp_path / "tfidf.npz", tfidf, lambda: tfidf.fit(TEXTS))
     ngrams = HashedNgrams(32)
     np.save(tmp_path / "target.npy", tfidf.transform(TEXTS[:4]))
     breaks = Interrupted(tfidf.transform, TEXTS[25], tmp_path / "taken")
@@ -86,7 +86,7 @@ def test_an_interrupted_map_goes_on_and_is_selected_from(pool: Path, tmp_path: P
     executor(pool, tmp_path / "logs", *steps).run()
     assert (tmp_path / "features" / "part-00000.npy").stat().st_mtime_ns == first.st_mtime_ns, "done once"
     for name in ("features", "ngrams"):
-        seal(tmp_path / name)
+        write_manifest(tmp_path / name)
     own = ["--pool-features", str(tmp_path / "features"), "--target-features", str(tmp_path / "target.npy")]
     assert select(pool, tmp_path / "out", *own) == 0
     np.save(tmp_path / "whole.npy", tfidf.transform(TEXTS))

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from flatshift.cli import run
-from flatshift.command_line import data_override, parse, split_overrides
+from flatshift.command_line import data_override, parse_flags, split_overrides
 from flatshift.commands import train
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.resolve import shipped_recipes
@@ -229,7 +229,7 @@ def test_every_kind_of_task_and_loss_is_trained() -> None:
         if verb != "train":
             continue
         own, overrides = split_overrides(words, train.Flags)
-        flags: train.Flags = parse(train.Flags, "train", own)
+        flags: train.Flags = parse_flags(train.Flags, "train", own)
         if flags.recipe in shipped_recipes():
             task = load_recipe(flags.recipe, data_override(flags.data, overrides)).recipe.task
             kinds.add(task.kind)
@@ -314,9 +314,9 @@ def test_every_value_of_a_table_is_given_once(page: str, header: str, flag: str)
 
 
 def test_templates_and_recipes_that_ship_are_trained() -> None:
-    from flatshift.finetune.data.chat.template import shipped_templates
+    from flatshift.finetune.data.chat.template import list_shipped_templates
 
-    assert set(shipped_templates()) <= given("--task.template")
+    assert set(list_shipped_templates()) <= given("--task.template")
     trained = {words[1] for words in WORDS if words[0] in ("train", "sweep", "compare")}
     assert set(shipped_recipes()) <= trained
 

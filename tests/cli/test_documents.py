@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from flatshift.cli import run
-from flatshift.experiments.data.splits import prepare, read_splits
+from flatshift.experiments.data.splits import prepare_data, read_splits
 from flatshift.experiments.recipe import from_mapping, from_override, load_recipe, resume_recipe
 from flatshift.finetune.data.example import IGNORE
-from flatshift.finetune.data.formats import records
+from flatshift.finetune.data.formats import iter_records
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import write_jsonl
@@ -44,7 +44,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def prepared(recipe: str, files: list[str], **keys: object):
     laid = {"data.train.files": files, "data.holdout": 0, "train.max_length": 24, **keys}
-    return prepare(load_recipe(recipe, [from_mapping(laid)]).recipe)
+    return prepare_data(load_recipe(recipe, [from_mapping(laid)]).recipe)
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["bos", "no bos"])
@@ -54,9 +54,9 @@ def test_every_token_of_a_long_document_is_supervised_once(corpus: Path, monkeyp
     if not begins:
         from flatshift.finetune.data import encoding
 
-        whole = encoding.Specials.of
+        whole = encoding.SpecialTokens.of
         monkeypatch.setattr(
-            encoding.Specials, "of", classmethod(lambda cls, *a, **k: dataclass_without_prefix(whole(*a, **k)))
+            encoding.SpecialTokens, "of", classmethod(lambda cls, *a, **k: dataclass_without_prefix(whole(*a, **k)))
         )
     found = prepared("language-model", ["notes/*.md"])
     assert any("of 15 documents are longer than train.max_length = 24 tokens and read in" in one for one in found.notes)
@@ -66,7 +66,7 @@ def test_every_token_of_a_long_document_is_supervised_once(corpus: Path, monkeyp
         by_document.setdefault(example.where.partition("#")[0], []).append(example)
     assert len(by_document) == 15 and len({example.id for example in found.train}) == len(found.train)
     for where, pieces in by_document.items():
-        (record,) = records(Path(where.rpartition(":")[0]))
+        (record,) = iter_records(Path(where.rpartition(":")[0]))
         ids = [*tokenizer(record.values["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         learnt = [label for piece in pieces for label in piece.labels if label != IGNORE]
         assert learnt == (ids if begins else ids[1:]), "in order, each once"
@@ -88,7 +88,7 @@ def test_an_encoder_reads_pieces_too(corpus: Path) -> None:
     keys = {"task": {"kind": "masked-lm"}, "backbone": "flatshift-encoder-3m"}
     found = prepared("language-model", ["notes"], **keys)
     tokenizer = open_backbone("flatshift-encoder-3m").tokenizer
-    (record,) = records(Path("notes/02.md"))
+    (record,) = iter_records(Path("notes/02.md"))
     whole = [
         token if label == IGNORE else label
         for example in found.train
@@ -101,9 +101,9 @@ def test_an_encoder_reads_pieces_too(corpus: Path) -> None:
 
 
 def test_files_of_text_are_documents(corpus: Path) -> None:
-    (record,) = records(Path("notes/01.md"))
+    (record,) = iter_records(Path("notes/01.md"))
     assert record.values == {"text": f"# Note 1\n\n{text(1, 3)}"}
-    assert [one.values for one in records(Path("one.txt.gz"))] == [{"text": "a single text"}]
+    assert [one.values for one in iter_records(Path("one.txt.gz"))] == [{"text": "a single text"}]
     long = {"train.max_length": 1024}
     assert len(prepared("language-model", ["notes/**/*.md"], **long).train) == 20
     assert len(prepared("language-model", ["notes"], **long).train) == 15, (

@@ -10,9 +10,9 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.experiments.workflows import samples
-from flatshift.experiments.workflows.samples import Sampling, SavedSamples, figures_of, write_samples
+from flatshift.experiments.workflows.samples import Sampling, SavedSamples, compute_sample_metrics, write_samples
 from flatshift.finetune.data.eval_batching import EvalBatching
-from flatshift.finetune.evaluate.sandbox import refuse_unless_contained
+from flatshift.finetune.evaluate.sandbox import check_sandbox_available
 from flatshift.finetune.tasks import LanguageModel
 from tests.cli.test_eval_side_by_side import trained
 from tests.data_models import byte_tokenizer, row, tiny_model, write_jsonl
@@ -46,7 +46,7 @@ def test_draws_are_of_seed_and_place_and_go_on_where_they_were_cut_off(tmp_path:
 
 def test_programs_pass_or_not() -> None:
     try:
-        refuse_unless_contained()
+        check_sandbox_available()
     except Exception:
         pytest.skip("this system gives no namespaces")
     test = "def check(f):\n    assert f(1) == 2\n"
@@ -55,7 +55,7 @@ def test_programs_pass_or_not() -> None:
         row(1, text="def g(x):\n", test=test, entry_point="g"),
     ]
     texts = [["    return x + 1", "    return x"], ["    import os; os._exit(0)", "    retrun"]]
-    found = figures_of(rows, texts, Sampling(samples=2, programs=True, pass_at=(1, 2)))
+    found = compute_sample_metrics(rows, texts, Sampling(samples=2, programs=True, pass_at=(1, 2)))
     every = np.arange(2)[None]
     assert found["pass_at_1"].of(every)[0] == 0.25 and found["pass_at_2"].of(every)[0] == 0.5
 

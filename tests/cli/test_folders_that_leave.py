@@ -19,9 +19,13 @@ from flatshift.cli import run
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.workflows import folder_check
 from flatshift.experiments.workflows import merge as merging
-from flatshift.experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
+from flatshift.experiments.workflows.generation_settings import (
+    collect_end_tokens,
+    read_trained_ends,
+    save_generation_settings,
+)
 from flatshift.experiments.workflows.plain_gguf import configuration, undone
-from flatshift.finetune.data.encoding import closing_tokens
+from flatshift.finetune.data.encoding import find_end_tokens
 from flatshift.finetune.data.example import IGNORE, Example
 from tests.data_models import byte_tokenizer
 
@@ -57,7 +61,7 @@ def forced(model: torch.nn.Module) -> list[int]:
 
 
 def test_plain_generate_stops_where_training_ended_answers(tied: Path, tmp_path: Path, capsys) -> None:
-    assert trained_ends(tied) == {"<|im_end|>": END}
+    assert read_trained_ends(tied) == {"<|im_end|>": END}
     vllm, hub = tmp_path / "vllm", tmp_path / "hub"
     for words, folder in ((["--to", "vllm"], vllm), ([], hub)):
         capsys.readouterr()
@@ -219,7 +223,7 @@ def test_a_backbone_without_an_end_gets_the_trained_one(tied: Path, tmp_path: Pa
     file.write_text(json.dumps(settings), encoding="utf-8")
     (backbone / "generation_config.json").unlink()
     recipe = dataclasses.replace(resume_recipe(tied).recipe, backbone=str(backbone))
-    ends = all_ends(recipe, [END])
+    ends = collect_end_tokens(recipe, [END])
     assert ends == [END, 0], "the trained one, and the tokenizer's own, at which `flatshift generate` ends too"
     save_generation_settings(recipe, tmp_path, [END])
     found = GenerationConfig.from_pretrained(tmp_path)
@@ -236,8 +240,8 @@ def test_the_end_of_an_answer_is_what_was_supervised_last() -> None:
         return Example([word] * len(labels), list(labels), "0", "f:1")
 
     rows = [example(IGNORE, word, end, blank), example(IGNORE, word, tokenizer.eos_token_id), example(IGNORE, word)]
-    found = closing_tokens(rows, tokenizer, max_length=9)
+    found = find_end_tokens(rows, tokenizer, max_length=9)
     assert found == {"<eos>": tokenizer.eos_token_id, "<|im_end|>": end}
     cut = [example(IGNORE, word, call)]
-    assert closing_tokens(cut, tokenizer, max_length=3) == {} and closing_tokens([], tokenizer, max_length=3) == {}
-    assert closing_tokens(cut, tokenizer, max_length=4) == {"<|call|>": call}
+    assert find_end_tokens(cut, tokenizer, max_length=3) == {} and find_end_tokens([], tokenizer, max_length=3) == {}
+    assert find_end_tokens(cut, tokenizer, max_length=4) == {"<|call|>": call}

@@ -118,10 +118,10 @@ def test_the_help_of_train_lists_every_key_once(capsys) -> None:
 
 
 def test_every_last_word_of_a_key_finds_that_key() -> None:
-    from flatshift.experiments.recipe.schema import dotted_keys, ending_with
+    from flatshift.experiments.recipe.schema import dotted_keys, find_keys_ending_with
 
-    assert all(key in ending_with(key.rpartition(".")[2]) for key in dotted_keys() if "." in key)
-    assert ending_with("steps")[0] == "train.steps" and not ending_with("stpes")
+    assert all(key in find_keys_ending_with(key.rpartition(".")[2]) for key in dotted_keys() if "." in key)
+    assert find_keys_ending_with("steps")[0] == "train.steps" and not find_keys_ending_with("stpes")
 
 
 def test_recipes_copy_refuses_to_overwrite(tmp_path: Path) -> None:
@@ -194,13 +194,16 @@ def test_a_disk_that_fails_is_said_in_one_sentence(monkeypatch, capsys, code: in
 def test_the_words_of_safetensors_are_those_of_the_system() -> None:
     from safetensors import SafetensorError
 
-    from flatshift.finetune.errors import Interrupted, disk_trouble
+    from flatshift.finetune.errors import Interrupted, describe_disk_error
     from flatshift.finetune.run_directory import disk_full_interrupts
 
-    assert disk_trouble(SafetensorError("I/O error: No space left on device (os error 28)")) == "the disk is full"
-    assert "Input/output" in str(disk_trouble(SafetensorError("I/O error: something (os error 5)")))
     assert (
-        disk_trouble(SafetensorError("header too small")) is None and disk_trouble(ValueError("(os error 5)")) is None
+        describe_disk_error(SafetensorError("I/O error: No space left on device (os error 28)")) == "the disk is full"
+    )
+    assert "Input/output" in str(describe_disk_error(SafetensorError("I/O error: something (os error 5)")))
+    assert (
+        describe_disk_error(SafetensorError("header too small")) is None
+        and describe_disk_error(ValueError("(os error 5)")) is None
     )
     with (
         pytest.raises(Interrupted, match=r"Input/output error.* while saving; resume when"),

@@ -14,8 +14,8 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe, resume_recipe
-from flatshift.experiments.workflows.deployment import _require_same_vocabulary, modelfile
-from flatshift.experiments.workflows.export import push
+from flatshift.experiments.workflows.deployment import _require_same_vocabulary, build_modelfile
+from flatshift.experiments.workflows.export import push_to_hub
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import write_jsonl
@@ -172,11 +172,11 @@ def test_a_file_with_another_vocabulary_is_refused(written: Path, wrong: dict, m
 
 
 def test_ollama_asks_as_training_did(written: Path, tmp_path: Path) -> None:
-    text = modelfile(resume_recipe(written).recipe, [2])
+    text = build_modelfile(resume_recipe(written).recipe, [2])
     assert 'TEMPLATE """Q: {{ .Prompt }}\nA:"""' in text and 'PARAMETER stop "<eos>"' in text
     assert text.startswith("FROM ./model.gguf\n") and "PARAMETER num_predict 5" in text
     chat = load_recipe("chat", [from_override("task.system", '"Be brief."')]).recipe
-    text = modelfile(chat, [2])
+    text = build_modelfile(chat, [2])
     assert "Be brief." in text and "{{ .Prompt }}" in text and '"""<bos>' not in text
 
 
@@ -297,4 +297,4 @@ def test_push_takes_only_what_is_made_to_be_handed_on(exported: Path, written: P
     assert "training.pt is nothing that `export` or `merge` makes" in capsys.readouterr().err
     (exported / "README.md").unlink()
     with pytest.raises(UserError, match="has no README"):
-        push(exported, "org/x")
+        push_to_hub(exported, "org/x")

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flatshift.cli import run
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.workflows.lm_eval import run_harness
-from flatshift.finetune.assets import backbone
+from flatshift.finetune.assets import backbone_directory
 from flatshift.finetune.errors import UserError
 
 HERE = all(importlib.util.find_spec(name) is not None for name in ("lm_eval", "datasets"))
 needs_package = pytest.mark.skipif(not HERE, reason="needs the extra `harness` (lm-eval, datasets)")
-BASE = backbone("flatshift-5m")
+BASE = backbone_directory("flatshift-5m")
 SMALL = {
     "train.steps": 3,
     "train.batch_size": 4,
@@ -110,12 +110,12 @@ def test_a_local_task_gives_the_figures_of_a_naive_reading(trained: Path, tmp_pa
 
 @needs_package
 def test_texts_begin_as_in_training() -> None:
-    from flatshift.experiments.workflows.lm_eval import _beginning
+    from flatshift.experiments.workflows.lm_eval import _add_training_prefix
     from tests.data_models import bert_tokenizer, byte_tokenizer
 
     for tokenizer, expected in ((byte_tokenizer(), [1]), (byte_tokenizer(bos=False), []), (bert_tokenizer(), [2])):
         before = tokenizer("the cat")["input_ids"]
-        changed, prefix = _beginning(tokenizer, begin=True)
+        changed, prefix = _add_training_prefix(tokenizer, begin=True)
         assert prefix == expected and tokenizer("the cat")["input_ids"] == before
         assert changed("the cat")["input_ids"][: len(prefix)] == prefix
         assert (

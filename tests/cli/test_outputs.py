@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from flatshift.cli import run
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.folder_check import alone_in_float32
-from flatshift.experiments.workflows.model_card import _settings, code, fenced
-from flatshift.finetune.assets import backbone
+from flatshift.experiments.workflows.folder_check import to_single_float32_process
+from flatshift.experiments.workflows.model_card import _format_settings, format_code_block, format_code_span
+from flatshift.finetune.assets import backbone_directory
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.config import Columns
 from flatshift.finetune.data.encoding import encode
@@ -31,7 +31,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.tasks import Chat, Completion, Seq2Seq
 
-BASE = backbone("flatshift-5m")
+BASE = backbone_directory("flatshift-5m")
 SMALL = {
     "train.steps": 4,
     "train.batch_size": 4,
@@ -274,7 +274,7 @@ def test_plain_transformers_gives_our_labels(classes: Path, rows: Path, tmp_path
 
 def by_training(source: Path, texts: list[str]) -> tuple[list[str], torch.Tensor]:
     """Classes, and logits of backbone + adapter, row by row, on the tokens that training makes of each text."""
-    recipe = alone_in_float32(resume_recipe(source).recipe)
+    recipe = to_single_float32_process(resume_recipe(source).recipe)
     names = json.loads((source / "manifest.json").read_text(encoding="utf-8"))["label_names"]
     engine, tokenizer = load_model(recipe, recipe.task, tuple(names), adapter=source / "adapter")
     made = encode(
@@ -320,7 +320,7 @@ def test_a_model_that_answers_otherwise_is_not_written(classes: Path, tmp_path: 
     error = capsys.readouterr().err
     assert "more than rounding explains" in error and error.rstrip().endswith("or merge with --dtype float32")
     monkeypatch.setattr(
-        "flatshift.finetune.data.post_processor.encodes_as", lambda *args, **more: True
+        "flatshift.finetune.data.post_processor.adds_special_tokens", lambda *args, **more: True
     )  # leaves it as it is
     for command in ("merge", "export"):
         assert run([command, str(classes), "--out", str(tmp_path / "merged")]) == 2
@@ -381,7 +381,7 @@ def test_the_card_is_valid_whole_and_closed(written: Path, classes: Path, rows: 
         assert metadata["pipeline_tag"] == ("text-classification" if source == classes else "text-generation")
         assert "lora" in metadata["tags"] and "license" not in metadata and "# license: TO FILL IN" in head
         (entry,) = json.loads((source / "manifest.json").read_text(encoding="utf-8"))["inputs"]
-        assert entry["sha256"] in body and code(EVIL, table=True) in body and "| 24 |" in body
+        assert entry["sha256"] in body and format_code_span(EVIL, table=True) in body and "| 24 |" in body
         for split, metrics in json.loads((source / "eval.json").read_text(encoding="utf-8")).items():
             for name, m in metrics.items():
                 if name != "majority_floor":
@@ -423,7 +423,7 @@ def test_the_card_names_other_adapters_by_their_own_names(written: Path) -> None
     recipe = resume_recipe(written).recipe
     for setting, path in (("start", "/srv/me/secret/first"), ("under", "/srv/me/secret/first/adapter")):
         adapter = dataclasses.replace(recipe.adapter, **{setting: path})
-        text = _settings(dataclasses.replace(recipe, adapter=adapter))
+        text = _format_settings(dataclasses.replace(recipe, adapter=adapter))
         assert f'| `adapter.{setting}` | `"first"` |' in text and "secret" not in text
 
 
@@ -458,9 +458,12 @@ def test_a_local_backbone_gets_its_hub_name(tmp_path: Path, capsys) -> None:
 
 
 def test_no_text_closes_its_code() -> None:
-    assert code("a`b``c") == "```a`b``c```" and code("`a\n# b`") == "`` `a # b` ``"
-    assert code("a|b", table=True) == "`a\\|b`"
-    assert fenced("x\n```\n# y").startswith("````\n") and fenced("x", "python") == "```python\nx\n```\n"
+    assert format_code_span("a`b``c") == "```a`b``c```" and format_code_span("`a\n# b`") == "`` `a # b` ``"
+    assert format_code_span("a|b", table=True) == "`a\\|b`"
+    assert (
+        format_code_block("x\n```\n# y").startswith("````\n")
+        and format_code_block("x", "python") == "```python\nx\n```\n"
+    )
 
 
 def test_an_unfinished_run_is_refused(written: Path, tmp_path: Path, capsys) -> None:

@@ -98,11 +98,11 @@ def test_copies_of_one_text_go_to_one_side(tmp_path: Path, monkeypatch: pytest.M
     assert [len(part) for part in (splits.train, splits.dev, splits.test)] == [64, 8, 8]
     assert [len(numbers) for numbers in number] == [16, 2, 2] and len(set().union(*number)) == 20
     from flatshift.experiments.data import encode
-    from flatshift.experiments.data.splits import prepare
+    from flatshift.experiments.data.splits import prepare_data
 
-    read = prepare(recipe)
+    read = prepare_data(recipe)
     monkeypatch.setattr(encode, "IN_MEMORY", 0)
-    streamed = prepare(recipe)
+    streamed = prepare_data(recipe)
     assert all(getattr(read, split) == getattr(streamed, split) for split in ("train", "dev", "test"))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.finetune.data import remote, upload
-from flatshift.selection.features import seal
+from flatshift.selection.features import write_manifest
 from tests.object_store import ObjectStore, Put, bucket, forget_clients, object_store
 
 pytest.importorskip("s3fs")
@@ -132,8 +132,8 @@ def test_a_selection_is_pushed_compared_and_not_sent_twice(lake, here: Path, cap
     (here / "chosen" / "plots" / "large.bin").write_bytes(bytes(range(256)) * (11 << 12))  # 11 MiB: in parts
     monkeypatch.setattr(upload, "_PART", 5 << 20)
     read: list[str] = []
-    digest = upload._Place.digest
-    monkeypatch.setattr(upload._Place, "digest", lambda self, name: read.append(name) or digest(self, name))
+    digest = upload._StoreLocation.digest
+    monkeypatch.setattr(upload._StoreLocation, "digest", lambda self, name: read.append(name) or digest(self, name))
     assert run(["push", str(here / "chosen"), f"{place}/selections/first"]) == 0
     client = remote.open_store(place)[0]
     there = {name.partition("/selections/first/")[2] for name in client.find(f"{place}/selections/first")}
@@ -152,7 +152,7 @@ def test_what_a_store_refuses_of_an_upload_is_one_sentence(lake, here: Path, cap
     place = lake({"other/there.txt": b"x"})
     (here / "features").mkdir()
     np.save(here / "features" / "a.npy", np.ones((3, 2), dtype=np.float32))
-    seal(here / "features")
+    write_manifest(here / "features")
 
     def told(target: str) -> str:
         assert run(["push", str(here / "features"), target]) == 2
@@ -183,7 +183,7 @@ def test_features_that_were_pushed_are_selected_by(lake, here: Path) -> None:
     (here / "features").mkdir()
     for i in range(3):
         np.save(here / "features" / f"part-{i}.npy", random.standard_normal((20, 8)).astype(np.float32))
-    seal(here / "features")
+    write_manifest(here / "features")
     np.save(here / "target.npy", random.standard_normal((6, 8)))
     assert run(["push", str(here / "features"), f"{place}/features"]) == 0
     lake({"target.npy": (here / "target.npy").read_bytes()})

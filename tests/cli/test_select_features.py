@@ -163,7 +163,7 @@ def test_a_full_disk_interrupts(files, tmp_path: Path, monkeypatch, capsys) -> N
     def full(path: Path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr("flatshift.selection.features.cache.written_whole", full)
+    monkeypatch.setattr("flatshift.selection.features.cache.atomic_file", full)
     assert run([*files, "--out", str(tmp_path / "out"), "--select.cache", str(tmp_path / "cache")]) == 3
     message = capsys.readouterr().err
     assert "the disk is full while selecting into" in message and "Traceback" not in message

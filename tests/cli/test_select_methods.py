@@ -152,10 +152,10 @@ def test_a_name_that_another_record_has_is_not_given_to_a_repeat(base: list[str]
 
 
 def test_rounds_that_end_in_one_step_say_so(base: list[str], tmp_path: Path, capsys, monkeypatch) -> None:
-    from flatshift.selection.methods.rounds import Rounds
+    from flatshift.selection.methods.rounds import RoundsResult
 
-    told = Rounds.diagnostics
-    monkeypatch.setattr(Rounds, "diagnostics", lambda self: told(self) | {"rounds": [12]})
+    told = RoundsResult.diagnostics
+    monkeypatch.setattr(RoundsResult, "diagnostics", lambda self: told(self) | {"rounds": [12]})
     assert run([*base, "--method", "gotd", "--select.method.rounds", "4", "--select.checks", "false"]) == 0
     assert "of 4 rounds the first alone counts: by the target that was held out" in capsys.readouterr().err
 

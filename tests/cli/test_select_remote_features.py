@@ -15,7 +15,7 @@ import pytest
 from flatshift.cli import run
 from flatshift.experiments.select import remote_features
 from flatshift.finetune.data import remote
-from flatshift.selection.features import directory, seal
+from flatshift.selection.features import directory, write_manifest
 
 fsspec = pytest.importorskip("fsspec")
 STORE = fsspec.filesystem("memory")
@@ -41,7 +41,7 @@ def here(tmp_path: Path, place: str) -> Path:
         np.save(tmp_path / "features" / f"part-{i}.npy", r.standard_normal((20, 8)).astype(np.float32))
         ids = "".join(f"pool-{k}\n" for k in range(20 * i, 20 * i + 20))
         (tmp_path / "features" / f"part-{i}.ids").write_text(ids, encoding="utf-8")
-    seal(tmp_path / "features")
+    write_manifest(tmp_path / "features")
     np.save(tmp_path / "target.npy", r.standard_normal((5, 8)))
     for file in (*(tmp_path / "features").iterdir(), tmp_path / "target.npy"):
         STORE.pipe_file(f"{place}/{file.relative_to(tmp_path).as_posix()}", file.read_bytes())
@@ -66,7 +66,7 @@ def anew() -> None:
     """As another process begins."""
     remote._SEEN.clear()
     remote._DIGESTS.clear()
-    directory._opened.cache_clear()
+    directory._open_checked.cache_clear()
 
 
 def select(here: Path, features: object, target: object, out: str, *more: str) -> int:
@@ -112,7 +112,7 @@ def test_a_copy_that_broke_off_goes_on(here: Path, place: str, read: list[str], 
     cache = ["--select.cache", str(here / "cache")]
     monkeypatch.setattr(remote, "BLOCK", 64)
     monkeypatch.setattr(remote_features, "BLOCK", 64)
-    part = remote._Blocks._part
+    part = remote._ObjectReader._part
     asked: list[int] = []
 
     def breaks(self: Any, size: int) -> bytes:
@@ -122,7 +122,7 @@ def test_a_copy_that_broke_off_goes_on(here: Path, place: str, read: list[str], 
         return part(self, size)
 
     with monkeypatch.context() as patch:
-        patch.setattr(remote._Blocks, "_part", breaks)
+        patch.setattr(remote._ObjectReader, "_part", breaks)
         assert select(here, f"{place}/features", f"{place}/target.npy", "out", *cache) == 2
     assert read == ["part-0.npy", "part-1.npy"] and not (here / "out").exists()
     (left,) = (here / "cache").rglob(".part-1.npy.part")
@@ -134,7 +134,7 @@ def test_a_copy_that_broke_off_goes_on(here: Path, place: str, read: list[str], 
         starts.setdefault(self._url.rpartition("/")[2], self._at)
         return part(self, size)
 
-    monkeypatch.setattr(remote._Blocks, "_part", noted)
+    monkeypatch.setattr(remote._ObjectReader, "_part", noted)
     assert select(here, f"{place}/features", f"{place}/target.npy", "out", *cache) == 0
     assert "part-0.npy" not in read and starts["part-1.npy"] == 320 and starts["part-2.npy"] == 0
     assert select(here, here / "features", here / "target.npy", "local") == 0

@@ -16,7 +16,7 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.finetune.lock import exclusive_lock
-from flatshift.selection.transport.state import Standing, Store
+from flatshift.selection.transport.state import SolverState, StateDirectory
 
 ROWS, TARGETS = 34_000, 300
 """10.2 million pairs: just too many to be solved at once."""
@@ -112,13 +112,13 @@ def test_an_interrupt_keeps_the_state_and_changed_input_is_told(words, tmp_path:
     mine = [*words[:place], str(tmp_path / "x.npy"), *words[place + 1 :]]
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        saved = Store.save
+        saved = StateDirectory.save
 
-        def save(self: Store, standing: Standing) -> None:
+        def save(self: StateDirectory, standing: SolverState) -> None:
             saved(self, standing)
             raise KeyboardInterrupt
 
-        patch.setattr(Store, "save", save)
+        patch.setattr(StateDirectory, "save", save)
         assert run([*mine, "--out", str(out)]) == 3
     assert "the same command goes on from there" in capsys.readouterr().err
     moved = np.load(tmp_path / "x.npy")
@@ -177,11 +177,11 @@ def test_a_full_disk_keeps_the_pass_before(tmp_path: Path, monkeypatch) -> None:
 
     from flatshift.selection.transport import state
     from flatshift.selection.transport.kernel import Evaluation
-    from flatshift.selection.transport.ranks import Team
+    from flatshift.selection.transport.ranks import ProcessTeam
 
     best = Evaluation(torch.zeros(2), torch.zeros(3), torch.zeros(2), 0.0, 1.0, None)
-    store = Store(tmp_path, SimpleNamespace(team=Team()), {"data": "x"})  # type: ignore[arg-type]
-    store.save(Standing(torch.zeros(2), passes=1, best=best))
+    store = StateDirectory(tmp_path, SimpleNamespace(team=ProcessTeam()), {"data": "x"})  # type: ignore[arg-type]
+    store.save(SolverState(torch.zeros(2), passes=1, best=best))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def savez(handle, **_arrays):
@@ -190,7 +190,7 @@ def test_a_full_disk_keeps_the_pass_before(tmp_path: Path, monkeypatch) -> None:
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(state.np, "savez", savez)
-        store.save(Standing(torch.zeros(2), passes=2, best=best))
+        store.save(SolverState(torch.zeros(2), passes=2, best=best))
     assert [path.name for path in tmp_path.iterdir()] == ["pass-0001-process-0.npz"]
 
 

@@ -14,7 +14,7 @@ def started(monkeypatch) -> list[int]:
     """One entry for each selection that was begun; none of them reads anything."""
     begun: list[int] = []
     monkeypatch.setattr("flatshift.experiments.select.select.select", lambda *_, **__: begun.append(1))
-    monkeypatch.setattr("flatshift.outcome.of_selection", lambda *_: None)
+    monkeypatch.setattr("flatshift.outcome.print_selection_outcome", lambda *_: None)
     return begun
 
 

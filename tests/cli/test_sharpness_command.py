@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flatshift.api import draw
+from flatshift.api import draw_report
 from flatshift.cli import run
-from flatshift.experiments.workflows.sharpness import measure_run
+from flatshift.experiments.workflows.sharpness import measure_run_sharpness
 from flatshift.regularizers.sharpness import Sharpness
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
@@ -47,7 +47,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_run_directory_gets_measures_pictures_and_a_section(finished: Path) -> None:
     before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file() and p.name != "report.html"}
-    result = measure_run(finished, FEW, batches=1, quiet=True, draw=draw)
+    result = measure_run_sharpness(finished, FEW, batches=1, quiet=True, draw=draw_report)
     assert json.loads((finished / "sharpness.json").read_text(encoding="utf-8")) == result
     assert {p for p in before if p.read_bytes() != before[p]} == set()  # nothing else of the run has changed
     about = result["about"]
@@ -98,7 +98,7 @@ def test_bf16_weights_are_measured_in_float32(finished: Path, tmp_path: Path) ->
     recipe.write_text(before.replace("precision: fp32", "precision: bf16", 1), encoding="utf-8")
     assert recipe.read_text(encoding="utf-8") != before
     (narrow / "done.json").unlink()  # it tells of the other precision
-    result = measure_run(narrow, FEW, batches=1, quiet=True)
+    result = measure_run_sharpness(narrow, FEW, batches=1, quiet=True)
     for space, slices in result["slices"].items():
         assert result["about"]["spaces"][space]["difference_error"] < 0.05
         assert {row[2] for row in slices["line"]["losses"]} == {result["loss"]}
@@ -106,10 +106,10 @@ def test_bf16_weights_are_measured_in_float32(finished: Path, tmp_path: Path) ->
 
 def test_rows_and_directions_depend_on_the_seed_alone(finished: Path) -> None:
     one = Sharpness(spaces=("adapter",), lanczos=0, probes=2, sigmas=(), rhos=(), lines=0, plane_points=0)
-    first, again, other = (measure_run(finished, one, batches=1, seed=seed, quiet=True) for seed in (5, 5, 6))
+    first, again, other = (measure_run_sharpness(finished, one, batches=1, seed=seed, quiet=True) for seed in (5, 5, 6))
     assert first["measures"] == again["measures"] and first["loss"] == again["loss"]
     assert other["loss"] != first["loss"]
-    train = measure_run(finished, one, batches=1, seed=5, split="train", quiet=True)
+    train = measure_run_sharpness(finished, one, batches=1, seed=5, split="train", quiet=True)
     assert train["about"]["split"] == "train" and train["loss"] != first["loss"]
 
 

@@ -19,11 +19,11 @@ import flatshift.experiments.report
 import flatshift.experiments.studies.cell
 import flatshift.experiments.workflows.train
 from flatshift.cli import run
-from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.context import run_context
-from flatshift.experiments.workflows.train import execute
+from flatshift.experiments.workflows.train import execute_parts
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.train.divergence import Diverged
@@ -48,9 +48,9 @@ def cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
         error = max(0.0, 1 - 40 * rank / rows)
         return {"train": {"error": {"value": error}}, "test": {"accuracy": {"value": 1 - error}}}
 
-    monkeypatch.setattr(flatshift.experiments.workflows.train, "execute", fitted)
+    monkeypatch.setattr(flatshift.experiments.workflows.train, "execute_parts", fitted)
     monkeypatch.setattr(
-        flatshift.experiments.data.splits, "prepare", lambda recipe: SimpleNamespace(skipped=(), checks=())
+        flatshift.experiments.data.splits, "prepare_data", lambda recipe: SimpleNamespace(skipped=(), checks=())
     )
     monkeypatch.setattr(flatshift.experiments.studies.cell.gc, "collect", lambda: 0)  # there are no models to collect
     monkeypatch.setattr(flatshift.experiments.report, "write_plots", lambda out: [])
@@ -354,7 +354,7 @@ def test_real_cells_of_two_workers_equal_single_runs(tmp_path: Path) -> None:
     recipe = load_recipe("double-descent", laid).recipe
     alone = RunDirectory.create(tmp_path / "alone")
     with run_context(recipe, alone, Console(quiet=True), cell=True) as context:
-        judged = execute(context, prepare(recipe))
+        judged = execute_parts(context, prepare_data(recipe))
     for split in ("train", "test"):
         assert rows[f"{split}.loss"][1] == judged[split]["loss"]["value"], "recording and sweeping change no bit"
     kept = load_recipe(str(out / "cells" / rows["cell"][1] / "recipe.resolved.yaml")).recipe

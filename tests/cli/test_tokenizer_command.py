@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flatshift.cli import run
-from flatshift.finetune.evaluate.fertility import Vocabulary, cut_texts
+from flatshift.finetune.evaluate.fertility import Vocabulary, tokenize_texts
 from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import bert_tokenizer, byte_tokenizer, write_jsonl
 
@@ -23,7 +23,7 @@ ROWS = [
 
 def test_figures_by_hand():
     tokenizer = open_backbone("flatshift-5m").tokenizer
-    found = cut_texts(Vocabulary(tokenizer), [row["text"] for row in ROWS])
+    found = tokenize_texts(Vocabulary(tokenizer), [row["text"] for row in ROWS])
     ids = [tokenizer(row["text"], add_special_tokens=False)["input_ids"] for row in ROWS]
     np.testing.assert_array_equal(found.tokens, [len(one) for one in ids])
     np.testing.assert_array_equal(found.words, [4, 3, 4, 3, 2])
@@ -40,10 +40,10 @@ def test_figures_by_hand():
 
 
 def test_bytes_and_unknown_words():
-    found = cut_texts(Vocabulary(byte_tokenizer()), ["ab é"])
+    found = tokenize_texts(Vocabulary(byte_tokenizer()), ["ab é"])
     assert found.tokens[0] == 5 and found.parts[0] == 2 and found.continued[0] == 2
     tokenizer = bert_tokenizer()
-    found = cut_texts(Vocabulary(tokenizer), ["☃ ☃"])
+    found = tokenize_texts(Vocabulary(tokenizer), ["☃ ☃"])
     assert found.unknown[0] == 2
 
 
@@ -116,7 +116,7 @@ def test_a_killed_study_goes_on(tmp_path, capsys, monkeypatch):
 
     data, out = texts(tmp_path / "texts.jsonl"), tmp_path / "learnt"
     words = ["tokenizer", "train", "--data", data, *LEARN, "--seeds", "2", "--schemes", "default", "--json"]
-    whole, calls = small_decoder.train_and_judge, []
+    whole, calls = small_decoder.train_and_evaluate, []
 
     def counted(*given, seed, **more):
         calls.append(seed)
@@ -124,7 +124,7 @@ def test_a_killed_study_goes_on(tmp_path, capsys, monkeypatch):
             raise KeyboardInterrupt
         return whole(*given, seed=seed, **more)
 
-    monkeypatch.setattr(small_decoder, "train_and_judge", counted)
+    monkeypatch.setattr(small_decoder, "train_and_evaluate", counted)
     assert run([*words, "--out", str(out)]) == 3
     assert not (out / "tokenizers.json").exists()
     assert run([*words, "--out", str(out), "--vocabulary", "301"]) == 2  # not what was begun

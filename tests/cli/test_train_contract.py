@@ -104,10 +104,10 @@ def test_adapter_loads_in_plain_peft(finished: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
-    from flatshift.finetune.assets import backbone
+    from flatshift.finetune.assets import backbone_directory
 
     base = AutoModelForSequenceClassification.from_pretrained(
-        backbone("flatshift-5m"), num_labels=3, dtype=torch.float32
+        backbone_directory("flatshift-5m"), num_labels=3, dtype=torch.float32
     )
     model = PeftModel.from_pretrained(base, finished / "adapter")
     saved = load_file(finished / "adapter" / "adapter_model.safetensors")

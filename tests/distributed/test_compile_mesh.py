@@ -15,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from flatshift.finetune.adapters.adapter import attach_adapter
 from flatshift.finetune.compute.capabilities import capabilities
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
-from flatshift.finetune.models.anatomy import blocks
-from flatshift.finetune.models.compiled import Compiled
+from flatshift.finetune.models.anatomy import transformer_blocks
+from flatshift.finetune.models.compiled import CompiledBlocks
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel import fsdp as sharding
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.parallel.fsdp import in_order
+from flatshift.finetune.parallel.fsdp import sort_by_forward_order
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
@@ -63,7 +63,7 @@ def course(engine: Engine, directory: str, kind: str, *, compiled: bool, backend
         RunDirectory.create(Path(directory))
     engine.world.wait()
     run = RunDirectory(Path(directory), writes=engine.is_main)
-    with mock.patch("flatshift.finetune.train.trainer.Compiled", lambda model: Compiled(model, backend=backend)):
+    with mock.patch("flatshift.finetune.train.trainer.Compiled", lambda model: CompiledBlocks(model, backend=backend)):
         Trainer(
             engine,
             PadOnly(),
@@ -80,14 +80,14 @@ def course(engine: Engine, directory: str, kind: str, *, compiled: bool, backend
                 seed=0,
             ),
         ).fit()
-    own = [vars(block) for block in blocks(engine.model)]
+    own = [vars(block) for block in transformer_blocks(engine.model)]
     assert all("forward" not in names and not names.get("_compiled_call_impl") for names in own)
     engine.world.wait()
     return {
         "lines": [(line["loss"], line["grad_norm"]) for line in read_metrics(Path(directory) / "metrics.jsonl")],
         "adapter": {name: tensor.clone() for name, tensor in engine.full_tensors(engine.parameters).items()},
         "graphs": counters["stats"]["unique_graphs"],
-        "units": sum(isinstance(block, FSDPModule) for block in blocks(engine.model)),
+        "units": sum(isinstance(block, FSDPModule) for block in transformer_blocks(engine.model)),
     }
 
 
@@ -176,9 +176,9 @@ def test_inductor_on_two_ranks(tmp_path: Path) -> None:
 def test_units_are_asked_for_in_the_order_of_a_pass(tmp_path: Path) -> None:
     model = load_backbone(save_backbone("llama", tmp_path), task=LM)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    first, second = blocks(model)
-    assert in_order(model, [first, second, embedding, head]) == [embedding, first, second, head]
-    assert in_order(model, [first, second]) == [first, second]
+    first, second = transformer_blocks(model)
+    assert sort_by_forward_order(model, [first, second, embedding, head]) == [embedding, first, second, head]
+    assert sort_by_forward_order(model, [first, second]) == [first, second]
 
     asked: list[tuple[str, Any, Any]] = []
 
@@ -190,5 +190,5 @@ def test_units_are_asked_for_in_the_order_of_a_pass(tmp_path: Path) -> None:
             asked.append(("backward", self, units))
 
     a, b, c = Unit(), Unit(), Unit()
-    sharding.gather_ahead([a, b, c])
+    sharding.set_prefetch([a, b, c])
     assert asked == [("forward", a, [b]), ("backward", b, [a]), ("forward", b, [c]), ("backward", c, [b])]

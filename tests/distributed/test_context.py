@@ -20,7 +20,7 @@ from flatshift.finetune.parallel.context import ContextParallel, check_context
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.fsdp import shard
 from flatshift.finetune.parallel.mesh import ProcessMesh
-from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
+from flatshift.finetune.parallel.pipeline import PipelineRunner, build_rank_stages
 from flatshift.finetune.parallel.tensor import tensor_parallel
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, build
@@ -90,7 +90,7 @@ def laid_out(case: Case) -> Engine:
     world = ProcessMesh.of(mesh, torch.device("cpu"))
     check_context(model)
     if mesh.pp > 1:
-        model, _ = cut_parts(model, whole, mesh=mesh, world=world)
+        model, _ = build_rank_stages(model, whole, mesh=mesh, world=world)
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
     tokens = ContextParallel(world)
     tokens.attach(model)

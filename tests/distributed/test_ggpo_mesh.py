@@ -20,7 +20,7 @@ from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activat
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.fsdp import shard
 from flatshift.finetune.parallel.mesh import ProcessMesh
-from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
+from flatshift.finetune.parallel.pipeline import PipelineRunner, build_rank_stages
 from flatshift.finetune.parallel.tensor import tensor_parallel
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, RegularizerError, build
@@ -82,7 +82,7 @@ def build_engine(case: Case) -> Engine:
         return Engine.alone(model)
     world = ProcessMesh.of(mesh, torch.device("cpu"))
     if mesh.pp > 1:
-        model, _ = cut_parts(model, whole, mesh=mesh, world=world)
+        model, _ = build_rank_stages(model, whole, mesh=mesh, world=world)
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
     checkpoint_activations(model, case.checkpointing)
     sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Spikes, Train
+from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, SpikeRecovery, Train
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
@@ -56,7 +56,12 @@ def train(source: str, folder: str, mesh: Mesh) -> dict[str, Any]:
     """A stage whose last data rank meets a loss that is no number, and later one that is far too high."""
     world = ProcessMesh.alone() if mesh.size == 1 else ProcessMesh.of(mesh, torch.device("cpu"))
     settings = Train(
-        steps=12, save_every=2, skip_nonfinite=1, spikes=Spikes(window=4, back=3, skip=4), threads=1, batch_size=4
+        steps=12,
+        save_every=2,
+        skip_nonfinite=1,
+        spikes=SpikeRecovery(window=4, back=3, skip=4),
+        threads=1,
+        batch_size=4,
     )
     engine = build_engine(source, task=TASK, adapter=Adapter(rank=4), train=settings, mesh=mesh, world=world)
     index, width = engine.share

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from flatshift.finetune.launch.rendezvous import FolderBoard
+from flatshift.finetune.launch.rendezvous import DirectoryKeyValueStore
 from flatshift.finetune.launch.spawn import spawn
-from flatshift.finetune.launch.watchdog import Beat, Watch
+from flatshift.finetune.launch.watchdog import Heartbeat, Watchdog
 from tests.patience import HANG_S
 
 CHILD = Path(__file__).resolve().parent.parent / "launch_children.py"
@@ -308,12 +308,12 @@ def parent_of(pid: int) -> int | None:
         return None
 
 
-def watch(board: FolderBoard, ended: list[int], *, stall: float = 5.0) -> Watch:
-    return Watch(board, rank=0, size=3, stall=stall, end=ended.append)
+def watch(board: DirectoryKeyValueStore, ended: list[int], *, stall: float = 5.0) -> Watchdog:
+    return Watchdog(board, rank=0, size=3, stall=stall, end=ended.append)
 
 
-def beat(number: int, *, count: int, idle: float, hurried: bool = True) -> Beat:
-    return Beat(number, "elsewhere", 1, count, count, "update", idle, 0.2, hurried, "x.py:1 in f")
+def beat(number: int, *, count: int, idle: float, hurried: bool = True) -> Heartbeat:
+    return Heartbeat(number, "elsewhere", 1, count, count, "update", idle, 0.2, hurried, "x.py:1 in f")
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def beat(number: int, *, count: int, idle: float, hurried: bool = True) -> Beat:
     ids=["one behind", "all alike", "one moved", "before the first updates"],
 )
 def test_who_is_furthest_behind(tmp_path: Path, beats: list[tuple[int, float]], words: str | None) -> None:
-    board = FolderBoard(tmp_path)
+    board = DirectoryKeyValueStore(tmp_path)
     eye = watch(board, [])
     eye._look_for_progress({r: beat(1, count=count, idle=idle) for r, (count, idle) in enumerate(beats)})
     cause = board.get("cause")
@@ -335,14 +335,14 @@ def test_who_is_furthest_behind(tmp_path: Path, beats: list[tuple[int, float]], 
 
 
 def test_an_unhurried_rank_is_waited_for(tmp_path: Path) -> None:
-    board = FolderBoard(tmp_path)
+    board = DirectoryKeyValueStore(tmp_path)
     beats = {0: beat(1, count=9, idle=99.0, hurried=False), 1: beat(1, count=9, idle=99.0)}
     watch(board, [])._look_for_progress(beats)
     assert board.get("cause") is None
 
 
 def test_a_board_of_files(tmp_path: Path) -> None:
-    board = FolderBoard(tmp_path)
+    board = DirectoryKeyValueStore(tmp_path)
     assert board.get("a") is None
     board.put("a", "1")
     board.put("a", "2")

@@ -13,7 +13,7 @@ from benchmarks._limited import SIZES as LIMITED
 from benchmarks._sized import Sizes, save_backbone
 from benchmarks.sharding_memory import LOAD_MORE, LOAD_SHARE, TINY
 from flatshift.finetune.errors import is_out_of_memory
-from flatshift.finetune.models.backbone import refusal
+from flatshift.finetune.models.backbone import loading_error
 from flatshift.finetune.tasks import LanguageModel
 from tests.distributed_ranks import run_ranks
 
@@ -37,7 +37,7 @@ def test_a_rank_holds_and_needs_its_share_only(tmp_path: Path, monkeypatch: pyte
 def test_a_file_that_memory_cannot_map_is_no_broken_backbone() -> None:
     error = RuntimeError("unable to mmap 62932312 bytes from file <model.safetensors>: Cannot allocate memory (12)")
     with pytest.raises(RuntimeError, match="unable to mmap"):
-        refusal(error, LanguageModel(), "backbone 'x'")
+        loading_error(error, LanguageModel(), "backbone 'x'")
     assert is_out_of_memory(error) and is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert not is_out_of_memory(OSError(errno.ENOENT, "No such file"))
 

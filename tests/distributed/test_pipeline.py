@@ -123,9 +123,9 @@ def count_of(micros: list[Micro]) -> int:
 
 def named_trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trained parameters by canonical name."""
-    from flatshift.finetune.models.weight_names import canonical
+    from flatshift.finetune.models.weight_names import canonical_name
 
-    return {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
+    return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def train(
@@ -160,9 +160,9 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     from flatshift.finetune.compute.loss import batch_loss, head_probe
     from flatshift.finetune.config import Mesh
     from flatshift.finetune.parallel.fsdp import shard
-    from flatshift.finetune.parallel.layout import whole_all
+    from flatshift.finetune.parallel.layout import gather_full_tensors
     from flatshift.finetune.parallel.mesh import ProcessMesh
-    from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
+    from flatshift.finetune.parallel.pipeline import PipelineRunner, build_rank_stages
     from flatshift.finetune.parallel.tensor import tensor_parallel
     from flatshift.finetune.tasks import Classify, LanguageModel
 
@@ -176,7 +176,7 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     counts = [sum(count_of(micros) for micros in step) for step in batches]
     task = Classify() if batches[0][0][0].labels.ndim == 1 else LanguageModel()
     loss = summed_loss if case.kind == "t5" else None
-    parts, stages = cut_parts(copy.deepcopy(whole), lambda: copy.deepcopy(whole), mesh=mesh, world=world)
+    parts, stages = build_rank_stages(copy.deepcopy(whole), lambda: copy.deepcopy(whole), mesh=mesh, world=world)
     layout = tensor_parallel(parts, world=world, sequence_parallel=case.by_tokens)
     shard(parts, mesh=mesh, world=world, reshard=False)
     runner = PipelineRunner(parts, mesh=mesh, world=world)
@@ -200,7 +200,7 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
 
     def gathered(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         found: list[Any] = [None] * pp
-        mine = whole_all(gradients, like=own, layout=layout, world=world)
+        mine = gather_full_tensors(gradients, like=own, layout=layout, world=world)
         dist.all_gather_object(found, mine, group=world.group("pp"))
         return {name: grad for part in found for name, grad in part.items()}
 
@@ -250,12 +250,12 @@ def with_dropout() -> tuple[list[str], list[int]]:
 
     from flatshift.finetune.config import Mesh
     from flatshift.finetune.parallel.mesh import ProcessMesh
-    from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
+    from flatshift.finetune.parallel.pipeline import PipelineRunner, build_rank_stages
     from flatshift.finetune.tasks import LanguageModel
 
     mesh = Mesh(pp=2, schedule="interleaved")
     world = ProcessMesh.of(mesh, torch.device("cpu"))
-    parts, _ = cut_parts(
+    parts, _ = build_rank_stages(
         whole_model("gpt2", 4, dropout=0.2), lambda: whole_model("gpt2", 4, dropout=0.2), mesh=mesh, world=world
     )
     runner = PipelineRunner(parts, mesh=mesh, world=world)

@@ -14,10 +14,10 @@ import torch
 
 from flatshift.finetune.compute.precision import autocast
 from flatshift.finetune.config import Adapter, Mesh, Quantization, Train
-from flatshift.finetune.models.quantize import scales
+from flatshift.finetune.models.quantize import quantization_scales
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.parallel.layout import local
+from flatshift.finetune.parallel.layout import local_part
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, build
@@ -63,10 +63,10 @@ class Micro:
 
 def stored(engine: Engine) -> dict[str, bytes]:
     """The bytes of what is frozen on this rank, scales included."""
-    held = {name: local(p) for name, p in engine.model.named_parameters() if not p.requires_grad}
+    held = {name: local_part(p) for name, p in engine.model.named_parameters() if not p.requires_grad}
     return {
         name: tensor.as_subclass(torch.Tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        for name, tensor in (held | scales(engine.model)).items()
+        for name, tensor in (held | quantization_scales(engine.model)).items()
     }
 
 
@@ -116,7 +116,7 @@ def course(case: Case, sources: dict[str, Path], adapter: Path | None) -> dict[s
     engine.reshard()
     found["untouched"] = stored(engine) == before
     packed = [p for p in engine.model.parameters() if p.dtype == torch.uint8]
-    found["packed"] = sum(local(p).numel() for p in packed), sum(p.numel() for p in packed)
+    found["packed"] = sum(local_part(p).numel() for p in packed), sum(p.numel() for p in packed)
     found["sharded"] = bool(engine.sharding is not None and engine.sharding.units)
     found["state"] = regularizer.state_dict()
     regularizer.detach()

@@ -30,7 +30,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 def curve(source: str, mesh: Any) -> dict[str, Any]:
     """Losses, first gradients, document surprise and greedy answers of a few updates on `mesh`, on every rank."""
-    from flatshift.finetune.compute.numerics import evaluating
+    from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.config import Adapter, Evaluate, Train
     from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.encoding import encode
@@ -57,7 +57,7 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
     some, judged, share = examples[:7], engine.judged, engine.evaluation
     inference = EvalBatching.of(TOKENIZER, batch_size=3, share=share)
     figures = evaluate(judged, TOKENIZER, some, task=task, config=Evaluate(bootstrap=10), inference=inference)
-    with evaluating(judged):
+    with evaluation_mode(judged):
         answers = generate_answers(judged, TOKENIZER, some, inference, max_new_tokens=4)
     return {"losses": losses, "first": first, "loss": figures["loss"]["value"], "answers": answers}
 

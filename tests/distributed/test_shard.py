@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.meta import empty_model
-from flatshift.finetune.models.weight_names import CheckpointFiles, canonical
+from flatshift.finetune.models.weight_names import CheckpointFiles, canonical_name
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.fsdp import shard
-from flatshift.finetune.parallel.layout import Slice, TensorParallelLayout, put, whole_all
+from flatshift.finetune.parallel.layout import Slice, TensorParallelLayout, copy_local_part, gather_full_tensors
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.weights import load_weights, materialize
 from flatshift.finetune.seeds import torch_generator
@@ -96,14 +96,18 @@ def adapted(model: Any, kind: str, *, rank: int, dtype: torch.dtype) -> Any:
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=torch_generator(0, "test", canonical(name))) * 0.05
+    return torch.randn(shape, generator=torch_generator(0, "test", canonical_name(name))) * 0.05
 
 
 def fill(model: nn.Module, names: Any, layout: TensorParallelLayout) -> None:
     """Values by name for what no file has."""
     for name in names:
         parameter = model.get_parameter(name)
-        put(parameter, drawn(name, layout.shape(canonical(name), parameter.shape)), layout.slices.get(canonical(name)))
+        copy_local_part(
+            parameter,
+            drawn(name, layout.shape(canonical_name(name), parameter.shape)),
+            layout.slices.get(canonical_name(name)),
+        )
 
 
 def reference(kind: str, directory: Path, **more: Any) -> Any:
@@ -176,11 +180,13 @@ def one_update(
         part = loss_sum(model, kind, piece) / total
         (part * sharding.group).backward()
         loss += part.detach()
-    live = {canonical(n): p for n, p in model.named_parameters() if p.requires_grad}
+    live = {canonical_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
     for name in sorted(live.keys() - sharding.held):
         world.sum(live[name].grad, *axes)
-    grads = whole_all({n: p.grad for n, p in live.items()}, like=live, layout=TensorParallelLayout(), world=world)
+    grads = gather_full_tensors(
+        {n: p.grad for n, p in live.items()}, like=live, layout=TensorParallelLayout(), world=world
+    )
     return float(world.sum(loss, *axes)), grads
 
 
@@ -197,15 +203,15 @@ def compare(directories: dict[str, Path], cases: list[tuple[str, dict[str, Any],
         world = ProcessMesh.of(mesh, CPU)
         single = reference(kind, directories[kind], **more)
         (true := loss_sum(single, kind, rows(kind)) / count(kind, rows(kind))).backward()
-        truth = {canonical(n): p.grad for n, p in single.named_parameters() if p.requires_grad}
+        truth = {canonical_name(n): p.grad for n, p in single.named_parameters() if p.requires_grad}
         model, sharding, loaded = sharded(kind, directories[kind], mesh, world, **more)
         loss, grads = one_update(model, sharding, kind, world, more.get("accumulate", 1))
         sharding.reshard()
-        live = {canonical(n): p for n, p in model.named_parameters()}
-        tensors = whole_all(
+        live = {canonical_name(n): p for n, p in model.named_parameters()}
+        tensors = gather_full_tensors(
             {n: p.detach() for n, p in live.items()}, like=live, layout=TensorParallelLayout(), world=world
         )
-        same = all(torch.equal(tensors[canonical(n)], p.detach()) for n, p in single.named_parameters())
+        same = all(torch.equal(tensors[canonical_name(n)], p.detach()) for n, p in single.named_parameters())
         found.append(
             {
                 "loss": abs(loss - true.item()),
@@ -340,7 +346,7 @@ def read_and_gather(directories: dict[str, Path], settings: dict[str, Any]) -> l
         with torch.random.fork_rng(devices=[]):
             truth = auto(family).from_pretrained(directory, dtype=torch.float32, **options(family))
         live = dict(model.named_parameters())
-        gathered = whole_all(live, like=live, layout=layout, world=world)
+        gathered = gather_full_tensors(live, like=live, layout=layout, world=world)
         expected = {n: p.detach() for n, p in truth.named_parameters() if n not in loaded.unread}
         wrong += [(kind, n) for n, t in expected.items() if not torch.equal(t, gathered[n])]
         wrong += [(kind, n) for n, b in truth.named_buffers() if not torch.equal(b, dict(model.named_buffers())[n])]
@@ -350,10 +356,10 @@ def read_and_gather(directories: dict[str, Path], settings: dict[str, Any]) -> l
         values = {n: torch.randn(t.shape, generator=torch_generator(0, n)) for n, t in gathered.items()}
         moments = {n: torch.zeros_like(p.to_local()) for n, p in live.items()}
         for name, value in values.items():
-            put(live[name], value, layout.slices.get(name))
-            put(moments[name], value, layout.slices.get(name), like=live[name])
+            copy_local_part(live[name], value, layout.slices.get(name))
+            copy_local_part(moments[name], value, layout.slices.get(name), like=live[name])
         for tensors in (live, moments):
-            back = whole_all(tensors, like=live, layout=layout, world=world)
+            back = gather_full_tensors(tensors, like=live, layout=layout, world=world)
             wrong += [(kind, n) for n, value in values.items() if not torch.equal(back[n], value)]
     return wrong
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flatshift.finetune.compute.slices import slice_rows
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.models.meta import empty_model
-from flatshift.finetune.models.weight_names import CheckpointFiles, canonical
+from flatshift.finetune.models.weight_names import CheckpointFiles, canonical_name
 from flatshift.finetune.parallel.layout import TensorParallelLayout
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.tensor import borders, tensor_parallel, vocabulary_cross_entropy
@@ -42,7 +42,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None, name
-            grads[canonical(name)] = parameter.grad.detach().clone()
+            grads[canonical_name(name)] = parameter.grad.detach().clone()
         else:
             assert parameter.grad is None, name
     return grads
@@ -72,11 +72,11 @@ def _compare(
     """Worst relative differences from the whole model, of which every rank makes its own copy."""
     whole = adapted(kind).to(dtype)
     local = copy.deepcopy(whole)
-    trains = {canonical(n): p.requires_grad for n, p in whole.named_parameters()}
+    trains = {canonical_name(n): p.requires_grad for n, p in whole.named_parameters()}
     batch = {name: v.to(dtype) if v.is_floating_point() else v for name, v in inputs(kind).items()}
     loss = _step(whole, batch)
     layout = tensor_parallel(local, world=world, sequence_parallel=sequence_parallel)
-    assert {canonical(n): p.requires_grad for n, p in local.named_parameters()}.items() <= trains.items()
+    assert {canonical_name(n): p.requires_grad for n, p in local.named_parameters()}.items() <= trains.items()
     if checkpoint:
         local.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     own_loss = _step(local, batch)

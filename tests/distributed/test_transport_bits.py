@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from flatshift.selection import sinkhorn_potentials
-from flatshift.selection.transport.blocks import BLOCK, Tree, block_sums, tiles
-from flatshift.selection.transport.large import stratified
-from flatshift.selection.transport.ranks import Team
+from flatshift.selection.transport.blocks import BLOCK, BlockSumTree, block_sums, tile_ranges
+from flatshift.selection.transport.large import draw_stratified
+from flatshift.selection.transport.ranks import ProcessTeam
 from tests.distributed_ranks import run_ranks
 
 ROWS = 9 * BLOCK + 77
@@ -61,18 +61,18 @@ def test_one_two_and_four_processes_have_the_same_bits():
 @pytest.mark.parametrize("cuts", [(), (1,), (3, 4, 7), tuple(range(1, 13))])
 def test_a_tree_of_parts_is_the_tree_of_all(cuts):
     values = torch.from_numpy(np.random.default_rng(1).standard_normal((13, 5)) * 1e8)
-    whole = Tree()
+    whole = BlockSumTree()
     for block, value in enumerate(values):
         whole.add(block, value)
     nodes = []
     for low, high in zip((0, *cuts), (*cuts, 13), strict=True):
-        part = Tree()
+        part = BlockSumTree()
         for block in range(low, high):
             part.add(block, values[block])
         assert len(part.nodes) <= 2 * max(1, (high - low).bit_length())
         nodes.extend(part.nodes)
     np.random.default_rng(2).shuffle(nodes)
-    assert torch.equal(Tree(nodes).total(), whole.total())
+    assert torch.equal(BlockSumTree(nodes).total(), whole.total())
     # The tree itself, written out: ((((01)(23))((45)(67))) + (((89)(AB)) + C)).
     v = list(values)
     low = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]))
@@ -84,11 +84,11 @@ def test_blocks_and_tiles_cover_all_rows_once():
     sums = block_sums(values, np.ones_like(values))
     assert len(sums) == 3 and sums[2] == values[2 * BLOCK :].sum()
     assert (block_sums(values[BLOCK:], np.ones(BLOCK + 5)) == sums[1:]).all()
-    cut = list(tiles(0, 2 * BLOCK + 5, 3000))
+    cut = list(tile_ranges(0, 2 * BLOCK + 5, 3000))
     assert cut == [(0, 3000), (3000, 4096), (4096, 7096), (7096, 8192), (8192, 8197)]
 
 
-class Member(Team):
+class Member(ProcessTeam):
     """One of several that share weights, without processes."""
 
     def __init__(self, parts, rank):
@@ -102,10 +102,10 @@ class Member(Team):
 
 def test_the_subsample_is_the_same_rows_however_the_pool_is_divided():
     a = np.random.default_rng(4).random(5 * BLOCK + 9) * (np.arange(5 * BLOCK + 9) % 3 > 0)
-    whole = stratified(a, 900, 7, Team().over(len(a)))
+    whole = draw_stratified(a, 900, 7, ProcessTeam().over(len(a)))
     assert (np.diff(whole) >= 0).all() and len(whole) == 900 and (a[whole] > 0).all()
     for cuts in ((2,), (1, 4)):
         edges = [0, *(BLOCK * cut for cut in cuts), len(a)]
         parts = [a[low:high] for low, high in itertools.pairwise(edges)]
-        drawn = [stratified(part, 900, 7, Member(parts, i)) + edges[i] for i, part in enumerate(parts)]
+        drawn = [draw_stratified(part, 900, 7, Member(parts, i)) + edges[i] for i, part in enumerate(parts)]
         assert (np.concatenate(drawn) == whole).all()

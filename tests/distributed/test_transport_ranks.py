@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flatshift.selection import SelectionError, sinkhorn_potentials
-from flatshift.selection.transport.ranks import Team
+from flatshift.selection.transport.ranks import ProcessTeam
 from tests.distributed_ranks import run_ranks
 
 SPLIT = 2_500
@@ -89,7 +89,7 @@ def on_rank(folder):
         refused(memory_bytes=1000),
         refused(method="cached"),
     ]
-    team = Team(dist.group.WORLD)
+    team = ProcessTeam(dist.group.WORLD)
     values = torch.from_numpy(np.random.default_rng(rank).standard_normal(500).round(2))
     found["led"] = led(team, values)
     found["smallest"] = (team.smallest(*((values, k) for k in (1, 7, 500, 1000))), values.numpy())

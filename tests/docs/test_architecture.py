@@ -17,7 +17,7 @@ GROUND = frozenset(re.findall(r"^\| `finetune/(\w+\.py)` \|", PAGE, re.M))
 
 def folders() -> set[str]:
     """Every folder of the five rooms that holds modules, as the page writes it."""
-    return {file.parent.relative_to(ROOT).as_posix() + "/" for file in house.modules().values()}
+    return {file.parent.relative_to(ROOT).as_posix() + "/" for file in house.product_modules().values()}
 
 
 def test_every_folder_is_explained_in_two_sentences() -> None:
@@ -41,7 +41,7 @@ def test_nothing_lies_loose() -> None:
 
 
 def test_no_import_circle() -> None:
-    assert house.circles(house.imports(house.modules())) == []
+    assert house.import_cycles(house.import_graph(house.product_modules())) == []
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_no_import_circle() -> None:
     ],
 )
 def test_circles_are_seen(graph: dict[str, set[str]], found: list[list[str]]) -> None:
-    assert sorted(house.circles(graph)) == found
+    assert sorted(house.import_cycles(graph)) == found
 
 
 def test_lazy_imports_count_and_those_of_types_do_not(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_lazy_imports_count_and_those_of_types_do_not(tmp_path: Path) -> None:
         (tmp_path / room).mkdir()
     (tmp_path / "selection" / "one.py").write_text("def f():\n    from .two import g\n")
     (tmp_path / "selection" / "two.py").write_text("if TYPE_CHECKING:\n    from .one import f\ng = 1\n")
-    known = house.modules(tmp_path)
-    assert house.imports(known) == {
+    known = house.product_modules(tmp_path)
+    assert house.import_graph(known) == {
         "flatshift.selection.one": {"flatshift.selection.two"},
         "flatshift.selection.two": set(),
     }

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from flatshift.cli import run
-from flatshift.command_line import parse, split_overrides
+from flatshift.command_line import parse_flags, split_overrides
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.resolve import shipped_recipes
 
@@ -48,7 +48,7 @@ def test_every_command_is_ours(page: str) -> None:
             at = words.index("--select.from")
             del words[at : at + 2]
         own, overrides = split_overrides(words, module.Flags)
-        flags = parse(module.Flags, verb, own)
+        flags = parse_flags(module.Flags, verb, own)
         recipe = getattr(flags, "recipe", None)
         if verb == "select" and flags.method is not None:
             overrides.append(from_override("select.method.kind", flags.method))

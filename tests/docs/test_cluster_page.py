@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from flatshift.command_line import parse, split_overrides
+from flatshift.command_line import parse_flags, split_overrides
 from flatshift.commands.select import Flags
 from flatshift.commands.sweep import Flags as SweepFlags
 from tests.patience import HANG_S
@@ -104,11 +104,11 @@ def test_the_commands_of_a_selection_over_processes_are_ours() -> None:
         words = shlex.split(line)
         flags = words[words.index("select") + 1 :]
         own, overrides = split_overrides(flags, Flags)
-        assert parse(Flags, "select", own).out == Path("selection") and not overrides
+        assert parse_flags(Flags, "select", own).out == Path("selection") and not overrides
 
 
 def test_the_command_of_a_shared_sweep_is_ours() -> None:
     words = shlex.split(blocks("console")[1])
     own, overrides = split_overrides(words[2:], SweepFlags)
-    flags = parse(SweepFlags, "sweep", own)
+    flags = parse_flags(SweepFlags, "sweep", own)
     assert words[:2] == ["flatshift", "sweep"] and flags.shared and flags.out == Path("/shared/ranks") and not overrides

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from flatshift.cli import run
-from flatshift.experiments.recipe.build import build
+from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.tree import parse
-from flatshift.finetune.evaluate.metrics import names_of
-from flatshift.finetune.evaluate.prompts import Prompt, shipped
+from flatshift.finetune.evaluate.metrics import metric_names
+from flatshift.finetune.evaluate.prompts import Prompt, shipped_prompts
 from tests.cli.test_eval_side_by_side import trained
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -51,11 +51,11 @@ def test_the_quick_commands_run(tmp_path, monkeypatch, capsys):
 
 def test_the_prompt_on_the_page_is_one():
     (block,) = re.findall(r"```yaml\n(.*?)```", PAGES["few-shot.md"], re.S)
-    prompt = build(Prompt, parse(block, "few-shot.md"))
+    prompt = build_settings(Prompt, parse(block, "few-shot.md"))
     assert set(prompt.labels) == {"entailment", "neutral", "contradiction"} and "de" in prompt.wordings
 
 
 def test_prompts_and_metrics_are_named():
     page = PAGES["few-shot.md"]
-    assert all(f"`{name}`" in page for name in shipped())
-    assert all(f"`{name}`" in page for name in names_of("agreement"))
+    assert all(f"`{name}`" in page for name in shipped_prompts())
+    assert all(f"`{name}`" in page for name in metric_names("agreement"))

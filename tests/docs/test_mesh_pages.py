@@ -18,8 +18,8 @@ import pytest
 
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.config import Adapter, Mesh, Train
-from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble, virtual_stages
-from flatshift.finetune.planner.footprint import Sizes, footprint
+from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble_fraction, virtual_stages
+from flatshift.finetune.planner.footprint import BackboneSizes, predict_footprint
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from tests.patience import HANG_S
 from tests.unit.test_parallel_auto import llama
@@ -96,12 +96,12 @@ def test_commands_are_valid(words: list[str]) -> None:
 
 def test_memory_table(tmp_path: Path) -> None:
     for model, cells in table(CHOOSE, "Llama 2 7 B").items():
-        sizes = Sizes.read(llama(tmp_path / model, *MODELS[model]), Adapter(rank=16))
+        sizes = BackboneSizes.read(llama(tmp_path / model, *MODELS[model]), Adapter(rank=16))
         for axis, shown in cells.items():
             name, width = axis.strip("`").split()
             mesh = Mesh(**{name: int(width)})
             train = Train(batch_size=mesh.dp, max_length=2048, precision="bf16", checkpointing="full")
-            total = footprint(sizes, mesh=mesh, adapter=Adapter(rank=16), train=train).total / 2**30
+            total = predict_footprint(sizes, mesh=mesh, adapter=Adapter(rank=16), train=train).total / 2**30
             assert shown == (f"{total:.0f} GiB" if total >= 10 else f"{total:.1f} GiB"), (model, axis)
 
 
@@ -113,7 +113,7 @@ def test_bubble_table() -> None:
             if pieces < int(pp):
                 assert shown == "–"
             else:
-                assert shown == f"{bubble(int(pp), virtual_stages(schedule, None), pieces, schedule):.0%}"
+                assert shown == f"{bubble_fraction(int(pp), virtual_stages(schedule, None), pieces, schedule):.0%}"
 
 
 @pytest.mark.slow

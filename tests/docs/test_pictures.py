@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flatshift.experiments.report import build_report
-from scripts.draw_pictures import PAGES, PICTURES, headings
+from scripts.draw_pictures import PAGES, PICTURES, read_headings
 from tests import report_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ def test_pictures_are_of_todays_sections(name: str, tmp_path: Path) -> None:
     """What a made-up run of that kind shows must be in the picture's page, which is of a real one and shows more."""
     report_runs.demo(tmp_path / "demo")
     folder = tmp_path / "demo" / PAGES[name][0]
-    now = headings(build_report([folder], out=folder / "report.html"))
+    now = read_headings(build_report([folder], out=folder / "report.html"))
     shown = json.loads((PICTURES / "pictures.json").read_text(encoding="utf-8"))[name]
     assert now and [title for title in shown if title in now] == now, "draw them anew: scripts/draw_pictures.py"
     assert (PICTURES / f"{name}.png").stat().st_size < 400_000

@@ -45,7 +45,7 @@ def test_templates_and_container_hold() -> None:
 
 
 def test_the_site_has_every_page_once() -> None:
-    listed = [page for rows in docs_site.sections().values() for _, page in rows]
+    listed = [page for rows in docs_site.read_sections().values() for _, page in rows]
     assert len(listed) == len(set(listed))
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert pages <= set(listed)
@@ -53,5 +53,5 @@ def test_the_site_has_every_page_once() -> None:
 
 
 def test_links_out_of_docs_come_along() -> None:
-    beside = docs_site.outside()
+    beside = docs_site.find_linked_files()
     assert beside["readme.md"] == ROOT / "README.md" and "NOTICE.md" in beside

@@ -14,10 +14,10 @@ import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from flatshift.regularizers.layers.forward import AddedTerm
+from flatshift.regularizers.layers.forward import OutputTerm
 from flatshift.regularizers.layers.fused import FusedLayers, FusedLora
 from flatshift.regularizers.layers.sites import find_lora_sites
-from flatshift.regularizers.methods.sam import _collecting
+from flatshift.regularizers.methods.sam import _collect_weight_gradient
 from tests.regularizer_models import clear, frozen_checksums, gradients, tiny_gpt2, tiny_llama, tokens, with_lora
 
 
@@ -146,7 +146,7 @@ def test_a_regularizers_own_forward_is_left_to_it() -> None:
 
 def test_a_term_behind_a_layer_stays_and_the_layer_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_lora(tiny_llama(dtype=torch.float64))
-    terms = [AddedTerm(site) for site in find_lora_sites(model)[0]]
+    terms = [OutputTerm(site) for site in find_lora_sites(model)[0]]
     for term in terms:
         term.install(lambda y, x: y + x.sum(-1, keepdim=True) * 0.01)
     before = [vars(module)["forward"].own for module in model.modules() if hasattr(module, "lora_A")]
@@ -270,8 +270,10 @@ def test_models_that_write_into_what_a_layer_gives(made: Callable[[], Any], coll
         clear(model)
         with contextlib.ExitStack() as stack:
             for site in find_lora_sites(model)[0] if fused and collects else ():
-                term = AddedTerm(site)
-                term.install(partial(_collecting, torch.zeros(site.rows, site.columns, dtype=torch.float64)))
+                term = OutputTerm(site)
+                term.install(
+                    partial(_collect_weight_gradient, torch.zeros(site.rows, site.columns, dtype=torch.float64))
+                )
                 stack.callback(term.remove)
             if fused:
                 assert stack.enter_context(FusedLayers(model).working()) == lora_layers(model)

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from flatshift.regularizers import GGPO, build
-from flatshift.regularizers.layers.signs import signs
+from flatshift.regularizers.layers.signs import draw_signs
 from tests.regularizer_models import (
     base_weights,
     clear,
@@ -154,8 +154,12 @@ def test_a_trained_base_weight_gets_its_gradient_too() -> None:
 
 def draws(count: int, m: int, n: int, k: int) -> Tensor:
     """ε/σ (count, m, n) of one layer at `count` optimizer steps."""
-    out = torch.stack([signs(seed=0, step=t, layer="a", side="out", indices=range(m), columns=k) for t in range(count)])
-    into = torch.stack([signs(seed=0, step=t, layer="a", side="in", indices=range(n), columns=k) for t in range(count)])
+    out = torch.stack(
+        [draw_signs(seed=0, step=t, layer="a", side="out", indices=range(m), columns=k) for t in range(count)]
+    )
+    into = torch.stack(
+        [draw_signs(seed=0, step=t, layer="a", side="in", indices=range(n), columns=k) for t in range(count)]
+    )
     return out @ into.transpose(1, 2) / math.sqrt(k)
 
 

@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from flatshift.regularizers import GGPO, RegularizerError, build
-from flatshift.regularizers.layers.signs import signs
-from flatshift.regularizers.mesh import Alone
+from flatshift.regularizers.layers.signs import draw_signs
+from flatshift.regularizers.mesh import SingleProcess
 from flatshift.regularizers.methods.ggpo import GGPORegularizer
 from tests.regularizer_models import (
     base_weights,
@@ -146,11 +146,11 @@ def test_what_has_a_noise_of_its_own() -> None:
         """Whether ε is diag(scale) S_U S_V."""
         return bool((torch.cosine_similarity(epsilon, s_out @ s_in.T, dim=1) > 1 - 1e-5).all())
 
-    of_step = [signs(**drawn, side=side, indices=range(32)) for side in ("out", "in")]
+    of_step = [draw_signs(**drawn, side=side, indices=range(32)) for side in ("out", "in")]
     for micro in (0, 1):
-        of_micro = [signs(**drawn, side=side, micro=micro, indices=range(32)) for side in ("out", "in")]
+        of_micro = [draw_signs(**drawn, side=side, micro=micro, indices=range(32)) for side in ("out", "in")]
         assert is_drawn_from(noise["microbatch"][2 * micro], *of_micro)
-        own = signs(**drawn, side="sample", micro=micro, indices=range(2))
+        own = draw_signs(**drawn, side="sample", micro=micro, indices=range(2))
         for row in (0, 1):
             assert is_drawn_from(noise["sample"][2 * micro + row], of_step[0] * own[row], of_step[1])
     cosines = [
@@ -166,7 +166,7 @@ def test_what_has_a_noise_of_its_own() -> None:
 def test_samples_do_not_see_over_how_many_processes_they_are_spread() -> None:
     """Rows 0–3 in one process, and 0–1 and 2–3 in two: the same losses, gradients and sketches."""
 
-    class Half(Alone):
+    class Half(SingleProcess):
         def __init__(self, index: int) -> None:
             self._index = index
 
@@ -174,7 +174,7 @@ def test_samples_do_not_see_over_how_many_processes_they_are_spread() -> None:
         def share(self) -> tuple[int, int]:
             return self._index, 2
 
-    def run(ids: Tensor, weight: float, placement: Alone | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(ids: Tensor, weight: float, placement: SingleProcess | None) -> tuple[Tensor, dict[str, Tensor]]:
         model = with_lora(tiny_llama(dtype=torch.float64))
         config = GGPO(sigma=0.3, scope="sample")
         regularizer = build(config).attach(model, seed=3, total_steps=2, placement=placement)
@@ -343,7 +343,7 @@ def test_a_loop_that_names_no_micro_batch_is_told_so(scope: str) -> None:
 
 @pytest.mark.parametrize("scope", ["microbatch", "sample"])
 def test_a_pipeline_is_refused(scope: str) -> None:
-    class Stage(Alone):
+    class Stage(SingleProcess):
         pipelined = True
 
     model = with_lora(tiny_llama())

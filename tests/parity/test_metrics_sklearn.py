@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from flatshift.finetune.evaluate.classes import LabelPairs, accuracy, f1_macro, judge_classes, matthews
+from flatshift.finetune.evaluate.classes import LabelPairs, accuracy, classification_metrics, f1_macro, matthews
 
 THEIRS = {
     "accuracy": accuracy_score,
@@ -26,7 +26,7 @@ def drawn(classes: int, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def test_values_are_scikit_learns(classes, n):
     for seed in range(3):
         true, predicted = drawn(classes, n, seed)
-        ours = judge_classes(true.tolist(), predicted.tolist(), resamples=5, confidence=0.95, seed=0)
+        ours = classification_metrics(true.tolist(), predicted.tolist(), resamples=5, confidence=0.95, seed=0)
         for name, metric in THEIRS.items():
             assert ours[name]["value"] == pytest.approx(metric(true, predicted), abs=1e-12), name
             assert ours[name]["n"] == n
@@ -48,7 +48,7 @@ def test_each_resample_is_what_scikit_learn_says_of_it(name):
 @pytest.mark.parametrize("name", list(THEIRS))
 def test_intervals_agree_with_a_bootstrap_by_hand(name):
     true, predicted = drawn(3, 200, 2)
-    ours = judge_classes(true.tolist(), predicted.tolist(), resamples=4000, confidence=0.9, seed=0)[name]
+    ours = classification_metrics(true.tolist(), predicted.tolist(), resamples=4000, confidence=0.9, seed=0)[name]
     rng = np.random.default_rng(5)
     by_hand = [THEIRS[name](true[i], predicted[i]) for i in rng.integers(0, 200, size=(600, 200))]
     low, high = np.quantile(by_hand, [0.05, 0.95])
@@ -66,6 +66,6 @@ def test_intervals_agree_with_a_bootstrap_by_hand(name):
     ],
 )
 def test_degenerate_sets_are_defined(true, predicted, expected):
-    ours = judge_classes(true, predicted, resamples=50, confidence=0.95, seed=0)
+    ours = classification_metrics(true, predicted, resamples=50, confidence=0.95, seed=0)
     assert {name: figure["value"] for name, figure in ours.items()} == expected
     assert all(figure["low"] <= figure["value"] <= figure["high"] for figure in ours.values())

@@ -19,8 +19,8 @@ from flatshift.finetune.data.labels import Units
 from flatshift.finetune.data.masking import Masking
 from flatshift.finetune.evaluate.answers import chrf, generate_answers
 from flatshift.finetune.evaluate.evaluator import evaluate
-from flatshift.finetune.evaluate.multilabel import Sets, average_precision, f1_macro, f1_micro, judge_sets
-from flatshift.finetune.evaluate.regression import judge_numbers, mae, pearson, rmse, spearman
+from flatshift.finetune.evaluate.multilabel import LabelSets, average_precision, f1_macro, f1_micro, multilabel_metrics
+from flatshift.finetune.evaluate.regression import mae, pearson, regression_metrics, rmse, spearman
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
@@ -138,7 +138,7 @@ def test_figures_of_sets_are_scikit_learns(n, classes, ties):
     for seed in range(3):
         true, logits = drawn_sets(n, classes, seed, ties=ties)
         said = logits > 0
-        found = judge_sets(true, logits, resamples=5, confidence=0.95, seed=0)
+        found = multilabel_metrics(true, logits, resamples=5, confidence=0.95, seed=0)
         expected = {
             "accuracy": sk.accuracy_score(true, said),
             "f1_micro": sk.f1_score(true, said, average="micro", zero_division=0),
@@ -153,7 +153,7 @@ def test_figures_of_sets_are_scikit_learns(n, classes, ties):
 
 def test_resamples_of_sets_are_what_scikit_learn_says_of_them():
     true, logits = drawn_sets(40, 4, 0, ties=True)
-    sets = Sets(true, logits)
+    sets = LabelSets(true, logits)
     rng = np.random.default_rng(1)
     index = rng.integers(0, 40, size=(30, 40))
     weights = np.stack([np.bincount(row, minlength=40) for row in index]).astype(float)
@@ -172,7 +172,7 @@ def test_resamples_of_sets_are_what_scikit_learn_says_of_them():
 def test_the_f1_floor_is_the_best_constant_answer():
     for seed in range(5):
         true, logits = drawn_sets(60, 4, seed)
-        found = judge_sets(true, logits, resamples=3, confidence=0.95, seed=0)["f1_floor"]["value"]
+        found = multilabel_metrics(true, logits, resamples=3, confidence=0.95, seed=0)["f1_floor"]["value"]
         every = [np.array([bool(mask >> k & 1) for k in range(4)]) for mask in range(1, 16)]
         best = max(sk.f1_score(true, np.tile(said, (60, 1)), average="micro") for said in every)
         assert found == pytest.approx(best)
@@ -183,7 +183,7 @@ def test_figures_of_numbers_are_scipys_and_scikit_learns():
     for n in (3, 50, 400):
         true = np.round(rng.normal(3, 2, n), 1)  # ties
         predicted = np.round(0.5 * true + rng.normal(0, 1, n), 1)
-        found = judge_numbers(true, predicted, mean=2.5, resamples=50, confidence=0.95, seed=0)
+        found = regression_metrics(true, predicted, mean=2.5, resamples=50, confidence=0.95, seed=0)
         expected = {
             "pearson": scipy.stats.pearsonr(true, predicted).statistic,
             "spearman": scipy.stats.spearmanr(true, predicted).statistic,
@@ -193,7 +193,7 @@ def test_figures_of_numbers_are_scipys_and_scikit_learns():
         }
         for name, value in expected.items():
             assert found[name]["value"] == pytest.approx(value, abs=1e-12), name
-    alike = judge_numbers([1.0, 1.0], [0.5, 2.0], mean=1.0, resamples=5, confidence=0.95, seed=0)
+    alike = regression_metrics([1.0, 1.0], [0.5, 2.0], mean=1.0, resamples=5, confidence=0.95, seed=0)
     assert alike["pearson"]["value"] is None and alike["spearman"]["value"] is None and alike["rmse"]["value"]
     index = rng.integers(0, 400, size=(20, 400))
     for ours, theirs in (

@@ -13,7 +13,7 @@ from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.evaluate.preference import quick_figures, score_answers
+from flatshift.finetune.evaluate.preference import point_metrics, score_answers
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import Preference
@@ -205,13 +205,13 @@ def test_the_distance_is_how_far_each_answer_s_log_likelihood_is_from_the_backbo
             for ids, labels, _ in rows_of(example)
         ]
     assert min(apart) < 0 < max(apart)
-    assert quick_figures(scores)["reference_distance"] == pytest.approx(sum(map(abs, apart)) / len(apart), rel=1e-5)
+    assert point_metrics(scores)["reference_distance"] == pytest.approx(sum(map(abs, apart)) / len(apart), rel=1e-5)
 
 
 def test_a_loss_without_a_reference_has_no_distance_from_it(source):
     task = Preference(loss="simpo")
     scores = score_answers(model_of(source, task), examples(), EvalBatching(4, 0), task=task)
-    assert quick_figures(scores).keys() == set(task.figure_names)
+    assert point_metrics(scores).keys() == set(task.figure_names)
     assert "reference_distance" in Preference().figure_names
     assert "reference_distance" not in task.figure_names
 
@@ -221,14 +221,14 @@ def test_a_regularizer_never_moves_the_reference(source, tmp_path, monkeypatch):
     import flatshift.finetune.parallel.engine as engine
 
     seen = []
-    usual = engine.with_reference
+    usual = engine.add_reference
 
     def watched(*arguments, **how):
         found = usual(*arguments, **how)
         seen.append(torch.cat([micro.sides.reference for micro in found]))
         return found
 
-    monkeypatch.setattr(engine, "with_reference", watched)
+    monkeypatch.setattr(engine, "add_reference", watched)
     task, steps = Preference(), 2
     kinds = (
         Plain(),

@@ -19,7 +19,7 @@ from flatshift.finetune.data.mixture import Mixture
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import read_metrics
 from flatshift.finetune.tasks import Completion
-from flatshift.finetune.train.checkpointer import steps as saved_steps
+from flatshift.finetune.train.checkpointer import checkpoint_steps as saved_steps
 from flatshift.regularizers import GGPO, Plain, build
 from tests.finetune_models import IGNORED, save_backbone
 from tests.stage_runs import run_or_stop

@@ -10,7 +10,7 @@ from flatshift.finetune.config import Adapter
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.models.meta import build_skeleton
-from flatshift.finetune.parallel.build import refuse_parameters
+from flatshift.finetune.parallel.build import check_mesh_support
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, build
 from flatshift.regularizers.layers.sites import find_lora_sites
@@ -180,9 +180,9 @@ def test_a_mesh_refuses_what_is_adapted_as_a_whole_tensor(sources):
         skeleton = build_skeleton(sources["qwen2-moe"], task=LM)
         return attach_on_meta(skeleton, Adapter(rank=2, **settings), task=LM, dtype=torch.float32)
 
-    refuse_parameters(on_meta(targets=("q_proj", "v_proj")))
+    check_mesh_support(on_meta(targets=("q_proj", "v_proj")))
     with pytest.raises(UserError, match=r"on a mesh only linear layers .*shared_expert.*set adapter\.targets"):
-        refuse_parameters(on_meta())
+        check_mesh_support(on_meta())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
 from flatshift.finetune.adapters.initial_values import TAKES_OUT, Calibration
-from flatshift.finetune.adapters.offsets import lora_layers, offsets_of
+from flatshift.finetune.adapters.offsets import folded_offsets, lora_layers
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import UserError
@@ -195,7 +195,7 @@ def test_dora_and_bf16_adapters_start_at_the_backbone_too(sources, tmp_path):
     torch.testing.assert_close(logits(plain_peft(sources["llama"], tmp_path / "dora")), wanted, rtol=0, atol=2e-4)
     half = build(sources["llama"], Adapter(rank=4, init="olora"), dtype=torch.bfloat16)
     assert {p.dtype for p in trainable(half).values()} == {torch.bfloat16}
-    for name, offset in offsets_of(half).items():  # what was taken out is what the rounded factors add
+    for name, offset in folded_offsets(half).items():  # what was taken out is what the rounded factors add
         layer = lora_layers(half)[name]
         assert torch.equal(offset.a, layer.lora_A["default"].weight)
         assert torch.equal(-offset.b, layer.lora_B["default"].weight)

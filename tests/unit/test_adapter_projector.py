@@ -22,7 +22,7 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Data, Optimizer, Projector, Train, TrainFiles
-from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import UserError
@@ -244,9 +244,9 @@ def test_choices_are_ranked_some_examples_at_a_time(sources, monkeypatch):
         return document_nats(model, rows, *how, **task)
 
     monkeypatch.setattr(ranking, "document_nats", watched)
-    whole = ranking.rank_choices(model, Examples.of(examples), EvalBatching(4, 0), task=Completion())
+    whole = ranking.rank_choices(model, ColumnarExamples.of(examples), EvalBatching(4, 0), task=Completion())
     monkeypatch.setattr(ranking, "_VECTORS", 2 * len(choices) * K * WIDTH * 4 + 1)
-    sliced = ranking.rank_choices(model, Examples.of(examples), EvalBatching(4, 0), task=Completion())
+    sliced = ranking.rank_choices(model, ColumnarExamples.of(examples), EvalBatching(4, 0), task=Completion())
     assert seen == [21, 6, 6, 6, 3]
     np.testing.assert_allclose(sliced, whole, rtol=1e-5)
     for i, k in ((0, 0), (4, 1), (6, 2)):

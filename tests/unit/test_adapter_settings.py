@@ -16,10 +16,10 @@ from flatshift.finetune.adapters.adapter import (
     save_adapter,
     trainable,
 )
-from flatshift.finetune.adapters.combine import combine
+from flatshift.finetune.adapters.combine import combine_adapters
 from flatshift.finetune.adapters.merge import merge_files
 from flatshift.finetune.adapters.offsets import lora_layers
-from flatshift.finetune.adapters.saved import SavedAdapter, check_start
+from flatshift.finetune.adapters.saved import SavedAdapter, check_same_settings
 from flatshift.finetune.config import Adapter, Optimizer
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
@@ -249,7 +249,7 @@ def test_a_weighted_sum_of_adapters_is_exact(source, tmp_path):
     saved(source, tmp_path / "two", Adapter(rank=3, rslora=True, targets=("q_proj", "up_proj")), seed=2)
     pair = [(SavedAdapter.find(str(tmp_path / name), where="x"), w) for name, w in (("one", 1.0), ("two", -0.5))]
     (tmp_path / "sum").mkdir()
-    combine(pair, tmp_path / "sum")
+    combine_adapters(pair, tmp_path / "sum")
     model = load_backbone(source, task=LM)
     with torch.no_grad():
         for found, weight in pair:
@@ -262,7 +262,7 @@ def test_a_weighted_sum_of_adapters_is_exact(source, tmp_path):
     torch.testing.assert_close(logits(plain_peft(source, tmp_path / "sum")), logits(model), rtol=0, atol=5e-5)
     saved(source, tmp_path / "head", Adapter(rank=2), task=CLS)
     with pytest.raises(UserError, match="put this adapter first"):
-        combine([pair[0], (SavedAdapter.find(str(tmp_path / "head"), where="x"), 1.0)], tmp_path / "sum")
+        combine_adapters([pair[0], (SavedAdapter.find(str(tmp_path / "head"), where="x"), 1.0)], tmp_path / "sum")
 
 
 @pytest.mark.parametrize("bias", ["adapted", "all"])
@@ -274,7 +274,7 @@ def test_a_sum_keeps_trained_biases_where_peft_looks_for_them(bias, tied, tmp_pa
     saved(tied, tmp_path / "second", Adapter(rank=2))
     (tmp_path / "sum").mkdir()
     pair = [SavedAdapter.find(str(tmp_path / name), where="x") for name in ("first", "second")]
-    combine([(pair[0], 1.0), (pair[1], 0.0)], tmp_path / "sum")
+    combine_adapters([(pair[0], 1.0), (pair[1], 0.0)], tmp_path / "sum")
     found, own = read_adapter(tmp_path / "sum"), read_adapter(tmp_path / "first")
     biases = [name for name in own if name.endswith(".bias")]
     assert biases and all(torch.equal(found[name], own[name]) and own[name].any() for name in biases)
@@ -306,7 +306,7 @@ def test_a_start_is_compared_setting_by_setting(source, tied, tmp_path):
         found = SavedAdapter.find(str(tmp_path / directory), where="adapter.start")
         found.require_backbone(open_backbone(backbone), where="adapter.start")
         skeleton = attach_on_meta(build_skeleton(backbone, task=LM), adapter, task=LM, dtype=torch.float32)
-        check_start(found, read_adapter(found.path), skeleton, where="adapter.start")
+        check_same_settings(found, read_adapter(found.path), skeleton, where="adapter.start")
 
     check(Adapter(rank=2, targets=("q_proj", "v_proj")))
     check(Adapter(rank=2, alpha=4, targets=("v_proj", "q_proj")))

@@ -15,10 +15,10 @@ from flatshift.finetune.adapters.adapter import trainable
 from flatshift.finetune.config import Optimizer
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.planner.capacity import Capacity, bits_each
+from flatshift.finetune.planner.capacity import Capacity, bits_per_label
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Preference, Regress
 from flatshift.finetune.train.optimizer import AdapterOptimizer
-from flatshift.finetune.train.trace.curvature import curvature_figures, mean_squares, rate_line
+from flatshift.finetune.train.trace.curvature import curvature_metrics, format_rate_line, mean_squared_gradients
 from flatshift.finetune.train.trace.files import read_trace
 from tests.data_models import byte_tokenizer, text_rows
 from tests.regularizer_models import frozen_checksums, tiny_gpt2, with_lora
@@ -28,9 +28,14 @@ from tests.unit.test_data_mixture import MIXTURE, SIZES
 
 
 def test_bits_of_a_label():
-    assert bits_each(LanguageModel(), None) == bits_each(Completion(), None) == bits_each(Preference(), None) == 1
-    assert bits_each(Classify(), 8) == 3 and bits_each(Classify(multi=True), 8) == 8
-    assert bits_each(Regress(), None) is None
+    assert (
+        bits_per_label(LanguageModel(), None)
+        == bits_per_label(Completion(), None)
+        == bits_per_label(Preference(), None)
+        == 1
+    )
+    assert bits_per_label(Classify(), 8) == 3 and bits_per_label(Classify(multi=True), 8) == 8
+    assert bits_per_label(Regress(), None) is None
 
 
 def test_capacity_counted_by_hand():
@@ -110,7 +115,7 @@ def test_the_threshold_of_a_quadratic_is_known():
     frozen, state = frozen_checksums(model), torch.random.get_rng_state()
     settings = Optimizer(lr=1e-2, lora_plus=4.0)
 
-    squares = mean_squares(model, [loss, lambda: loss(3.0)], parameters=parameters)
+    squares = mean_squared_gradients(model, [loss, lambda: loss(3.0)], parameters=parameters)
     for name, square in squares.items():
         assert square.any() == (".lora_B." in name)  # A has no gradient while B = 0
     gradient = curved * wanted
@@ -119,13 +124,13 @@ def test_the_threshold_of_a_quadratic_is_known():
 
     preconditioner = AdapterOptimizer(parameters, settings).first_preconditioner(squares)
     assert all(p.isinf().all() for name, p in preconditioner.items() if ".lora_A." in name)
-    figures = curvature_figures(model, loss, parameters=parameters, preconditioner=preconditioner, seed=0)
+    figures = curvature_metrics(model, loss, parameters=parameters, preconditioner=preconditioner, seed=0)
     expected = float((curved / ((gradient * math.sqrt(5) + 1e-8) / 4.0)).max())  # H is diagonal, and so is P
     assert figures["sharpness.preconditioned"] == pytest.approx(expected, rel=0.03)
 
-    line = rate_line(expected, settings, rows=2)
+    line = format_rate_line(expected, settings, rows=2)
     assert f"above {38 / expected:.2g} " in line and f"is {0.01 * expected / 38:.2g} of that" in line
-    assert f"above {2 / expected:.2g} " in rate_line(expected, Optimizer(betas=(0.0, 0.999)), rows=2)
+    assert f"above {2 / expected:.2g} " in format_rate_line(expected, Optimizer(betas=(0.0, 0.999)), rows=2)
     assert frozen_checksums(model) == frozen and torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in parameters.items())
 
@@ -148,6 +153,6 @@ def test_a_run_that_records_curvature_at_its_start_says_where_the_edge_is(tmp_pa
     resolved = load_recipe("language-model", [from_override(key, value) for key, value in laid.items()])
     train(resolved, tmp_path / "run")
     first = read_trace(tmp_path / "run")[0]
-    expected = rate_line(first["sharpness.preconditioned"], resolved.recipe.optimizer, rows=2)
+    expected = format_rate_line(first["sharpness.preconditioned"], resolved.recipe.optimizer, rows=2)
     assert first["step"] == 0 and first["sharpness.preconditioned"] > 0
     assert expected in (tmp_path / "run" / "log.txt").read_text() and expected in capfd.readouterr().err

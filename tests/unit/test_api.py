@@ -121,14 +121,14 @@ def test_a_selector_takes_texts_with_any_embedder() -> None:
 
 
 def test_a_resolved_recipe_is_changed_and_keeps_its_origins() -> None:
-    from flatshift.api import _resolved
+    from flatshift.api import _resolve_recipe
 
     first = flatshift.load_recipe("classify", {"train.steps": 5})
-    changed = _resolved(first, {"adapter.rank": 3}, "train")
+    changed = _resolve_recipe(first, {"adapter.rank": 3}, "train")
     assert (changed.recipe.train.steps, changed.recipe.adapter.rank, changed.name) == (5, 3, "classify")
     assert changed.origins["adapter.rank"] == "overrides" == changed.origins["train.steps"]
     assert changed.origins["backbone"] == first.origins["backbone"]
-    plain = _resolved(first.recipe, None, "train")
+    plain = _resolve_recipe(first.recipe, None, "train")
     assert plain.recipe == first.recipe and plain.origins["train.steps"] == "Recipe"
 
 

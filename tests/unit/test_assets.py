@@ -22,7 +22,7 @@ SMALL = ("flatshift-encoder-3m", "flatshift-t5-3m")
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    with lzma.open(assets.sample(name), "rt", encoding="utf-8") as lines:
+    with lzma.open(assets.sample_path(name), "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
@@ -37,13 +37,13 @@ def pool() -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def tags() -> list[list[str]]:
-    with lzma.open(assets.pool_tags(), "rt", encoding="utf-8") as lines:
+    with lzma.open(assets.pool_tags_path(), "rt", encoding="utf-8") as lines:
         return [line.rstrip("\n").split("\t") for line in lines]
 
 
 @pytest.fixture(scope="module")
 def backbone() -> Path:
-    folder = assets.backbone("flatshift-5m")
+    folder = assets.backbone_directory("flatshift-5m")
     assert folder is not None
     return folder
 
@@ -52,14 +52,14 @@ def backbone() -> Path:
 
 
 def test_names_are_listed_and_found(backbone: Path) -> None:
-    assert assets.backbones() == ["flatshift-5m", "flatshift-encoder-3m", "flatshift-t5-3m"]
+    assert assets.list_backbones() == ["flatshift-5m", "flatshift-encoder-3m", "flatshift-t5-3m"]
     assert (backbone / "config.json").is_file()
-    assert assets.backbone("gpt2") is None
-    assert assets.backbone("../backbones/flatshift-5m") is None
-    assert assets.samples() == sorted(
+    assert assets.backbone_directory("gpt2") is None
+    assert assets.backbone_directory("../backbones/flatshift-5m") is None
+    assert assets.list_samples() == sorted(
         ["pool", "languages", *(f"{target}/{split}" for target in TARGETS + CHATS + PAIRS for split in SPLITS)]
     )
-    assert all(assets.sample(name).is_file() for name in assets.samples())
+    assert all(assets.sample_path(name).is_file() for name in assets.list_samples())
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_names_are_listed_and_found(backbone: Path) -> None:
 )
 def test_unknown_sample_names_the_nearest(name: str, says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)):
-        assets.sample(name)
+        assets.sample_path(name)
 
 
 # Backbone
@@ -87,9 +87,9 @@ def test_backbone_is_small_and_bf16(backbone: Path) -> None:
 def test_small_backbones_are_smaller_and_have_their_card(name: str) -> None:
     from safetensors import safe_open
 
-    from scripts.small_cards import render
+    from scripts.small_cards import render_card
 
-    folder = assets.backbone(name)
+    folder = assets.backbone_directory(name)
     assert folder is not None and (folder / "model.safetensors").stat().st_size <= 6_000_000
     assert not [file for file in folder.iterdir() if file.suffix in {".bin", ".pt", ".pkl", ".py"}]
     with safe_open(folder / "model.safetensors", "pt") as tensors:
@@ -98,14 +98,14 @@ def test_small_backbones_are_smaller_and_have_their_card(name: str) -> None:
     assert card["parameters"] <= 3_000_000 and card["cpu_minutes"] <= 12 and card["threads"] == 1
     found = card["validation"]
     assert found["nats_per_token"] < found["unigram_nats_per_token"] - 0.5
-    assert (folder / "README.md").read_text(encoding="utf-8") == render(folder)
+    assert (folder / "README.md").read_text(encoding="utf-8") == render_card(folder)
 
 
 def test_the_small_encoder_tells_hidden_words_from_both_sides() -> None:
     import torch
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-    folder = assets.backbone("flatshift-encoder-3m")
+    folder = assets.backbone_directory("flatshift-encoder-3m")
     model = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.vocab_size == len(tokenizer) == 4097 == model.config.mask_token_id + 1
@@ -127,7 +127,7 @@ def test_the_small_encoder_decoder_fills_a_gap() -> None:
     import torch
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-    folder = assets.backbone("flatshift-t5-3m")
+    folder = assets.backbone_directory("flatshift-t5-3m")
     model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.vocab_size == len(tokenizer) == 4096 + 32 and model.config.decoder_start_token_id == 0
@@ -207,7 +207,7 @@ def test_card_states_what_was_measured(backbone: Path) -> None:
 
 
 def test_samples_are_small() -> None:
-    folder = assets.sample("pool").parent
+    folder = assets.sample_path("pool").parent
     assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= 6_000_000
 
 
@@ -229,7 +229,7 @@ def test_pool_is_large_mixed_and_opaque(pool: list[dict[str, str]], tags: list[l
 
 def test_every_licence_is_open_and_in_notice(tags: list[list[str]]) -> None:
     notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
-    readme = (assets.sample("pool").parent / "README.md").read_text(encoding="utf-8")
+    readme = (assets.sample_path("pool").parent / "README.md").read_text(encoding="utf-8")
     assert {tag[3] for tag in tags} <= {"CC0 1.0", "CC BY 4.0", "CC BY-SA 4.0", "public domain", "PSF-2.0"}
     # An entry of NOTICE starts with its domains and runs to the next line that is indented as little.
     entries = re.split(r"\n  (?=\S)", notice)
@@ -240,7 +240,7 @@ def test_every_licence_is_open_and_in_notice(tags: list[list[str]]) -> None:
     for target in TARGETS:
         assert f"\n  {target} " in notice and f"`{target}/train`" in readme
     assert "CC BY-SA" in notice.split("POOL")[0]
-    assert (assets.sample("pool").parent / "licenses" / "PSF-2.0.txt").is_file()
+    assert (assets.sample_path("pool").parent / "licenses" / "PSF-2.0.txt").is_file()
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -273,7 +273,7 @@ def test_conversations_are_whole_and_disjoint() -> None:
     questions = [normal(row["messages"][0]["content"]) for row in everything]
     assert len(set(questions)) == len(questions) == len({row["id"] for row in everything})
     notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
-    assert "\n  gsm8k " in notice and (assets.sample("pool").parent / "licenses" / "MIT-gsm8k.txt").is_file()
+    assert "\n  gsm8k " in notice and (assets.sample_path("pool").parent / "licenses" / "MIT-gsm8k.txt").is_file()
 
 
 def test_pairs_are_whole_and_disjoint() -> None:

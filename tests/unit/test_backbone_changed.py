@@ -13,7 +13,7 @@ from flatshift.experiments.workflows import export, merge, train
 from flatshift.experiments.workflows.evaluate import evaluate_run
 from flatshift.experiments.workflows.generate import generate_from_run
 from flatshift.experiments.workflows.initial_adapter import check_backbone
-from flatshift.experiments.workflows.sharpness import measure_run
+from flatshift.experiments.workflows.sharpness import measure_run_sharpness
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import byte_tokenizer
@@ -69,10 +69,10 @@ BESIDE = {
 COMMANDS = {
     "resume": lambda run, out: train.resume(run, quiet=True),
     "eval": lambda run, out: evaluate_run(run, quiet=True),
-    "sharpness": lambda run, out: measure_run(run, quiet=True),
+    "sharpness": lambda run, out: measure_run_sharpness(run, quiet=True),
     "generate": lambda run, out: generate_from_run(run, prompts=["the cat"], quiet=True),
-    "merge": merge.merge,
-    "export": export.export,
+    "merge": merge.merge_run,
+    "export": export.export_run,
 }
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import transformers
 
-from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import Resolved, load_recipe
 from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import cell_of, run_cell
 from flatshift.experiments.studies.compare.measures import Measures
-from flatshift.experiments.workflows.build import judge_splits, load_model
+from flatshift.experiments.workflows.build import evaluate_splits, load_model
 from flatshift.experiments.workflows.train import train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models import backbone as module
@@ -52,7 +52,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, call)
 
     monkeypatch.setattr(module, "_opened", {})
-    counted(module, "_resolve", "directory")
+    counted(module, "_resolve_directory", "directory")
     counted(transformers.AutoConfig, "from_pretrained", "config")
     counted(transformers.AutoTokenizer, "from_pretrained", "tokenizer")
     counted(build, "load_backbone", "weights")
@@ -73,10 +73,10 @@ def test_one_train_opens_its_backbone_once(counts: Counter[str], recipe: Resolve
     assert counts == {"directory": 1, "config": 1, "tokenizer": 1, "weights": 1}
     train(recipe, tmp_path / "another", quiet=True)
     assert counts == {"directory": 1, "config": 1, "tokenizer": 1, "weights": 2}
-    prepared = prepare(recipe.recipe)
+    prepared = prepare_data(recipe.recipe)
     anew = load_model(recipe.recipe, recipe.recipe.task, prepared.label_names, adapter=tmp_path / "run" / "adapter")
     console = Console(quiet=True)
-    assert judge_splits(recipe.recipe, *anew, prepared, console, watch=console.evaluating) == found
+    assert evaluate_splits(recipe.recipe, *anew, prepared, console, watch=console.evaluating) == found
 
 
 def test_a_cell_of_a_comparison_loads_its_backbone_once(counts: Counter[str], recipe: Resolved, tmp_path: Path) -> None:

@@ -172,17 +172,17 @@ def test_the_shapes_are_those_of_llama():
 def test_the_transport_baseline_evaluates_what_ours_does():
     from benchmarks.gpu.devices import Device
     from benchmarks.gpu.transport import _blocks, data
-    from flatshift.selection.transport.kernel import Streamed
-    from flatshift.selection.transport.problem import pose
+    from flatshift.selection.transport.kernel import StreamedEvaluator
+    from flatshift.selection.transport.problem import pose_problem
     from flatshift.selection.transport.rows import StreamedRows
 
     x, y = data(700, 40, 12, "cpu")
     assert x.dtype == np.float16 and np.allclose(np.linalg.norm(x.astype(float), axis=1), 1, atol=2e-3)
     with torch.inference_mode():
-        problem = pose(x, y, None, None, chunk=None, progress=None)
+        problem = pose_problem(x, y, None, None, chunk=None, progress=None)
         absolute = 0.05 * problem.mean_cost
         g = torch.linspace(-1, 1, 40, dtype=torch.float64) * absolute
-        at = Streamed(StreamedRows(problem, torch.float64, Device("cpu").torch), absolute).evaluate(g)
+        at = StreamedEvaluator(StreamedRows(problem, torch.float64, Device("cpu").torch), absolute).evaluate(g)
         f, column = _blocks(torch.from_numpy(x).double(), torch.from_numpy(y).double(), g, absolute)
     ours = at.f / absolute
     assert np.allclose(f - f.mean(), ours - ours.mean(), atol=1e-5)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from scripts import bundle
-from scripts.bundle import Target, closure, extra_requirement, main, write_scripts
+from scripts.bundle import TargetMachine, dependency_closure, extra_requirement, main, write_scripts
 
 MINE = "{}.{}".format(*sys.version_info)
 NUMPY = importlib.metadata.version("numpy")
@@ -91,10 +91,16 @@ def test_a_bundle_installs_once_beside_itself_and_runs_what_it_is_given(tmp_path
 
 def test_needs_are_those_of_the_metadata_for_the_machine_in_question(tmp_path, monkeypatch):
     lines = ['old; python_version < "3.12"', "numpy>=2", 'win; sys_platform == "win32"', 'more; extra == "x"']
-    there = Target("3.12", "x86_64", frozenset({"numpy"}))
+    there = TargetMachine("3.12", "x86_64", frozenset({"numpy"}))
     assert [r.name for r in there.wanted(lines)] == ["numpy"]
-    assert [r.name for r in Target("3.11", "x86_64", frozenset()).wanted(lines, ["x"])] == ["old", "numpy", "more"]
-    assert {"safetensors", "huggingface-hub"} <= closure(["transformers"]) and closure(["no-such"]) == {"no-such"}
+    assert [r.name for r in TargetMachine("3.11", "x86_64", frozenset()).wanted(lines, ["x"])] == [
+        "old",
+        "numpy",
+        "more",
+    ]
+    assert {"safetensors", "huggingface-hub"} <= dependency_closure(["transformers"]) and dependency_closure(
+        ["no-such"]
+    ) == {"no-such"}
     assert str(extra_requirement("trl")) == "trl<2,>=1.0" and str(extra_requirement("no-such")) == "no-such"
 
     index, into = tmp_path / "index", tmp_path / "into"
@@ -103,13 +109,13 @@ def test_needs_are_those_of_the_metadata_for_the_machine_in_question(tmp_path, m
     wheel(index, "bb", "1.0"), wheel(index, "bb", "2.0", needs=["numpy>=1"])
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
-    group = bundle.resolve(there, there.wanted(["aa", "cc", "numpy>=1"]), into)
+    group = bundle.resolve_wheels(there, there.wanted(["aa", "cc", "numpy>=1"]), into)
     assert sorted(p.name[:6] for p in into.iterdir()) == ["aa-1.0", "bb-1.0", "cc-1.0"]
     assert group.document()["needs"] == {"numpy": ">=1.5,>=1,<9"}
     with pytest.raises(
         SystemExit, match=r"no wheel of dd for Python 3\.12 on x86_64; if it has it, name it behind --there"
     ):
-        bundle.resolve(there, there.wanted(["dd"]), into)
+        bundle.resolve_wheels(there, there.wanted(["dd"]), into)
 
 
 def test_what_cannot_be_a_bundle_is_refused(tmp_path, capsys):
@@ -136,7 +142,7 @@ def test_a_fresh_environment_without_an_index_runs_flatshift_and_a_rehearsal(tmp
     venv.create(tmp_path / "machine", with_pip=True)
     python, links = tmp_path / "machine/bin/python", tmp_path / "links"
     links.mkdir()
-    for name in closure(bundle.ASSUMED):
+    for name in dependency_closure(bundle.ASSUMED):
         try:
             there = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:

@@ -13,7 +13,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from flatshift.finetune.data.chat.answers import AssistantSpans, RenderedConversation
 from flatshift.finetune.data.chat.conversation import read_conversation
 from flatshift.finetune.data.chat.template import ChatTemplate
-from flatshift.finetune.data.chat.tokens import TokenMap
+from flatshift.finetune.data.chat.tokens import ConversationTokeniser
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Chat
@@ -220,7 +220,7 @@ def test_an_edge_inside_a_token_is_tokenised_in_pieces():
     text = "user:\n\nassistant: answer<eos>\n\n"
     at = text.index("answer")
     assert len(tokenizer("assistant: answer")["input_ids"]) < len(tokenizer("assistant: ")["input_ids"]) + 6
-    tokens = TokenMap(tokenizer)
+    tokens = ConversationTokeniser(tokenizer)
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     (inside,) = tokens.samples([RenderedConversation(text, ((at, at + len("answer<eos>")),), at)])
     assert inside.cut and inside.ids != whole
@@ -242,9 +242,9 @@ def test_a_tokenizer_that_does_not_tell_places():
     )  # fmt: skip
     told = [{"role": "user", "content": "größe 🙂"}, {"role": "assistant", "content": "naïve 🙂"}]
     tokenizer.chat_template = template
-    answers = AssistantSpans(ChatTemplate(tokenizer, Chat()), TokenMap(tokenizer).places)
+    answers = AssistantSpans(ChatTemplate(tokenizer, Chat()), ConversationTokeniser(tokenizer).places)
     samples = answers.samples(read_conversation(row(messages=told)), last_only=False)
-    (found,) = TokenMap(tokenizer).samples(samples)
+    (found,) = ConversationTokeniser(tokenizer).samples(samples)
     on = [token for token, yes in zip(found.ids, found.supervised, strict=True) if yes]
     assert tokenizer.decode(on) == "naïve 🙂</s>"
     assert sum(size for size, yes in zip(found.sizes, found.supervised, strict=True) if yes) == len("naïve 🙂".encode())

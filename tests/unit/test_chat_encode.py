@@ -10,7 +10,7 @@ from flatshift.finetune.config import Evaluate
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
-from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.data.panel import format_first_batch
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.answers import generate_answers
 from flatshift.finetune.evaluate.evaluator import evaluate
@@ -110,7 +110,7 @@ def test_the_panel_marks_every_answer():
     found = encoded([row(0, **CONVERSATIONS["system"]), row(1, **CONVERSATIONS["single"])], max_length=128).examples
     batches = TrainingDataLoader(found, task=PLAIN, batch_size=1, seed=0, max_length=128, pad_id=0)
     assert batches.packed
-    panel = first_batch_panel(batches.at(0)[0], TOKENIZER, PLAIN)
+    panel = format_first_batch(batches.at(0)[0], TOKENIZER, PLAIN)
     assert "Who wrote Faust?\n     Assistant:⟦ Goethe.<eos>⟧\n     User: When?\n     Assistant:⟦ 1808.<eos>⟧" in panel
     assert "Assistant:⟦ 4<eos>⟧" in panel
     total = sum(len(supervised(example)) for example in found)

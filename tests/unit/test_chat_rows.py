@@ -8,7 +8,7 @@ import json
 import pytest
 
 from flatshift.finetune.config import Columns
-from flatshift.finetune.data.chat.conversation import open_turns, read_conversation
+from flatshift.finetune.data.chat.conversation import read_conversation, read_unanswered_turns
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.errors import UserError
@@ -65,7 +65,7 @@ def test_columns_of_other_toolkits(tmp_path):
     notes = encode(rows, task=Chat(), tokenizer=TOKENIZER, max_length=256).notes
     assert "turns read from Alpaca's columns: instruction, input, output, system, history" in notes
     bare = list(read_rows([str(write_jsonl(tmp_path / "bare.jsonl", [{"instruction": "Hi"}]))], required=("messages",)))
-    assert open_turns(bare[0]) == [ASK]
+    assert read_unanswered_turns(bare[0]) == [ASK]
     for second, reason in (
         ({"conversations": [], "instruction": "a"}, r"mixed\.jsonl:2: columns 'conversations' and 'instruction' may"),
         ({"messages": [ASK, SAY]}, r"mixed\.jsonl:2: a row with 'messages', and those before have 'instruction'"),

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from flatshift.experiments.data import encode as tokens
-from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.finetune.data.chat.encode import ask, question
-from flatshift.finetune.data.chat.template import template_text
-from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.chat.encode import build_prompts, make_prompt_row
+from flatshift.finetune.data.chat.template import read_template
+from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Chat
@@ -52,12 +52,12 @@ def test_columns_give_back_what_was_encoded():
     rows = [row(i, **CONVERSATIONS[name]) for i, name in enumerate(("single", "multi", "system"))]
     for score in ("generate", "perplexity"):
         found = encode(rows, task=Chat(score=score), tokenizer=tokenizer, max_length=512).examples
-        assert Examples.of(found) == found and len(found) > len(rows)
+        assert ColumnarExamples.of(found) == found and len(found) > len(rows)
         assert (found[0].prompt is None) == (found[0].stop is None) == (score == "perplexity")
 
 
 def test_a_mixture_streamed_or_cached_is_what_is_read_at_once(folder, monkeypatch):
-    plain = prepare(recipe_of(folder, **{"data.cache": "null"}))
+    plain = prepare_data(recipe_of(folder, **{"data.cache": "null"}))
     assert (
         plain.mixture.sizes == (30, 12)
         and [e.id.split("/")[0] for e in plain.train[28:32]] == ["sums"] * 2 + ["talk"] * 2
@@ -66,41 +66,41 @@ def test_a_mixture_streamed_or_cached_is_what_is_read_at_once(folder, monkeypatc
     assert [(split, said.split()[0]) for split, said in counted] == [
         ("train (sums)", "30"), ("train (talk)", "12"), ("dev", "6"),
     ]  # fmt: skip
-    made, again = prepare(recipe_of(folder)), prepare(recipe_of(folder))
+    made, again = prepare_data(recipe_of(folder)), prepare_data(recipe_of(folder))
     assert "kept in" in made.notes[0] and "read from" in again.notes[0]
     monkeypatch.setattr(tokens, "IN_MEMORY", 0)
     monkeypatch.setattr(tokens, "_CHUNK", 7)
-    for other in (made, again, prepare(recipe_of(folder, **{"data.cache": "null"}))):
+    for other in (made, again, prepare_data(recipe_of(folder, **{"data.cache": "null"}))):
         assert (other.train, other.dev, other.mixture) == (plain.train, plain.dev, plain.mixture)
         assert other.notes[-3:] == plain.notes[-3:]
 
 
 def test_another_text_of_the_template_is_another_entry_of_the_cache(folder):
     mine = folder / "mine.jinja"
-    mine.write_text(template_text("plain"), encoding="utf-8")
-    first = prepare(recipe_of(folder, **{"task.template": str(mine)}))
-    mine.write_text(template_text("plain").replace("User: ", "Q: "), encoding="utf-8")
-    second = prepare(recipe_of(folder, **{"task.template": str(mine)}))
+    mine.write_text(read_template("plain"), encoding="utf-8")
+    first = prepare_data(recipe_of(folder, **{"task.template": str(mine)}))
+    mine.write_text(read_template("plain").replace("User: ", "Q: "), encoding="utf-8")
+    second = prepare_data(recipe_of(folder, **{"task.template": str(mine)}))
     assert "kept in" in second.notes[0] and first.train != second.train
 
 
 def test_shares_are_of_all_rows_of_a_part_however_they_come(folder, monkeypatch):
     write_jsonl(folder / "talk.jsonl", [talk("word " * (1 if i else 60)) for i in range(12)])
     monkeypatch.setattr(tokens, "_CHUNK", 2)  # in the first chunk one row of two is cut
-    assert len(prepare(recipe_of(folder)).train) == 42
+    assert len(prepare_data(recipe_of(folder)).train) == 42
     with pytest.raises(UserError, match=r"talk\.jsonl: 1 of 12 rows have an answer that is cut"):
-        prepare(recipe_of(folder, **{"task.max_truncated": 0.05}))
+        prepare_data(recipe_of(folder, **{"task.max_truncated": 0.05}))
 
 
 def test_longer_samples_are_left_out_or_refused_where_that_is_asked_for(folder):
     write_jsonl(folder / "talk.jsonl", [talk("word " * (1 if i else 60)) for i in range(12)])
-    dropped = prepare(recipe_of(folder, **{"train.overlong": "drop"}))
+    dropped = prepare_data(recipe_of(folder, **{"train.overlong": "drop"}))
     assert dropped.dropped == 1 and dropped.mixture.sizes == (30, 11) and dropped.truncated == 0
     with pytest.raises(UserError, match=r"talk\.jsonl:1: this sample is longer than train.max_length = 64"):
-        prepare(recipe_of(folder, **{"train.overlong": "refuse"}))
+        prepare_data(recipe_of(folder, **{"train.overlong": "refuse"}))
     with pytest.raises(UserError, match=r"train.truncation: a conversation .* loses its right end"):
-        prepare(recipe_of(folder, **{"train.truncation": "left"}))
-    assert prepare(recipe_of(folder, **{"train.truncation": "right"})).truncated == 1
+        prepare_data(recipe_of(folder, **{"train.truncation": "left"}))
+    assert prepare_data(recipe_of(folder, **{"train.truncation": "right"})).truncated == 1
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "phi3", "deepseek_r1_distill", "gptoss", "gemma4", None])
@@ -113,15 +113,17 @@ def test_prompts_are_those_that_a_trained_answer_follows(name):
     ]
     without = [row(i, messages=r.values["messages"][:-1]) for i, r in enumerate(rows)]
     for some in (rows, without):
-        asked, skipped = ask(some, task=task, tokenizer=tokenizer)
+        asked, skipped = build_prompts(some, task=task, tokenizer=tokenizer)
         assert [(one.ids, one.stop) for one in asked] == [(e.prompt, e.stop) for e in trained] and not skipped
 
 
 def test_a_question_is_a_turn_of_the_user_behind_the_system_turn_of_the_task():
-    (one,), _ = ask([question("Why?", 1)], task=Chat(template="plain", system="Be brief."), tokenizer=byte_tokenizer())
+    (one,), _ = build_prompts(
+        [make_prompt_row("Why?", 1)], task=Chat(template="plain", system="Be brief."), tokenizer=byte_tokenizer()
+    )
     assert one.text == "<bos>Be brief.\n\nUser: Why?\nAssistant:" and one.id == "prompt-1"
     bad = row(0, messages=[{"role": "system", "content": "x"}])
     with pytest.raises(UserError, match=r"rows\.jsonl:1: the conversation has no turn that the assistant"):
-        ask([bad], task=Chat(template="plain"), tokenizer=byte_tokenizer())
-    asked, skipped = ask([bad], task=Chat(template="plain"), tokenizer=byte_tokenizer(), bad_rows="skip")
+        build_prompts([bad], task=Chat(template="plain"), tokenizer=byte_tokenizer())
+    asked, skipped = build_prompts([bad], task=Chat(template="plain"), tokenizer=byte_tokenizer(), bad_rows="skip")
     assert not asked and len(skipped) == 1

@@ -9,10 +9,10 @@ import pytest
 
 from flatshift.finetune.data.chat.template import (
     ChatTemplate,
-    resolved_template,
+    describe_template,
+    list_shipped_templates,
+    resolve_template,
     set_template,
-    shipped_templates,
-    template_line,
 )
 from flatshift.finetune.data.encoding import IGNORE, encode
 from flatshift.finetune.errors import UserError
@@ -106,7 +106,7 @@ def encoded(name, talk, **settings):
 
 
 def test_every_template_that_ships_is_written_down_here():
-    assert set(WRITTEN) == set(ASKED) == set(shipped_templates())
+    assert set(WRITTEN) == set(ASKED) == set(list_shipped_templates())
 
 
 @pytest.mark.parametrize("name", list(WRITTEN))
@@ -180,11 +180,11 @@ def test_auto_is_the_tokenizers_own_else_the_one_for_bases():
     assert marked(encode(rows, task=Chat(), tokenizer=none, max_length=512), none) == (
         "<bos><|user|>\nWho wrote Faust?\n<|assistant|>\n⟦Goethe.<eos>⟧\n"
     )
-    assert (resolved_template("auto", own), resolved_template("auto", none)) == ("auto", "base")
-    assert template_line("auto", own) == "chat template: the tokenizer's own"
-    assert template_line("auto", none).startswith("chat template: base, as the tokenizer has none: <|user|> and ")
-    assert template_line("plain", own) == "chat template: plain, in place of the tokenizer's own"
-    assert template_line("plain", none) == "chat template: plain"
+    assert (resolve_template("auto", own), resolve_template("auto", none)) == ("auto", "base")
+    assert describe_template("auto", own) == "chat template: the tokenizer's own"
+    assert describe_template("auto", none).startswith("chat template: base, as the tokenizer has none: <|user|> and ")
+    assert describe_template("plain", own) == "chat template: plain, in place of the tokenizer's own"
+    assert describe_template("plain", none) == "chat template: plain"
 
 
 def test_arguments_reach_the_template_and_travel_with_the_tokenizer():

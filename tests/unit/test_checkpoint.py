@@ -11,12 +11,12 @@ import torch
 from flatshift.finetune.errors import Interrupted
 from flatshift.finetune.train import checkpointer as module
 from flatshift.finetune.train.checkpointer import (
+    checkpoint_steps,
     drop_checkpoints,
+    flatten_groups,
     latest_checkpoint,
-    pack,
     save_checkpoint,
-    steps,
-    unpack,
+    select_group,
 )
 
 
@@ -41,7 +41,7 @@ def test_round_trip_and_retention(tmp_path, warnings):
     assert latest(tmp_path / "absent", warnings) is None
     for step in (9, 10, 100):
         save(tmp_path, step, keep=2)
-    assert steps(tmp_path) == [100, 10]
+    assert checkpoint_steps(tmp_path) == [100, 10]
     found = latest(tmp_path, warnings)
     assert found.step == 100 and found.meta["tokens"] == 1000 and warnings == []
     assert all(torch.equal(found.tensors[n], t) for n, t in tensors(100).items())
@@ -67,7 +67,7 @@ def test_a_damaged_newest_falls_back_with_a_warning_and_does_not_count_among_the
     found = latest(tmp_path, warnings)
     assert found.step == 10 and len(warnings) == 1 and "step-20 is damaged" in warnings[0]
     save(tmp_path, 15, keep=1)
-    assert steps(tmp_path) == [15]
+    assert checkpoint_steps(tmp_path) == [15]
 
 
 def flip(path):
@@ -89,7 +89,7 @@ def test_other_stages_are_not_taken_and_dropped_when_the_next_begins(tmp_path, w
     assert latest(tmp_path, warnings, stage="fine-tune") is None
     save(tmp_path, 5, stage="fine-tune")
     drop_checkpoints(tmp_path, other_than="fine-tune")
-    assert steps(tmp_path) == [5] and warnings == []
+    assert checkpoint_steps(tmp_path) == [5] and warnings == []
 
 
 @pytest.mark.parametrize("place", ["safetensors", "json"])
@@ -118,13 +118,13 @@ def test_a_full_disk_interrupts_and_keeps_what_was_there(place, tmp_path, warnin
 
 def test_a_save_that_does_not_read_back_is_our_error(tmp_path, monkeypatch):
     digests = iter("abc")
-    monkeypatch.setattr(module, "digest", lambda path: next(digests))
+    monkeypatch.setattr(module, "file_sha256", lambda path: next(digests))
     with pytest.raises(RuntimeError, match="does not read back"):
         save(tmp_path, 10)
 
 
 def test_groups_and_the_json_half_is_readable_by_anyone(tmp_path):
-    packed = pack(a={"x": torch.ones(1)}, b={"x": torch.zeros(1), "y/z": torch.ones(2)})
-    assert unpack(packed, "b").keys() == {"x", "y/z"} and unpack(packed, "c") == {}
+    packed = flatten_groups(a={"x": torch.ones(1)}, b={"x": torch.zeros(1), "y/z": torch.ones(2)})
+    assert select_group(packed, "b").keys() == {"x", "y/z"} and select_group(packed, "c") == {}
     record = json.loads((save(tmp_path, 3) / "state.json").read_text())
     assert record["step"] == 3 and record["stage"] == "s" and len(record["sha256"]) == 64

@@ -349,7 +349,7 @@ def test_rows_that_a_killed_save_left_half_written_are_swept(made, tmp_path: Pat
 
 
 def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: Path) -> None:
-    from flatshift.experiments.data.splits import prepare
+    from flatshift.experiments.data.splits import prepare_data
     from flatshift.experiments.workflows.build import load_model
 
     recipe, _, _ = made
@@ -360,7 +360,7 @@ def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: 
         plan.run("final", m, "easy", s, Setting(1e-2)).cell for m, s in (("plain", 0), ("ggpo", 0), ("plain", 1))
     )
     trial = plan.run("trial", "plain", "easy", 1_000_003, Setting(1e-2)).cell
-    prepared = {cell.key: prepare(cell.resolved.recipe) for cell in (one, other, later, trial)}
+    prepared = {cell.key: prepare_data(cell.resolved.recipe) for cell in (one, other, later, trial)}
     assert len(prepared) == 4
     rows = [[example.id for example in prepared[cell.key].train] for cell in (one, other, later)]
     assert rows[0] == rows[1] != rows[2] and len(rows[0]) == 40 and not prepared[one.key].dev

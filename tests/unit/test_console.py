@@ -7,22 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatshift.experiments.run.console import Console, never_silent, others_speak
+from flatshift.experiments.run.console import Console, pause_heartbeat, print_heartbeat
 from flatshift.finetune.errors import Interrupted
 
 
 def test_silence_is_broken_unless_somebody_else_speaks(capsys: pytest.CaptureFixture[str]) -> None:
-    with never_silent("flatshift merge", every=0.05):
+    with print_heartbeat("flatshift merge", every=0.05):
         time.sleep(0.4)
     told = capsys.readouterr().err.splitlines()
     assert 2 <= len(told) <= 4 and set(told) == {"flatshift merge: at work for 0 s"}  # ever more rarely into a pipe
     console = Console()
-    with never_silent("flatshift train", every=1.0):
+    with print_heartbeat("flatshift train", every=1.0):
         for _ in range(12):
             console.say("loss")
             time.sleep(0.1)
     assert "at work" not in capsys.readouterr().err
-    with never_silent("flatshift train", every=0.05), others_speak():
+    with print_heartbeat("flatshift train", every=0.05), pause_heartbeat():
         time.sleep(0.2)
     time.sleep(0.1)  # and none after its end
     assert not capsys.readouterr().err

@@ -12,7 +12,7 @@ from flatshift.finetune.data.batches import TrainingDataLoader, pack_order
 from flatshift.finetune.data.encoding import IGNORE, encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.panel import first_batch_panel, panel_spans
+from flatshift.finetune.data.panel import format_first_batch, split_batch_spans
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows
@@ -149,23 +149,23 @@ def test_panel_marks_exactly_the_supervised_tokens():
     examples = encode(rows, task=task, tokenizer=TOKENIZER, max_length=64).examples
     micro = TrainingDataLoader(examples, task=task, batch_size=1, seed=0, max_length=64, pad_id=0).at(0)[0]
     assert micro.samples == 2
-    panel = first_batch_panel(micro, TOKENIZER, task)
+    panel = format_first_batch(micro, TOKENIZER, task)
     assert "<bos>größe =>⟦ good<eos>⟧" in panel and "<bos>the 🙂 =>⟦ bad<eos>⟧" in panel
     assert f"1 rows, 2 samples, {sum(len(e.input_ids) for e in examples)} tokens" in panel
     assert "<pad>" not in panel
-    spans = panel_spans(micro, TOKENIZER)
+    spans = split_batch_spans(micro, TOKENIZER)
     assert [[span.supervised for span in sample] for sample in spans] == [[False, True]] * 2
 
 
 def test_panel_of_classes_and_of_long_texts():
     examples = encode(text_rows(3), task=Classify(), tokenizer=TOKENIZER, max_length=64).examples
     (micro,) = EvalBatching(3, 0).batches(examples, Classify())
-    panel = first_batch_panel(micro, TOKENIZER, Classify(), label_names=("bad", "good", "neutral"), samples=2)
+    panel = format_first_batch(micro, TOKENIZER, Classify(), label_names=("bad", "good", "neutral"), samples=2)
     name = ("bad", "good", "neutral")[int(micro.labels[0])]
     assert f"→ ⟦{name}⟧" in panel and "… and 1 more" in panel
     examples = encode([row(text="the cat " * 300)], task=LanguageModel(), tokenizer=TOKENIZER, max_length=900).examples
     (micro,) = EvalBatching(1, 0).batches(examples, LanguageModel())
-    panel = first_batch_panel(micro, TOKENIZER, LanguageModel(), width=100)
+    panel = format_first_batch(micro, TOKENIZER, LanguageModel(), width=100)
     assert panel.count("⟦") == panel.count("⟧") == 2 and len(panel) < 250
 
 
@@ -173,4 +173,4 @@ def test_panel_refuses_a_batch_with_nothing_supervised():
     example = Example([1, 5, 6], [IGNORE] * 3, "a", "rows.jsonl:1")
     (micro,) = EvalBatching(1, 0).batches([example], LanguageModel())
     with pytest.raises(UserError, match="no supervised token"):
-        first_batch_panel(micro, TOKENIZER, LanguageModel())
+        format_first_batch(micro, TOKENIZER, LanguageModel())

@@ -12,7 +12,7 @@ import pytest
 
 from flatshift.finetune import cache_directory
 from flatshift.finetune.data.batches import TrainingDataLoader
-from flatshift.finetune.data.columns import _KNOWN, Examples, ExampleWriter, open_examples
+from flatshift.finetune.data.columns import _KNOWN, ColumnarExamples, ExampleWriter, open_examples
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
@@ -43,7 +43,7 @@ def encoded(kind: str, count: int = 60) -> list[Example]:
     return encode(rows, task=KINDS[kind], tokenizer=tokenizer, max_length=48, decoder_start=0).examples
 
 
-def write(examples, folder=None, paths=("rows.jsonl",), run=7) -> Examples:
+def write(examples, folder=None, paths=("rows.jsonl",), run=7) -> ColumnarExamples:
     writer = ExampleWriter(paths, folder)
     for low in range(0, len(examples), run):
         writer.add(examples[low : low + run])
@@ -184,7 +184,7 @@ def test_the_oldest_entries_make_room(tmp_path, monkeypatch):
     cache = TokenCache(tmp_path)
     for key in ("old", "mid", "new"):
         cache.get(key, make)
-    size = cache_directory.kept(tmp_path)[0].bytes
+    size = cache_directory.list_cache_entries(tmp_path)[0].bytes
     for age, key in ((300, "mid"), (200, "old"), (100, "new")):
         then = time.time() - age
         os.utime(tmp_path / f"tokens-{key}" / "about.json", (then, then))
@@ -193,7 +193,11 @@ def test_the_oldest_entries_make_room(tmp_path, monkeypatch):
     open_now = open_examples(tmp_path / "tokens-old", 60, ["rows.jsonl"])
     notes = cache.get("last", make).notes
     assert any("1 older entries made room" in note for note in notes)
-    assert {entry.path.name for entry in cache_directory.kept(tmp_path)} == {"tokens-mid", "tokens-new", "tokens-last"}
+    assert {entry.path.name for entry in cache_directory.list_cache_entries(tmp_path)} == {
+        "tokens-mid",
+        "tokens-new",
+        "tokens-last",
+    }
     assert list(open_now) == encoded("classify")  # who reads it goes on reading
     monkeypatch.setenv(cache_directory.LIMIT, "much")
     with pytest.raises(UserError, match="not a size in GiB"):

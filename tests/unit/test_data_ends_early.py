@@ -9,7 +9,7 @@ import types
 import pytest
 
 from flatshift.experiments.data import encode
-from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.data.mixture import Mixture
 from flatshift.finetune.data.rows import read_rows
@@ -77,20 +77,20 @@ def hub(monkeypatch):
 )
 def test_fewer_rows_than_are_asked_for(train, words, streamed, recipe_of):
     with pytest.raises(UserError, match=words):
-        prepare(recipe_of(train, streamed=streamed))
+        prepare_data(recipe_of(train, streamed=streamed))
 
 
 @STREAMED
 def test_rows_of_which_none_is_usable_end_a_run_before_it_trains(streamed, recipe_of):
     skip = {"data.bad_rows": "skip", "streamed": streamed}
     with pytest.raises(UserError, match=r"^no train row is left: 3 were skipped, the first for .*blank\.jsonl:1: "):
-        prepare(recipe_of("{files: [DIR/blank.jsonl]}", **skip))
+        prepare_data(recipe_of("{files: [DIR/blank.jsonl]}", **skip))
     both = "{sources: {a: {files: [DIR/rows.jsonl]}, b: {files: [DIR/blank.jsonl]}}}"
     with pytest.raises(UserError, match=r"data\.train\.sources\.b has no usable row; give it rows, or weight 0"):
-        prepare(recipe_of(both, **skip))
+        prepare_data(recipe_of(both, **skip))
     with pytest.raises(UserError, match=r"^no dev row is left: 3 were skipped"):
-        prepare(recipe_of("{files: [DIR/rows.jsonl]}\n  dev: {files: [DIR/blank.jsonl]}", **skip))
-    kept = prepare(recipe_of("{files: [DIR/rows.jsonl, DIR/blank.jsonl]}", **skip))
+        prepare_data(recipe_of("{files: [DIR/rows.jsonl]}\n  dev: {files: [DIR/blank.jsonl]}", **skip))
+    kept = prepare_data(recipe_of("{files: [DIR/rows.jsonl, DIR/blank.jsonl]}", **skip))
     assert len(kept.train) == 12 and len(kept.skipped) == 3
 
 
@@ -104,15 +104,15 @@ def test_a_stream_that_has_other_rows_when_it_is_read_again(second, words, hub, 
     """Classes are counted first: the second pass must be of the same rows, or what was set apart is not."""
     hub(Hub(12, second))
     with pytest.raises(UserError, match=rf"data\.train: 12 rows were counted and {words} when .* ended early"):
-        prepare(recipe_of('{files: ["hub:a/b:train"]}', task="classify"))
+        prepare_data(recipe_of('{files: ["hub:a/b:train"]}', task="classify"))
     hub(Hub(12))
-    assert len(prepare(recipe_of('{files: ["hub:a/b:train"]}', task="classify")).train) == 12
+    assert len(prepare_data(recipe_of('{files: ["hub:a/b:train"]}', task="classify")).train) == 12
 
 
 def test_a_stream_that_breaks_off_names_the_record(hub, recipe_of):
     hub(Hub(7, fails=True))
     with pytest.raises(UserError, match=r"hub:a/b:train: the data set breaks off at record 8 \(the hub went away\)$"):
-        prepare(recipe_of('{files: ["hub:a/b:train"]}'))
+        prepare_data(recipe_of('{files: ["hub:a/b:train"]}'))
 
 
 def test_a_saved_data_set_that_is_cut_short_is_named(tmp_path, monkeypatch):

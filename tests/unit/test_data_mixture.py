@@ -11,7 +11,7 @@ import pytest
 
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.mixture import Epochs, Mixed, Mixture, Proportions
+from flatshift.finetune.data.mixture import EpochSampler, Mixture, MixtureSampler, SampleProportions
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel
 from tests.data_models import byte_tokenizer, text_rows
@@ -24,7 +24,7 @@ MIXTURE = Mixture(("a", "b", "c"), WEIGHTS, SIZES)
 def worst(weights, length) -> Fraction:
     """The largest |c_i(n) − n w_i| over every prefix; in whole numbers, ten-thousandths of the weights."""
     whole = np.array([round(Fraction(repr(weight)) * 10**4) for weight in weights])
-    drawn = Proportions(weights).sources(0, length)
+    drawn = SampleProportions(weights).sources(0, length)
     counts = np.cumsum(drawn[:, None] == np.arange(len(weights)), axis=0)
     places = np.arange(1, length + 1)[:, None]
     return Fraction(int(np.abs(counts * whole.sum() - places * whole).max()), int(whole.sum()))
@@ -59,18 +59,18 @@ def test_the_largest_deficit_first_would_not_keep_it():
 
 
 def test_the_sequence_repeats_and_any_place_can_be_asked_for_first():
-    proportions = Proportions([0.7, 0.2, 0.1])
+    proportions = SampleProportions([0.7, 0.2, 0.1])
     assert (proportions.parts, proportions.period) == ([7, 2, 1], 10)
     assert Counter(proportions.sources(0, 10).tolist()) == {0: 7, 1: 2, 2: 1}
     long = [0.3333, 0.6667, 0.0123]
-    forward, fresh = Proportions(long), Proportions(long)
+    forward, fresh = SampleProportions(long), SampleProportions(long)
     whole = forward.sources(0, 30_000)
     assert (fresh.sources(20_123, 20_200) == whole[20_123:20_200]).all()
     for n in (0, 1, 4095, 4096, 4097, 20_000, 10_123 * 7 + 5):
-        assert (Proportions(long).counts(n) == np.bincount(forward.sources(0, n), minlength=3)).all() or n == 0
-    assert Proportions(long).counts(0).tolist() == [0, 0, 0]
-    assert (Proportions([2, 0, 1]).sources(0, 9) != 1).all()
-    assert Proportions([4.2]).sources(3, 6).tolist() == [0, 0, 0]
+        assert (SampleProportions(long).counts(n) == np.bincount(forward.sources(0, n), minlength=3)).all() or n == 0
+    assert SampleProportions(long).counts(0).tolist() == [0, 0, 0]
+    assert (SampleProportions([2, 0, 1]).sources(0, 9) != 1).all()
+    assert SampleProportions([4.2]).sources(3, 6).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_the_sequence_repeats_and_any_place_can_be_asked_for_first():
 )
 def test_weights_that_are_none(weights, words):
     with pytest.raises(UserError, match=words):
-        Proportions(weights)
+        SampleProportions(weights)
 
 
 def test_each_source_goes_through_its_own_epochs():
-    stream = Mixed(MIXTURE, seed=3)
+    stream = MixtureSampler(MIXTURE, seed=3)
     drawn, epochs = stream.draw(0, 500)
     starts = np.concatenate([[0], np.cumsum(SIZES)])
     for i, size in enumerate(SIZES):
@@ -95,16 +95,16 @@ def test_each_source_goes_through_its_own_epochs():
             assert (turn[e * size : (e + 1) * size] == e).all()
         assert own[:size].tolist() != own[size : 2 * size].tolist()
     for first in (0, 1, 123, 499):
-        again = Mixed(MIXTURE, seed=3).draw(first, 500)
+        again = MixtureSampler(MIXTURE, seed=3).draw(first, 500)
         assert (again[0] == drawn[first:]).all() and (again[1] == epochs[first:]).all()
     # Another source, or none, changes nothing in the order of this one.
-    alone = Mixed(Mixture(("a",), (1.0,), (20,)), seed=3).draw(0, 40)[0]
+    alone = MixtureSampler(Mixture(("a",), (1.0,), (20,)), seed=3).draw(0, 40)[0]
     assert alone.tolist() == drawn[drawn < 20][:40].tolist()
 
 
 def test_epochs_are_the_permutations_one_behind_another():
-    stream = Epochs(7, 4)
-    naive = np.concatenate([Epochs(7, 4).order(e) for e in range(5)])
+    stream = EpochSampler(7, 4)
+    naive = np.concatenate([EpochSampler(7, 4).order(e) for e in range(5)])
     for first, stop in itertools.combinations(range(0, 35, 3), 2):
         drawn, epochs = stream.draw(first, stop)
         assert drawn.tolist() == naive[first:stop].tolist()
@@ -204,4 +204,4 @@ def test_a_source_comes_again_exactly_when_its_examples_are_used_up(task, group)
 
 def test_a_source_without_samples_is_refused():
     with pytest.raises(UserError, match=r"data\.train\.sources\.b has no usable row"):
-        Mixed(Mixture(("a", "b"), (1, 1), (3, 0)), seed=0)
+        MixtureSampler(Mixture(("a", "b"), (1, 1), (3, 0)), seed=0)

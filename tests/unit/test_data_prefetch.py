@@ -18,7 +18,7 @@ from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM
 from flatshift.finetune.train import prefetch
-from flatshift.finetune.train.prefetch import Prefetch, with_prefetch
+from flatshift.finetune.train.prefetch import Prefetcher, with_prefetch
 from tests.data_models import bert_tokenizer, byte_tokenizer, text_rows
 from tests.finetune_models import save_backbone
 from tests.stage_runs import run_or_stop
@@ -84,7 +84,7 @@ def same(one, other):
     ids=repr,
 )
 def test_the_same_batches_in_the_same_order_whatever_is_asked(task):
-    plain, ahead = batches_of(task), Prefetch(batches_of(task), FakeLane())
+    plain, ahead = batches_of(task), Prefetcher(batches_of(task), FakeLane())
     assert ahead.packed == plain.packed
     # one after the other, twice (two passes over one batch), back, and a leap (left out after a spike)
     for step in (0, 1, 2, 2, 3, 0, 9, 10, 11, 5):
@@ -100,7 +100,7 @@ def test_the_same_batches_in_the_same_order_whatever_is_asked(task):
 
 def test_the_next_update_is_sent_while_this_one_computes_and_waited_for_where_it_is_used():
     lane = FakeLane()
-    ahead = Prefetch(batches_of(LanguageModel()), lane)
+    ahead = Prefetcher(batches_of(LanguageModel()), lane)
     first = ahead.at(0)
     for _ in range(4):  # two micro-batches of update 0 and, unasked, two of update 1
         assert lane.sent.acquire(timeout=30)
@@ -118,7 +118,7 @@ def test_the_next_update_is_sent_while_this_one_computes_and_waited_for_where_it
 
 
 def test_another_device_gets_a_copy_of_its_own():
-    ahead = Prefetch(batches_of(LanguageModel()), FakeLane())
+    ahead = Prefetcher(batches_of(LanguageModel()), FakeLane())
     (micro, _) = ahead.at(0)
     assert micro.to("meta").labels.is_meta and ("join", 0) not in ahead._lane.log
     ahead.close()
@@ -140,7 +140,7 @@ class Broken:
 
 
 def test_an_error_is_raised_where_its_step_is_asked_for():
-    ahead = Prefetch(Broken(batches_of(LanguageModel()), 2), FakeLane())
+    ahead = Prefetcher(Broken(batches_of(LanguageModel()), 2), FakeLane())
     ahead.at(0)
     ahead.at(1)  # begins step 2, which fails unseen
     with pytest.raises(OSError, match="row of step 2"):
@@ -173,7 +173,7 @@ def rehearsed(monkeypatch):
     """The CPU taken for a CUDA device by the prefetch alone."""
     lanes = []
     monkeypatch.setattr(prefetch, "is_cuda", lambda device: True)
-    monkeypatch.setattr(prefetch, "CudaLane", lambda device: lanes.append(FakeLane()) or lanes[-1])
+    monkeypatch.setattr(prefetch, "CudaTransfer", lambda device: lanes.append(FakeLane()) or lanes[-1])
     return lanes
 
 

@@ -25,9 +25,9 @@ import pytest
 import flatshift
 from flatshift.cli import run
 from flatshift.finetune.data import formats, remote
-from flatshift.finetune.data.files import describe, expand
+from flatshift.finetune.data.files import describe_files, expand_files
 from flatshift.finetune.data.rows import read_rows
-from flatshift.finetune.errors import UserError, address_of, is_remote, user_path
+from flatshift.finetune.errors import UserError, is_remote, store_address, user_path
 from tests.object_store import ObjectStore, Put, bucket, forget_clients, object_store
 
 fsspec = pytest.importorskip("fsspec")
@@ -84,7 +84,7 @@ def test_every_form_is_read_as_from_disk(tmp_path: Path, memory, name: str) -> N
     (tmp_path / name).write_bytes(FORMS[name])
     place = memory({name: FORMS[name]})
     assert texts(f"{place}/{name}") == texts(str(tmp_path / name)) == [row["text"] for row in ROWS]
-    (here,), (there,) = describe([str(tmp_path / name)]), describe([f"{place}/{name}"])
+    (here,), (there,) = describe_files([str(tmp_path / name)]), describe_files([f"{place}/{name}"])
     assert there["path"] == f"{place}/{name}" and there["version"]["modified"] and "version" not in here
     assert {key: here[key] for key in ("sha256", "bytes", "rows")} == {
         key: there[key] for key in ("sha256", "bytes", "rows")
@@ -104,9 +104,9 @@ def test_patterns_and_directories_are_sorted_as_local_ones(tmp_path: Path, memor
         (tmp_path / name).write_bytes(LINES)
     place = memory({name: LINES for name in names})
     for pattern in ("", "/*.jsonl", "/*/*.jsonl", "/a*.jsonl"):
-        here = [str(path.relative_to(tmp_path)) for path in expand([f"{tmp_path}{pattern}"])]
-        assert [str(file).removeprefix(f"{place}/") for file in expand([f"{place}{pattern}"])] == here
-    assert [str(file) for file in expand([f"{place}/"])] == [str(file) for file in expand([place])]
+        here = [str(path.relative_to(tmp_path)) for path in expand_files([f"{tmp_path}{pattern}"])]
+        assert [str(file).removeprefix(f"{place}/") for file in expand_files([f"{place}{pattern}"])] == here
+    assert [str(file) for file in expand_files([f"{place}/"])] == [str(file) for file in expand_files([place])]
 
 
 @contextlib.contextmanager
@@ -144,12 +144,12 @@ def test_what_is_not_there_is_one_sentence(memory) -> None:
         "pool.txt": "no such object",
     }.items():
         with pytest.raises(UserError) as refused:
-            expand([f"{place}/{name}" if name else place])
+            expand_files([f"{place}/{name}" if name else place])
         assert told in str(refused.value) and str(refused.value).startswith(place)
     with pytest.raises(UserError, match="named twice"):
-        expand([f"{place}/pool.jsonl", f"{place}/*.jsonl"])
+        expand_files([f"{place}/pool.jsonl", f"{place}/*.jsonl"])
     with pytest.raises(UserError, match="cloud:// is no kind of store; known are s3://"):
-        expand(["cloud://bucket/pool.jsonl"])
+        expand_files(["cloud://bucket/pool.jsonl"])
 
 
 def test_an_object_cut_short_is_named(memory) -> None:
@@ -162,7 +162,7 @@ def test_an_object_that_changed_between_two_openings_is_refused(memory) -> None:
     place = memory({"a.jsonl": LINES})
     texts(f"{place}/a.jsonl")
     memory({"a.jsonl": LINES.replace(b"word1", b"WORD1")})
-    for again in (texts, lambda name: describe([name])):
+    for again in (texts, lambda name: describe_files([name])):
         with pytest.raises(UserError, match=r"a\.jsonl changed since this command first read it"):
             again(f"{place}/a.jsonl")
 
@@ -170,14 +170,14 @@ def test_an_object_that_changed_between_two_openings_is_refused(memory) -> None:
 def test_a_file_address_is_the_local_path(tmp_path: Path) -> None:
     (tmp_path / "with space.jsonl").write_bytes(LINES)
     for address in (f"file://{tmp_path}/with space.jsonl", f"file://{tmp_path}/with%20space.jsonl"):
-        assert expand([address]) == [tmp_path / "with space.jsonl"]
+        assert expand_files([address]) == [tmp_path / "with space.jsonl"]
 
 
 def test_addresses_are_told_from_paths() -> None:
     assert is_remote("s3://b/x") and is_remote("https://h/x.jsonl") and is_remote(Path("s3://b/x"))
     for name in ("pool.jsonl", "C:\\pool.jsonl", "a:b", "sample:pool", "hub:owner/name", "file:///x", "/s3:/x"):
         assert not is_remote(name)
-    assert address_of(Path("s3://b/x")) == address_of("s3://b/x") == "s3://b/x"
+    assert store_address(Path("s3://b/x")) == store_address("s3://b/x") == "s3://b/x"
     with pytest.raises(UserError, match="s3:/b/x: a local path is needed here"):
         user_path(Path("s3://b/x"))
 
@@ -203,7 +203,7 @@ def test_a_store_whose_package_is_missing_says_how_to_get_it(monkeypatch) -> Non
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     with pytest.raises(UserError, match=r"reading s3:// needs another package: pip install 'flatshift\[remote\]'"):
-        expand(["s3://b/x.jsonl"])
+        expand_files(["s3://b/x.jsonl"])
 
 
 def test_the_web_is_asked_again_after_waits(monkeypatch) -> None:
@@ -225,10 +225,10 @@ def test_the_web_without_parts_gives_small_objects(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     with web(tmp_path) as address:
         assert texts(f"{address}/a.jsonl?signed=1") == texts(f"{address}/a.jsonl") == [row["text"] for row in ROWS]
-        (told,) = describe([f"{address}/a.jsonl"])
+        (told,) = describe_files([f"{address}/a.jsonl"])
         assert told["rows"] == len(ROWS) and told["version"].keys() == {"modified"}
         with pytest.raises(UserError, match=r"no such object; did you mean http://127.0.0.1:\d+/a.jsonl\?"):
-            expand([f"{address}/aa.jsonl"])
+            expand_files([f"{address}/aa.jsonl"])
         with pytest.raises(UserError, match="the server gives no parts of an object; copy it to this machine first"):
             texts(f"{address}/big.jsonl")
 
@@ -269,27 +269,27 @@ def test_shards_on_s3_are_read_as_from_disk(lake, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     here = texts(f"{tmp_path}/pool")
     assert texts(f"{place}/pool/") == texts(f"{place}/pool/*.jsonl.gz") == here and len(here) == len(ROWS)
-    told = describe([f"{place}/pool"])
-    assert [line["sha256"] for line in told] == [line["sha256"] for line in describe([f"{tmp_path}/pool"])]
+    told = describe_files([f"{place}/pool"])
+    assert [line["sha256"] for line in told] == [line["sha256"] for line in describe_files([f"{tmp_path}/pool"])]
     assert all(line["version"]["etag"] and line["version"]["modified"] for line in told)
 
 
 def test_parquet_on_s3_is_read_by_range(lake, monkeypatch) -> None:
     got: list[int] = []
     random = np.random.default_rng(0)
-    part = remote._Blocks._part
+    part = remote._ObjectReader._part
 
     def counted(self, size: int) -> bytes:
         got.append(len(data := part(self, size)))
         return data
 
-    monkeypatch.setattr(remote._Blocks, "_part", counted)
+    monkeypatch.setattr(remote._ObjectReader, "_part", counted)
     monkeypatch.setattr(remote, "BLOCK", 1 << 16)
     rows = [{"text": random.bytes(512).hex(), "label": "1"} for _ in range(4000)]
     content = parquet(rows, row_group_size=500)
     name = f"{lake({'big.parquet': content})}/big.parquet"
-    (file,) = expand([name])
-    assert formats.count(file) == 4000 and sum(got) < len(content) / 10
+    (file,) = expand_files([name])
+    assert formats.count_records(file) == 4000 and sum(got) < len(content) / 10
     got.clear()
     read = read_rows([name])
     assert [next(read).values["text"] for _ in range(10)] == [row["text"] for row in rows[:10]]
@@ -306,13 +306,13 @@ def test_what_s3_refuses_is_one_sentence(lake, monkeypatch) -> None:
         f"{place}/nowhere/": "no such object",
     }.items():
         with pytest.raises(UserError) as refused:
-            expand([name])
+            expand_files([name])
         assert told in str(refused.value) and len(str(refused.value)) <= 300
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     forget_clients()
     with pytest.raises(UserError, match=r"no credentials for s3:// .*; set AWS_ACCESS_KEY_ID and"):
-        expand([f"{place}/pool/0.jsonl.gz"])
+        expand_files([f"{place}/pool/0.jsonl.gz"])
 
 
 def test_an_object_on_s3_that_changes_is_refused(lake, monkeypatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from flatshift.finetune.config import Columns
 from flatshift.finetune.data import formats
-from flatshift.finetune.data.files import describe, expand
+from flatshift.finetune.data.files import describe_files, expand_files
 from flatshift.finetune.data.formats import HubName
 from flatshift.finetune.data.rows import canonical_label, limit_rows, read_rows, require_rows
 from flatshift.finetune.errors import UserError
@@ -82,7 +82,7 @@ def test_one_truncated_shard_of_several_is_skipped_by_file(tmp_path, suffix):
     assert rows[-1].values["text"] == "last" and 1 <= len(rows) <= 10_000
     (told,) = skipped
     assert told.startswith(f"{broken}: corrupt or truncated") and f"; {len(rows) - 1:,} records before" in told
-    assert [about["rows"] for about in describe([str(tmp_path)])] == [None, 1]
+    assert [about["rows"] for about in describe_files([str(tmp_path)])] == [None, 1]
 
 
 def test_a_directory_of_shards_is_its_files_in_name_order(tmp_path):
@@ -118,7 +118,7 @@ def test_blank_lines_count_as_lines_and_a_bom_is_no_text(tmp_path):
         ("a", "0-0", f"{path}:1", 0),
         ("b", "0-3", f"{path}:4", 1),
     ]
-    assert describe([str(path)])[0]["rows"] == 2
+    assert describe_files([str(path)])[0]["rows"] == 2
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_csv_with_quoted_newlines_knows_its_lines(tmp_path):
         ("four", "4", "0-3", f"{path}:7"),
     ]
     assert skipped == [f"{path}:6: 1 fields where the header has 2"]
-    assert describe([str(path)])[0]["rows"] == 4
+    assert describe_files([str(path)])[0]["rows"] == 4
 
 
 def test_csv_problems(tmp_path):
@@ -268,7 +268,7 @@ def test_parquet(tmp_path):
     rows = list(read_rows([str(path)], required=("text", "label")))
     assert [row.values["text"] for row in rows] == [record["text"] for record in RECORDS]
     assert (rows[9].id, rows[9].where, rows[9].values["extra"]) == ("0-9", f"{path}:10", [9])
-    assert describe([str(path)])[0]["rows"] == 50
+    assert describe_files([str(path)])[0]["rows"] == 50
     path.write_bytes(path.read_bytes()[:-20])
     assert f"{path}: " in refused(path) and "Parquet" in refused(path)
 
@@ -281,7 +281,7 @@ def test_a_hub_name_has_a_configuration_a_revision_and_a_split():
         ("hub:a/b[2022.en]@abc:test", ("a/b", "2022.en", "abc", "test")),
     ):
         assert HubName.read(name) == parts and str(HubName.read(name)) == name
-    assert expand(["hub:a/b[x]:train"]) == [Path("hub:a/b[x]:train")]
+    assert expand_files(["hub:a/b[x]:train"]) == [Path("hub:a/b[x]:train")]
     for name in ("hub:", "hub:a[]:train", "hub:a[b:train", "hub::train"):
         assert f"{name}: not the name of a hub data set; write hub:NAME[CONFIG]@REV" in refused(name)
 
@@ -340,19 +340,19 @@ def test_arrow_makes_no_argument_up(tmp_path):
 def test_expand_sorts_globs_and_names_the_nearest(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.csv"):
         (tmp_path / name).write_text("")
-    assert [path.name for path in expand([f"{tmp_path}/*.jsonl", f"{tmp_path}/c.csv"])] == [
+    assert [path.name for path in expand_files([f"{tmp_path}/*.jsonl", f"{tmp_path}/c.csv"])] == [
         "a.jsonl",
         "b.jsonl",
         "c.csv",
     ]
     with pytest.raises(UserError, match=r"no file matches"):
-        expand([f"{tmp_path}/*.parquet"])
+        expand_files([f"{tmp_path}/*.parquet"])
     with pytest.raises(UserError, match=r"no such file; did you mean .*a\.jsonl"):
-        expand([f"{tmp_path}/aa.jsonl"])
+        expand_files([f"{tmp_path}/aa.jsonl"])
     with pytest.raises(UserError, match="there is no directory"):
-        expand([f"{tmp_path}/nowhere/a.jsonl"])
+        expand_files([f"{tmp_path}/nowhere/a.jsonl"])
     with pytest.raises(UserError, match="named twice"):
-        expand([f"{tmp_path}/a.jsonl", f"{tmp_path}/*.jsonl"])
+        expand_files([f"{tmp_path}/a.jsonl", f"{tmp_path}/*.jsonl"])
 
 
 def test_fields_between_semicolons(tmp_path):
@@ -382,16 +382,18 @@ def test_json_arrays_are_read_object_by_object(tmp_path, monkeypatch, chunk):
     for indent in (None, 2):
         for written in (told, []):
             path.write_text("\ufeff " + json.dumps(written, indent=indent, ensure_ascii=False) + "\n", "utf-8")
-            assert [record.values for record in formats.records(path)] == json.loads(path.read_text("utf-8-sig"))
-            assert formats.count(path) == len(written)
+            assert [record.values for record in formats.iter_records(path)] == json.loads(path.read_text("utf-8-sig"))
+            assert formats.count_records(path) == len(written)
         for more in ({}, {"version": [1, {"data": 2}]}):
             path.write_text(json.dumps({"data": told, **more}, indent=indent, ensure_ascii=False) + "\n", "utf-8")
-            assert [record.values for record in formats.records(path)] == told and formats.count(path) == len(told)
+            assert [record.values for record in formats.iter_records(path)] == told and formats.count_records(
+                path
+            ) == len(told)
     path.write_text('{"data": [{"text": "a"}]} {"data": []}')
     with pytest.raises(UserError, match="not valid JSON behind the rows of 'data'"):
-        list(formats.records(path))
+        list(formats.iter_records(path))
     path.write_text('{"data": [1, 2]}\n{"data": []}\n')  # rows with such a column
-    assert [record.values for record in formats.records(path)] == [{"data": [1, 2]}, {"data": []}]
+    assert [record.values for record in formats.iter_records(path)] == [{"data": [1, 2]}, {"data": []}]
     path.write_text('[{"text": "a"},\n 12,\n\n {"text": "b", "text": "c"},\n{"text": "d"}]')
     skipped: list[str] = []
     rows = list(read_rows([str(path)], bad_rows="skip", skipped=skipped))
@@ -431,7 +433,7 @@ def test_no_rows_says_why(tmp_path):
 
 def test_describe_digests_the_bytes_on_disk(tmp_path):
     path = compressed(write_jsonl(tmp_path / "a.jsonl", RECORDS), ".gz")
-    assert describe([str(path)]) == [
+    assert describe_files([str(path)]) == [
         {
             "path": str(path),
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),

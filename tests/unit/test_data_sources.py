@@ -10,16 +10,16 @@ import pytest
 
 from flatshift.experiments.data import encode as tokens
 from flatshift.experiments.data import splits
-from flatshift.experiments.data.sources import judged_train, supply, supply_lines
-from flatshift.experiments.data.splits import prepare, read_splits
+from flatshift.experiments.data.sources import count_source_epochs, format_source_epochs, sample_train_for_eval
+from flatshift.experiments.data.splits import prepare_data, read_splits
 from flatshift.experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.experiments.studies.cell import cell_of
-from flatshift.experiments.workflows.run_parts import recipe_inputs
+from flatshift.experiments.workflows.run_parts import list_input_files
 from flatshift.finetune.data.batches import TrainingDataLoader
-from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.files import describe
+from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
@@ -78,7 +78,7 @@ def same(a, b) -> bool:
 
 def test_sources_lie_one_behind_another_with_their_own_columns_and_limits(folder):
     recipe = recipe_of(folder, MIXED)
-    prepared = prepare(recipe)
+    prepared = prepare_data(recipe)
     mixture = prepared.mixture
     assert mixture.names == ("code", "talk") and mixture.weights == (3, 1)
     names = [example.id.split("/")[0] for example in prepared.train]
@@ -91,7 +91,7 @@ def test_sources_lie_one_behind_another_with_their_own_columns_and_limits(folder
     by_id = {f"code/{row.id}": row.values["text"] for row in code}
     assert all(example.where.startswith(str(folder / "code.jsonl:")) for example in prepared.train[:30])
     assert {example.id for example in prepared.train[:30]} <= set(by_id)
-    files = [entry["path"] for entry in describe(recipe_inputs(recipe))]
+    files = [entry["path"] for entry in describe_files(list_input_files(recipe))]
     assert files == [str(folder / "code.jsonl"), str(folder / "talk.jsonl")]
 
 
@@ -102,15 +102,15 @@ def test_a_second_text_or_an_id_under_a_name_that_no_row_has_is_refused(streamed
     text = "task: {kind: TASK}\ndata: {train: {files: [DIR/code.jsonl]}, dev: {files: [DIR/dev.jsonl]}}"
     pairs = text.replace("TASK", "classify")
     with pytest.raises(UserError, match=r"code\.jsonl: no column 'anwser'; did you mean 'answer'\? .*columns\.text2\)"):
-        prepare(recipe_of(folder, pairs, **{"data.columns.text2": "anwser"}))
+        prepare_data(recipe_of(folder, pairs, **{"data.columns.text2": "anwser"}))
     write_jsonl(folder / "dev.jsonl", [{"text": "dev", "label": "a"}])
     with pytest.raises(UserError, match=r"dev\.jsonl: no column 'answer'"):
-        prepare(recipe_of(folder, pairs, **{"data.columns.text2": "answer"}))
+        prepare_data(recipe_of(folder, pairs, **{"data.columns.text2": "answer"}))
     plain = text.replace("TASK", "language-model")
-    assert prepare(recipe_of(folder, plain, **{"data.columns.text2": "anwser"})).train  # which has no second text
+    assert prepare_data(recipe_of(folder, plain, **{"data.columns.text2": "anwser"})).train  # which has no second text
     with pytest.raises(UserError, match=r"code\.jsonl: no column 'uid'.*columns\.id\)"):
-        prepare(recipe_of(folder, plain, **{"data.columns.id": "uid"}))
-    assert prepare(recipe_of(folder, plain, **{"data.columns.id": "answer"})).dev[0].id == "0-0"
+        prepare_data(recipe_of(folder, plain, **{"data.columns.id": "uid"}))
+    assert prepare_data(recipe_of(folder, plain, **{"data.columns.id": "answer"})).dev[0].id == "0-0"
 
 
 PLAIN = """
@@ -134,11 +134,11 @@ MORE = [
 @pytest.mark.parametrize(("text", "more"), [case[1:] for case in MORE], ids=[case[0] for case in MORE])
 def test_streamed_and_cached_examples_are_those_of_rows_in_memory(text, more, folder, monkeypatch):
     recipe = recipe_of(folder, text, **more)
-    plain = prepare(recipe)
+    plain = prepare_data(recipe)
     kept = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, cache=str(folder / "cache")))
-    assert same(prepare(kept), plain)
+    assert same(prepare_data(kept), plain)
     monkeypatch.setattr(splits, "encode_rows", None)  # the second time, nothing is encoded
-    again = prepare(kept)
+    again = prepare_data(kept)
     assert same(again, plain) and "read from" in again.notes[0]
     monkeypatch.undo()
 
@@ -147,8 +147,8 @@ def test_streamed_and_cached_examples_are_those_of_rows_in_memory(text, more, fo
 
     monkeypatch.setattr(tokens, "IN_MEMORY", 0)
     monkeypatch.setattr(splits, "read_splits", refuse)
-    streamed = prepare(recipe)
-    assert same(streamed, plain) and isinstance(streamed.train, Examples)
+    streamed = prepare_data(recipe)
+    assert same(streamed, plain) and isinstance(streamed.train, ColumnarExamples)
     assert (plain.dropped > 0) == ("train.overlong" in more)
     if plain.dropped:
         assert len(plain.dev) == 4 and len(plain.train) + plain.dropped == 20
@@ -161,7 +161,7 @@ def test_examples_are_those_of_encode_on_the_rows(folder):
 
     rows = read_splits(recipe)
     settings = {"task": recipe.task, "tokenizer": open_backbone("flatshift-5m").tokenizer, "max_length": 48}
-    prepared = prepare(recipe)
+    prepared = prepare_data(recipe)
     for split in ("train", "dev", "test"):
         naive = encode(getattr(rows, split), label_names=rows.label_names, **settings).examples
         assert getattr(prepared, split) == naive and len(naive) > 0
@@ -170,9 +170,9 @@ def test_examples_are_those_of_encode_on_the_rows(folder):
 @pytest.mark.parametrize("task", ["classify", "language-model", "completion"])
 def test_label_noise_goes_through_the_cache(task, folder):
     recipe = recipe_of(folder, PLAIN.replace("TASK", task), **{"data.label_noise": 0.5})
-    plain = prepare(recipe)
+    plain = prepare_data(recipe)
     kept = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, cache=str(folder / "cache")))
-    first, again = prepare(kept), prepare(kept)
+    first, again = prepare_data(kept), prepare_data(kept)
     assert 0 < len(plain.flipped) < 20 and same(first, plain) and same(again, plain)
     assert (task == "classify") == bool(again.true_labels)
 
@@ -183,7 +183,7 @@ def test_label_noise_is_shared_along_rates_and_limits(task, folder):
     text = text.replace("TASK", task)
 
     def noisy(rate: float, limit: int | None):
-        prepared = prepare(recipe_of(folder, text, **{"data.label_noise": rate, "data.train.limit": limit}))
+        prepared = prepare_data(recipe_of(folder, text, **{"data.label_noise": rate, "data.train.limit": limit}))
         return {e.id: (e.input_ids, e.labels) for e in prepared.train}, set(prepared.flipped)
 
     rows, wrong = noisy(0.4, None)
@@ -201,11 +201,11 @@ def test_train_rows_are_judged_whatever_the_files_order(folder):
     write_jsonl(folder / "code.jsonl", records)  # sorted by class
 
     text = PLAIN.replace("TASK", "classify")
-    prepared = prepare(recipe_of(folder, text, **{"data.train.limit": None}))
+    prepared = prepare_data(recipe_of(folder, text, **{"data.train.limit": None}))
 
     def judged(limit: int | None, seed: int = 0) -> list[str]:
         recipe = recipe_of(folder, text, **{"eval.train_limit": limit, "train.seed": seed})
-        return [example.id for example in judged_train(recipe, prepared.train)]
+        return [example.id for example in sample_train_for_eval(recipe, prepared.train)]
 
     label = {example.id: example.labels for example in prepared.train}
     some = judged(60)
@@ -226,7 +226,7 @@ def test_what_changes_the_tokens_changes_the_entry_and_nothing_else_does(folder)
 
     def key(text=plain, **overrides):
         overrides = {"data.cache": str(folder / "cache"), **overrides}
-        return tokens.token_cache(recipe_of(folder, text, **overrides))[1]
+        return tokens.open_token_cache(recipe_of(folder, text, **overrides))[1]
 
     base = key()
     assert key(**{"train.steps": 9, "train.batch_size": 2, "optimizer.lr": 0.1, "adapter.rank": 2}) == base
@@ -241,32 +241,32 @@ def test_what_changes_the_tokens_changes_the_entry_and_nothing_else_does(folder)
     with (folder / "moved.jsonl").open("a") as file:
         file.write('{"text": "more", "label": "a"}\n')
     assert key(plain.replace("code", "moved")) != base
-    moved = prepare(recipe_of(folder, plain.replace("code", "moved")))
+    moved = prepare_data(recipe_of(folder, plain.replace("code", "moved")))
     assert str(folder / "moved.jsonl:") in moved.train[0].where
 
 
 def test_which_inputs_are_kept_by_themselves(folder, monkeypatch):
     recipe = recipe_of(folder, PLAIN.replace("TASK", "classify"))
     monkeypatch.setenv("FLATSHIFT_CACHE", str(folder / "own"))
-    assert tokens.token_cache(recipe) is None and not (folder / "own").exists()
+    assert tokens.open_token_cache(recipe) is None and not (folder / "own").exists()
     monkeypatch.setattr(tokens, "WORTH_KEEPING", 100)
-    prepare(recipe)
+    prepare_data(recipe)
     assert len(list((folder / "own").glob("tokens-*"))) == 1
     off = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, cache=None))
-    assert tokens.token_cache(off) is None
+    assert tokens.open_token_cache(off) is None
     hub = dataclasses.replace(recipe.data.train, files=("hub:a/b@main:train",), limit=None)
-    note = tokens.token_cache(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=hub)))
+    note = tokens.open_token_cache(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=hub)))
     assert "hub:a/b@main:train names no commit" in note
     commit = dataclasses.replace(hub, files=(f"hub:a/b@{'0' * 40}:train",))
-    assert tokens.token_cache(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=commit)))[1]
+    assert tokens.open_token_cache(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=commit)))[1]
     blocked = folder / "file"
     blocked.write_text("")
     named = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, cache=str(blocked / "x")))
     with pytest.raises(UserError, match=r"data\.cache: .*Not a directory; name a directory"):
-        prepare(named)
+        prepare_data(named)
     monkeypatch.setenv("FLATSHIFT_CACHE", str(blocked / "x"))
-    spared = prepare(recipe)
-    assert "not used" in spared.notes[0] and spared.train == prepare(off).train
+    spared = prepare_data(recipe)
+    assert "not used" in spared.notes[0] and spared.train == prepare_data(off).train
 
 
 def test_relative_sources_become_absolute_and_where_things_are_kept_names_no_result(folder, monkeypatch):
@@ -293,17 +293,17 @@ def batches_of(prepared, recipe) -> TrainingDataLoader:
 
 def test_how_far_the_sources_go_is_told_and_a_strict_one_refused(folder):
     recipe = recipe_of(folder, MIXED, **{"data.train.sources.talk.when_over": "refuse"})
-    prepared = prepare(recipe)
+    prepared = prepare_data(recipe)
     made = batches_of(prepared, recipe)
     size = prepared.mixture.sizes[1]
-    told = supply(made, prepared.mixture, size)  # 4 samples a step, one of them from `talk`
+    told = count_source_epochs(made, prepared.mixture, size)  # 4 samples a step, one of them from `talk`
     assert [one["drawn"] for one in told] == [3 * size, size] and told[1]["epochs"] == 1
     drawn = Counter(i >= 30 for step in range(size) for micro in made.rows_at(step) for (i,) in micro)
     assert drawn == {False: 3 * size, True: size}
-    lines = supply_lines(told, size, about=False)
+    lines = format_source_epochs(told, size, about=False)
     assert lines[1] == f"source talk: 25.0% of samples, {size} samples, 1.00 epochs in {size} steps"
     with pytest.raises(UserError, match=r"sources\.talk: its \d+ samples are over before .* or set when_over: repeat"):
-        supply(made, prepared.mixture, size + 1)
+        count_source_epochs(made, prepared.mixture, size + 1)
 
 
 @pytest.mark.parametrize(
@@ -335,10 +335,12 @@ def test_rows_that_end_early_or_are_none(folder):
         ("{sources: {a: {files: [DIR/none.jsonl]}}}", r"none\.jsonl: no such file"),
     ):
         with pytest.raises(UserError, match=words):
-            prepare(recipe_of(folder, f"task: {{kind: language-model}}\ndata:\n  train: {text}\n"))
+            prepare_data(recipe_of(folder, f"task: {{kind: language-model}}\ndata:\n  train: {text}\n"))
     with pytest.raises(UserError, match=r"train\.overlong: drop leaves no training row, as all 40"):
         long = {"train.overlong": "drop", "train.max_length": 4}
-        prepare(recipe_of(folder, "task: {kind: language-model}\ndata: {train: {files: [DIR/code.jsonl]}}", **long))
+        prepare_data(
+            recipe_of(folder, "task: {kind: language-model}\ndata: {train: {files: [DIR/code.jsonl]}}", **long)
+        )
     with pytest.raises(UserError, match=r"train\.group: length has no use with task\.pack: true"):
         check_recipe(recipe_of(folder, "task: {kind: language-model}", **{"train.group": "length"}))
 
@@ -354,28 +356,28 @@ def test_losses_are_shares_of_all_rows_of_a_split_or_source(streamed, folder, mo
     completion, plain = text.replace("TASK", "completion"), text.replace("TASK", "language-model")
     told = "2 of 12 samples (17 %) are cut to train.max_length = 24 tokens, 1 of them in their answer, 1 to no prompt"
     told += " at all; 66 tokens would hold 99 % of them whole"
-    made = prepare(recipe_of(folder, completion, **{"train.max_length": 24, "train.max_cut": 0.2}))
+    made = prepare_data(recipe_of(folder, completion, **{"train.max_length": 24, "train.max_cut": 0.2}))
     assert made.truncated == 2 and f"train (a): {told}" in made.notes
     with pytest.raises(
         UserError, match=r"train \(a\): 1 of 12 samples lose their whole prompt .* train\.max_cut \(0\)"
     ):
-        prepare(recipe_of(folder, completion, **{"train.max_length": 24}))
+        prepare_data(recipe_of(folder, completion, **{"train.max_length": 24}))
     few = {"train.max_length": 24, "task.max_truncated": 0.05}
     with pytest.raises(
         UserError, match=r"train \(a\): 1 of 12 samples have an answer that is cut at train\.max_length"
     ):
-        prepare(recipe_of(folder, completion, **few))
+        prepare_data(recipe_of(folder, completion, **few))
     recipe = recipe_of(folder, completion, **few)
     judged = (("test", 0, row) for row in read_rows([str(folder / "long.jsonl")]))
     how = {"task": recipe.task, "labels": None, "paths": [str(folder / "long.jsonl")], "what": "--data"}
     judged = tokens.encode_rows(recipe, open_backbone("flatshift-5m").tokenizer, judged, **how)
     assert len(judged.splits["test"]) == 12 and judged.notes == [f"--data: {told}"]
     drop = {"train.max_length": 24, "train.overlong": "drop"}
-    assert prepare(recipe_of(folder, plain, **drop)).dropped == 1
+    assert prepare_data(recipe_of(folder, plain, **drop)).dropped == 1
     with pytest.raises(
         UserError, match=r"train \(a\): 1 of 12 samples are longer than .* train\.max_dropped \(0\.05\)"
     ):
-        prepare(recipe_of(folder, plain, **drop, **{"train.max_dropped": 0.05}))
+        prepare_data(recipe_of(folder, plain, **drop, **{"train.max_dropped": 0.05}))
 
 
 ANSWERED = """
@@ -392,9 +394,9 @@ def test_a_judged_prompt_without_room_for_its_answer_is_refused_before_training(
     files |= {f"data.{split}.files": str(folder / "long.jsonl")}
     how = {"train.max_length": 1024, "train.max_cut": 1}
     with pytest.raises(UserError, match=r"long\.jsonl:1: a prompt of .* do not fit the backbone's 1024 positions"):
-        prepare(recipe_of(folder, ANSWERED, **files, **how, **{"eval.train_limit": 1}))
+        prepare_data(recipe_of(folder, ANSWERED, **files, **how, **{"eval.train_limit": 1}))
     if split == "train":
-        prepare(recipe_of(folder, ANSWERED, **files, **how))  # not judged
+        prepare_data(recipe_of(folder, ANSWERED, **files, **how))  # not judged
 
 
 def test_samples_beyond_the_positions_of_a_rotary_backbone_are_said(folder):
@@ -403,7 +405,7 @@ def test_samples_beyond_the_positions_of_a_rotary_backbone_are_said(folder):
 
     def notes(length):
         how = {"train.max_length": length, "train.max_cut": 1}
-        return list(prepare(recipe_of(folder, ANSWERED, **files, **how)).notes)
+        return list(prepare_data(recipe_of(folder, ANSWERED, **files, **how)).notes)
 
     cut, said = notes(1025)
     assert cut.startswith("train: 1 of 1 samples (100 %) are cut") and said.startswith(

@@ -9,13 +9,13 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from flatshift.experiments.data.sources import mixture_record, supply, supply_lines
-from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.data.sources import count_source_epochs, format_source_epochs, mixture_record
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import from_override, load_recipe, recipe_key
 from flatshift.finetune.config import Source, TrainFiles
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.mixture import Mixed, Mixture, Proportions, TokenProportions
+from flatshift.finetune.data.mixture import Mixture, MixtureSampler, SampleProportions, TokenProportions
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Classify, LanguageModel
 from tests.data_models import byte_tokenizer, row, write_jsonl
@@ -71,7 +71,7 @@ def test_every_prefix_is_within_one_sample_of_its_share():
 
 def test_shares_of_samples_would_not_keep_it():
     lengths = [np.array([2]), np.array([100])]
-    by_rows = drifts([1, 1], lengths, Proportions([1, 1]).sources(0, 400))
+    by_rows = drifts([1, 1], lengths, SampleProportions([1, 1]).sources(0, 400))
     by_tokens = drifts([1, 1], lengths, tokens_of([1, 1], lengths).sources(0, 400))
     assert np.abs(by_rows).max() > 50 * 100 * 20000 and np.abs(by_tokens).max() <= 100 * 20000
 
@@ -108,9 +108,9 @@ def batches(task, **more) -> TrainingDataLoader:
 def test_each_source_goes_through_its_own_epochs_as_without():
     """What a source gives is what it gives where samples are weighed; only when it is asked differs."""
     lengths = lengths_of(examples_of(Classify()))
-    stream = Mixed(MIXTURE, 3, lengths)
+    stream = MixtureSampler(MIXTURE, 3, lengths)
     drawn, epochs = stream.draw(0, 300)
-    by_rows = Mixed(dataclasses.replace(MIXTURE, weigh="rows"), 3).draw(0, 900)
+    by_rows = MixtureSampler(dataclasses.replace(MIXTURE, weigh="rows"), 3).draw(0, 900)
     starts = np.concatenate([[0], np.cumsum(SIZES)])
     for i in range(3):
         mine, theirs = ((d >= starts[i]) & (d < starts[i + 1]) for d in (drawn, by_rows[0]))
@@ -118,7 +118,7 @@ def test_each_source_goes_through_its_own_epochs_as_without():
         assert count == stream.counts(300)[i]
         assert (drawn[mine] == by_rows[0][theirs][:count]).all() and (epochs[mine] == by_rows[1][theirs][:count]).all()
     for first in (0, 1, 123, 299):
-        again = Mixed(MIXTURE, 3, lengths).draw(first, 300)
+        again = MixtureSampler(MIXTURE, 3, lengths).draw(first, 300)
         assert (again[0] == drawn[first:]).all() and (again[1] == epochs[first:]).all()
     counts = stream.counts(300)
     assert counts / 300 == pytest.approx(stream.shares, abs=0.02)
@@ -205,17 +205,17 @@ def test_a_recipe_says_so_and_only_then_is_it_another_run(tmp_path):
         for told in ((), ("rows",), ("tokens",))
     )
     assert recipe_key(plain, []) == recipe_key(rows, []) != recipe_key(tokens, [])
-    prepared = prepare(tokens)
-    assert prepare(plain).mixture.weigh == "rows" and prepared.mixture.weigh == "tokens"
+    prepared = prepare_data(tokens)
+    assert prepare_data(plain).mixture.weigh == "rows" and prepared.mixture.weigh == "tokens"
     made = TrainingDataLoader(
         prepared.train, task=tokens.task, batch_size=4, seed=0, max_length=48, pad_id=0, mixture=prepared.mixture
     )
-    told = supply(made, prepared.mixture, 6)
+    told = count_source_epochs(made, prepared.mixture, 6)
     assert told[0]["drawn"] > 3 * told[1]["drawn"] and sum(one["drawn"] for one in told) == 24
-    assert supply_lines(told, 6, about=False)[0].startswith("source short: 50.0% of tokens, 30 samples, ")
+    assert format_source_epochs(told, 6, about=False)[0].startswith("source short: 50.0% of tokens, 30 samples, ")
     assert [one["of"] for one in mixture_record(prepared.mixture)] == ["tokens", "tokens"]
     with pytest.raises(UserError, match=r"sources\.long: its 30 samples are over before the 90 steps are"):
-        supply(made, prepared.mixture, 90)
+        count_source_epochs(made, prepared.mixture, 90)
 
 
 def test_what_it_cannot_be():

@@ -7,7 +7,7 @@ import pytest
 
 from flatshift.finetune.config import Projector
 from flatshift.finetune.data.batches import TrainingDataLoader
-from flatshift.finetune.data.columns import Examples, ExampleWriter, open_examples
+from flatshift.finetune.data.columns import ColumnarExamples, ExampleWriter, open_examples
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
@@ -35,7 +35,7 @@ def test_batches_have_each_rows_own_vectors(task, tmp_path):
     writer = ExampleWriter(["rows.jsonl"], tmp_path)
     writer.add(examples[:4])
     writer.add(examples[4:])
-    for held in (Examples.of(examples), writer.close(), open_examples(tmp_path, 7, ["rows.jsonl"])):
+    for held in (ColumnarExamples.of(examples), writer.close(), open_examples(tmp_path, 7, ["rows.jsonl"])):
         assert list(held) == examples
         assert list(held[4:1:-1]) == examples[4:1:-1]
         for part, places in ((held, range(7)), (held[1::2], range(1, 7, 2))):

@@ -9,10 +9,10 @@ import torch
 from torch.backends import cuda
 
 from flatshift.finetune.adapters.adapter import attach_adapter
-from flatshift.finetune.compute.capabilities import CUDA, rehearsed
-from flatshift.finetune.compute.fused_loss import with_kernel
+from flatshift.finetune.compute.capabilities import CUDA, override_capabilities
+from flatshift.finetune.compute.fused_loss import choose_loss_kernel
 from flatshift.finetune.compute.loss import Head
-from flatshift.finetune.compute.numerics import deterministic
+from flatshift.finetune.compute.numerics import deterministic_algorithms
 from flatshift.finetune.config import Adapter, Optimizer, Train
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
@@ -35,14 +35,17 @@ def kernels() -> tuple[bool, bool, bool, bool]:
 
 def test_attention_on_cuda_is_flash_or_plain_and_everything_is_put_back() -> None:
     before = kernels()
-    with rehearsed(CUDA, on="meta"), deterministic(Train(deterministic=True), torch.device("meta")):
+    with (
+        override_capabilities(CUDA, on="meta"),
+        deterministic_algorithms(Train(deterministic=True), torch.device("meta")),
+    ):
         assert torch.are_deterministic_algorithms_enabled() and kernels() == (True, True, False, False)
-    with deterministic(Train(deterministic=True), torch.device("cpu")):
+    with deterministic_algorithms(Train(deterministic=True), torch.device("cpu")):
         assert torch.are_deterministic_algorithms_enabled() and kernels() == before
-    with deterministic(Train(), torch.device("cpu")):
+    with deterministic_algorithms(Train(), torch.device("cpu")):
         assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled() and kernels() == before
-    with pytest.raises(ValueError), deterministic(Train(deterministic=True), torch.device("cpu")):
+    with pytest.raises(ValueError), deterministic_algorithms(Train(deterministic=True), torch.device("cpu")):
         raise ValueError
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -71,7 +74,7 @@ def test_the_loss_is_made_by_our_slices(tmp_path: Path) -> None:
     engine = Engine(torch.nn.Linear(2, 2), ProcessMesh(torch.device("cuda")))
     head = Head(torch.nn.Linear(2, 2))
     told: list[str] = []
-    taken = with_kernel(
+    taken = choose_loss_kernel(
         engine, head, RandomBatches(), task=TASK, train=Train(deterministic=True), folder=tmp_path, say=told.append,
         kernels={"liger": None},  # type: ignore[dict-item]
     )  # fmt: skip

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from flatshift.finetune.compute.allocator import NAMES, WORKSPACES, fixed_workspaces, growing_segments
+from flatshift.finetune.compute.allocator import NAMES, WORKSPACES, cublas_workspace_env, expandable_segments_env
 
 ASK = (
     "import os, sys; from unittest import mock; from flatshift import cli; "
@@ -18,12 +18,12 @@ ASK = (
 
 
 def test_nothing_is_said_over_the_user():
-    assert growing_segments({}, platform="linux") == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert growing_segments({}, platform="win32") == growing_segments({}, platform="darwin") == {}
+    assert expandable_segments_env({}, platform="linux") == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert expandable_segments_env({}, platform="win32") == expandable_segments_env({}, platform="darwin") == {}
     for name in NAMES:
         for value in ("max_split_size_mb:64", "expandable_segments:False", ""):
-            assert growing_segments({name: value}, platform="linux") == {}
-    assert fixed_workspaces({}) == {WORKSPACES: ":4096:8"} and fixed_workspaces({WORKSPACES: ""}) == {}
+            assert expandable_segments_env({name: value}, platform="linux") == {}
+    assert cublas_workspace_env({}) == {WORKSPACES: ":4096:8"} and cublas_workspace_env({WORKSPACES: ""}) == {}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the setting is for Linux")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute import fused_loss
-from flatshift.finetune.compute.fused_loss import OURS, RECORD, at_hand, tried, with_kernel
+from flatshift.finetune.compute.fused_loss import OURS, RECORD, available_kernels, benchmark_kernels, choose_loss_kernel
 from flatshift.finetune.compute.loss import Head, batch_loss, linear_cross_entropy
 from flatshift.finetune.config import Adapter, Optimizer, Train
 from flatshift.finetune.models.load import load_backbone
@@ -97,7 +97,7 @@ def choose(source, folder, kernels, *, train=FP32):
     assert head is not None
     engine.model.train()
     state = torch.random.get_rng_state()
-    found = with_kernel(
+    found = choose_loss_kernel(
         engine, head, RandomBatches(), task=LM, train=train, folder=folder, say=said.append, kernels=kernels
     )
     assert found is not None and found.linear is head.linear and engine.model.training
@@ -152,10 +152,10 @@ def test_ours_is_kept_beside_a_kernel_that_is_wrong_slow_or_fails(tmp_path, sour
 
 
 def test_a_gain_of_a_few_percent_is_not_worth_another_kernel(tmp_path, source, on_cuda, monkeypatch):
-    trials = {OURS: fused_loss.Trial(1.0), "other": fused_loss.Trial(0.96)}
-    monkeypatch.setattr(fused_loss, "tried", lambda *args, **how: trials)
+    trials = {OURS: fused_loss.KernelTrial(1.0), "other": fused_loss.KernelTrial(0.96)}
+    monkeypatch.setattr(fused_loss, "benchmark_kernels", lambda *args, **how: trials)
     assert choose(source, tmp_path / "a", {"other": whole})[0] is None
-    trials["other"] = fused_loss.Trial(0.94)
+    trials["other"] = fused_loss.KernelTrial(0.94)
     assert choose(source, tmp_path / "b", {"other": whole})[0] is whole
 
 
@@ -178,24 +178,27 @@ def test_half_precision_has_its_own_rounding(source):
     def rounded(hidden, linear, targets, *, smoothing=0.0):
         return whole(hidden.half().float(), linear, targets)
 
-    assert tried({"rounded": rounded}, hidden, linear, targets)["rounded"].wrong
+    assert benchmark_kernels({"rounded": rounded}, hidden, linear, targets)["rounded"].wrong
     with torch.autocast("cpu", torch.bfloat16):
-        found = tried({"whole": whole, "rounded": rounded, "bad": wrong_loss}, hidden, linear, targets)
+        found = benchmark_kernels({"whole": whole, "rounded": rounded, "bad": wrong_loss}, hidden, linear, targets)
     assert not found["whole"].wrong and not found["rounded"].wrong and found["bad"].wrong
     assert all(math.isfinite(found[name].seconds) == (not found[name].wrong) for name in found)
 
 
-@pytest.mark.skipif("torch" not in at_hand(), reason="torch 2.13 brings the kernel")
+@pytest.mark.skipif("torch" not in available_kernels(), reason="torch 2.13 brings the kernel")
 def test_torchs_own_kernel_is_ours_within_rounding():
     """A real one, which runs on CPUs too."""
     generator = torch.Generator().manual_seed(1)
     for bias in (False, True):
         linear = torch.nn.Linear(32, 500, bias=bias).requires_grad_(False)
         hidden, targets = torch.randn(40, 32, generator=generator), torch.randint(500, (40,), generator=generator)
-        found = tried({"torch": at_hand()["torch"]}, hidden, linear, targets)
+        found = benchmark_kernels({"torch": available_kernels()["torch"]}, hidden, linear, targets)
         assert not found["torch"].wrong and math.isfinite(found["torch"].seconds)
         assert (
-            "label smoothing" in tried({"torch": at_hand()["torch"]}, hidden, linear, targets, ratio=0.1)["torch"].wrong
+            "label smoothing"
+            in benchmark_kernels({"torch": available_kernels()["torch"]}, hidden, linear, targets, ratio=0.1)[
+                "torch"
+            ].wrong
         )
         assert linear.weight.grad is None
 
@@ -219,10 +222,10 @@ def test_ligers_kernel_is_called_as_it_wants(monkeypatch):
     generator = torch.Generator().manual_seed(1)
     linear = torch.nn.Linear(32, 500, bias=False).requires_grad_(False)
     hidden, targets = torch.randn(40, 32, generator=generator), torch.randint(500, (40,), generator=generator)
-    found = tried({"liger": fused_loss._liger}, hidden, linear, targets, ratio=0.1)
+    found = benchmark_kernels({"liger": fused_loss._liger}, hidden, linear, targets, ratio=0.1)
     assert not found["liger"].wrong and asked[0] == (torch.float32, "sum", 0.1, True)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not tried({"liger": fused_loss._liger}, hidden, linear, targets)["liger"].wrong
+        assert not benchmark_kernels({"liger": fused_loss._liger}, hidden, linear, targets)["liger"].wrong
     assert asked[-1][0] == torch.bfloat16
 
 
@@ -251,7 +254,7 @@ def test_a_stage_and_its_resumption_train_by_it(tmp_path, source, on_cuda, monke
         called.append(1)
         return whole(*args, **how)
 
-    monkeypatch.setattr(fused_loss, "at_hand", lambda: {"whole": counted})
+    monkeypatch.setattr(fused_loss, "available_kernels", lambda: {"whole": counted})
 
     def stage(directory, **how):
         engine = engine_of(source)
@@ -282,5 +285,5 @@ def test_kernels_on_a_device_are_ours_within_rounding():
     hidden = torch.randn(512, 256, generator=generator).cuda()
     targets = torch.randint(4096, (512,), generator=generator).cuda()
     for dtype in (torch.float32, torch.bfloat16):
-        found = tried(at_hand(), hidden.to(dtype), linear, targets)
+        found = benchmark_kernels(available_kernels(), hidden.to(dtype), linear, targets)
         assert all(not trial.wrong for trial in found.values()), found

@@ -14,9 +14,9 @@ from tests.finetune_models import save_backbone
 
 def test_a_cpu_is_told_nothing():
     for device in ("cpu", "meta"):
-        assert cuda_status.read_straight_to(torch.device(device)) == {}
+        assert cuda_status.direct_load_kwargs(torch.device(device)) == {}
     device = torch.device("cuda", 1)
-    assert cuda_status.read_straight_to(device) == {"device_map": {"": device}}
+    assert cuda_status.direct_load_kwargs(device) == {"device_map": {"": device}}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_it_is_the_same_model(tmp_path, monkeypatch, kind, task, options, precis
     plain = loaded()
     asked = []
     monkeypatch.setattr(
-        loading, "read_straight_to", lambda device: asked.append(device) or {"device_map": {"": device}}
+        loading, "direct_load_kwargs", lambda device: asked.append(device) or {"device_map": {"": device}}
     )
     state = torch.random.get_rng_state()
     straight = loaded()

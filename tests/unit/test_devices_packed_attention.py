@@ -9,19 +9,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute import attention
-from flatshift.finetune.compute.attention import NAME, as_mask, starts, without_starts
+from flatshift.finetune.compute.attention import NAME, drop_sample_offsets, offsets_as_mask, sample_offsets
 from flatshift.finetune.compute.loss import batch_loss
 from flatshift.finetune.config import Adapter, Optimizer, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import packing_check
-from flatshift.finetune.evaluate.packing_check import check_packing_isolation, rows_apart
+from flatshift.finetune.evaluate.packing_check import check_packing_isolation, isolate_packed_rows
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.tasks import Completion, LanguageModel
 from flatshift.finetune.train import prefetch
-from flatshift.finetune.train.prefetch import Prefetch
+from flatshift.finetune.train.prefetch import Prefetcher
 from tests.data_models import byte_tokenizer, text_rows, tiny_model
 from tests.stage_runs import run_or_stop
 from tests.unit.test_data_prefetch import FakeLane
@@ -62,7 +62,7 @@ def absent(*args, **how):
 def on_cuda(monkeypatch):
     """The CPU taken for a capable CUDA device."""
     monkeypatch.setattr(
-        packing_check, "flash_attention_problem", lambda engine, train, device: attention._unsuited(engine, train)
+        packing_check, "flash_attention_problem", lambda engine, train, device: attention._model_problem(engine, train)
     )
 
 
@@ -103,10 +103,10 @@ def test_loss_and_gradients_are_those_of_the_dense_mask(on_cuda, kind, overrides
     plain = batches_of(task)
     assert max(len(row) for micro in plain.at(0) for row in micro.rows) >= 3
     wanted, expected = gradients(engine, plain.at(0), task)
-    with rows_apart(engine, BF16, CPU, said.append, kernel=naive) as apart:
+    with isolate_packed_rows(engine, BF16, CPU, said.append, kernel=naive) as apart:
         assert apart and said == ["packed rows: flash attention over samples of any length"]
         assert engine.model.config._attn_implementation == NAME
-        ahead = Prefetch(batches_of(task), FakeLane(), apart=True)
+        ahead = Prefetcher(batches_of(task), FakeLane(), apart=True)
         for micro, usual in zip(ahead.at(0), plain.at(0), strict=True):  # on the host nothing is added
             assert micro.inputs.keys() == usual.inputs.keys() and "attention_mask" in micro.to(CPU).inputs
         found, got = gradients(engine, ahead.at(0), task)
@@ -126,12 +126,12 @@ def test_a_kernel_that_leaks_or_fails_is_not_taken(on_cuda):
         (absent, "FlashAttention only supports Ampere GPUs or newer."),
     ):
         engine, said = engine_of(), []
-        with rows_apart(engine, BF16, CPU, said.append, kernel=kernel) as apart:
+        with isolate_packed_rows(engine, BF16, CPU, said.append, kernel=kernel) as apart:
             assert not apart and engine.model.config._attn_implementation == "sdpa"
         assert len(said) == 1 and said[0].startswith("packed rows: a dense mask of T² (") and words in said[0]
         assert "more words" not in said[0]
     with pytest.raises(UserError, match="see each other"):
-        attention.register(leaking)
+        attention.register_packed_attention(leaking)
         engine.peft.get_base_model().set_attn_implementation(NAME)
         check_packing_isolation(engine.judged, starts=True)
 
@@ -149,27 +149,27 @@ def test_a_kernel_that_leaks_or_fails_is_not_taken(on_cuda):
 )
 def test_reasons_for_the_dense_mask(on_cuda, overrides, train, reason):
     said = []
-    with rows_apart(engine_of("llama", **overrides), train, CPU, said.append, kernel=naive) as apart:
+    with isolate_packed_rows(engine_of("llama", **overrides), train, CPU, said.append, kernel=naive) as apart:
         assert not apart
     assert said == [f"packed rows: a dense mask of T² ({reason})"]
 
 
 def test_a_cpu_is_asked_nothing():
     said = []
-    with rows_apart(engine_of(), BF16, CPU, said.append, kernel=absent) as apart:
+    with isolate_packed_rows(engine_of(), BF16, CPU, said.append, kernel=absent) as apart:
         assert not apart
     assert said == ["packed rows: a dense mask of T² (no CUDA device)"]
 
 
 def test_starts_are_where_positions_begin_anew():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])
-    begins, longest = starts(positions)
+    begins, longest = sample_offsets(positions)
     assert begins.tolist() == [0, 3, 5, 6, 7, 12] and longest == 5 and begins.dtype == torch.int32
-    mask = as_mask(begins, longest)
+    mask = offsets_as_mask(begins, longest)
     assert mask.shape == (1, 1, 5, 6) and mask.untyped_storage().nbytes() == begins.nbytes
     inputs = {"input_ids": positions, "attention_mask": mask}
-    assert without_starts(inputs).keys() == {"input_ids"}
-    assert without_starts({"attention_mask": torch.ones(1, 4, dtype=torch.long)}).keys() == {"attention_mask"}
+    assert drop_sample_offsets(inputs).keys() == {"input_ids"}
+    assert drop_sample_offsets({"attention_mask": torch.ones(1, 4, dtype=torch.long)}).keys() == {"attention_mask"}
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -188,14 +188,14 @@ def test_a_stage_learns_the_same_curve(tmp_path, monkeypatch, on_cuda, checkpoin
     dense, said = trained(tmp_path / "dense")
     assert "packed rows" not in said
     monkeypatch.setattr(prefetch, "is_cuda", lambda device: True)
-    monkeypatch.setattr(prefetch, "CudaLane", lambda device: FakeLane())
+    monkeypatch.setattr(prefetch, "CudaTransfer", lambda device: FakeLane())
     seen = []
 
     def counted(*args, **how):
         seen.append(how["window"])
         return naive(*args, **how)
 
-    monkeypatch.setattr(prefetch, "rows_apart", lambda *args: rows_apart(*args, kernel=counted))
+    monkeypatch.setattr(prefetch, "isolate_packed_rows", lambda *args: isolate_packed_rows(*args, kernel=counted))
     apart, said = trained(tmp_path / "apart")
     assert "packed rows: flash attention over samples of any length" in said
     # two blocks, two micro-batches, five updates, twice where blocks are computed again; and the trial's two passes
@@ -212,7 +212,7 @@ def test_torchs_kernel_takes_what_it_is_given_on_meta():
     key = torch.empty(12, 2, 16, device="meta", dtype=torch.bfloat16)
     begins = torch.empty(4, dtype=torch.int32, device="meta")
     for window in (None, 5):
-        out = attention.flash(query, key, key, begins, 5, scale=0.25, window=window)
+        out = attention.flash_attention_varlen(query, key, key, begins, 5, scale=0.25, window=window)
         assert out.shape == query.shape and out.is_meta and out.dtype == torch.bfloat16
 
 
@@ -237,15 +237,15 @@ def test_a_packed_step_on_meta_goes_through_torchs_kernel_and_waits_for_nothing(
     """Forward and backward with the real kernel's schema; a tensor of the host that strayed in would raise."""
     engine = engine_of()
     base = engine.peft.get_base_model()
-    attention.register(attention.flash)
+    attention.register_packed_attention(attention.flash_attention_varlen)
     base.set_attn_implementation(NAME)
     model = engine.model.to("meta").to(torch.bfloat16).train()
     checkpoint_activations(model, checkpointing)
     micro = batches_of(LanguageModel()).at(0)[0]
-    begins, longest = starts(micro.inputs["position_ids"])
+    begins, longest = sample_offsets(micro.inputs["position_ids"])
     inputs = {name: tensor.to("meta") for name, tensor in micro.inputs.items()}
     with Waits() as seen:
-        logits = model(**inputs, attention_mask=as_mask(begins.to("meta"), longest)).logits
+        logits = model(**inputs, attention_mask=offsets_as_mask(begins.to("meta"), longest)).logits
         logits.float().sum().backward()
     assert all(p.grad is not None and p.grad.is_meta for p in trainable(model).values())
     again = 2 if checkpointing == "full" else 1
@@ -260,7 +260,7 @@ def test_the_kernel_is_the_naive_one_on_a_device():
     made = [torch.randn(64, heads, 32, generator=generator) for heads in (4, 2, 2)]
     for window in (None, 6):
         ours = [tensor.cuda().bfloat16().requires_grad_() for tensor in made]
-        out = attention.flash(*ours, begins.cuda(), 32, scale=0.2, window=window)
+        out = attention.flash_attention_varlen(*ours, begins.cuda(), 32, scale=0.2, window=window)
         theirs = [tensor.bfloat16().float().requires_grad_() for tensor in made]
         wanted = naive(*theirs, begins, 32, scale=0.2, window=window)
         torch.testing.assert_close(out.float().cpu(), wanted, rtol=0, atol=2e-2)

@@ -7,7 +7,7 @@ import torch
 
 from flatshift.experiments.workflows import doctor as doctor_module
 from flatshift.finetune.compute import cuda_status
-from flatshift.finetune.compute.cuda_status import CudaStatus, absence, missing, resolve_device
+from flatshift.finetune.compute.cuda_status import CudaStatus, diagnose_cuda, missing_device_message, resolve_device
 from flatshift.finetune.errors import UserError
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.transport import sinkhorn_potentials
@@ -54,16 +54,16 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_reason_has_its_sentence(case):
     found, words = CASES[case]
-    told = missing("cuda", found)
+    told = missing_device_message("cuda", found)
     assert told.startswith("cuda: ") and words in told and "\n" not in told
 
 
 def test_a_number_too_high_names_those_that_are_there():
-    assert missing("cuda:3", CudaStatus("2.13.0", "CUDA 13.0", True, None, 1)) == (
+    assert missing_device_message("cuda:3", CudaStatus("2.13.0", "CUDA 13.0", True, None, 1)) == (
         "cuda:3 is not there, cuda:0 is; take one that is, or cpu"
     )
-    assert "cuda:0 to cuda:1 are" in missing("cuda:3", CudaStatus("2.13.0", "CUDA 13.0", True, None, 2))
-    assert absence(CudaStatus("2.13.0", "CUDA 13.0", True, None, 1)) is None
+    assert "cuda:0 to cuda:1 are" in missing_device_message("cuda:3", CudaStatus("2.13.0", "CUDA 13.0", True, None, 2))
+    assert diagnose_cuda(CudaStatus("2.13.0", "CUDA 13.0", True, None, 1)) is None
 
 
 def test_a_run_and_a_selection_say_it(monkeypatch):
@@ -99,8 +99,8 @@ def test_doctor_says_the_same(monkeypatch, case, group):
     found, _ = CASES[case]
     monkeypatch.setattr(cuda_status, "probe_cuda", lambda: found)
     groups: dict[str, list[dict[str, str]]] = {"problems": [], "notes": []}
-    doctor_module.devices(groups["problems"], groups["notes"])
-    reason = absence(found)
+    doctor_module.list_devices(groups["problems"], groups["notes"])
+    reason = diagnose_cuda(found)
     assert reason is not None
     entry = {"what": reason.what, "fix": reason.fix}
     assert [name for name, entries in groups.items() if entry in entries] == ([group] if group else [])

@@ -12,14 +12,14 @@ from flatshift import cli
 from flatshift.finetune.adapters.adapter import attach_adapter
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
 from flatshift.finetune.errors import OutOfMemory, is_out_of_memory
-from flatshift.finetune.figures import gib
+from flatshift.finetune.figures import format_bytes
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.planner.memory import MemoryPlan, memory_plan
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train import out_of_memory
-from flatshift.finetune.train.out_of_memory import MemoryAtFailure, asked_for, changes
+from flatshift.finetune.train.out_of_memory import MemoryAtFailure, failed_allocation_bytes, propose_changes
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import BAR, GGPO, LoraSAM, Plain, build
@@ -90,7 +90,7 @@ def test_the_message_has_plan_measure_and_two_changes(tmp_path, source, monkeypa
     seen = []
     monkeypatch.setattr(
         out_of_memory,
-        "measure",
+        "measure_memory",
         lambda device: seen.append(device) or MemoryAtFailure("cuda:0", 77 * GIB, 78 * GIB, 80 * GIB, others=GIB),
     )
     engine = engine_of(source)
@@ -101,9 +101,9 @@ def test_the_message_has_plan_measure_and_two_changes(tmp_path, source, monkeypa
     assert seen == [torch.device("cpu")] and caught.value.resumable and is_out_of_memory(caught.value)
     assert told.startswith("fine-tune: ran out of memory in update 4: 77.0 GiB allocated and 78.0 GiB reserved of ")
     assert ("and 2.5 GiB more asked for" in told) == (error is CUDA)
-    assert f"planned {gib(plan.total)} (backbone {gib(plan.backbone)}, " in told
+    assert f"planned {format_bytes(plan.total)} (backbone {format_bytes(plan.backbone)}, " in told
     first = "Cheapest changes: train.batch_size 2 with train.accumulate 2 (the same updates; saves "
-    assert first + gib(plan.activations // 2) in told and ", then train.checkpointing: full (" in told
+    assert first + format_bytes(plan.activations // 2) in told and ", then train.checkpointing: full (" in told
     assert "The checkpoint of update 2 is kept" in told and f"train --resume {tmp_path / 'run'} --mesh.dp 2" in told
     assert "\n" not in told
     # what the failed pass held is free again, and the run goes on from its checkpoint
@@ -128,8 +128,8 @@ def test_a_regularizer_is_detached_before_the_plan_is_measured(tmp_path, source,
     engine.breaks_in = 2
     with pytest.raises(OutOfMemory, match=r"in update [12]: ") as caught:
         fit(engine, tmp_path / "run", regularizer=build(config))
-    assert f"backbone {gib(plain.backbone)}," in str(caught.value)
-    assert f"activations {gib(plain.activations)}, work {gib(plain.work)})" in str(caught.value)
+    assert f"backbone {format_bytes(plain.backbone)}," in str(caught.value)
+    assert f"activations {format_bytes(plain.activations)}, work {format_bytes(plain.work)})" in str(caught.value)
 
 
 def test_a_dev_evaluation_is_named(tmp_path, source, monkeypatch):
@@ -159,7 +159,7 @@ def test_changes_are_those_that_the_run_allows(source):
 
     def named(plan, *, kind="adamw", **train):
         train = Train(**{"batch_size": 4, "max_length": 12, **train})
-        return [change.setting for change in changes(engine, plan, train=train, optimizer=Optimizer(kind=kind))]
+        return [change.setting for change in propose_changes(engine, plan, train=train, optimizer=Optimizer(kind=kind))]
 
     much = plan_of(activations=100 << 20)
     rows, blocks, short = (
@@ -184,19 +184,19 @@ def test_savings_are_those_of_the_plan(source):
     engine = engine_of(source, Engine)
     plan = plan_of(backbone=1 << 20, activations=8 << 20)
     settings = Train(batch_size=4, max_length=12, precision="fp32")
-    found = {c.setting: c.saves for c in changes(engine, plan, train=settings, optimizer=Optimizer())}
+    found = {c.setting: c.saves for c in propose_changes(engine, plan, train=settings, optimizer=Optimizer())}
     assert found["train.batch_size 2 with train.accumulate 2"] == 4 << 20
     inputs = 4 * 12 * 32 * 4 * 2  # rows × tokens × width × float32 × blocks
     assert found["train.checkpointing: full"] == (8 << 20) - (8 << 20) // 2 - inputs
     linear = [p for name, p in engine.model.named_parameters() if "base_layer" in name]
-    assert out_of_memory._four_bits(engine.model) == sum(int(p.numel() * (4 - 0.5625)) for p in linear) > 0
+    assert out_of_memory._four_bit_savings(engine.model) == sum(int(p.numel() * (4 - 0.5625)) for p in linear) > 0
 
 
 def test_sizes_are_read_from_torchs_words():
-    assert asked_for(CUDA) == round(2.5 * GIB) and asked_for(HOST) == 4398046511104
-    assert asked_for(RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0)")) == 20 << 20
-    assert asked_for(MemoryError()) is None
-    host = out_of_memory.measure(torch.device("cpu"))
+    assert failed_allocation_bytes(CUDA) == round(2.5 * GIB) and failed_allocation_bytes(HOST) == 4398046511104
+    assert failed_allocation_bytes(RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0)")) == 20 << 20
+    assert failed_allocation_bytes(MemoryError()) is None
+    host = out_of_memory.measure_memory(torch.device("cpu"))
     assert host.total is not None and 10 << 20 < host.held < host.total and "held by the process" in str(host)
 
 

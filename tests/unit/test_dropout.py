@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from benchmarks.cuda_rehearsal import Rehearsal
 from flatshift.finetune.compute.capabilities import CUDA
-from flatshift.finetune.compute.dropout import KeyedDropout, queries_from
+from flatshift.finetune.compute.dropout import KeyedDropout, with_query_offset
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.parallel.build import refuse_parameters
+from flatshift.finetune.parallel.build import check_mesh_support
 from flatshift.regularizers.layers.signs import mix64, mix64_
 
 ROWS, TOKENS, WIDTH, HEADS = 6, 8, 24, 4
@@ -98,7 +98,7 @@ def test_a_cut_tensor_draws_its_part() -> None:
     q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
     def attention(q: Tensor, k: Tensor, place: KeyedDropout, first: int = 0) -> Tensor:
-        with place.during(0, first=0, rows=ROWS, tokens=TOKENS), queries_from(first):
+        with place.during(0, first=0, rows=ROWS, tokens=TOKENS), with_query_offset(first):
             return F.scaled_dot_product_attention(q, k, k, dropout_p=0.4)
 
     all_heads = attention(q, q, keyed(layer))
@@ -177,7 +177,7 @@ def test_blocks_left_out_by_chance_are_refused_on_a_mesh() -> None:
     config = BartConfig(encoder_layerdrop=0.1)
     model = SimpleNamespace(get_base_model=lambda: SimpleNamespace(config=config))
     with pytest.raises(UserError, match=r"^mesh: encoder_layerdrop 0\.1 of this backbone .*train\.backbone_dropout: 0"):
-        refuse_parameters(model)
+        check_mesh_support(model)
 
 
 @pytest.mark.parametrize(("kind", "rate"), [("xlnet", 0.1), ("fsmt", 0.1), ("xlnet", 0.0)])
@@ -186,10 +186,10 @@ def test_tokens_before_rows_are_refused_on_a_mesh_where_they_are_dropped(kind: s
     model.config = SimpleNamespace(model_type=kind, dropout=rate)
     model.get_base_model, model.peft_config = lambda: model, {"default": SimpleNamespace(target_parameters=None)}
     if rate == 0:
-        refuse_parameters(model)
+        check_mesh_support(model)
         return
     with pytest.raises(UserError, match=rf"^mesh: {kind} models .*train\.backbone_dropout: 0 and adapter\.dropout: 0"):
-        refuse_parameters(model)
+        check_mesh_support(model)
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout1d(0.1), nn.AlphaDropout(0.1), nn.MultiheadAttention(8, 2, dropout=0.1)])
@@ -201,9 +201,9 @@ def test_what_is_drawn_by_a_generator_all_the_same_is_refused_on_a_mesh(layer: n
         return model
 
     with pytest.raises(UserError, match=rf"^mesh: pooler of this backbone is a {type(layer).__name__}, .* one process"):
-        refuse_parameters(holding(layer))
-    refuse_parameters(holding(nn.Dropout(0.1)))
-    refuse_parameters(holding(type(layer)(8, 2) if isinstance(layer, nn.MultiheadAttention) else type(layer)(0.0)))
+        check_mesh_support(holding(layer))
+    check_mesh_support(holding(nn.Dropout(0.1)))
+    check_mesh_support(holding(type(layer)(8, 2) if isinstance(layer, nn.MultiheadAttention) else type(layer)(0.0)))
 
 
 def test_torchs_function_takes_its_own_names() -> None:

@@ -9,15 +9,15 @@ from itertools import count
 
 import pytest
 
-from flatshift.api import _resolved
+from flatshift.api import _resolve_recipe
 from flatshift.cli import run
-from flatshift.experiments.data.sources import batches_ahead, epochs_to_steps
-from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.data.sources import build_preview_loader, epochs_to_steps
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import Resolved, from_mapping, from_override, load_recipe, resume_recipe
 from flatshift.experiments.recipe.key import recipe_key
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.studies.sweep.sweep_plan import Base
-from flatshift.experiments.workflows.mesh_plan import plan
+from flatshift.experiments.workflows.mesh_plan import plan_mesh
 from flatshift.finetune.config import Train
 from flatshift.finetune.errors import UserError
 
@@ -53,8 +53,8 @@ def test_written_and_read_again_it_is_the_same(tmp_path):
     one = loaded("train: {steps: 60}", tmp_path, epochs=2)
     assert "steps: 200" not in one.to_yaml()
     assert loaded(one.to_yaml(), tmp_path).recipe == one.recipe
-    assert _resolved(Recipe(train=Train(epochs=2.0)), None, "train").recipe.train.epochs == 2
-    assert _resolved(one, {"train.steps": 5}, "train").recipe.train.epochs is None
+    assert _resolve_recipe(Recipe(train=Train(epochs=2.0)), None, "train").recipe.train.epochs == 2
+    assert _resolve_recipe(one, {"train.steps": 5}, "train").recipe.train.epochs is None
     assert Base.of(one, [from_override("train.steps", "5")]).recipe.train.steps == 5
 
 
@@ -77,9 +77,9 @@ def recipe_of(tmp_path, *, pack, rows=23, **train):
 @pytest.mark.parametrize("epochs, rows", [(1, 23), (2.5, 23), (0.1, 40), (1.1, 40), (3, 4)])
 def test_updates_are_the_fewest_that_give_every_row_its_turns(tmp_path, epochs, rows):
     resolved = recipe_of(tmp_path, pack=False, rows=rows, epochs=epochs)
-    train = prepare(resolved.recipe).train
+    train = prepare_data(resolved.recipe).train
     found = epochs_to_steps(resolved, train, seed=1)
-    batches = batches_ahead(resolved.recipe, train, None, seed=1)
+    batches = build_preview_loader(resolved.recipe, train, None, seed=1)
     seen: Counter[int] = Counter()
     for step in count(1):
         seen.update(i for micro in batches.rows_at(step - 1) for row in micro for i in row)
@@ -93,8 +93,8 @@ def test_updates_are_the_fewest_that_give_every_row_its_turns(tmp_path, epochs, 
 
 def test_packed_rows_are_counted_as_rows(tmp_path):
     resolved = recipe_of(tmp_path, pack=True, epochs=2)
-    train = prepare(resolved.recipe).train
-    rows = len(batches_ahead(resolved.recipe, train, None, seed=1).epoch(0))
+    train = prepare_data(resolved.recipe).train
+    rows = len(build_preview_loader(resolved.recipe, train, None, seed=1).epoch(0))
     found = epochs_to_steps(resolved, train, seed=1)
     assert rows < len(train) == 23
     assert found.recipe.train.steps == -(-2 * rows // 4)
@@ -106,14 +106,14 @@ def test_without_epochs_nothing_changes_and_too_many_are_refused(tmp_path):
     assert epochs_to_steps(plain, [], seed=0) is plain
     many = recipe_of(tmp_path, pack=False, epochs=1e12)
     with pytest.raises(UserError, match="updates, above the 1,000,000,000"):
-        epochs_to_steps(many, prepare(many.recipe).train, seed=0)
+        epochs_to_steps(many, prepare_data(many.recipe).train, seed=0)
 
 
 def test_plan_takes_the_tokens_that_are_told_before_epochs():
     flag = [from_override("train.epochs", "2")]
-    told = plan("language-model", flag, tokens=1e6)
+    told = plan_mesh("language-model", flag, tokens=1e6)
     assert told["tokens"] == 1e6 and told["data"] is None
-    assert plan("language-model", flag)["data"]["updates"] > 0
+    assert plan_mesh("language-model", flag)["data"]["updates"] > 0
 
 
 def test_a_run_keeps_its_steps(tmp_path, capsys):

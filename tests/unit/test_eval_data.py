@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from flatshift.experiments.data import encode
-from flatshift.experiments.data.splits import learnt_record, prepare, prepare_apart
+from flatshift.experiments.data.splits import build_label_record, prepare_data, prepare_eval_data
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows import evaluate, sharpness
-from flatshift.finetune.data.files import describe
+from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from tests.data_models import write_jsonl
@@ -49,7 +49,7 @@ def recipe_of(folder, encoder, **overrides):
 
 def noted(folder, recipe, learnt):
     """The manifest of a run: what it read, and what it learnt of that beside its weights."""
-    manifest = {"inputs": describe(recipe.data.train.all_files), **learnt}
+    manifest = {"inputs": describe_files(recipe.data.train.all_files), **learnt}
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
@@ -67,7 +67,7 @@ def judged(monkeypatch, tmp_path):
         monkeypatch.setattr(evaluate, "load_model", lambda *_, **__: (None, None))
         monkeypatch.setattr(evaluate, "evaluate_split", judge)
         console = Console(quiet=True, log=told.said.append)
-        evaluate._evaluated(tmp_path, recipe, files, console, ProcessMesh.alone("cpu"))
+        evaluate._evaluate_run(tmp_path, recipe, files, console, ProcessMesh.alone("cpu"))
         return told
 
     return of
@@ -75,8 +75,8 @@ def judged(monkeypatch, tmp_path):
 
 def test_classes_are_those_of_all_training_rows_and_no_row_is_read_where_none_teaches(folder, encoder, judged):
     recipe = recipe_of(folder, encoder, **{"data.holdout": 0.3, "data.train.limit": 3, "task": "classify"})
-    trained = prepare(recipe)
-    noted(folder, recipe, learnt_record(trained))
+    trained = prepare_data(recipe)
+    noted(folder, recipe, build_label_record(trained))
     told = judged(recipe, str(folder / "more.jsonl"))
     assert told.names == trained.label_names and len(told.names) > 3
     given = dataclasses.replace(recipe, task=dataclasses.replace(recipe.task, labels=trained.label_names))
@@ -88,7 +88,7 @@ def test_bad_rows_are_refused_or_left_out_and_said(folder, encoder, judged):
     bad = folder / "bad.jsonl"
     bad.write_text('{"text": "cat", "label": 1}\n{"text": "dog"}\n{"text": "the cat", "label": 2}\n')
     recipe = recipe_of(folder, encoder)
-    noted(folder, recipe, learnt_record(prepare(recipe)))
+    noted(folder, recipe, build_label_record(prepare_data(recipe)))
     with pytest.raises(UserError, match=rf"{bad}:2: no column 'label'"):
         judged(recipe, str(bad))
     told = judged(recipe_of(folder, encoder, **{"data.bad_rows": "skip"}), str(bad))
@@ -115,7 +115,7 @@ def test_what_was_cut_is_said(folder, encoder, judged):
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the cat sat"}]
     chats = write_jsonl(folder / "chats.jsonl", [{"messages": turns}] * 3 + [{"messages": turns[:1]}])
     chat = {"task": "{kind: chat, template: plain, max_unsupervised: 0.5}", "data.bad_rows": "skip"}
-    prepared = prepare_apart(recipe_of(folder, encoder, backbone="flatshift-5m", **chat), [str(chats)], run=folder)
+    prepared = prepare_eval_data(recipe_of(folder, encoder, backbone="flatshift-5m", **chat), [str(chats)], run=folder)
     assert len(prepared.test) == 3
     assert prepared.notes[0].startswith("--data: ") and "1 bad rows (left out)" in prepared.notes[0]
 
@@ -130,11 +130,11 @@ def test_one_class_is_none(streamed, folder, encoder, monkeypatch):
         with pytest.raises(
             UserError, match=r"two classes or more, and there is only 'x'; data\.columns\.label .*'label'"
         ):
-            prepare(recipe)
+            prepare_data(recipe)
     given = recipe_of(folder, encoder, task="{kind: classify, labels: [x]}")
     with pytest.raises(UserError, match=r"there is only 'x'.*task\.labels"):
-        prepare(given)
-    assert prepare(recipe_of(folder, encoder, task="{kind: classify, multi: true}")).label_names == ("x",)
+        prepare_data(given)
+    assert prepare_data(recipe_of(folder, encoder, task="{kind: classify, multi: true}")).label_names == ("x",)
 
 
 RANK = {"task": "{kind: completion, score: rank}", "backbone": "flatshift-5m"}
@@ -143,10 +143,10 @@ RANK = {"task": "{kind: completion, score: rank}", "backbone": "flatshift-5m"}
 @pytest.mark.parametrize("settings", [{"task": "classify"}, RANK, {}], ids=["classify", "rank", "regress"])
 def test_training_files_that_changed_change_no_class_and_no_unit(settings, folder, encoder, judged):
     recipe = recipe_of(folder, encoder, **settings)
-    trained = prepare(recipe)
-    noted(folder, recipe, learnt_record(trained))
+    trained = prepare_data(recipe)
+    noted(folder, recipe, build_label_record(trained))
     write_jsonl(folder / "train.jsonl", [{"text": "the cat", "label": 7 + i} for i in range(9)])
-    other = prepare(recipe)
+    other = prepare_data(recipe)
     assert (other.label_names, other.units) != (trained.label_names, trained.units)
     told = judged(recipe, str(folder / "more.jsonl"))
     assert told.names == trained.label_names and {example.units for example in told.examples} == {trained.units}
@@ -154,8 +154,8 @@ def test_training_files_that_changed_change_no_class_and_no_unit(settings, folde
 
 def test_sharpness_on_other_rows_reads_no_training_file_either(folder, encoder, monkeypatch):
     recipe = recipe_of(folder, encoder, task="classify")
-    trained = prepare(recipe)
-    noted(folder, recipe, learnt_record(trained))
+    trained = prepare_data(recipe)
+    noted(folder, recipe, build_label_record(trained))
 
     def lay_out(recipe, task, names, **_):
         assert names == trained.label_names
@@ -167,7 +167,7 @@ def test_sharpness_on_other_rows_reads_no_training_file_either(folder, encoder, 
     (folder / "recipe.resolved.yaml").write_text(text, encoding="utf-8")
     (folder / "train.jsonl").unlink()
     with pytest.raises(InterruptedError):
-        sharpness.measure_run(folder, data=[str(folder / "more.jsonl")], quiet=True)
+        sharpness.measure_run_sharpness(folder, data=[str(folder / "more.jsonl")], quiet=True)
 
 
 def test_they_are_not_worked_out_anew(folder, encoder, judged):

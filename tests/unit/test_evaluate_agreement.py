@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from flatshift.finetune.evaluate.agreement import (
+    extract_number,
     f1_words,
     has_number,
     match_normalised,
-    number_of,
     numeric_match,
+    parse_spans,
     span_f1,
     span_precision,
     span_recall,
-    spans,
 )  # fmt: skip
-from flatshift.finetune.evaluate.samples import any_toxic, distinct, max_toxicity
+from flatshift.finetune.evaluate.samples import any_toxic, distinct_ngrams, max_toxicity
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from flatshift.finetune.evaluate.samples import any_toxic, distinct, max_toxicit
     ],
 )
 def test_the_number_of_an_answer(text, number):
-    assert number_of(text) == (None if number is None else pytest.approx(number))
+    assert extract_number(text) == (None if number is None else pytest.approx(number))
 
 
 def test_numbers_agree_exactly_and_none_is_wrong():
@@ -52,10 +52,10 @@ def test_words_as_squad_has_them():
 
 
 def test_spans_as_seqeval_reads_them():
-    assert spans("B-PER I-PER O B-LOC") == {("PER", 0, 1), ("LOC", 3, 3)}
-    assert spans("I-PER I-PER B-PER") == {("PER", 0, 1), ("PER", 2, 2)}
-    assert spans("B-PER I-LOC") == {("PER", 0, 0), ("LOC", 1, 1)}
-    assert spans("S-PER B-LOC I-LOC E-LOC O E-PER") == {("PER", 0, 0), ("LOC", 1, 3), ("PER", 5, 5)}
+    assert parse_spans("B-PER I-PER O B-LOC") == {("PER", 0, 1), ("LOC", 3, 3)}
+    assert parse_spans("I-PER I-PER B-PER") == {("PER", 0, 1), ("PER", 2, 2)}
+    assert parse_spans("B-PER I-LOC") == {("PER", 0, 0), ("LOC", 1, 1)}
+    assert parse_spans("S-PER B-LOC I-LOC E-LOC O E-PER") == {("PER", 0, 0), ("LOC", 1, 3), ("PER", 5, 5)}
     assert span_f1("B-PER I-PER O", "B-PER O O") == (0.0, 2.0)
     assert span_f1("B-PER O B-LOC", "B-PER O O") == (2.0, 3.0)
     assert span_precision("B-PER O B-LOC", "B-PER O O") == (1.0, 2.0)
@@ -63,8 +63,8 @@ def test_spans_as_seqeval_reads_them():
 
 
 def test_figures_of_several_samples():
-    assert distinct(["a b a", "a b"], 1) == pytest.approx(2 / 5) and distinct(["a b a", "a b"], 2) == pytest.approx(
-        2 / 3
-    )
-    assert distinct(["a"], 2) is None
+    assert distinct_ngrams(["a b a", "a b"], 1) == pytest.approx(2 / 5) and distinct_ngrams(
+        ["a b a", "a b"], 2
+    ) == pytest.approx(2 / 3)
+    assert distinct_ngrams(["a"], 2) is None
     assert max_toxicity([0.1, 0.7]) == 0.7 and any_toxic([0.1, 0.7]) == 1.0 and any_toxic([0.1, 0.4]) == 0.0

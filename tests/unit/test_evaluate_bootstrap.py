@@ -10,15 +10,15 @@ from scipy.stats import binomtest
 
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import (
-    Figure,
+    ResampledMetric,
+    bootstrap_interval,
+    exact_share_interval,
     frequency_intervals,
     group_interval,
-    interval,
-    possible_share,
     ratio_interval,
     ratio_statistic,
 )
-from flatshift.finetune.evaluate.classes import judge_classes
+from flatshift.finetune.evaluate.classes import classification_metrics
 from tests.counted_calls import python_calls
 
 
@@ -42,10 +42,10 @@ def test_intervals_cover_the_mean_as_often_as_they_say():
 
 def test_blocks_seeds_and_general_statistics():
     values = np.random.default_rng(0).normal(size=20_000)  # 210 resamples a block
-    figure = interval([values], lambda x: np.median(x, axis=-1), resamples=300, seed=1)
+    figure = bootstrap_interval([values], lambda x: np.median(x, axis=-1), resamples=300, seed=1)
     assert figure["value"] == np.median(values) and figure["low"] < figure["value"] < figure["high"]
-    assert figure == interval([values], lambda x: np.median(x, axis=-1), resamples=300, seed=1)
-    assert figure != interval([values], lambda x: np.median(x, axis=-1), resamples=300, seed=2)
+    assert figure == bootstrap_interval([values], lambda x: np.median(x, axis=-1), resamples=300, seed=1)
+    assert figure != bootstrap_interval([values], lambda x: np.median(x, axis=-1), resamples=300, seed=2)
 
 
 def test_frequencies_agree_with_items():
@@ -67,7 +67,7 @@ def test_edges():
     with pytest.raises(UserError, match="nothing to evaluate"):
         ratio_interval([], [])
     with pytest.raises(UserError, match="nothing to evaluate"):
-        judge_classes([], [], resamples=10, confidence=0.95, seed=0)
+        classification_metrics([], [], resamples=10, confidence=0.95, seed=0)
     with pytest.raises(UserError, match=r"eval\.confidence"):
         ratio_interval([1.0], [1.0], confidence=95)
     with pytest.raises(UserError, match=r"eval\.bootstrap"):
@@ -82,7 +82,7 @@ def test_the_work_of_python_does_not_grow_with_resamples_or_items():
     def work(items: int, resamples: int) -> int:
         return python_calls(
             lambda: (
-                judge_classes(
+                classification_metrics(
                     true[:items].tolist(), predicted[:items].tolist(), resamples=resamples, confidence=0.95, seed=0
                 ),
                 ratio_interval(rng.random(items), rng.random(items), resamples=resamples),
@@ -98,20 +98,20 @@ def test_a_share_of_all_or_of_none_has_the_interval_that_so_few_rows_leave(right
     """Resamples of rows that are all alike are alike too; what n of them leave possible is Clopper and Pearson's."""
     exact = binomtest(right, 12).proportion_ci(0.9, method="exact")
     said = [0] * 12 if right else [1] * 12
-    figures: dict[str, Figure] = {}
+    figures: dict[str, ResampledMetric] = {}
     draw = {"resamples": 100, "confidence": 0.9, "seed": 0}
-    found = judge_classes([0] * 12, said, **draw, figures=figures)
+    found = classification_metrics([0] * 12, said, **draw, figures=figures)
     assert (found["accuracy"]["low"], found["accuracy"]["high"]) == pytest.approx((exact.low, exact.high))
     assert group_interval(figures["accuracy"], [np.arange(12)], resamples=100, confidence=0.9) == found["accuracy"]
-    assert judge_classes([0] * 12, said, resamples=0, confidence=0.9, seed=0)["accuracy"]["low"] == right / 12
+    assert classification_metrics([0] * 12, said, resamples=0, confidence=0.9, seed=0)["accuracy"]["low"] == right / 12
 
 
 def test_other_figures_and_single_rows_keep_their_interval():
-    loss = Figure.over([np.ones(5), np.ones(5)], ratio_statistic())
+    loss = ResampledMetric.over([np.ones(5), np.ones(5)], ratio_statistic())
     alone = group_interval(loss, [np.arange(5)], resamples=10)
     assert alone is not None and (alone["low"], alone["high"]) == (1.0, 1.0)
-    share = Figure.over([np.ones(5), np.ones(5)], ratio_statistic(), share=True)
+    share = ResampledMetric.over([np.ones(5), np.ones(5)], ratio_statistic(), share=True)
     one = group_interval(share, [np.arange(1)], resamples=10)
     assert one is not None and one["low"] is None
     inside = ratio_interval([1.0, 0.0], [1, 1], resamples=50)
-    assert possible_share(inside, 0.95) is inside
+    assert exact_share_interval(inside, 0.95) is inside

@@ -10,8 +10,8 @@ from flatshift.experiments.workflows.few_shot import FewShot, mcnemar, rank_rows
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import candidates
-from flatshift.finetune.evaluate.candidates import cut, score
-from flatshift.finetune.evaluate.prompts import Prompt, ask, check, shipped
+from flatshift.finetune.evaluate.candidates import score_candidates, tokenize_candidates
+from flatshift.finetune.evaluate.prompts import Prompt, check_prompt, fill_prompt, shipped_prompts
 from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import byte_tokenizer, row, tiny_model
 
@@ -25,7 +25,7 @@ def items(count: int = 7, shots: str = SHOTS):
         [(f"{shots}item {'x' * (3 * n % 11)} asks ", said, "." * (n % 3)) for said in ("yes", "no at all")]
         for n in range(count)
     ]
-    flat = cut(TOKENIZER, [one for item in texts for one in item], (TOKENIZER.bos_token_id,))
+    flat = tokenize_candidates(TOKENIZER, [one for item in texts for one in item], (TOKENIZER.bos_token_id,))
     return [flat[2 * n : 2 * n + 2] for n in range(count)]
 
 
@@ -34,7 +34,7 @@ def items(count: int = 7, shots: str = SHOTS):
 def test_shared_contexts_give_the_same_log_likelihoods(kind, shots):
     model = tiny_model(kind, len(TOKENIZER)).eval()
     made = items(shots=shots)
-    ours, naive = score(model, made, HOW), score(model, made, HOW, shared=False)
+    ours, naive = score_candidates(model, made, HOW), score_candidates(model, made, HOW, shared=False)
     for one, other, item in zip(ours, naive, made, strict=True):
         for a, b, candidate in zip(one, other, item, strict=True):
             assert len(a) == len(b) == len(candidate.ids) - candidate.start
@@ -50,24 +50,26 @@ def test_shared_contexts_give_the_same_log_likelihoods(kind, shots):
 def test_shared_contexts_are_read_once(monkeypatch):
     model, rows = tiny_model("llama", len(TOKENIZER)).eval(), []
     made = items(40)
-    monkeypatch.setattr(candidates, "_can_share", lambda *a: True)
+    monkeypatch.setattr(candidates, "_can_repeat_cache", lambda *a: True)
     model.register_forward_pre_hook(lambda m, a, k: rows.append(k["input_ids"].numel()), with_kwargs=True)
-    score(model, made, HOW)
+    score_candidates(model, made, HOW)
     shared, rows[:] = sum(rows), []
-    score(model, made, HOW, shared=False)
+    score_candidates(model, made, HOW, shared=False)
     assert shared * 2 < sum(rows)
 
 
 def test_a_cache_that_cannot_be_repeated_is_not_trusted(monkeypatch):
     model = tiny_model("llama", len(TOKENIZER)).eval()
-    monkeypatch.setattr(candidates, "_together", lambda *a: [[np.zeros(1)] * 2 for _ in a[1]])
+    monkeypatch.setattr(candidates, "_score_after_prefix", lambda *a: [[np.zeros(1)] * 2 for _ in a[1]])
     made = items(4)
-    for one, other in zip(score(model, made, HOW), score(model, made, HOW, shared=False), strict=True):
+    for one, other in zip(
+        score_candidates(model, made, HOW), score_candidates(model, made, HOW, shared=False), strict=True
+    ):
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_where_the_label_lies_and_blanks_belong_to_it():
-    (one,) = cut(TOKENIZER, [("premise, right? ", "Yes", ", hypothesis")], ())
+    (one,) = tokenize_candidates(TOKENIZER, [("premise, right? ", "Yes", ", hypothesis")], ())
     text = TOKENIZER.decode(one.ids[one.start :])
     assert text == " Yes, hypothesis" and one.bytes == len(text)
     low, high = one.label
@@ -88,7 +90,7 @@ def test_worked_examples_are_named_draws_and_never_the_row_itself(monkeypatch):
     rows = nli_rows(12)
     asked = FewShot(prompt=NLI, name="nli", shots=11 - 1, source=("x",), seeds=(3,))
     seen = []
-    whole = candidates.cut
+    whole = candidates.tokenize_candidates
     monkeypatch.setattr(
         "flatshift.experiments.workflows.few_shot.cut", lambda t, texts, b: seen.extend(texts) or whole(t, texts, b)
     )
@@ -118,8 +120,8 @@ def test_scores_by_hand(mode):
     found = rank_rows(model, TOKENIZER, rows, [], asked, HOW, window=4096)
 
     def logs(context: str, said: str, after: str) -> np.ndarray:
-        (one,) = cut(TOKENIZER, [(context, said, after)], (TOKENIZER.bos_token_id,))
-        return score(model, [[one]], HOW, shared=False)[0][0], one
+        (one,) = tokenize_candidates(TOKENIZER, [(context, said, after)], (TOKENIZER.bos_token_id,))
+        return score_candidates(model, [[one]], HOW, shared=False)[0][0], one
 
     for place, one in enumerate(rows):
         values = []
@@ -146,17 +148,17 @@ def test_choices_of_their_own_and_answers_in_every_form():
     prompt = Prompt(text="{question} {label}", choices=("options",), answer="answer")
     for answer, gold in (("B", 1), (2, 2), ("third", 2), ("0", 0)):
         one = row(0, question="which?", options=["first", "second", "third"], answer=answer)
-        assert ask(prompt, one).gold == gold
+        assert fill_prompt(prompt, one).gold == gold
     for answer in ("D", 3, "fourth"):
         with pytest.raises(UserError, match="is none of its 3 choices"):
-            ask(prompt, row(0, question="which?", options=["first", "second", "third"], answer=answer))
+            fill_prompt(prompt, row(0, question="which?", options=["first", "second", "third"], answer=answer))
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", shipped_prompts())
 def test_shipped_prompts_are_sound(name):
     prompt = read_prompt(name)
     tokenizer = open_backbone("flatshift-5m").tokenizer
-    check(prompt, tokenizer)
+    check_prompt(prompt, tokenizer)
     assert prompt.columns()
 
 
@@ -166,13 +168,13 @@ def test_prompts_that_are_refused():
     with pytest.raises(UserError, match=r"must have \{label\} once"):
         Prompt(text="{text}", labels={"a": "x", "b": "y"})
     with pytest.raises(UserError, match="are the same tokens"):
-        check(Prompt(text="{text} {label}", labels={"a": "yes", "b": " yes"}), TOKENIZER)
+        check_prompt(Prompt(text="{text} {label}", labels={"a": "yes", "b": " yes"}), TOKENIZER)
     wrong = {"labels": {"a": "نعم", "b": "رقم"}}
     from flatshift.finetune.evaluate.prompts import Wording
 
     arabic = Prompt(text="{text} {label}", labels={"a": "x", "b": "y"}, by="lang", wordings={"ar": Wording(**wrong)})
     with pytest.raises(UserError, match="means a number"):
-        check(arabic, TOKENIZER)
+        check_prompt(arabic, TOKENIZER)
 
 
 def test_mcnemar_is_exact():

@@ -95,7 +95,7 @@ def test_a_model_whose_cache_cannot_be_shared_is_scored_row_by_row(monkeypatch):
     def wrong(*arguments):
         return np.zeros((2, 3))
 
-    monkeypatch.setattr(ranking, "_shared", wrong)
+    monkeypatch.setattr(ranking, "_rank_with_shared_prompt", wrong)
     apart = rank_choices(model, examples, EvalBatching(4, 0), task=Completion())
     np.testing.assert_allclose(apart, shared, atol=1e-4)
     assert np.abs(apart).min() > 0

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flatshift.finetune.evaluate.metrics import METRICS, functions, in_headline_order, metric_of, on_tiles
+from flatshift.finetune.evaluate.metrics import METRICS, find_metric, metric_functions, sort_for_headline, tile_metrics
 
 FAMILIES = (
     "document",
@@ -26,7 +26,7 @@ FAMILIES = (
 
 @pytest.mark.parametrize("judged_by", FAMILIES)
 def test_every_function_is_there(judged_by):
-    assert all(callable(function) for function in functions(judged_by).values()) and functions(judged_by)
+    assert all(callable(function) for function in metric_functions(judged_by).values()) and metric_functions(judged_by)
 
 
 def test_every_entry_is_complete():
@@ -43,9 +43,9 @@ def test_turns_are_used_once():
 
 
 def test_a_figure_that_is_no_metric_has_a_name_and_comes_last():
-    assert metric_of("made_up").title == "made up" and metric_of("made_up").bounds is None
-    assert in_headline_order(["made_up", "loss", "perplexity"]) == ["perplexity", "loss", "made_up"]
-    assert on_tiles(["made_up", "loss", "accuracy"]) == ["accuracy", "loss"]
+    assert find_metric("made_up").title == "made up" and find_metric("made_up").bounds is None
+    assert sort_for_headline(["made_up", "loss", "perplexity"]) == ["perplexity", "loss", "made_up"]
+    assert tile_metrics(["made_up", "loss", "accuracy"]) == ["accuracy", "loss"]
 
 
 def test_the_table_is_read_without_torch():

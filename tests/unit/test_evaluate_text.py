@@ -13,7 +13,7 @@ from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import text
 from flatshift.finetune.evaluate.bootstrap import group_interval
-from flatshift.finetune.evaluate.text import Counts, language, score_texts, windows, words_of
+from flatshift.finetune.evaluate.text import DocumentCounts, find_language, score_texts, sliding_windows, split_words
 from flatshift.finetune.tasks import LanguageModel
 from tests.data_models import byte_tokenizer, tiny_model
 
@@ -21,8 +21,8 @@ TOKENIZER = byte_tokenizer()
 NO_DRAW = {"resamples": 0, "confidence": 0.95, "seed": 0}
 
 
-def counts(nats, tokens, words, characters, size) -> Counts:
-    return Counts(*(np.atleast_1d(np.array(v)) for v in (nats, tokens, words, characters, characters, size)))
+def counts(nats, tokens, words, characters, size) -> DocumentCounts:
+    return DocumentCounts(*(np.atleast_1d(np.array(v)) for v in (nats, tokens, words, characters, characters, size)))
 
 
 def test_the_unit_row():
@@ -47,7 +47,7 @@ def test_a_word_is_a_token_to_the_power_of_fertility():
 def test_every_token_is_scored_once(length, window, overlap):
     ids = list(range(length))
     scored = []
-    for piece, labels in windows(ids, window, overlap):
+    for piece, labels in sliding_windows(ids, window, overlap):
         assert len(piece) == len(labels) <= window and labels[0] == -100
         scored += [label for label in labels if label != -100]
         assert all(label in (-100, token) for label, token in zip(labels, piece, strict=True))
@@ -61,7 +61,7 @@ def test_windows_score_as_a_naive_reading_does():
         model, TOKENIZER, texts, EvalBatching.of(TOKENIZER, batch_size=3), task=LanguageModel(), window=24, overlap=8
     )
     for place, one in enumerate(texts):
-        ids = [*text.beginning(TOKENIZER), *TOKENIZER(one, add_special_tokens=False)["input_ids"]]
+        ids = [*text.beginning_tokens(TOKENIZER), *TOKENIZER(one, add_special_tokens=False)["input_ids"]]
         nats, done = 0.0, 1
         while done < len(ids):
             start = max(0, done - 8) if done > 1 else 0
@@ -84,23 +84,23 @@ def test_an_overlap_that_leaves_nothing_and_a_text_without_tokens():
 
 
 def test_words_are_those_of_unicode():
-    assert words_of("Hello, world! It's 3.14 o'clock — naïve café.") == [
+    assert split_words("Hello, world! It's 3.14 o'clock — naïve café.") == [
         "Hello", "world", "It's", "3.14", "o'clock", "naïve", "café",
     ]  # fmt: skip
-    assert words_of("…!?") == [] and text.graphemes_of("e\u0301👩‍👩‍👧") == 2
+    assert split_words("…!?") == [] and text.count_graphemes("e\u0301👩‍👩‍👧") == 2
 
 
 def test_scripts_without_blanks_are_told_of_or_cut_by_a_dictionary(monkeypatch):
-    monkeypatch.setattr(text, "_dictionary", lambda: None)
-    assert "1 texts have words without blanks" in text.dictionary_missing(["สวัสดีครับ", "hello"])
-    assert text.dictionary_missing(["hello"]) is None
-    monkeypatch.setattr(text, "_dictionary", lambda: lambda one: ["สวัสดี", "ครับ"])
-    assert words_of("สวัสดีครับ") == ["สวัสดี", "ครับ"] and text.dictionary_missing(["สวัสดีครับ"]) is None
+    monkeypatch.setattr(text, "_word_breaker", lambda: None)
+    assert "1 texts have words without blanks" in text.missing_dictionary_note(["สวัสดีครับ", "hello"])
+    assert text.missing_dictionary_note(["hello"]) is None
+    monkeypatch.setattr(text, "_word_breaker", lambda: lambda one: ["สวัสดี", "ครับ"])
+    assert split_words("สวัสดีครับ") == ["สวัสดี", "ครับ"] and text.missing_dictionary_note(["สวัสดีครับ"]) is None
 
 
 def test_codes_of_languages():
-    assert language("zh-CN") == ("Chinese", "Sino-Tibetan") == language("cmn_hans")
-    assert language("sv-SE")[0] == "Swedish" and language("xx") is None
+    assert find_language("zh-CN") == ("Chinese", "Sino-Tibetan") == find_language("cmn_hans")
+    assert find_language("sv-SE")[0] == "Swedish" and find_language("xx") is None
 
 
 def test_groups_and_differences_ask_the_same_rows():

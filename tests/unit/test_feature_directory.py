@@ -8,7 +8,7 @@ import pytest
 
 from flatshift import cli
 from flatshift.selection import SelectionError
-from flatshift.selection.features import open_directory, seal
+from flatshift.selection.features import open_directory, write_manifest
 
 SIZES = (5, 1, 7)
 
@@ -20,7 +20,7 @@ def written(root, *, ids=True, dtype="float16"):
         if ids:
             names = (f"r{sum(SIZES[:number]) + i}\n" for i in range(count))
             (root / f"part-{number}.ids").write_text("".join(names), encoding="utf-8")
-    seal(root)
+    write_manifest(root)
     return root
 
 
@@ -59,7 +59,7 @@ def flipped(path):
 
 def twice(root):
     (root / "part-2.ids").write_text("r9\nr3\n" + "".join(f"s{i}\n" for i in range(5)))
-    seal(root)
+    write_manifest(root)
 
 
 FAULTS = {
@@ -99,17 +99,17 @@ def test_a_directory_that_lies_is_refused_in_one_sentence(tmp_path, name):
 
 def test_what_cannot_be_sealed(tmp_path):
     with pytest.raises(SelectionError, match=r"holds no \.npy files"):
-        seal(tmp_path)
+        write_manifest(tmp_path)
     written(tmp_path)
     np.save(tmp_path / "part-1.npy", np.zeros((1, 4), "float64"))
     with pytest.raises(SelectionError, match=r"part-1\.npy: 4 columns of float64, and part-0\.npy has 4 of float16"):
-        seal(tmp_path)
+        write_manifest(tmp_path)
     (tmp_path / "part-1.ids").unlink()
     with pytest.raises(SelectionError, match=r"part-1.npy has no \.ids file"):
-        seal(tmp_path)
+        write_manifest(tmp_path)
     (tmp_path / "part-1.ids").write_text("a\nb\n")
     with pytest.raises(SelectionError, match="has 2 ids for 1 rows"):
-        seal(tmp_path)
+        write_manifest(tmp_path)
 
 
 def test_select_reads_it_as_it_reads_one_file(tmp_path, capsys):
@@ -126,7 +126,7 @@ def test_select_reads_it_as_it_reads_one_file(tmp_path, capsys):
         np.save(shards / f"{number:03}.npy", x[low : low + 25])
         names = "".join(f"pool{i}\n" for i in range(low, min(low + 25, 60)))
         (shards / f"{number:03}.ids").write_text(names)
-    seal(shards)
+    write_manifest(shards)
 
     def run(features, out):
         sides = [
@@ -147,6 +147,6 @@ def test_select_reads_it_as_it_reads_one_file(tmp_path, capsys):
     shutil.copytree(shards, tmp_path / "other")
     names = (shards / "001.ids").read_text().splitlines()
     (tmp_path / "other" / "001.ids").write_text("\n".join([names[1], names[0], *names[2:]]) + "\n")
-    seal(tmp_path / "other")
+    write_manifest(tmp_path / "other")
     assert run(tmp_path / "other", "wrong") == 2
     assert "row 25 of" in (said := capsys.readouterr().err) and "'pool26'" in said and "'pool25'" in said

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from flatshift.selection import FeatureCache, SelectionError, TfIdfEmbedder
-from flatshift.selection.features import ShardedRows, TakenRows, in_shards
-from flatshift.selection.features.cache import written_whole
-from flatshift.selection.features.tfidf import load_fitted
+from flatshift.selection.features import IndexedRows, ShardedRows, embed_in_shards
+from flatshift.selection.features.cache import atomic_file
+from flatshift.selection.features.tfidf import load_or_fit
 
 TEXTS = [f"text number {i}" for i in range(25)]
 
@@ -39,7 +39,7 @@ def test_cached_features_are_those_of_memory(tmp_path: Path, dtype):
     found = cache.features(TEXTS, embed, key="k", dtype=dtype, shard_rows=10)
     assert (cache.computed, cache.reused) == (3, 0) and found.shape == (25, 3) and found.dtype == dtype
     assert (np.asarray(found) == wanted).all()
-    assert (in_shards(TEXTS, Embed(), dtype=dtype, shard_rows=10) == wanted).all()
+    assert (embed_in_shards(TEXTS, Embed(), dtype=dtype, shard_rows=10) == wanted).all()
     again = cache.features(TEXTS, embed, key="k", dtype=dtype, shard_rows=10)
     assert (cache.computed, cache.reused) == (0, 3) and len(embed.asked) == 25
     assert (np.asarray(again) == wanted).all()
@@ -116,7 +116,7 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path):
 
 
 def test_a_full_disk_is_no_mistake_of_the_users(tmp_path: Path):
-    with pytest.raises(OSError, match="No space left") as caught, written_whole(tmp_path / "shard.npy"):
+    with pytest.raises(OSError, match="No space left") as caught, atomic_file(tmp_path / "shard.npy"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert not isinstance(caught.value, ValueError) and not list(tmp_path.iterdir())
 
@@ -129,7 +129,7 @@ def test_rows_on_disk_behave_like_an_array(tmp_path: Path):
         np.save(files[-1], wanted[low : low + 10])
     sharded = ShardedRows(files, [10, 10, 5], 3, np.float32)
     index = np.random.default_rng(1).permutation(25)[:17]
-    for rows, expected in ((sharded, wanted), (TakenRows(sharded, index), wanted[index])):
+    for rows, expected in ((sharded, wanted), (IndexedRows(sharded, index), wanted[index])):
         n = len(expected)
         assert rows.shape == expected.shape and len(rows) == n and rows.nbytes == expected.nbytes
         keys = [slice(3, 15), slice(None), slice(8, 2), slice(0, 14, 3), slice(-4, None), slice(90, 99), 4, -1]
@@ -160,7 +160,7 @@ def test_a_fit_is_kept_and_a_broken_one_is_made_again(tmp_path: Path):
 
     def load():
         embedder = TfIdfEmbedder(dim=4)
-        load_fitted(tmp_path / "fit.npz", embedder, lambda: fits.append(embedder.fit(texts)))
+        load_or_fit(tmp_path / "fit.npz", embedder, lambda: fits.append(embedder.fit(texts)))
         return embedder
 
     first, second = load(), load()

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatshift.finetune.adapters.adapter import attach_adapter
 from flatshift.finetune.config import Adapter
-from flatshift.finetune.figures import rate_text
+from flatshift.finetune.figures import format_throughput
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.engine import Engine
@@ -130,13 +130,16 @@ def test_rates_are_counts_over_time(tmp_path):
     busy = meter._cost.hardware(72, 3 * 24**2, padded.supervised) / 0.5 / 1e12
     assert figures["hfu"] == pytest.approx(busy / peak, rel=1e-3) and figures["hfu"] > figures["mfu"]
     assert meter.whole() == figures
-    assert rate_text({"tokens_s": 12345.0, "tflops": 0.035, "mfu": 0.41}) == "12,345 tokens/s, 35 GFLOP/s, MFU 41 %"
+    assert (
+        format_throughput({"tokens_s": 12345.0, "tflops": 0.035, "mfu": 0.41})
+        == "12,345 tokens/s, 35 GFLOP/s, MFU 41 %"
+    )
 
 
 def test_packed_rows_have_the_pairs_of_their_samples():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
     packed = SimpleNamespace(inputs={"input_ids": positions, "position_ids": positions}, rows=[(0, 1), (2,)])
-    assert throughput._real(packed) == (11, 9 + 4 + 36)  # what fills the first row is no sample
+    assert throughput._count_real_tokens(packed) == (11, 9 + 4 + 36)  # what fills the first row is no sample
 
 
 def test_no_share_of_the_peak_is_above_one(tmp_path):
@@ -171,7 +174,7 @@ def test_a_layer_that_gives_a_tuple_is_counted(tmp_path):
 
 def test_a_meter_ends_no_run(tmp_path, monkeypatch):
     engine, micro = engine_of("llama", tmp_path), micro_of(2, 8)
-    monkeypatch.setattr("flatshift.finetune.train.throughput._made", lambda output: SimpleNamespace(shape=()))
+    monkeypatch.setattr("flatshift.finetune.train.throughput._layer_output", lambda output: SimpleNamespace(shape=()))
     meter = ThroughputMeter(engine, peak_tflops=1.0)
     for _ in range(EVERY + 1):
         one_step(engine, micro, meter)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatshift.api import draw
+from flatshift.api import draw_report
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.tree import from_override
 from flatshift.experiments.statistics.kernel import extrapolate, kernel_fits, soonest
@@ -55,7 +55,7 @@ def test_a_learning_curve_is_carried_on_by_its_power_law():
 
 
 def predict(resolved, out):
-    return forecast_into(resolved, out, draw=draw, ranks=(), noises=(), draws=2, more=50, quiet=True)
+    return forecast_into(resolved, out, draw=draw_report, ranks=(), noises=(), draws=2, more=50, quiet=True)
 
 
 SMALL = {"data.train.limit": 24, "train.batch_size": 24, "data.test.limit": 60, "train.max_length": 24}

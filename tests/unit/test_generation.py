@@ -11,16 +11,16 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter
-from flatshift.finetune.data.encoding import IGNORE, encode, end_token
+from flatshift.finetune.data.encoding import IGNORE, encode, get_end_token
 from flatshift.finetune.data.eval_batching import DataShard, EvalBatching
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.answers import generate_answers, prompt_of
-from flatshift.finetune.evaluate.generation import Decoding, _drawing, continue_prompts
+from flatshift.finetune.evaluate.answers import generate_answers, prompt_tokens
+from flatshift.finetune.evaluate.generation import Decoding, _logits_processors, continue_prompts
 from flatshift.finetune.evaluate.generation import generate_batches as run_prompts
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
-from flatshift.regularizers.layers.fused import fusible
+from flatshift.regularizers.layers.fused import fusible_parts
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model
 from tests.finetune_models import save_backbone
 from tests.seq2seq_models import save_encoder_decoder
@@ -86,7 +86,7 @@ def test_no_row_copies_the_head(tmp_path):
     hidden = torch.randn(3, 7, 32, dtype=torch.bfloat16)[:, -1:]
     head = backbone.get_output_embeddings()
     assert torch.equal(head(hidden), torch.nn.functional.linear(hidden.contiguous(), head.weight))
-    assert fusible(adapted.get_base_model().lm_head) is not None  # its own steps stay fused
+    assert fusible_parts(adapted.get_base_model().lm_head) is not None  # its own steps stay fused
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_draws_have_the_distribution_that_they_should(top_k, top_p):
     expected /= expected.sum()
     how = Decoding(temperature=temperature, top_k=top_k, top_p=top_p, seed=5)
     scores = logits.expand(count, -1).clone()
-    for processor in _drawing(how, range(count)):
+    for processor in _logits_processors(how, range(count)):
         scores = processor(torch.zeros(count, 1, dtype=torch.long), scores)
     seen = np.bincount(scores.argmax(dim=1).numpy(), minlength=10)
     kept = expected > 0
@@ -203,7 +203,7 @@ def test_it_writes_what_evaluation_judges():
     examples = encode(text_rows(6), task=task, tokenizer=TOKENIZER, max_length=64).examples
     model = tiny_model("llama", len(TOKENIZER))
     judged = generate_answers(model, TOKENIZER, examples, EvalBatching.of(TOKENIZER, batch_size=4), max_new_tokens=6)
-    ours = written(model, Decoding(max_new_tokens=6), prompts=[prompt_of(e) for e in examples])
+    ours = written(model, Decoding(max_new_tokens=6), prompts=[prompt_tokens(e) for e in examples])
     assert [TOKENIZER.decode(a.ids, skip_special_tokens=True).strip() for a in ours] == judged
 
 
@@ -236,8 +236,8 @@ def test_prompts_are_what_training_put_before_the_answer(tokenizer):
             ids = task.prompt_ids(tokenizer, task.prompt_text(r))
             assert example.input_ids[: len(ids)] == ids
             if isinstance(task, Completion):
-                assert prompt_of(example) == ids
-            assert example.input_ids[-1] == end_token(tokenizer)
+                assert prompt_tokens(example) == ids
+            assert example.input_ids[-1] == get_end_token(tokenizer)
 
 
 def test_refusals_name_the_nearest_fix():

@@ -11,16 +11,16 @@ import pytest
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.hygiene import (
     Decontaminate,
+    DropList,
     Hygiene,
     Language,
     LengthFilter,
-    Listed,
     NearDuplicates,
-    Reference,
+    ReferenceTexts,
     Repetition,
-    clean,
+    clean_pool,
 )
-from flatshift.selection.hygiene.store import Growing
+from flatshift.selection.hygiene.store import GrowingArray
 
 EVERY_STEP = Hygiene(
     length=LengthFilter(min_words=3),
@@ -71,7 +71,9 @@ def pool() -> tuple[list[str], list[tuple[str | None, str | None, int | None]]]:
 
 
 def run(texts, settings: Hygiene = EVERY_STEP, **options):
-    return clean(texts, settings, references=[Reference("target", TARGET), Reference("eval", EVALUATION)], **options)
+    return clean_pool(
+        texts, settings, references=[ReferenceTexts("target", TARGET), ReferenceTexts("eval", EVALUATION)], **options
+    )
 
 
 def test_every_drop_has_its_cause_and_the_id_of_its_match() -> None:
@@ -125,9 +127,9 @@ def test_the_order_of_the_rows_decides_who_stays() -> None:
         "A FIRST TEXT THAT IS HERE",
     ]
     settings = Hygiene(exact=True, near=NearDuplicates(threshold=0.6))
-    assert clean(texts, settings).kept.tolist() == [0, 1]
-    assert clean(texts[::-1], settings).kept.tolist() == [0, 2]
-    assert clean(texts[::-1], settings).match.tolist() == [-1, 0, -1, 0]
+    assert clean_pool(texts, settings).kept.tolist() == [0, 1]
+    assert clean_pool(texts[::-1], settings).kept.tolist() == [0, 2]
+    assert clean_pool(texts[::-1], settings).match.tolist() == [-1, 0, -1, 0]
 
 
 def test_steps_that_are_off_do_nothing_and_references_count_only_where_named() -> None:
@@ -179,11 +181,11 @@ def test_texts_that_cannot_be_read_again() -> None:
             return iter(["a text of some words"] * self.length)
 
     with pytest.raises(SelectionError, match="not a generator"):
-        clean(iter(["a"]), Hygiene(exact=True))
+        clean_pool(iter(["a"]), Hygiene(exact=True))
     with pytest.raises(SelectionError, match="had 4 texts when it was read first and 3 the second time"):
-        clean(Shrinking(), Hygiene(near=NearDuplicates()))
+        clean_pool(Shrinking(), Hygiene(near=NearDuplicates()))
     with pytest.raises(SelectionError, match="no evaluation text"):
-        clean(["a"], Hygiene(decontaminate=Decontaminate()), references=[Reference("target", ["b"])])
+        clean_pool(["a"], Hygiene(decontaminate=Decontaminate()), references=[ReferenceTexts("target", ["b"])])
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,7 @@ def test_settings_out_of_range_are_one_sentence(build, words: str) -> None:
 
 @pytest.mark.parametrize("limit", [1 << 19, 64])
 def test_what_another_tool_listed_goes_first_and_with_its_reason(limit: int, monkeypatch) -> None:
-    monkeypatch.setattr(Growing.__init__, "__defaults__", (limit,))
+    monkeypatch.setattr(GrowingArray.__init__, "__defaults__", (limit,))
     draw = random.Random(4)
     names = [f"r{row}\u00e9" for row in range(500)]
     texts = ["", *(f"text number {row} of its own kind" for row in range(1, 499)), "text number 7 of its own kind"]
@@ -222,14 +224,14 @@ def test_what_another_tool_listed_goes_first_and_with_its_reason(limit: int, mon
     entries = [(names[row], names[row - 1] if row % 2 else "", f"why {row}" if row % 3 else "") for row in gone]
     entries += [("elsewhere", "", ""), ("r7", "", "")]
     draw.shuffle(entries)
-    listed = Listed(memory=1 << 16)
+    listed = DropList(memory=1 << 16)
     for low in range(0, len(entries), 7):
         listed.add(*zip(*entries[low : low + 7], strict=True))
     listed.find(names)
     assert [entries[number][0] for number in listed.unknown] == [
         name for name, _, _ in entries if name in ("elsewhere", "r7")
     ]
-    cleaned = clean(texts, Hygiene(drops=("answer.csv",), length=LengthFilter(), exact=True), listed=listed)
+    cleaned = clean_pool(texts, Hygiene(drops=("answer.csv",), length=LengthFilter(), exact=True), listed=listed)
     drops = list(cleaned.drops(names))
     told = [
         {
@@ -252,9 +254,9 @@ def test_what_another_tool_listed_goes_first_and_with_its_reason(limit: int, mon
 
 def test_a_list_that_was_not_read_or_is_of_another_pool_is_refused() -> None:
     with pytest.raises(SelectionError, match="pass it as listed"):
-        clean(["a"], Hygiene(drops=("answer.csv",)))
-    listed = Listed(memory=1 << 16)
+        clean_pool(["a"], Hygiene(drops=("answer.csv",)))
+    listed = DropList(memory=1 << 16)
     listed.add(["a"], [""], [""])
     listed.find(["a", "b"])
     with pytest.raises(SelectionError, match="among 2 ids, and the pool has 1 texts"):
-        clean(["a"], Hygiene(drops=("answer.csv",)), listed=listed)
+        clean_pool(["a"], Hygiene(drops=("answer.csv",)), listed=listed)

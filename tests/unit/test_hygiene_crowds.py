@@ -12,16 +12,16 @@ import pytest
 from flatshift.selection.hygiene import (
     Hygiene,
     NearDuplicates,
-    Reference,
-    clean,
+    ReferenceTexts,
+    clean_pool,
     duplicate_clusters,
     duplicates,
     external_sort,
     store,
 )
-from flatshift.selection.hygiene.duplicate_clusters import DuplicateClusters, Groups, leaders
+from flatshift.selection.hygiene.duplicate_clusters import DisjointSets, DuplicateClusters, first_matches
 from flatshift.selection.hygiene.external_sort import sort_keys
-from flatshift.selection.hygiene.store import Growing
+from flatshift.selection.hygiene.store import GrowingArray
 
 ROW = external_sort._ROW_BYTES
 
@@ -107,7 +107,7 @@ def test_pairs_join_what_is_similar_and_those_left_out_are_counted(
         draw = random.Random(seed)
         kind = [draw.randrange(20) for _ in range(120)]  # rows of one kind are similar
         keys = np.array([0 if draw.random() < 0.4 else draw.randrange(1, 30) for _ in kind], dtype=np.uint64)
-        groups, compared = Groups(np.arange(len(kind))), set()
+        groups, compared = DisjointSets(np.arange(len(kind))), set()
         groups.join(np.array([0, 7]), np.array([60, 100]))
         label = list(range(len(kind)))
         label[60], label[100] = 0, 7
@@ -144,7 +144,7 @@ def test_leaders_tell_apart_what_shares_a_key_by_chance(block: int) -> None:
     expected = [seen.setdefault(values[row], row) if row in set(alive) else row for row in range(400)]
     keys, second = np.array(values, dtype=np.uint64).T
     rows = np.array(alive)
-    found = leaders(400, keyed(keys[rows], rows, 33), lambda some: second[some], 20 * ROW)
+    found = first_matches(400, keyed(keys[rows], rows, 33), lambda some: second[some], 20 * ROW)
     assert found.tolist() == expected
 
 
@@ -174,13 +174,13 @@ def texts_of(count: int, seed: int = 0) -> list[str]:
 def test_a_limit_that_forces_everything_onto_the_disk_changes_no_bit(monkeypatch) -> None:
     texts = texts_of(1200)
     settings = Hygiene(exact=True, near=NearDuplicates(threshold=0.7))
-    references = [Reference("target", texts[:40:3])]
-    whole = clean(texts, settings, references=references)
-    monkeypatch.setattr(Growing.__init__, "__defaults__", (1 << 8,))
+    references = [ReferenceTexts("target", texts[:40:3])]
+    whole = clean_pool(texts, settings, references=references)
+    monkeypatch.setattr(GrowingArray.__init__, "__defaults__", (1 << 8,))
     monkeypatch.setattr(store, "_BLOCK", 90)
     monkeypatch.setattr(duplicate_clusters, "PIECE", 70)
     monkeypatch.setattr(external_sort, "_ROW_BYTES", (1 << 27) // 100)  # runs of a hundred keys
-    spilled = clean(texts, Hygiene(**{**vars(settings), "memory_gib": 0.25}), references=references)
+    spilled = clean_pool(texts, Hygiene(**{**vars(settings), "memory_gib": 0.25}), references=references)
     for name in ("rule", "value", "match"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(spilled, name))
     compared = [found.diagnostics["near"].pop("compared") for found in (whole, spilled)]
@@ -191,19 +191,19 @@ def test_a_limit_that_forces_everything_onto_the_disk_changes_no_bit(monkeypatch
 
 
 def test_memory_does_not_grow_with_the_pool(monkeypatch) -> None:
-    monkeypatch.setattr(Growing.__init__, "__defaults__", (1 << 10,))
+    monkeypatch.setattr(GrowingArray.__init__, "__defaults__", (1 << 10,))
     monkeypatch.setattr(store, "_BLOCK", 256)
     monkeypatch.setattr(duplicate_clusters, "PIECE", 256)
     monkeypatch.setattr(external_sort, "_ROW_BYTES", (1 << 27) // 256)
     monkeypatch.setattr(duplicates, "_BATCH", 1 << 12)
-    monkeypatch.setattr(duplicates, "Growing", lambda dtype, limit=0: Growing(dtype))
+    monkeypatch.setattr(duplicates, "GrowingArray", lambda dtype, limit=0: GrowingArray(dtype))
     settings = Hygiene(exact=True, near=NearDuplicates(permutations=16, recall=0.5), memory_gib=0.25)
 
     def peak(count: int) -> int:
         texts = texts_of(count)
-        clean(texts[:50], settings)  # what is imported and cached
+        clean_pool(texts[:50], settings)  # what is imported and cached
         tracemalloc.start()
-        clean(texts, settings, batch_characters=1 << 12)
+        clean_pool(texts, settings, batch_characters=1 << 12)
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return most

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flatshift.selection.hygiene import Decontaminate
-from flatshift.selection.hygiene.decontaminate import Decontaminator, split
+from flatshift.selection.hygiene.decontaminate import Decontaminator, split_text
 
 VOCABULARY = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "en", "o", "urt")]
 
@@ -123,13 +123,15 @@ def test_the_paper_s_numbers() -> None:
 
 def test_pieces_too_short_too_many_and_texts_without_an_end() -> None:
     settings = Decontaminate(margin=2, min_chars=5, max_pieces=3)
-    assert split("a" * 50, [(20, 25)], settings) == [], "no end of a sentence on either side"
+    assert split_text("a" * 50, [(20, 25)], settings) == [], "no end of a sentence on either side"
     text = "Abcd efgh. XXXX YYYY. Zabcd efgh."
-    assert split(text, [(11, 18)], settings) == [(0, 10), (21, 33)]
-    assert split(text, [(11, 18)], Decontaminate(margin=2, min_chars=11)) == [(21, 33)]
-    assert split(text, [(11, 18)], Decontaminate(margin=200, min_chars=5)) == []
-    assert split(text, [(11, 18), (16, 20), (22, 27)], settings) == [(0, 10)], "the second match went with the first"
-    assert split("", [], settings) == [(0, 0)]
+    assert split_text(text, [(11, 18)], settings) == [(0, 10), (21, 33)]
+    assert split_text(text, [(11, 18)], Decontaminate(margin=2, min_chars=11)) == [(21, 33)]
+    assert split_text(text, [(11, 18)], Decontaminate(margin=200, min_chars=5)) == []
+    assert split_text(text, [(11, 18), (16, 20), (22, 27)], settings) == [(0, 10)], (
+        "the second match went with the first"
+    )
+    assert split_text("", [], settings) == [(0, 0)]
 
 
 def test_ordinary_phrases_are_told_by_their_number_in_the_pool_that_stands() -> None:

@@ -12,10 +12,10 @@ import pytest
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.hygiene import NearDuplicates as Settings
 from flatshift.selection.hygiene import duplicate_clusters, duplicates
-from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicateGroups, normalise
-from flatshift.selection.hygiene.minhash import MinHasher, bands_for
+from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicateGroups, normalise_text
+from flatshift.selection.hygiene.minhash import MinHasher, choose_bands
 from flatshift.selection.hygiene.shingles import Shingler
-from flatshift.selection.hygiene.store import Growing
+from flatshift.selection.hygiene.store import GrowingArray
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgkl" for b in "aeiou" for c in ("", "n", "rt", "st", "ll")]
 
@@ -85,13 +85,15 @@ def test_normalisation_and_first_occurrence_match_a_dictionary() -> None:
     texts += ["e\u0301t\u00e9", "\u00e9te\u0301", "\ud800 broken"]
     finder = ExactDuplicates(memory=1 << 26)
     for low in range(0, len(texts), 7):
-        finder.add([normalise(text) for text in texts[low : low + 7]])
+        finder.add([normalise_text(text) for text in texts[low : low + 7]])
     alive = np.array([draw.random() < 0.8 for _ in texts])
     seen: dict[str, int] = {}
-    expected = [seen.setdefault(normalise(text), row) if alive[row] else row for row, text in enumerate(texts)]
+    expected = [seen.setdefault(normalise_text(text), row) if alive[row] else row for row, text in enumerate(texts)]
     assert finder.first(alive).tolist() == expected
-    assert normalise("one  Two") == normalise("ONE two\n") and normalise("ﬁnd") == "find"
-    assert normalise("Straße") == normalise("STRASSE") and normalise(texts[200]) == normalise(texts[201])
+    assert normalise_text("one  Two") == normalise_text("ONE two\n") and normalise_text("ﬁnd") == "find"
+    assert normalise_text("Straße") == normalise_text("STRASSE") and normalise_text(texts[200]) == normalise_text(
+        texts[201]
+    )
     assert finder.first(np.zeros(len(texts), dtype=bool)).tolist() == list(range(len(texts)))
 
 
@@ -179,13 +181,13 @@ def test_signatures_of_long_and_empty_texts(monkeypatch) -> None:
 
 def test_bands_reach_the_recall_with_as_many_rows_as_possible() -> None:
     for threshold, permutations, recall in [(0.8, 128, 0.95), (0.5, 128, 0.9), (0.9, 260, 0.99), (1.0, 16, 0.5)]:
-        bands, rows = bands_for(threshold, permutations, recall)
+        bands, rows = choose_bands(threshold, permutations, recall)
         assert bands * rows <= permutations
         assert 1 - (1 - threshold**rows) ** bands >= recall
         if rows < permutations:
             assert 1 - (1 - threshold ** (rows + 1)) ** (permutations // (rows + 1)) < recall
     with pytest.raises(SelectionError, match=r"near.recall: 4 permutations .* 0.344 at most"):
-        bands_for(0.1, 4, 0.9)
+        choose_bands(0.1, 4, 0.9)
 
 
 # ------------------------------------------------------------------------------------------------ near-duplicates
@@ -282,11 +284,11 @@ def test_a_crowd_is_compared_within_a_window_and_the_rest_counted(monkeypatch) -
 def test_arrays_on_disk_hold_the_same(monkeypatch) -> None:
     texts = corpus(9)
     _, first, similarity = find(texts, Settings(threshold=0.7))
-    monkeypatch.setattr(duplicates, "Growing", lambda dtype, limit=0: Growing(dtype, 100))
+    monkeypatch.setattr(duplicates, "GrowingArray", lambda dtype, limit=0: GrowingArray(dtype, 100))
     _, spilled, same = find(texts, Settings(threshold=0.7), batch=5)
     np.testing.assert_array_equal(first, spilled)
     np.testing.assert_array_equal(similarity, same)
-    growing = Growing(np.int32, limit=16)
+    growing = GrowingArray(np.int32, limit=16)
     expected: list[int] = []
     for part in ([1, 2, 3], [], [4], [5, 6, 7, 8, 9], [10]):
         growing.append(np.array(part))

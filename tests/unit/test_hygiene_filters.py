@@ -11,7 +11,14 @@ import pytest
 
 from flatshift.selection.hygiene import Language, LengthFilter, Repetition
 from flatshift.selection.hygiene import filters as module
-from flatshift.selection.hygiene.filters import KNOWN, by_language, by_length, by_repetition, detect, shares
+from flatshift.selection.hygiene.filters import (
+    KNOWN,
+    check_language,
+    check_length,
+    check_repetition,
+    detect_language,
+    repetition_shares,
+)
 
 # The first article of the Universal Declaration of Human Rights and a line of everyday speech.
 SENTENCES = {
@@ -41,7 +48,7 @@ SENTENCES = {
 def test_length_counts_characters_without_outer_blanks_and_words() -> None:
     texts = ["", "  \n", "one", "  one two ", "one two three four", "x" * 30]
     broken = {
-        rule: bad.tolist() for rule, bad, _ in by_length(texts, LengthFilter(min_chars=4, max_chars=20, max_words=3))
+        rule: bad.tolist() for rule, bad, _ in check_length(texts, LengthFilter(min_chars=4, max_chars=20, max_words=3))
     }
     assert broken == {
         "fewer than 4 characters": [True, True, True, False, False, False],
@@ -49,7 +56,7 @@ def test_length_counts_characters_without_outer_blanks_and_words() -> None:
         "fewer than 0 words": [False] * 6,
         "more than 3 words": [False, False, False, False, True, False],
     }
-    ((rule, bad, figure),) = by_length(texts, LengthFilter())
+    ((rule, bad, figure),) = check_length(texts, LengthFilter())
     assert rule == "fewer than 1 characters" and bad.tolist() == [True, True] + [False] * 4
     assert figure.tolist() == [0, 0, 3, 7, 18, 30]
 
@@ -59,29 +66,29 @@ def test_length_counts_characters_without_outer_blanks_and_words() -> None:
 
 @pytest.mark.parametrize("code", SENTENCES)
 def test_sentences_are_recognised(code: str) -> None:
-    found, share = detect(SENTENCES[code])
+    found, share = detect_language(SENTENCES[code])
     assert found == code and 0.1 <= share <= 1
 
 
 def test_language_keeps_what_is_wanted_and_what_it_cannot_tell() -> None:
     texts = [*SENTENCES.values(), "H2SO4 + NaOH", "Beryl's singing always sends me to sleep.", "", "12 34"]
-    assert all(detect(text)[0] is None for text in ("H2SO4 + NaOH", "", "12 34"))
+    assert all(detect_language(text)[0] is None for text in ("H2SO4 + NaOH", "", "12 34"))
     for keep in (("en",), ("de", "ja"), tuple(SENTENCES)):
-        rule, broken, share = by_language(texts, Language(keep=keep))
+        rule, broken, share = check_language(texts, Language(keep=keep))
         assert rule == "not " + " or ".join(keep)
         assert broken[: len(SENTENCES)].tolist() == [code not in keep for code in SENTENCES]
         assert not broken[len(SENTENCES)] and not broken[-2:].any() and len(share) == len(texts)
-    _, broken, _ = by_language(texts, Language(undecided="drop"))
+    _, broken, _ = check_language(texts, Language(undecided="drop"))
     assert not broken[0] and broken[1 : len(SENTENCES) + 1].all() and broken[-2:].all()
     assert len(set(KNOWN)) == len(KNOWN) and set(SENTENCES) <= set(KNOWN)
 
 
 def test_a_preferred_language_needs_a_clear_rival() -> None:
     """`in`, `of` and `is` are Dutch and English; each language has one common word more for itself in turn."""
-    assert detect("in of is")[0] == "en" and detect("in of is", prefer=("nl",))[0] == "nl"
-    assert detect("in of is wordt")[0] == "nl" and detect("in of is wordt", prefer=("en",))[0] == "en"
-    assert detect("in of is wordt niet", prefer=("en",))[0] == "nl", "two words more decide"
-    assert detect("in Qxyz") == (None, 0.5) and detect("in is " + "qx " * 30)[0] is None
+    assert detect_language("in of is")[0] == "en" and detect_language("in of is", prefer=("nl",))[0] == "nl"
+    assert detect_language("in of is wordt")[0] == "nl" and detect_language("in of is wordt", prefer=("en",))[0] == "en"
+    assert detect_language("in of is wordt niet", prefer=("en",))[0] == "nl", "two words more decide"
+    assert detect_language("in Qxyz") == (None, 0.5) and detect_language("in is " + "qx " * 30)[0] is None
 
 
 # ------------------------------------------------------------------------------------------------ repetition
@@ -132,26 +139,26 @@ def repetitive(seed: int) -> list[str]:
 
 def test_shares_match_a_slow_count(monkeypatch) -> None:
     texts = repetitive(0)
-    fast = shares(texts)
+    fast = repetition_shares(texts)
     for row, text in enumerate(texts):
         slow = shares_slowly(text, 3, 6)
         assert {name: float(values[row]) for name, values in fast.items()} == pytest.approx(slow), text
     assert all(0 < values.max() <= 1 for values in fast.values())
     monkeypatch.setattr(module, "_WORDS_AT_ONCE", 10)
-    for name, values in shares(texts).items():
+    for name, values in repetition_shares(texts).items():
         np.testing.assert_array_equal(values, fast[name])
-    assert list(shares([])) == list(fast)
+    assert list(repetition_shares([])) == list(fast)
 
 
 def test_repetition_judges_long_enough_texts_by_its_limits() -> None:
     draw = random.Random(1)
     plain = " ".join(f"{draw.choice('bcdfg')}{draw.choice('aeiou')}{i}" for i in range(60))
     texts = [plain, "over and over " * 30, "short and short and short", "\n".join([plain, "a line of it"] * 2)]
-    broken = {rule: bad for rule, bad, _ in by_repetition(texts, Repetition())}
+    broken = {rule: bad for rule, bad, _ in check_repetition(texts, Repetition())}
     assert not any(bad[0] or bad[2] for bad in broken.values())
     assert broken["characters in the commonest 2-gram above 0.2"][1]
     assert broken["repeated lines above 0.3"].tolist() == [False, False, False, True]
     assert broken["characters in repeated 10-grams above 0.1"].tolist() == [False, True, False, True]
     loose = Repetition(lines=1, line_chars=1, top_ngrams=(), repeated_ngrams=(1.0,), min_words=0)
-    found = list(by_repetition(texts, loose))
+    found = list(check_repetition(texts, loose))
     assert len(found) == 5 and not any(bad.any() for _, bad, _ in found)

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flatshift.experiments.recipe.build import build
+from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.resolve import Resolved
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import parse
 from flatshift.experiments.studies.sweep.axes import count_of, parse_grid, points_of
 from flatshift.finetune.config import Adapter, Columns, Data, Files, Optimizer, Source, Train, TrainFiles
 from flatshift.finetune.data.chat.conversation import read_conversation
-from flatshift.finetune.data.chat.template import CannotRender, ChatTemplate
+from flatshift.finetune.data.chat.template import ChatTemplate, TemplateRenderError
 from flatshift.finetune.data.rows import read_rows
-from flatshift.finetune.errors import SENTENCE, UserError, sentence, shortened
+from flatshift.finetune.errors import SENTENCE, UserError, format_error_message, shorten
 from flatshift.finetune.tasks import Chat, Classify, Completion
 
 shortly = settings(
@@ -88,7 +88,7 @@ def test_a_recipe_survives_its_own_writing(recipe: Recipe, place: str) -> None:
     origins = {"backbone": place, "optimizer.lr": place, "data.train.sources": place}
     written = Resolved(recipe, "r", origins).to_yaml()
     written.encode("utf-8")  # a file can hold it
-    assert build(Recipe, parse(written, "again")) == recipe
+    assert build_settings(Recipe, parse(written, "again")) == recipe
 
 
 @shortly
@@ -101,16 +101,16 @@ def test_a_file_name_of_any_bytes_survives_as_text(name: str) -> None:
     assert tree.children["backbone"].value == name
     if any("\ud800" <= sign <= "\udfff" for sign in name):
         with pytest.raises(UserError, match="not valid UTF-8"):
-            build(Recipe, tree)
+            build_settings(Recipe, tree)
 
 
 @shortly
 @given(st.text(max_size=200) | st.text(string.printable, max_size=200))
 def test_any_text_is_a_recipe_or_refused_by_line(text: str) -> None:
     try:
-        build(Recipe, parse(text, "r.yaml"))
+        build_settings(Recipe, parse(text, "r.yaml"))
     except UserError as error:
-        told = sentence(str(error))
+        told = format_error_message(str(error))
         assert told.startswith("r.yaml:") and len(told) <= SENTENCE and "\n" not in told
 
 
@@ -118,7 +118,7 @@ def test_any_text_is_a_recipe_or_refused_by_line(text: str) -> None:
 @given(st.dictionaries(st.sampled_from([f.name for f in dataclasses.fields(Recipe)]), values, max_size=4))
 def test_any_values_are_a_recipe_or_refused_by_line(tree: dict) -> None:
     try:
-        build(Recipe, parse(json.dumps(tree), "r.yaml"))
+        build_settings(Recipe, parse(json.dumps(tree), "r.yaml"))
     except UserError as error:
         assert str(error).startswith("r.yaml:")
 
@@ -182,7 +182,7 @@ def test_any_template_text_writes_or_is_refused(tmp_path: Path, text: str) -> No
     tokenizer = SimpleNamespace(special_tokens_map={}, get_chat_template=lambda given, tools: given)
     try:
         written = ChatTemplate(tokenizer, Chat(template=str(file))).render(messages, None)
-    except (UserError, CannotRender) as error:
+    except (UserError, TemplateRenderError) as error:
         assert "template" in str(error) or str(error).startswith("task.date")
     else:
         assert isinstance(written, str)
@@ -213,7 +213,7 @@ def test_a_grid_has_the_points_that_were_counted(grid: list, design: str, count:
 @shortly
 @given(st.text(max_size=900), st.integers(50, 300))
 def test_a_sentence_is_one_line_of_so_many_characters(text: str, most: int) -> None:
-    told = sentence(text, most)
+    told = format_error_message(text, most)
     assert len(told) <= most and len(told.splitlines()) <= 1
     assert told == text or not text.isprintable() or "  " in text or text != text.strip() or len(text) > most
-    assert len(shortened(text, most)) <= most
+    assert len(shorten(text, most)) <= most

@@ -15,10 +15,10 @@ from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.tree import parse
 from flatshift.experiments.studies.sweep.axes import parse_grid, points_of
 from flatshift.finetune.adapters.saved import SavedAdapter
-from flatshift.finetune.atomic import read_object
+from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.config import Adapter, Mesh, Optimizer
 from flatshift.finetune.data import formats
-from flatshift.finetune.data.files import describe, expand
+from flatshift.finetune.data.files import describe_files, expand_files
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
@@ -36,10 +36,10 @@ GENEROUS_S = 10.0
 
 def refused(text: str) -> str:
     with pytest.raises(UserError) as caught:
-        from flatshift.experiments.recipe.build import build
+        from flatshift.experiments.recipe.build import build_settings
         from flatshift.experiments.recipe.schema import Recipe
 
-        build(Recipe, parse(text, "r.yaml"))
+        build_settings(Recipe, parse(text, "r.yaml"))
     return str(caught.value)
 
 
@@ -181,28 +181,28 @@ def test_parquet_with_a_column_twice_or_a_foreign_name(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"naem", b"na\xffm"))
     with pytest.raises(UserError, match=r"a\.parquet: not a valid Parquet file"):
         list(read_rows([str(path)]))
-    assert describe([str(path)])[0]["rows"] is None, "a manifest says of it that nobody knows how many"
+    assert describe_files([str(path)])[0]["rows"] is None, "a manifest says of it that nobody knows how many"
 
 
 def test_pipes_links_and_other_encodings_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(UserError, match="a pipe, socket or device"):
-        expand([str(tmp_path / "a.jsonl")])
+        expand_files([str(tmp_path / "a.jsonl")])
     with pytest.raises(UserError, match="a pipe, socket or device"):
         load_recipe(str(tmp_path / "a.jsonl"))
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
     with pytest.raises(UserError, match="a link to a file that is not there"):
-        expand([str(tmp_path / "gone.jsonl")])
+        expand_files([str(tmp_path / "gone.jsonl")])
     with pytest.raises(UserError, match="no name of a file"):
-        expand([""])
+        expand_files([""])
     with pytest.raises(UserError, match="no user of this name"):
-        expand(["~nonesuch-user/a.jsonl"])
+        expand_files(["~nonesuch-user/a.jsonl"])
     try:
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jsonl")).write_bytes(b"{}\n")
     except OSError:  # a file system of text alone
         return
     with pytest.raises(UserError, match=r"caf\*\.jsonl: matches a file whose name is not valid UTF-8"):
-        expand([str(tmp_path / "caf*.jsonl")])
+        expand_files([str(tmp_path / "caf*.jsonl")])
 
 
 # -------------------------------------------------------------------------------------------------------- features
@@ -252,7 +252,7 @@ def test_features_in_a_pipe_are_refused_and_good_ones_read(tmp_path: Path) -> No
 def test_a_record_of_a_run_is_an_object_with_its_keys(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "done.json").write_bytes(data)
     with pytest.raises(UserError, match=r"done\.json.*; restore it"):
-        read_object(tmp_path / "done.json", "target_steps")
+        read_json_object(tmp_path / "done.json", "target_steps")
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_a_range_that_is_used_up_is_refused() -> None:
 def test_ranks_beyond_memory_are_refused_before_any_begins(monkeypatch) -> None:
     from flatshift.finetune.launch import spawn
 
-    monkeypatch.setattr(spawn, "_start", lambda *arguments: pytest.fail("ranks were started"))
+    monkeypatch.setattr(spawn, "_start_ranks", lambda *arguments: pytest.fail("ranks were started"))
     with pytest.raises(UserError, match=r"mesh: 1,000,000 ranks"):
         spawn.spawn(["-c", "pass"], ranks=Mesh(tp=1_000_000).size)
 

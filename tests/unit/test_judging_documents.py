@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flatshift.finetune.compute import attention
-from flatshift.finetune.compute.attention import BLOCK, attend, blocked
-from flatshift.finetune.compute.numerics import bf16_instructions
+from flatshift.finetune.compute.attention import BLOCK, blocked_causal_attention, use_blocked_attention
+from flatshift.finetune.compute.numerics import has_bf16_matmul
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.evaluate.perplexity import document_nats
@@ -37,12 +37,12 @@ def test_blocks_compute_attention_by_its_definition(tokens: int, kv_heads: int) 
     key = torch.randn(2, kv_heads, tokens, 8, generator=draw)
     value = torch.randn(2, kv_heads, tokens, 6, generator=draw)  # narrower than keys, as some families have them
     wanted = by_definition(query, key, value, 0.3)
-    assert (attend(query, key, value, scale=0.3) - wanted).abs().max() < 2e-6
-    rounded = attend(*(t.bfloat16() for t in (query, key, value)), scale=0.3)
+    assert (blocked_causal_attention(query, key, value, scale=0.3) - wanted).abs().max() < 2e-6
+    rounded = blocked_causal_attention(*(t.bfloat16() for t in (query, key, value)), scale=0.3)
     assert rounded.dtype is torch.bfloat16 and (rounded - wanted).abs().max() < 3e-2
 
 
-@pytest.mark.skipif(not bf16_instructions(), reason="attention goes by blocks where oneDNN multiplies bf16")
+@pytest.mark.skipif(not has_bf16_matmul(), reason="attention goes by blocks where oneDNN multiplies bf16")
 def test_documents_are_judged_by_blocks_and_others_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_backbone("llama", tmp_path / "llama")
     model = load_backbone(str(tmp_path / "llama"), task=LanguageModel(), precision="bf16").eval()
@@ -53,9 +53,9 @@ def test_documents_are_judged_by_blocks_and_others_as_before(tmp_path: Path, mon
 
     def counted(*of: torch.Tensor, scale: float) -> torch.Tensor:
         calls.append(of[0].shape[2])
-        return attend(*of, scale=scale)
+        return blocked_causal_attention(*of, scale=scale)
 
-    monkeypatch.setattr(attention, "attend", counted)
+    monkeypatch.setattr(attention, "blocked_causal_attention", counted)
     task, narrow = LanguageModel(), EvalBatching(2, 0, autocast_dtype=torch.bfloat16)
     plain, tokens = document_nats(model, examples, EvalBatching(2, 0), task=task, masked=False)
     assert not calls, "float32 keeps torch's own kernel"
@@ -66,7 +66,7 @@ def test_documents_are_judged_by_blocks_and_others_as_before(tmp_path: Path, mon
     calls.clear()
     document_nats(model, examples, narrow, task=task, masked=True)
     assert not {70, 33} & set(calls), "a mask is for sdpa; the look for the head has none"
-    with blocked(model, "cpu", torch.float32):
+    with use_blocked_attention(model, "cpu", torch.float32):
         assert model.config._attn_implementation == "sdpa"
 
 

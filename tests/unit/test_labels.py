@@ -15,15 +15,15 @@ from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.labels import (
     OutputLayer,
     Units,
-    classes_of,
+    fit_units,
     fold_units,
+    iter_classes,
     read_classes,
     read_number,
     sort_labels,
-    units_of,
 )
-from flatshift.finetune.data.noise import foreign_answers
-from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.data.noise import replace_answers
+from flatshift.finetune.data.panel import format_first_batch
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone
@@ -86,7 +86,7 @@ def test_sets_from_lists_and_from_csv(tmp_path):
     for path in (listed, tmp_path / "rows.csv"):
         rows = list(read_rows([str(path)], required=("text", "label"), label=task.read_label))
         assert [r.values["label"] for r in rows] == [("x", "y"), ()]
-    assert sort_labels(classes_of(rows)) == ("x", "y")
+    assert sort_labels(iter_classes(rows)) == ("x", "y")
 
 
 def test_rows_of_several_classes_are_encoded_batched_and_shown():
@@ -100,7 +100,7 @@ def test_rows_of_several_classes_are_encoded_batched_and_shown():
     assert micro.labels.dtype == torch.float32 and micro.labels.shape == (4, 3) and micro.supervised == 4
     for (index,), labels in zip(micro.rows, micro.labels.tolist(), strict=True):
         assert tuple(labels) == encoded.examples[index].labels
-    panel = first_batch_panel(micro, byte_tokenizer(), MULTI, label_names=CLASSES)
+    panel = format_first_batch(micro, byte_tokenizer(), MULTI, label_names=CLASSES)
     shown = rows[micro.rows[0][0]].values["label"]
     assert f"→ ⟦{', '.join(shown) or 'none'}⟧" in panel and "4 examples supervised" in panel
     with pytest.raises(UserError, match=r"rows.jsonl:8: label 'god' is not one of the 3 classes; nearest is 'good'"):
@@ -139,7 +139,7 @@ def test_the_separator_is_for_several_classes():
 
 @pytest.mark.parametrize("rows", [several_rows(40), numbered_rows(40)], ids=["sets", "numbers"])
 def test_label_noise_takes_another_rows_label(rows):
-    noisy, ids = foreign_answers(rows, columns=("label",), rate=0.25, seed=3)
+    noisy, ids = replace_answers(rows, columns=("label",), rate=0.25, seed=3)
     wrong = {r.id: (r.values["label"], o.values["label"]) for r, o in zip(noisy, rows, strict=True) if r != o}
     assert sorted(wrong) == sorted(ids) and len(ids) == 10
     assert all(new != old for new, old in wrong.values())
@@ -151,20 +151,20 @@ def test_label_noise_takes_another_rows_label(rows):
 @pytest.mark.parametrize("bias", [True, False])
 def test_units_are_mean_and_deviation_or_root_mean_square(bias):
     targets = [1.0, 2.0, 4.0, 9.0]
-    units = units_of(targets, OutputLayer("head", bias))
+    units = fit_units(targets, OutputLayer("head", bias))
     seen = np.array([units.seen(y) for y in targets])
     assert units.mean == 4.0
     assert np.sqrt(np.mean(seen**2)) == pytest.approx(1.0)
     assert seen.mean() == pytest.approx(0.0) if bias else units.offset == 0.0
-    assert units_of([5.0, 5.0], OutputLayer("head", True)) == Units(5.0, 5.0, 1.0, "head")
-    assert units_of(targets, None) == Units(4.0) and units_of(targets, None).seen(2.5) == 2.5
+    assert fit_units([5.0, 5.0], OutputLayer("head", True)) == Units(5.0, 5.0, 1.0, "head")
+    assert fit_units(targets, None) == Units(4.0) and fit_units(targets, None).seen(2.5) == 2.5
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "llama", "gpt2"])
 def test_a_folded_head_answers_in_the_targets_units(kind, tmp_path):
     source = save_backbone(kind, tmp_path)
     layer = NUMBER.head_layer(source)
-    units = units_of([900.0, 1100.0, 1000.0], layer)
+    units = fit_units([900.0, 1100.0, 1000.0], layer)
     assert layer.bias == (kind in {"bert", "roberta"})
     model = scatter(attach_adapter(load_backbone(source, task=NUMBER), Adapter(rank=2), task=NUMBER, seed=0)).eval()
     ids = torch.arange(3, 27).reshape(2, 12)
@@ -178,14 +178,14 @@ def test_a_folded_head_answers_in_the_targets_units(kind, tmp_path):
 
 def test_targets_are_seen_standardised_and_shown_as_they_are():
     rows = numbered_rows(8)
-    units = units_of([r.values["label"] for r in rows], OutputLayer("head", True))
+    units = fit_units([r.values["label"] for r in rows], OutputLayer("head", True))
     encoded = encode(rows, task=NUMBER, tokenizer=byte_tokenizer(), max_length=64, units=units)
     assert encoded.label_names is None
     batches = TrainingDataLoader(encoded.examples, task=NUMBER, batch_size=8, seed=0, max_length=64, pad_id=0)
     (micro,) = batches.at(0)
     targets = np.array([rows[i].values["label"] for (i,) in micro.rows])
     assert np.allclose(micro.labels.numpy(), (targets - np.mean(targets)) / np.std(targets), atol=1e-6)
-    panel = first_batch_panel(micro, byte_tokenizer(), NUMBER, units=units)
+    panel = format_first_batch(micro, byte_tokenizer(), NUMBER, units=units)
     assert f"→ ⟦{targets[0]:.6g}⟧" in panel
 
 

@@ -13,7 +13,7 @@ from flatshift.finetune import Adapter, attach_adapter, load_adapter, load_backb
 from flatshift.finetune.compute.jacobian import jacobian
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Classify
-from flatshift.finetune.train.optimizer import solve
+from flatshift.finetune.train.optimizer import solve_least_squares
 
 NAMES = ("x", "y", "z")
 TASK = Classify(labels=NAMES, loss="squared")
@@ -63,12 +63,12 @@ def test_the_solution_is_the_least_norm_or_ridge_one():
     generator = np.random.default_rng(0)
     for rows, weights in ((20, 50), (50, 20)):
         x, y = generator.standard_normal((rows, weights)), generator.standard_normal(rows)
-        np.testing.assert_allclose(solve(x, y, 0.0), np.linalg.pinv(x) @ y, atol=1e-9)
+        np.testing.assert_allclose(solve_least_squares(x, y, 0.0), np.linalg.pinv(x) @ y, atol=1e-9)
         ridge = np.linalg.solve(x.T @ x + 0.3 * np.eye(weights), x.T @ y)
-        np.testing.assert_allclose(solve(x, y, 0.3), ridge, atol=1e-9)
+        np.testing.assert_allclose(solve_least_squares(x, y, 0.3), ridge, atol=1e-9)
     doubled = generator.standard_normal((30, 10)) @ generator.standard_normal((10, 25))  # rank 10
     wanted = generator.standard_normal(30)
-    np.testing.assert_allclose(solve(doubled, wanted, 0.0), np.linalg.pinv(doubled) @ wanted, atol=1e-7)
+    np.testing.assert_allclose(solve_least_squares(doubled, wanted, 0.0), np.linalg.pinv(doubled) @ wanted, atol=1e-7)
 
 
 def test_an_adapter_on_the_head_is_saved_whole_and_plain_peft_reads_it(tmp_path: Path):

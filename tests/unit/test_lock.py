@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from flatshift.finetune import lock
-from flatshift.finetune.atomic import new_directory, replacing_directory, sweep_leftovers
+from flatshift.finetune.atomic import atomic_directory, new_directory, remove_leftovers
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch.consistency import dated_directory
 from flatshift.finetune.lock import exclusive_lock, temporary_directory
-from flatshift.finetune.run_directory import RunDirectory, new_output, refuse_nonempty
+from flatshift.finetune.run_directory import RunDirectory, check_empty, output_directory
 from tests.kill_points import kill_points
 from tests.patience import HANG_S
 
@@ -49,7 +49,7 @@ def test_a_second_command_is_told_who_is_at_work_and_a_killed_one_holds_nothing(
         refused(path, rf"in use by another command \(process {holder.pid}\); wait for its end, or name another --out")
         refused(link, rf"process {holder.pid}\b")
         refused(tmp_path / "deep" / ".." / "deep" / "out", rf"process {holder.pid}\b")
-        refuse_nonempty(path)
+        check_empty(path)
         with exclusive_lock(tmp_path / "deep" / "other"):
             pass
         holder.send_signal(signal.SIGKILL)
@@ -95,7 +95,7 @@ def test_one_owner_at_a_time_however_many_ask(tmp_path: Path) -> None:
 
 def test_the_lock_of_an_owner_that_ended_is_not_the_next_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opened before its owner took it away, locked after: somebody else has made a new one by then."""
-    ask, place, newer = lock.taken, tmp_path / ".out.lock", []
+    ask, place, newer = lock.try_lock, tmp_path / ".out.lock", []
 
     def late(fd: int) -> bool | None:
         if not newer:
@@ -104,7 +104,7 @@ def test_the_lock_of_an_owner_that_ended_is_not_the_next_ones(tmp_path: Path, mo
             fcntl.flock(newer[0], fcntl.LOCK_EX)
         return ask(fd)
 
-    monkeypatch.setattr(lock, "taken", late)
+    monkeypatch.setattr(lock, "try_lock", late)
     refused(tmp_path / "out", "unknown process")
     os.close(newer[0])
 
@@ -176,7 +176,7 @@ def test_what_two_processes_make_at_once_one_of_them_made(tmp_path: Path) -> Non
     """Also where there are no locks: the second finds the first one's directory, and leaves it as it is."""
     with (
         pytest.raises(UserError, match="was made by another command meanwhile"),
-        new_output(tmp_path / "out") as second,
+        output_directory(tmp_path / "out") as second,
     ):
         (second / "mine").touch()
         RunDirectory.create(tmp_path / "out")
@@ -184,7 +184,7 @@ def test_what_two_processes_make_at_once_one_of_them_made(tmp_path: Path) -> Non
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / ".recipe.1.tmp").touch()  # a killed write's
-    refuse_nonempty(tmp_path / "empty")
+    check_empty(tmp_path / "empty")
     with new_directory(tmp_path / "empty") as made:
         (made / "a").touch()
     assert [entry.name for entry in (tmp_path / "empty").iterdir()] == ["a"]
@@ -192,7 +192,7 @@ def test_what_two_processes_make_at_once_one_of_them_made(tmp_path: Path) -> Non
 
 def test_a_mount_point_cannot_be_made_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
-    refuse_nonempty(tmp_path)
+    check_empty(tmp_path)
     with pytest.raises(UserError, match="is a mount point, which cannot be replaced; name a directory in it"):
         RunDirectory.create(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -215,7 +215,7 @@ def test_leftovers_of_a_killed_command_go_with_the_next_one_on_its_path(tmp_path
 
 def test_a_directory_is_replaced_or_not_whenever_it_is_killed(tmp_path: Path) -> None:
     def write(directory: Path, text: str) -> None:
-        with replacing_directory(directory) as made:
+        with atomic_directory(directory) as made:
             (made / "a").write_text(text)
             (made / "b").mkdir()
             (made / "b" / "c").write_text(text)
@@ -227,7 +227,7 @@ def test_a_directory_is_replaced_or_not_whenever_it_is_killed(tmp_path: Path) ->
 
     killed = set()
     for directory in kill_points(twice, tmp_path):
-        sweep_leftovers(tmp_path)
+        remove_leftovers(tmp_path)
         found = {file.read_text() for file in directory.rglob("*") if file.is_file()}
         assert len(found) == (1 if (tmp_path / f"begun-{directory.name}").exists() else len(found)) and len(found) < 2
         assert not list(tmp_path.glob(".*"))

@@ -15,7 +15,7 @@ from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
-from flatshift.finetune.train.checkpointer import steps as saved_steps
+from flatshift.finetune.train.checkpointer import checkpoint_steps as saved_steps
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import Plain, build

@@ -12,8 +12,8 @@ from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models import compiled as compiling
-from flatshift.finetune.models.anatomy import blocks
-from flatshift.finetune.models.compiled import Compiled
+from flatshift.finetune.models.anatomy import transformer_blocks
+from flatshift.finetune.models.compiled import CompiledBlocks
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel, Seq2Seq
@@ -30,7 +30,7 @@ def fit(source, directory, config, *, compiled, backend, monkeypatch, steps=3):
     counters.clear()
     made = []
 
-    class Chosen(Compiled):
+    class Chosen(CompiledBlocks):
         def __init__(self, model):
             super().__init__(model, backend=backend)
             made.append(self)
@@ -54,7 +54,7 @@ def fit(source, directory, config, *, compiled, backend, monkeypatch, steps=3):
             seed=0,
         ),
     ).fit()
-    assert len(made) == compiled and all(block._compiled_call_impl is None for block in blocks(model))
+    assert len(made) == compiled and all(block._compiled_call_impl is None for block in transformer_blocks(model))
     lines = read_metrics(run.path / "metrics.jsonl")
     return trainable(model), [(r["loss"], r["grad_norm"]) for r in lines], counters["stats"]["unique_graphs"]
 
@@ -106,4 +106,4 @@ def test_what_it_does_not_go_with_is_refused(tmp_path):
         check_rules(Recipe(**{**how, "train": Train(compile=True, quantization="nf4")}))
     dropout = load_backbone(save_backbone("gpt2-dropout", tmp_path), task=LM)
     with pytest.raises(UserError, match="draws dropout masks"):
-        compiling.Compiled(dropout)
+        compiling.CompiledBlocks(dropout)

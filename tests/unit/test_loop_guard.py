@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
-from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, SpikeRecovery, Train
 from flatshift.finetune.errors import Interrupted
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
-from flatshift.finetune.train.checkpointer import steps as saved_steps
+from flatshift.finetune.train.checkpointer import checkpoint_steps as saved_steps
 from flatshift.finetune.train.data_order import batch_index, merge_skipped_ranges, rollback_step, spike_limit
 from flatshift.finetune.train.divergence import Diverged
 from flatshift.finetune.train.schedule import learning_rate
@@ -28,7 +28,7 @@ from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
 
 LM = LanguageModel()
 STEPS = 14
-SPIKES = Spikes(window=4, threshold=8.0, back=3, skip=4, most=2)
+SPIKES = SpikeRecovery(window=4, threshold=8.0, back=3, skip=4, most=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +318,7 @@ def test_batch_index_is_the_stepth_that_is_left():
 
 
 def test_the_limit_is_robust():
-    spikes = Spikes(window=5, threshold=3.0)
+    spikes = SpikeRecovery(window=5, threshold=3.0)
     assert spike_limit([1.0] * 4, spikes) == math.inf
     losses = [1.0, 1.2, 0.9, 1.1, 40.0]
     deviations = [abs(loss - 1.1) for loss in losses]
@@ -327,10 +327,10 @@ def test_the_limit_is_robust():
 
 
 def test_the_way_back_depends_on_regular_checkpoints_only():
-    spikes = Spikes(back=5)
+    spikes = SpikeRecovery(back=5)
     assert [rollback_step(step, spikes, 4) for step in (0, 8, 9, 12, 13, 17)] == [0, 0, 4, 4, 8, 12]
 
 
 def test_spikes_need_checkpoints():
     with pytest.raises(ValueError, match="spikes need checkpoints"):
-        Train(spikes=Spikes(), save_every=0)
+        Train(spikes=SpikeRecovery(), save_every=0)

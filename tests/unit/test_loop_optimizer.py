@@ -11,7 +11,7 @@ from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.models.load import load_backbone
-from flatshift.finetune.planner.memory import plan_lines, state_bytes
+from flatshift.finetune.planner.memory import optimizer_bytes, plan_lines
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train import optimizer as module
@@ -172,7 +172,7 @@ def test_the_plan_counts_what_the_state_takes(tmp_path):
     advance(ours, 0, 1)
     taken = sum(tensor.nbytes for of in ours.moments().values() for tensor in of.values())
     sizes = [p.numel() for p in parameters().values()]
-    assert state_bytes(sizes, "adamw-8bit") == taken < state_bytes(sizes, "adamw") == 8 * sum(sizes)
+    assert optimizer_bytes(sizes, "adamw-8bit") == taken < optimizer_bytes(sizes, "adamw") == 8 * sum(sizes)
     model = attach_adapter(load_backbone(save_backbone("llama", tmp_path), task=LM), Adapter(), task=LM, seed=0)
     lines = "\n".join(plan_lines(model, train=Train(max_length=32), optimizer=Optimizer(kind="adamw-8bit")))
     assert "adamw-8bit, two moments" in lines

@@ -13,7 +13,7 @@ from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.rules import check_cell, check_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.run import read_metrics
-from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Spikes, Tracker, Train
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, SpikeRecovery, TraceRecording, Tracker, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import SPIKE, RunDirectory
 from flatshift.finetune.tasks import Classify, LanguageModel
@@ -30,7 +30,7 @@ def test_blocks_are_read_from_yaml_and_flags(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(TEXT)
     recipe = load_recipe(str(tmp_path / "r.yaml"), [from_override("train.spikes.skip", "300")]).recipe
     assert recipe.optimizer == Optimizer(kind="adamw-8bit") and recipe.train.skip_nonfinite == 2
-    assert recipe.train.spikes == Spikes(window=32, back=60, skip=300)
+    assert recipe.train.spikes == SpikeRecovery(window=32, back=60, skip=300)
     assert recipe.tracker == Tracker(kinds=("tensorboard", "wandb"))
     only = load_recipe(None, [from_override("tracker.kinds", "trackio")]).recipe
     assert only.tracker.kinds == ("trackio",)
@@ -78,7 +78,7 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(monkeypatch: pytest
     accurate = Train(device="cpu", best="accuracy")
     refused(r"train\.best: accuracy .* not for language-model; take loss", train=accurate)
     check_recipe(dataclasses.replace(base, train=accurate, task=Classify()))
-    refused(r"train\.compile does not go with record", train=compiled, record=Record())
+    refused(r"train\.compile does not go with record", train=compiled, record=TraceRecording())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refused(r"tracker\.kinds: wandb needs", tracker=Tracker(kinds=("wandb",)))
     tracked = dataclasses.replace(base, tracker=Tracker(kinds=("wandb",)))

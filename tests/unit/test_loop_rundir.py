@@ -9,14 +9,14 @@ import os
 import pytest
 
 from flatshift.finetune.atomic import write_json
-from flatshift.finetune.digests import DONE, FILES, sums
+from flatshift.finetune.digests import DONE, FILES, file_digests
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import (
     RunDirectory,
+    check_empty,
     disk_full_interrupts,
     read_metrics,
-    refuse_nonempty,
     write_provenance,
 )
 from tests.kill_points import kill_points
@@ -31,9 +31,9 @@ def test_create_writes_provenance_and_refuses_what_is_not_empty(tmp_path):
     with pytest.raises(UserError, match=r"not empty.*--resume"):
         RunDirectory.create(run.path)
     with pytest.raises(UserError, match=r"not empty; name another directory$"):
-        refuse_nonempty(run.path)
+        check_empty(run.path)
     (tmp_path / "empty").mkdir()
-    refuse_nonempty(tmp_path / "empty")
+    check_empty(tmp_path / "empty")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
         RunDirectory.create(tmp_path / "file")
@@ -104,7 +104,7 @@ def test_nothing_is_cut_of_a_finished_run(tmp_path):
     for step in range(1, 5):
         run.log_metrics("s", step=step, split="train", loss=1.0)
     files = [run.path / "metrics.jsonl", run.path / "stages" / "s" / "metrics.jsonl"]
-    write_json(run.path / DONE, {FILES: sums(run.path, files)})
+    write_json(run.path / DONE, {FILES: file_digests(run.path, files)})
     RunDirectory.open(run.path)
     for file in files:
         whole = file.read_bytes()

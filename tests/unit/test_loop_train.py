@@ -21,7 +21,7 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.planner.memory import memory_plan, plan_lines
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import Classify, LanguageModel
-from flatshift.finetune.train.checkpointer import steps as saved_steps
+from flatshift.finetune.train.checkpointer import checkpoint_steps as saved_steps
 from flatshift.finetune.train.divergence import Diverged
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute import loss as loss_module
 from flatshift.finetune.compute.loss import batch_loss, find_head, head_probe
-from flatshift.finetune.compute.numerics import evaluating
+from flatshift.finetune.compute.numerics import evaluation_mode
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
@@ -114,7 +114,7 @@ def test_evaluation_holds_one_slice_and_gives_the_same_figures(model, monkeypatc
     monkeypatch.setattr(perplexity, "slice_rows", lambda vocabulary, device, width: ALL // 16 // vocabulary)
     ids = micro().inputs["input_ids"].tolist()
     examples = [Example(row, [IGNORED, *row[1:]], str(i), f"f:{i}") for i, row in enumerate(ids)]
-    with evaluating(model):
+    with evaluation_mode(model):
         with Largest() as watching:
             nats, tokens = document_nats(model, examples, EvalBatching(ROWS, 0), task=LM)
         monkeypatch.setattr(perplexity, "find_head", lambda *args, **how: None)

@@ -9,7 +9,7 @@ from torch import nn
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
-from flatshift.finetune.compute.precision import WidenedEmbedding, WidenedLinear, read_precision, widen_on_use
+from flatshift.finetune.compute.precision import WidenedEmbedding, WidenedLinear, infer_precision, widen_on_use
 from flatshift.finetune.config import Adapter, Optimizer, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.fingerprint import checksum
@@ -169,7 +169,7 @@ def test_a_backbone_kept_in_bf16_computes_in_float32_what_its_rounded_weights_gi
         for name, p in trainable(adapted).items():
             if "lora_B" in name:
                 p.data.fill_(0.01)
-        assert read_precision(Train(), adapted.eval()).precision == "fp32"
+        assert infer_precision(Train(), adapted.eval()).precision == "fp32"
         loss = batch_loss(adapted, micro, task=task, head=find_head(adapted, micro.inputs, task=task))
         loss.backward()
         losses.append(loss)

@@ -15,8 +15,8 @@ from flatshift.finetune.config import Adapter, Evaluate
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
-from flatshift.finetune.data.masking import SPECIAL, Masking, unmasked
-from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.data.masking import SPECIAL, Masking, unmask_tokens
+from flatshift.finetune.data.panel import format_first_batch
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.perplexity import document_nats
@@ -43,7 +43,7 @@ def batches_of(examples, task=TASK, **settings):
 
 
 def own(example):
-    return unmasked(np.array(example.input_ids), np.array(example.labels)).tolist()
+    return unmask_tokens(np.array(example.input_ids), np.array(example.labels)).tolist()
 
 
 def test_fifteen_per_cent_are_chosen_and_fare_as_in_bert():
@@ -148,7 +148,7 @@ def test_masks_are_needed_here_and_nowhere_else():
     examples = encoded(text_rows(4, words=(5, 9)))
     with pytest.raises(ValueError, match="masking"):
         TrainingDataLoader(examples, task=TASK, batch_size=2, seed=0, max_length=64, pad_id=0)
-    assert "tokens supervised" in first_batch_panel(batches_of(examples).at(0)[0], TOKENIZER, TASK)
+    assert "tokens supervised" in format_first_batch(batches_of(examples).at(0)[0], TOKENIZER, TASK)
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.workflows.export import export
-from flatshift.experiments.workflows.folder_check import drawn_inputs
-from flatshift.experiments.workflows.merge import merge
-from flatshift.experiments.workflows.model_card import _hub_sources
-from flatshift.experiments.workflows.saved_tokenizer import run_rows
+from flatshift.experiments.workflows.export import export_run
+from flatshift.experiments.workflows.folder_check import draw_inputs
+from flatshift.experiments.workflows.merge import merge_run
+from flatshift.experiments.workflows.model_card import _hub_dataset_names
+from flatshift.experiments.workflows.saved_tokenizer import read_run_rows
 from flatshift.finetune.adapters.adapter import attach_adapter, save_adapter, trainable
 from flatshift.finetune.adapters.merge import merge_files, read_changes, spot_check
 from flatshift.finetune.config import Adapter
@@ -172,7 +172,7 @@ def test_a_run_merges_by_files_to_what_peft_merges(tmp_path: Path, init: str) ->
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     assert run(["train", "language-model", "--out", str(out), *words]) == 0
-    result = merge(out, tmp_path / "merged")
+    result = merge_run(out, tmp_path / "merged")
     base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     peft = PeftModel.from_pretrained(base, out / "adapter").merge_and_unload().eval()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16).eval()
@@ -188,7 +188,7 @@ def test_a_run_merges_by_files_to_what_peft_merges(tmp_path: Path, init: str) ->
     file = out / "adapter" / "adapter_config.json"  # as PEFT alone saves what PiSSA began
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "init_lora_weights": "pissa"}))
     record_anew(out)
-    for give in (merge, export):
+    for give in (merge_run, export_run):
         with pytest.raises(UserError, match="begun by pissa and saved for changed frozen weights"):
             give(out, tmp_path / "earlier")
     assert not (tmp_path / "earlier").exists()
@@ -197,7 +197,7 @@ def test_a_run_merges_by_files_to_what_peft_merges(tmp_path: Path, init: str) ->
 def copied_elsewhere(out: Path, folder: Path) -> None:
     """Without its data a run merges all the same, and logits are compared on drawn tokens."""
     (folder / "rows.jsonl").rename(folder / "gone.jsonl")
-    again = merge(out, folder / "elsewhere")
+    again = merge_run(out, folder / "elsewhere")
     assert again["drawn"] and again["rows"] == 8 and 0 < again["max_logit_difference"] < 0.05 * again["largest_logit"]
 
 
@@ -206,7 +206,7 @@ def test_rows_that_are_all_left_out_are_no_rows_to_compare(tmp_path: Path) -> No
     files = {"data.train.files": f"[{tmp_path / 'a.jsonl'}]", "data.bad_rows": "skip", "task.kind": "language-model"}
     recipe = load_recipe(None, [from_override(key, value) for key, value in files.items()]).recipe
     with pytest.raises(UserError, match=rf"no row of the run's files is left, the first for {tmp_path}/a.jsonl:1: the"):
-        run_rows(recipe, None)
+        read_run_rows(recipe, None)
 
 
 @pytest.mark.parametrize(("kind", "task"), [("t5", "seq2seq"), ("t5", "classify"), ("bart", "classify")])
@@ -215,7 +215,7 @@ def test_drawn_rows_go_through_encoder_decoders(tmp_path: Path, kind: str, task:
     settings = {"backbone": str(source), "task.kind": task, "train.max_length": "9"}
     recipe = load_recipe(None, [from_override(key, value) for key, value in settings.items()]).recipe
     model = load_backbone(source, task=recipe.task, label_names=LABELS if task == "classify" else None).eval()
-    inputs = drawn_inputs(recipe, TOKENIZER, model.config)
+    inputs = draw_inputs(recipe, TOKENIZER, model.config)
     assert inputs["input_ids"].shape == (8, 9) and model(**inputs).logits.shape[0] == 8
     assert not set(inputs["input_ids"][:, :-1].flatten().tolist()) & set(TOKENIZER.all_special_ids)
 
@@ -232,9 +232,9 @@ def test_rows_to_compare_come_from_sources_with_their_own_columns(tmp_path: Path
         "data.holdout": "0.4",
     }
     recipe = load_recipe(None, [from_override(key, value) for key, value in settings.items()]).recipe
-    rows = run_rows(only(recipe, "a"), None)
+    rows = read_run_rows(only(recipe, "a"), None)
     assert [row.id for row, _ in rows] == ["a/0-0", "a/0-1"]
-    assert _hub_sources(recipe) == ["org/texts", "other"]
+    assert _hub_dataset_names(recipe) == ["org/texts", "other"]
 
 
 def only(recipe: Recipe, name: str) -> Recipe:
@@ -254,7 +254,7 @@ def test_a_backbone_quantised_in_its_own_files_is_refused(tmp_path: Path) -> Non
     record_anew(finished)
     (finished / "recipe.resolved.yaml").write_text(f"backbone: {source}\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"quantised in its own files.*flatshift export"):
-        merge(finished, tmp_path / "merged")
+        merge_run(finished, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 

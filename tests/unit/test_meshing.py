@@ -11,9 +11,9 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.experiments.recipe.auto import mesh_flags, named_axes
+from flatshift.experiments.recipe.auto import find_mesh_overrides, mesh_flags
 from flatshift.finetune.launch import consistency, spawn
-from flatshift.finetune.launch.rendezvous import FolderBoard
+from flatshift.finetune.launch.rendezvous import DirectoryKeyValueStore
 from flatshift.finetune.planner import auto_mesh
 from flatshift.finetune.planner.devices import Devices
 
@@ -33,7 +33,7 @@ def recipe(*flags: tuple[str, str]) -> Any:
 
 @pytest.fixture(autouse=True)
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_mesh, "at_hand", lambda device: TWO)
+    monkeypatch.setattr(auto_mesh, "detect_devices", lambda device: TWO)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -52,12 +52,12 @@ def test_a_continued_run_keeps_only_what_is_named() -> None:
     stored = recipe(("mesh.dp", "4"), ("mesh.tp", "2"), ("mesh.auto", "true"))
     assert axes(mesh_flags(stored, given=set())) == {"replicate": 2}
     assert axes(mesh_flags(stored, given={"tp", "auto"})) == {"tp": 2}
-    assert named_axes([from_override("mesh.tp", "2"), from_override("train.steps", "3")]) == {"tp"}
+    assert find_mesh_overrides([from_override("mesh.tp", "2"), from_override("train.steps", "3")]) == {"tp"}
 
 
 def test_rank_0_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    board = FolderBoard(tmp_path)
-    monkeypatch.setattr(consistency, "reach_board", lambda: board)
+    board = DirectoryKeyValueStore(tmp_path)
+    monkeypatch.setattr(consistency, "require_board", lambda: board)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     asked = recipe(("mesh.auto", "true"))

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from flatshift.selection import ClassifierSelector, MooreLewisSelector, Pool, SelectionError, TokenRows
-from flatshift.selection.methods.ngrams import KneserNey, TrigramCounts, cross_entropy, discounts, trigrams
+from flatshift.selection.methods.ngrams import (
+    KneserNey,
+    TrigramCounts,
+    cross_entropy,
+    kneser_ney_discounts,
+    trigram_keys,
+)
 
 SIZE = 7
 
@@ -27,7 +33,7 @@ def naive(rows, size):
 
     def level(counts):
         spectrum = [sum(1 for c in counts.values() if c == n) for n in range(6)]
-        d = discounts(np.array(spectrum))
+        d = kneser_ney_discounts(np.array(spectrum))
         by = defaultdict(list)
         for gram, c in counts.items():
             by[gram[:-1] if isinstance(gram, tuple) else ()].append(c)
@@ -62,7 +68,7 @@ def test_probabilities_are_the_naive_ones_and_sum_to_one(count):
 
 def test_a_text_begins_after_its_border_and_not_after_its_neighbour():
     bits = SIZE.bit_length()
-    keys = trigrams(np.array([1, 2, 3, 4], np.uint16), np.array([0, 3, 0, 1]), SIZE).tolist()
+    keys = trigram_keys(np.array([1, 2, 3, 4], np.uint16), np.array([0, 3, 0, 1]), SIZE).tolist()
     grams = [(SIZE, SIZE, 1), (SIZE, 1, 2), (1, 2, 3), (SIZE, SIZE, 4)]
     assert keys == [(u << 2 * bits) | (v << bits) | w for u, v, w in grams]
 

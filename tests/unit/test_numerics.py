@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from flatshift.finetune.compute import numerics
-from flatshift.finetune.compute.numerics import SHORT, attention
+from flatshift.finetune.compute.numerics import SHORT, attention_kernel
 from flatshift.finetune.compute.precision import autocast
 from flatshift.finetune.config import Train
 
@@ -15,7 +15,7 @@ from flatshift.finetune.config import Train
 @pytest.fixture(autouse=True)
 def instructions(monkeypatch):
     """Of a CPU with bf16 instructions, whatever this one has; results do not depend on them."""
-    monkeypatch.setattr(numerics, "bf16_instructions", lambda: True)
+    monkeypatch.setattr(numerics, "has_bf16_matmul", lambda: True)
 
 
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -34,7 +34,7 @@ def _kernels(tokens, precision, *, grad=True):
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
         torch.set_grad_enabled(grad),
         autocast(Train(precision=precision), torch.device("cpu")),
-        attention(inputs),
+        attention_kernel(inputs),
     ):
         F.scaled_dot_product_attention(q, k, v)
     return {event.key for event in profiler.key_averages()}
@@ -54,18 +54,18 @@ def test_short_rows_of_a_bf16_training_pass_leave_flash_attention(tokens, precis
 
 
 def test_a_cpu_without_bf16_instructions_keeps_flash_attention(monkeypatch):
-    monkeypatch.setattr(numerics, "bf16_instructions", lambda: False)
+    monkeypatch.setattr(numerics, "has_bf16_matmul", lambda: False)
     assert FLASH in _kernels(8, "bf16")
 
 
 def test_nothing_is_chosen_where_no_input_has_rows():
-    with torch.autocast("cpu", dtype=torch.bfloat16), attention({"lengths": torch.zeros(3)}):
+    with torch.autocast("cpu", dtype=torch.bfloat16), attention_kernel({"lengths": torch.zeros(3)}):
         assert torch.backends.cuda.flash_sdp_enabled()
 
 
 def test_the_choice_ends_with_the_pass():
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with attention({"input_ids": torch.zeros(1, 4)}):
+        with attention_kernel({"input_ids": torch.zeros(1, 4)}):
             assert not torch.backends.cuda.flash_sdp_enabled()
         assert torch.backends.cuda.flash_sdp_enabled()
 
@@ -86,6 +86,6 @@ def test_gradients_of_short_rows_are_as_near_to_float64_as_those_of_flash():
 
     torch_own = error(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = attention({"input_ids": torch.zeros(3, 16)})
+        ours = attention_kernel({"input_ids": torch.zeros(3, 16)})
     assert error(ours) < 1.5 * torch_own
     assert torch_own < 0.02

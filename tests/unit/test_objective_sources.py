@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from flatshift.experiments.data import encode as tokens
-from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.data.batches import TrainingDataLoader
-from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.labels import Units, units_of
-from flatshift.finetune.data.masking import Masking, unmasked
+from flatshift.finetune.data.labels import Units, fit_units
+from flatshift.finetune.data.masking import Masking, unmask_tokens
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import numpy_generator
 from flatshift.finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
@@ -63,7 +63,7 @@ def test_columns_give_back_what_was_encoded(kind):
     units = Units(50.0, 50.0, 20.0, "classifier") if kind == "numbers" else None
     rows = ROWS[kind](12)
     found = encode(rows, task=TASKS[kind], tokenizer=TOKENIZER, max_length=32, units=units).examples
-    kept = Examples.of(found)
+    kept = ColumnarExamples.of(found)
     assert kept == found and kept[3:9] == found[3:9] and type(kept[0].labels) is type(found[0].labels)
     if kind == "numbers":
         assert kept[2:].seen_targets().tolist() == [units.seen(example.labels) for example in found[2:]]
@@ -74,25 +74,25 @@ def test_columns_give_back_what_was_encoded(kind):
 def test_a_mixture_streamed_or_cached_is_what_is_read_at_once(kind, noise, recipe_of, monkeypatch):
     if noise and kind == "hidden":
         return
-    plain = prepare(recipe_of(kind, **{"data.cache": "null", "data.label_noise": noise}))
+    plain = prepare_data(recipe_of(kind, **{"data.cache": "null", "data.label_noise": noise}))
     assert plain.mixture.names == ("one", "two") and sum(plain.mixture.sizes) == len(plain.train) == 48
-    made, again = (prepare(recipe_of(kind, **{"data.label_noise": noise})) for _ in range(2))
+    made, again = (prepare_data(recipe_of(kind, **{"data.label_noise": noise})) for _ in range(2))
     assert "kept in" in made.notes[0] and "read from" in again.notes[0]
     monkeypatch.setattr(tokens, "IN_MEMORY", 0)
     monkeypatch.setattr(tokens, "_CHUNK", 7)
-    for other in (made, again, prepare(recipe_of(kind, **{"data.cache": "null", "data.label_noise": noise}))):
+    for other in (made, again, prepare_data(recipe_of(kind, **{"data.cache": "null", "data.label_noise": noise}))):
         for name in ("train", "dev", "test", "mixture", "units", "label_names", "flipped"):
             assert getattr(other, name) == getattr(plain, name), name
     assert (plain.units is None) == (kind != "numbers")
     if plain.units is not None:
         layer = None if plain.units.head is None else type("Layer", (), {"name": plain.units.head, "bias": True})()
-        assert plain.units == units_of([example.labels for example in plain.train], layer)
+        assert plain.units == fit_units([example.labels for example in plain.train], layer)
         assert {example.units for example in [*plain.train, *plain.dev]} == {plain.units}
 
 
 def test_several_classes_and_targets_are_batched_as_floats(recipe_of):
     for kind in ("several", "numbers"):
-        prepared = prepare(recipe_of(kind, **{"data.cache": "null"}))
+        prepared = prepare_data(recipe_of(kind, **{"data.cache": "null"}))
         how = {"batch_size": 4, "seed": 0, "max_length": 48, "pad_id": 0, "mixture": prepared.mixture}
         batches = TrainingDataLoader(prepared.train, task=TASKS[kind], group="length", **how)
         for step in range(3):
@@ -105,7 +105,7 @@ def test_several_classes_and_targets_are_batched_as_floats(recipe_of):
 
 
 def test_masks_of_a_mixture_follow_each_sources_epochs(recipe_of):
-    prepared = prepare(recipe_of("hidden", **{"data.cache": "null"}))
+    prepared = prepare_data(recipe_of("hidden", **{"data.cache": "null"}))
     masking = Masking.of(TASKS["hidden"], TOKENIZER)
     how = {"batch_size": 4, "seed": 3, "max_length": 48, "pad_id": 0, "mixture": prepared.mixture, "masking": masking}
     batches = TrainingDataLoader(prepared.train, task=TASKS["hidden"], group="length", **how)
@@ -114,7 +114,7 @@ def test_masks_of_a_mixture_follow_each_sources_epochs(recipe_of):
         (micro,) = batches.at(step)
         for r, ((i,), (epoch,)) in enumerate(zip(micro.rows, batches.epochs_at(step)[0], strict=True)):
             example = prepared.train[i]
-            own = unmasked(np.array(example.input_ids), np.array(example.labels))
+            own = unmask_tokens(np.array(example.input_ids), np.array(example.labels))
             read, labels = masking.draw(own, np.array(example.words), numpy_generator(3, "mask", i, epoch))
             assert micro.inputs["input_ids"][r, : len(own)].tolist() == read.tolist()
             assert micro.labels[r, : len(own)].tolist() == labels.tolist()
@@ -132,7 +132,7 @@ def test_long_rows_lose_the_end_that_is_asked_for_or_are_left_out():
     ends = {}
     for truncation in ("left", "right"):
         (cut, _) = encode(rows, truncation=truncation, **how).examples
-        own = unmasked(np.array(cut.input_ids), np.array(cut.labels)).tolist()
+        own = unmask_tokens(np.array(cut.input_ids), np.array(cut.labels)).tolist()
         assert len(own) == 16 and own[0] == TOKENIZER.cls_token_id and own[-1] == TOKENIZER.sep_token_id
         ends[truncation] = TOKENIZER.decode(own[1:-1])
     assert ends["left"].endswith("dog") and not ends["right"].endswith("dog")

@@ -23,7 +23,7 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import METRICS, RunDirectory, read_metrics
 from flatshift.finetune.tasks import Classify, MaskedLM, Regress
 from flatshift.finetune.train.stage import TrainingStage
-from flatshift.finetune.train.trace.examples import per_example
+from flatshift.finetune.train.trace.examples import score_examples
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import Plain, build
 from tests.data_models import text_rows
@@ -95,7 +95,7 @@ def test_recorded_are_losses_and_wrong_sets_of_each_row(source):
         attach_adapter(load_backbone(source, task=task, **names_of(task)), Adapter(rank=4), task=task, seed=0)
     )
     examples = examples_of(task, 10)
-    judged = per_example(model, examples, EvalBatching(4, 0), task=task)
+    judged = score_examples(model, examples, EvalBatching(4, 0), task=task)
     model.eval()
     losses, logits = head_scores(model, examples, EvalBatching(3, 0), task=task)
     assert judged.loss == pytest.approx(losses, rel=1e-5) and judged.predicted is None

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from scripts.package_indexes import main, pip_settings, silence
+from scripts.package_indexes import index_failure, main, pip_settings
 
 
 class _Refusal(BaseHTTPRequestHandler):
@@ -111,9 +111,9 @@ def test_pip_obeys_what_is_written(alive, dead, pip, capsys, monkeypatch, tmp_pa
 
 
 def test_any_answer_is_one(alive, dead, tmp_path) -> None:
-    assert silence(alive) is None
-    assert silence(str(tmp_path)) is None and silence(str(tmp_path / "gone")) == "no such directory"
-    assert silence("https" + alive.removeprefix("http")) is None, "a broken handshake: there is somebody"
-    assert silence(dead) == "Connection refused"
-    assert silence("http://127.0.0.1:1/", proxy=f"http://{alive.rpartition('@')[2]}") is None
-    assert silence("no://where") is not None
+    assert index_failure(alive) is None
+    assert index_failure(str(tmp_path)) is None and index_failure(str(tmp_path / "gone")) == "no such directory"
+    assert index_failure("https" + alive.removeprefix("http")) is None, "a broken handshake: there is somebody"
+    assert index_failure(dead) == "Connection refused"
+    assert index_failure("http://127.0.0.1:1/", proxy=f"http://{alive.rpartition('@')[2]}") is None
+    assert index_failure("no://where") is not None

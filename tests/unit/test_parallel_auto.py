@@ -11,12 +11,12 @@ from flatshift.finetune import assets
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner import cluster
-from flatshift.finetune.planner.auto_mesh import resolve
-from flatshift.finetune.planner.devices import Devices, visible
-from flatshift.finetune.planner.footprint import Sizes, footprint
+from flatshift.finetune.planner.auto_mesh import resolve_mesh
+from flatshift.finetune.planner.devices import Devices, visible_memory
+from flatshift.finetune.planner.footprint import BackboneSizes, predict_footprint
 from flatshift.finetune.planner.layouts import AXES
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
-from flatshift.finetune.planner.throughput import Constants
+from flatshift.finetune.planner.throughput import RooflineConstants
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers.config import SAM, Plain
 
@@ -75,7 +75,7 @@ def pick(backbone: Path, *, mesh: Mesh | None = None, adapter: Adapter = LORA, *
     asked = mesh or Mesh(auto=True)
     regularizer = more.pop("regularizer", Plain())
     settings = {"adapter": adapter, "train": train, "task": LanguageModel(), "regularizer": regularizer}
-    chosen, reasons = resolve(asked, backbone=backbone, **settings, **more)
+    chosen, reasons = resolve_mesh(asked, backbone=backbone, **settings, **more)
     assert not chosen.auto
     check_settings(RuleSettings(chosen, **settings))
     return {axis: getattr(chosen, axis) for axis in AXES if getattr(chosen, axis) > 1}, "\n".join(reasons)
@@ -88,7 +88,7 @@ def pick(backbone: Path, *, mesh: Mesh | None = None, adapter: Adapter = LORA, *
     ("model", "elements", "adapter"), [("small", 8030261248, 41943040), ("large", 70553706496, 207093760)]
 )
 def test_elements_of_published_models(model: str, elements: int, adapter: int, request: pytest.FixtureRequest) -> None:
-    sizes = Sizes.read(request.getfixturevalue(model), LORA)
+    sizes = BackboneSizes.read(request.getfixturevalue(model), LORA)
     assert (sizes.elements, sizes.adapter) == (elements, adapter)
 
 
@@ -98,23 +98,27 @@ def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
     from flatshift.finetune.models.load import load_backbone
     from flatshift.finetune.planner.memory import memory_plan
 
-    directory, train, adapter = assets.backbone("flatshift-5m"), Train(batch_size=4, precision=precision), Adapter()
+    directory, train, adapter = (
+        assets.backbone_directory("flatshift-5m"),
+        Train(batch_size=4, precision=precision),
+        Adapter(),
+    )
     assert directory is not None
     model = attach_adapter(
         load_backbone(directory, task=LanguageModel(), precision=precision), adapter, task=LanguageModel(), seed=0
     )
     counted = memory_plan(model, train=train)
-    guess = footprint(Sizes.read(directory, adapter), mesh=Mesh(), adapter=adapter, train=train)
+    guess = predict_footprint(BackboneSizes.read(directory, adapter), mesh=Mesh(), adapter=adapter, train=train)
     assert guess.weights == pytest.approx(counted.backbone, rel=1e-4)
     assert guess.adapter == counted.adapter + counted.gradients + counted.optimizer
     assert guess.activations == pytest.approx(counted.activations, rel=0.06)
 
 
 def test_each_axis_takes_its_share(large: Path) -> None:
-    sizes, train = Sizes.read(large, LORA), Train(batch_size=8, max_length=2048, precision="bf16")
+    sizes, train = BackboneSizes.read(large, LORA), Train(batch_size=8, max_length=2048, precision="bf16")
 
     def of(**axes) -> object:
-        return footprint(sizes, mesh=Mesh(**axes), adapter=LORA, train=train)
+        return predict_footprint(sizes, mesh=Mesh(**axes), adapter=LORA, train=train)
 
     one, shards, cut, stages = of(), of(dp=8), of(tp=8), of(pp=8)
     assert one.weights == 2 * sizes.elements and one.gathered == 0
@@ -153,8 +157,8 @@ def test_the_fastest_that_fits_by_the_constants_that_were_measured_here(
 ) -> None:
     devices = Devices("cuda", 8, 78 * GIB, row="H100-80")
     assert pick(large, devices=devices, train={"batch_size": 2})[0] == {"replicate": 2, "tp": 4}
-    slow = {"H100-80": Constants(fast_link=1e-3)}
-    monkeypatch.setattr(cluster, "kept", slow.get)
+    slow = {"H100-80": RooflineConstants(fast_link=1e-3)}
+    monkeypatch.setattr(cluster, "cached_constants", slow.get)
     axes, why = pick(large, devices=devices, train={"batch_size": 2})
     assert axes["pp"] > 1 and "tp" not in axes, why
 
@@ -189,7 +193,7 @@ def test_idle_devices_are_named(small: Path) -> None:
 
 
 def test_a_laptop_stays_at_one_process(small: Path) -> None:
-    tiny = assets.backbone("flatshift-5m")
+    tiny = assets.backbone_directory("flatshift-5m")
     assert tiny is not None
     axes, why = pick(tiny, devices=LAPTOP)
     assert axes == {} and "one process: it may use all cores" in why
@@ -251,12 +255,12 @@ def test_a_family_is_one_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_cuda_devices_as_a_process_sees_them() -> None:
     table = "0, GPU-aa, 1000\n1, GPU-bb, 2000\n2, GPU-cc, [N/A]\n"
-    assert visible(table, None) == [1000 << 20, 2000 << 20, None]
-    assert visible(table, "1,0") == [2000 << 20, 1000 << 20]
-    assert visible(table, "GPU-b") == [2000 << 20]
-    assert visible(table, "0,-1,1") == [1000 << 20]
-    assert visible(table, "") == []
-    assert visible(table, "MIG-x") == [None]
+    assert visible_memory(table, None) == [1000 << 20, 2000 << 20, None]
+    assert visible_memory(table, "1,0") == [2000 << 20, 1000 << 20]
+    assert visible_memory(table, "GPU-b") == [2000 << 20]
+    assert visible_memory(table, "0,-1,1") == [1000 << 20]
+    assert visible_memory(table, "") == []
+    assert visible_memory(table, "MIG-x") == [None]
 
 
 def test_no_axis_on_which_the_regularizer_does_not_run(large: Path, small: Path) -> None:

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.models.weight_names import canonical
+from flatshift.finetune.models.weight_names import canonical_name
 from flatshift.finetune.parallel.pipeline import (
-    bubble,
+    bubble_fraction,
     check_pipeline,
-    cut,
-    schedules,
-    split,
+    cut_to_stage,
+    schedule_descriptions,
+    split_blocks,
     stage_costs,
-    tied_sources,
+    tied_source_names,
 )
-from flatshift.finetune.parallel.pipeline.cut import Costs
-from flatshift.finetune.parallel.pipeline.pieces import cut_micros
+from flatshift.finetune.parallel.pipeline.cut import BlockCosts
+from flatshift.finetune.parallel.pipeline.pieces import split_micro_batches
 from flatshift.finetune.parallel.pipeline.pipeline_plan import (
-    full_pieces,
     pieces_per_micro,
     rank_of,
+    round_up_pieces,
     stages_of,
     virtual_stages,
 )
@@ -52,7 +52,7 @@ def llama(blocks: int = 4, *, vocabulary: int = 64, targets: Any = ("q_proj",), 
 # ------------------------------------------------------------------------------------------------ plans
 
 
-@pytest.mark.parametrize("schedule", list(schedules()))
+@pytest.mark.parametrize("schedule", list(schedule_descriptions()))
 def test_every_stage_has_one_rank(schedule: str) -> None:
     pp, virtual = 4, virtual_stages(schedule, None)
     owned = [stages_of(rank, pp=pp, virtual=virtual, schedule=schedule) for rank in range(pp)]
@@ -70,9 +70,9 @@ def test_virtual_stages_that_do_not_go_with_a_schedule(schedule: str, virtual: i
 
 
 def test_number_of_pieces() -> None:
-    assert full_pieces(2, pp=4, schedule="1f1b") == 4
-    assert full_pieces(7, pp=2, schedule="interleaved") == 8  # three rounds do not divide seven
-    assert full_pieces(7, pp=2, schedule="zbv") == 7
+    assert round_up_pieces(2, pp=4, schedule="1f1b") == 4
+    assert round_up_pieces(7, pp=2, schedule="interleaved") == 8  # three rounds do not divide seven
+    assert round_up_pieces(7, pp=2, schedule="zbv") == 7
     how: dict[str, Any] = {"pp": 2, "virtual": 1, "schedule": "1f1b"}
     assert pieces_per_micro(8, 1, **how) == 8
     assert pieces_per_micro(9, 1, **how) == 3  # eight pieces would hold seven rows of padding
@@ -104,7 +104,7 @@ def test_bubble_is_that_of_the_order_which_torch_runs(schedule: str, name: str, 
     ]
     orders = getattr(pipelining, name)(stages, pieces, loss_fn=lambda out, target: out).pipeline_order
     queues = {rank: [action for action in order if action is not None] for rank, order in orders.items()}
-    assert simulated_idle(queues, total) == pytest.approx(bubble(pp, virtual, pieces, schedule))
+    assert simulated_idle(queues, total) == pytest.approx(bubble_fraction(pp, virtual, pieces, schedule))
 
 
 def simulated_idle(queues: dict[int, list[Any]], total: int) -> float:
@@ -135,11 +135,11 @@ def simulated_idle(queues: dict[int, list[Any]], total: int) -> float:
 
 
 def test_split_is_even_and_gives_the_stage_of_a_big_head_fewer_blocks() -> None:
-    assert split(Costs((1.0,) * 8, 0.0), 4) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-    assert [len(run) for run in split(Costs((1.0,) * 9, 3.0), 3)] == [4, 4, 1]
-    assert [len(run) for run in split(Costs((1.0,) * 9, 0.0), 4)] == [2, 2, 2, 3]
+    assert split_blocks(BlockCosts((1.0,) * 8, 0.0), 4) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    assert [len(run) for run in split_blocks(BlockCosts((1.0,) * 9, 3.0), 3)] == [4, 4, 1]
+    assert [len(run) for run in split_blocks(BlockCosts((1.0,) * 9, 0.0), 4)] == [2, 2, 2, 3]
     with pytest.raises(UserError, match=r"mesh\.pp, mesh\.virtual: 9 stages .* 8 blocks"):
-        split(Costs((1.0,) * 8, 0.0), 9)
+        split_blocks(BlockCosts((1.0,) * 8, 0.0), 9)
 
 
 def test_planned_cost_counts_frozen_and_trained_matrices() -> None:
@@ -151,15 +151,15 @@ def test_planned_cost_counts_frozen_and_trained_matrices() -> None:
 
 
 def test_stages_of_a_model_on_meta_partition_its_parameters() -> None:
-    whole = {canonical(name) for name, _ in llama().named_parameters(remove_duplicate=False)}
+    whole = {canonical_name(name) for name, _ in llama().named_parameters(remove_duplicate=False)}
     seen: list[str] = []
     for run in (range(0, 1), range(1, 3), range(3, 4)):
         stage = llama()
-        cut(stage, run)
-        seen += [canonical(name) for name, _ in stage.named_parameters(remove_duplicate=False)]
+        cut_to_stage(stage, run)
+        seen += [canonical_name(name) for name, _ in stage.named_parameters(remove_duplicate=False)]
         assert all(parameter.is_meta for parameter in stage.parameters())
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if run.stop == 4 else {}
-        assert tied_sources(stage) == tied
+        assert tied_source_names(stage) == tied
     assert sorted(seen) == sorted(whole)
 
 
@@ -189,7 +189,7 @@ def test_a_family_without_plan_is_refused_with_those_that_have_one() -> None:
 def test_pieces_have_one_shape_and_lose_no_label() -> None:
     ids = [torch.randint(3, 9, (4, 7)), torch.randint(3, 9, (3, 5))]
     micros = [Micro({"input_ids": x, "attention_mask": torch.ones_like(x)}, x.clone()) for x in ids]
-    pieces = cut_micros(micros, each=2, total=6, pad_id=0)
+    pieces = split_micro_batches(micros, each=2, total=6, pad_id=0)
     assert [tuple(piece.inputs["input_ids"].shape) for piece in pieces] == [(2, 7)] * 6
     supervised = torch.cat([piece.labels[piece.labels != -100] for piece in pieces])
     assert supervised.tolist() == torch.cat([x.flatten() for x in ids]).tolist()
@@ -207,7 +207,7 @@ def test_padding_of_packed_rows_is_a_sample_of_its_own() -> None:
     narrow = Micro(
         {"input_ids": torch.ones(1, 4).long(), "position_ids": torch.tensor([[0, 1, 0, 1]])}, torch.ones(1, 4).long()
     )
-    piece = cut_micros([wide, narrow], each=1, total=2, pad_id=0)[1]
+    piece = split_micro_batches([wide, narrow], each=1, total=2, pad_id=0)[1]
     assert piece.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 0, 1]]
     assert "attention_mask" not in piece.inputs
     assert piece.labels.tolist() == [[1, 1, 1, 1, -100, -100]]
@@ -215,5 +215,5 @@ def test_padding_of_packed_rows_is_a_sample_of_its_own() -> None:
 
 def test_classes_are_cut_by_rows() -> None:
     ids = torch.randint(3, 9, (3, 4))
-    pieces = cut_micros([Micro({"input_ids": ids}, torch.tensor([2, 0, 1]))], each=2, total=2, pad_id=0)
+    pieces = split_micro_batches([Micro({"input_ids": ids}, torch.tensor([2, 0, 1]))], each=2, total=2, pad_id=0)
     assert [piece.labels.tolist() for piece in pieces] == [[2, 0], [1, -100]]

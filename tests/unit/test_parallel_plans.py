@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.families import tensor_plans
 from flatshift.finetune.parallel.tensor import check_tensor_plan
-from flatshift.finetune.parallel.tensor.plans import find
+from flatshift.finetune.parallel.tensor.plans import match_plan
 from tests.tensor_models import KINDS, adapted, backbone
 
 
@@ -32,7 +32,7 @@ def test_plans_agree_with_the_models_own(kind: str) -> None:
     if not wanted:
         pytest.skip("no plan of its own")
     ours: dict[str, str] = {}
-    for place in find(model).regions:
+    for place in match_plan(model).regions:
         block = f"{place.block.rsplit('.', 2)[-2]}.*"
         ours |= {f"{block}.{name}": "colwise" for name in place.columns} | {f"{block}.{place.region.row}": "rowwise"}
     assert ours == wanted
@@ -128,6 +128,6 @@ def test_a_pipeline_stage_that_has_only_the_position_bias_of_a_block() -> None:
         delattr(attention, name)
     del base.encoder.block[0].layer[1:]
     check_tensor_plan(model, tp=2, sequence_parallel=False)
-    found = find(model)
+    found = match_plan(model)
     assert "encoder.block.0" not in found.blocks
     assert [entry is attention for _, entry in found.biases] == [True, False]

@@ -15,13 +15,19 @@ from flatshift.finetune.adapters.adapter import attach_adapter
 from flatshift.finetune.compute.loss import batch_loss
 from flatshift.finetune.config import Adapter, Mesh
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.models.anatomy import blocks
+from flatshift.finetune.models.anatomy import transformer_blocks
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.models.meta import build_skeleton
 from flatshift.finetune.models.safetensors_index import read_index
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.fsdp import shard
-from flatshift.finetune.parallel.layout import Slice, TensorParallelLayout, held, put, whole
+from flatshift.finetune.parallel.layout import (
+    Slice,
+    TensorParallelLayout,
+    copy_local_part,
+    gather_full_tensor,
+    local_index_runs,
+)
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.weights import load_weights, materialize
 from flatshift.finetune.tasks import Classify, LanguageModel
@@ -169,12 +175,12 @@ def test_long_tensors_are_read_in_pieces(llama, monkeypatch):
 def test_local_parts_follow_fused_runs():
     cut = Slice.even(0, 12, rank=1, width=2, fused=3)
     parameter = nn.Parameter(torch.zeros(6, 4))
-    assert held(parameter, cut) == [((2, 4), (6, 8), (10, 12)), ((0, 4),)]
+    assert local_index_runs(parameter, cut) == [((2, 4), (6, 8), (10, 12)), ((0, 4),)]
     values = torch.arange(48.0).view(12, 4)
-    put(parameter, values, cut)
+    copy_local_part(parameter, values, cut)
     assert torch.equal(parameter, cut.take(values))
     alone = nn.Parameter(values.clone())
-    assert torch.equal(whole(alone, world=ProcessMesh.alone()), values)
+    assert torch.equal(gather_full_tensor(alone, world=ProcessMesh.alone()), values)
 
 
 def test_one_rank_shards_nothing(llama):
@@ -193,7 +199,7 @@ def test_recomputing_changes_no_bit_and_keeps_fewer_tensors(llama):
         )
         names = [name for name, _ in model.named_parameters()]
         assert checkpoint_activations(model, mode) == {"none": 0, "selective": 2, "full": 2}[mode]
-        assert names == [name for name, _ in model.named_parameters()] and len(blocks(model)) == 2
+        assert names == [name for name, _ in model.named_parameters()] and len(transformer_blocks(model)) == 2
         kept = 0
 
         def pack(tensor):
@@ -218,7 +224,7 @@ def test_recomputing_changes_no_bit_and_keeps_fewer_tensors(llama):
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_backward_recomputes_by_the_kernels_of_the_forward_pass(llama, mode, monkeypatch):
     """Short rows in bf16 have a kernel of attention of their own, named around the forward pass alone."""
-    monkeypatch.setattr("flatshift.finetune.compute.numerics.bf16_instructions", lambda: True)
+    monkeypatch.setattr("flatshift.finetune.compute.numerics.has_bf16_matmul", lambda: True)
     task = LanguageModel(pack=False)
     ids = torch.arange(24).view(2, 12) % 60 + 3
     batch = Micro({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids, 22, 2)

@@ -12,15 +12,15 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override
-from flatshift.experiments.workflows.mesh_plan import plan
+from flatshift.experiments.workflows.mesh_plan import plan_mesh
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner import calibration
 from flatshift.finetune.planner.cluster import KNOWN, Cluster, read_sizes
-from flatshift.finetune.planner.footprint import Sizes, footprint
-from flatshift.finetune.planner.layouts import priced
+from flatshift.finetune.planner.footprint import BackboneSizes, predict_footprint
+from flatshift.finetune.planner.layouts import price_layout
 from flatshift.finetune.planner.rules import RuleSettings
-from flatshift.finetune.planner.throughput import DEVICES, Constants, StepLayout, seconds
+from flatshift.finetune.planner.throughput import DEVICES, RooflineConstants, StepLayout, predict_seconds
 from flatshift.finetune.tasks import LanguageModel
 
 
@@ -63,7 +63,7 @@ def test_a_bare_config_is_enough_and_says_what_its_weights_would(tmp_path: Path)
     known = read_sizes("llama-3.2-3b", Adapter())
     assert read_sizes(tmp_path, Adapter()) == read_sizes(tmp_path / "config.json", Adapter()) == known
     from_weights = read_sizes("flatshift-5m", Adapter())
-    assert isinstance(from_weights, Sizes) and from_weights.elements > 5e6
+    assert isinstance(from_weights, BackboneSizes) and from_weights.elements > 5e6
 
 
 def test_what_recomputed_blocks_begin_with_is_split_with_the_sequence() -> None:
@@ -71,7 +71,9 @@ def test_what_recomputed_blocks_begin_with_is_split_with_the_sequence() -> None:
     sizes = read_sizes("llama-3.1-70b", Adapter(rank=16))
     train = Train(precision="bf16", checkpointing="full", max_length=8192, batch_size=1)
     whole, split = (
-        footprint(sizes, mesh=Mesh(tp=8, sequence_parallel=on), adapter=Adapter(rank=16), train=train).activations
+        predict_footprint(
+            sizes, mesh=Mesh(tp=8, sequence_parallel=on), adapter=Adapter(rank=16), train=train
+        ).activations
         for on in (False, True)
     )
     inputs = 80 * 8192 * 8192 * 2
@@ -80,9 +82,9 @@ def test_what_recomputed_blocks_begin_with_is_split_with_the_sequence() -> None:
 
 
 def test_one_device_holds_what_it_should() -> None:
-    small = plan("language-model", model="llama-3.1-8b", gpus="1xA100-80")
+    small = plan_mesh("language-model", model="llama-3.1-8b", gpus="1xA100-80")
     assert small["fits"] and small["layouts"][0]["mesh"] == {}
-    large = plan("language-model", model="llama-3.1-70b", gpus="1xA100-80")
+    large = plan_mesh("language-model", model="llama-3.1-70b", gpus="1xA100-80")
     assert not large["fits"] and large["hours"] is None and large["layouts"][0]["short_gib"] > 60
     assert large["layouts"][0]["bytes"]["weights"] == pytest.approx(2 * 70_553_706_496, rel=1e-3)
 
@@ -92,7 +94,7 @@ def test_many_devices_and_the_lines_to_paste() -> None:
     from flatshift.experiments.recipe import from_override
 
     overrides = [from_override(f"train.{key}", value) for key, value in flags.items()]
-    found = plan("language-model", overrides, model="llama-3.1-70b", gpus="256xH100-80", price=2.0, tokens=1e9)
+    found = plan_mesh("language-model", overrides, model="llama-3.1-70b", gpus="256xH100-80", price=2.0, tokens=1e9)
     times = [layout["update_s"] for layout in found["layouts"] if layout["fits"]]
     assert found["fits"] and times == sorted(times) and len(found["layouts"]) > 20
     best = found["layouts"][found["best"]]
@@ -114,17 +116,17 @@ def _work(**changed: object) -> StepLayout:
 
 def test_the_terms_of_a_step() -> None:
     device = DEVICES["A100-80"]
-    plain = seconds(_work(), device, network=25e9)
+    plain = predict_seconds(_work(), device, network=25e9)
     assert plain.tensor == plain.gathers == plain.bubble == plain.pipeline == plain.gradients == 0
-    frozen, whole = (seconds(_work(whole=on), device, network=25e9).products for on in (False, True))
+    frozen, whole = (predict_seconds(_work(whole=on), device, network=25e9).products for on in (False, True))
     assert whole / frozen == pytest.approx(1.47, abs=0.03), "no weight gradients: two passes of three, attention apart"
-    again = seconds(_work(recompute="full"), device, network=25e9).products
+    again = predict_seconds(_work(recompute="full"), device, network=25e9).products
     assert again / plain.products == pytest.approx(1.5, abs=0.03)
-    staged = seconds(_work(pp=4, micro=8), device, network=25e9)
-    staged_twice = seconds(_work(pp=4, micro=8, virtual=2), device, network=25e9)
+    staged = predict_seconds(_work(pp=4, micro=8), device, network=25e9)
+    staged_twice = predict_seconds(_work(pp=4, micro=8, virtual=2), device, network=25e9)
     assert staged.bubble == pytest.approx(2 * staged_twice.bubble), "(p − 1)/(v·m)"
-    hidden = seconds(_work(gathered=1e6), device, network=25e9)
-    waits = seconds(_work(gathered=1e11, gathered_inside=False), device, network=25e9)
+    hidden = predict_seconds(_work(gathered=1e6), device, network=25e9)
+    waits = predict_seconds(_work(gathered=1e11, gathered_inside=False), device, network=25e9)
     assert hidden.gathers < 0.01 * hidden.total and waits.gathers > 0.8 * waits.total
 
 
@@ -325,7 +327,7 @@ def test_experts_that_are_shared_out_are_not_gathered(tmp_path: Path) -> None:
     sizes, cluster = read_sizes(tmp_path, Adapter()), Cluster.parse("8xH100-80")
     train = Train(precision="bf16", batch_size=8, max_length=64)
     settings = RuleSettings(Mesh(dp=8), train, Adapter(), LanguageModel())
-    whole, shared = (priced(settings, sizes, cluster, expert_parallel=number) for number in (1, 8))
+    whole, shared = (price_layout(settings, sizes, cluster, expert_parallel=number) for number in (1, 8))
     assert whole.needs.weights == shared.needs.weights
     block = max(sizes.blocks)
     assert whole.needs.gathered == 2 * 2 * block
@@ -356,20 +358,25 @@ def test_what_was_measured_here_is_kept_and_used(
 ) -> None:
     """Of a device that reaches half of the published rates with its products, and nothing was said of links."""
     device, probe = DEVICES["A100-80"], calibration._PROBES["cuda"]
-    rate = 0.5 * Constants().products * device.flops
-    plain = seconds(calibration._work(probe), device, network=1.0)
-    monkeypatch.setattr(calibration, "_product_rate", lambda kind, probe: rate)
-    monkeypatch.setattr(calibration, "_block_seconds", lambda kind, probe: 2 * plain.products + 3 * plain.elements)
-    monkeypatch.setattr(calibration, "_launch_seconds", lambda: 6e-6)
-    assert Cluster.parse("8xA100-80").constants == Constants()
+    rate = 0.5 * RooflineConstants().products * device.flops
+    plain = predict_seconds(calibration._probe_layout(probe), device, network=1.0)
+    monkeypatch.setattr(calibration, "_measure_product_rate", lambda kind, probe: rate)
+    monkeypatch.setattr(
+        calibration, "_measure_block_seconds", lambda kind, probe: 2 * plain.products + 3 * plain.elements
+    )
+    monkeypatch.setattr(calibration, "_measure_launch_seconds", lambda: 6e-6)
+    assert Cluster.parse("8xA100-80").constants == RooflineConstants()
     found, said = calibration.calibrate("A100-80", "cuda", 1)
-    assert found.products == pytest.approx(0.5 * Constants().products) and found.fast_link == Constants().fast_link
-    assert found.elements == pytest.approx(3 * Constants().elements)
+    assert (
+        found.products == pytest.approx(0.5 * RooflineConstants().products)
+        and found.fast_link == RooflineConstants().fast_link
+    )
+    assert found.elements == pytest.approx(3 * RooflineConstants().elements)
     assert found.launch == 6e-6
     assert "one device only, not measured" in "\n".join(said) and Cluster.parse("8xA100-80").constants == found
-    assert Cluster.parse("8xH100-80").constants == Constants()
+    assert Cluster.parse("8xH100-80").constants == RooflineConstants()
     (tmp_path / "cache" / "plan-A100-80.json").write_text("{", encoding="utf-8")
-    assert Cluster.parse("8xA100-80").constants == Constants(), "a torn file is as good as none"
+    assert Cluster.parse("8xA100-80").constants == RooflineConstants(), "a torn file is as good as none"
     assert run(["plan", "--gpus", "here", "--nvlink", "3"]) == 2
     assert "--nvlink: --gpus here is one machine as it is" in capsys.readouterr().err
 
@@ -377,7 +384,11 @@ def test_what_was_measured_here_is_kept_and_used(
 @pytest.mark.slow
 def test_this_machine_is_measured() -> None:
     found, said = calibration.calibrate(None, "cpu", 2)
-    assert calibration.kept("CPU") == found and 0.001 < found.products < 10 and said[0].startswith("matrix products: ")
+    assert (
+        calibration.cached_constants("CPU") == found
+        and 0.001 < found.products < 10
+        and said[0].startswith("matrix products: ")
+    )
 
 
 @pytest.mark.parametrize(("targets", "adapted"), [("all-linear", 7), (["q_proj", "v_proj"], 2)])
@@ -389,7 +400,7 @@ def test_kernels_of_a_block_are_those_that_dispatch_counts(targets: Any, adapted
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
-    from flatshift.finetune.planner.throughput import kernels
+    from flatshift.finetune.planner.throughput import kernels_per_block
 
     views = {"view", "t", "transpose", "expand", "detach", "unsqueeze", "slice", "_unsafe_view", "alias", "permute"}
 
@@ -412,16 +423,16 @@ def test_kernels_of_a_block_are_those_that_dispatch_counts(targets: Any, adapted
             model(input_ids=torch.zeros(2, 8, dtype=torch.long)).last_hidden_state.sum().backward()
         return mode.count
 
-    assert (counted(4) - counted(2)) / 2 == pytest.approx(kernels(adapted, recompute=recompute), rel=0.1)
+    assert (counted(4) - counted(2)) / 2 == pytest.approx(kernels_per_block(adapted, recompute=recompute), rel=0.1)
 
 
 def test_a_small_model_waits_for_its_host_and_a_large_one_does_not() -> None:
-    small = plan("language-model", gpus="1xH100-80")
+    small = plan_mesh("language-model", gpus="1xH100-80")
     best = small["layouts"][small["best"]]
     assert best["seconds"]["host"] > 0.9 * best["update_s"]
     assert "The device waits for its host" in small["notes"][2]
-    compiled = plan("language-model", [from_override("train.compile", "true")], gpus="1xH100-80")
+    compiled = plan_mesh("language-model", [from_override("train.compile", "true")], gpus="1xH100-80")
     assert compiled["layouts"][compiled["best"]]["seconds"]["host"] == 0
     rows = [from_override("train.max_length", "4096")]
-    large = plan("language-model", rows, model="llama-3.1-8b", gpus="1xH100-80")
+    large = plan_mesh("language-model", rows, model="llama-3.1-8b", gpus="1xH100-80")
     assert large["layouts"][large["best"]]["seconds"]["host"] == 0

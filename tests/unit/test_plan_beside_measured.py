@@ -15,15 +15,15 @@ from flatshift.experiments.report.chapters.run import training_sections
 from flatshift.experiments.results.run import discover
 from flatshift.experiments.workflows import train as workflow
 from flatshift.finetune.config import Adapter, Mesh, Train
-from flatshift.finetune.figures import predicted_vs_measured
+from flatshift.finetune.figures import compare_plan
 from flatshift.finetune.planner.cluster import Cluster, read_sizes
-from flatshift.finetune.planner.layouts import update_seconds
+from flatshift.finetune.planner.layouts import step_seconds
 from flatshift.finetune.planner.memory import MemoryPlan
 from flatshift.finetune.planner.rules import RuleSettings
-from flatshift.finetune.planner.throughput import device_named
+from flatshift.finetune.planner.throughput import find_device
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train import peak_memory
-from flatshift.finetune.train.peak_memory import PlannedUpdate, UpdateMeter
+from flatshift.finetune.train.peak_memory import PlannedStep, StepMemoryMeter
 from tests.cli.test_train_contract import SMALL, flags
 
 PLAN = MemoryPlan(backbone=1000, adapter=100, gradients=100, optimizer=200, activations=5 << 20)
@@ -48,7 +48,7 @@ def test_the_log_tells_both(tmp_path, capsys):
         f"fine-tune: {name}" for name in plan["bytes"]
     ]
     assert max(share for _, _, share in bars.items) == 1.0
-    assert isinstance(notes, Notes) and predicted_vs_measured(plan) in notes.sentences[0]
+    assert isinstance(notes, Notes) and compare_plan(plan) in notes.sentences[0]
 
 
 def test_rows_shorter_than_the_limit_are_planned_as_they_are(tmp_path):
@@ -75,14 +75,14 @@ def test_rows_shorter_than_the_limit_are_planned_as_they_are(tmp_path):
 
 def test_what_an_update_holds_is_seen_and_what_was_there_before_is_not():
     before = torch.ones(16 << 20, dtype=torch.uint8)
-    meter = UpdateMeter(torch.device("cpu"))
+    meter = StepMemoryMeter(torch.device("cpu"))
     for _ in range(2):
         with meter.during():
             held = torch.ones(64 << 20, dtype=torch.uint8)
             meter._sample()  # as the thread does; a busy machine may not let it
             del held
     outside = torch.ones(256 << 20, dtype=torch.uint8)
-    found = meter.beside(PlannedUpdate(PLAN))
+    found = meter.beside(PlannedStep(PLAN))
     assert found["measured"] == pytest.approx(64 << 20, rel=0.1)
     assert found["predicted"] == PLAN.gradients + PLAN.activations and found["measured_s"] > 0
     assert found["reserved"] >= found["measured"] * 0.9
@@ -95,31 +95,31 @@ def test_on_a_cuda_device_the_allocator_is_asked_and_evaluations_are_left_out(mo
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak.now)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * peak.now)
     peak.now = 99  # of loading
-    meter = UpdateMeter(torch.device("cuda", 0))
+    meter = StepMemoryMeter(torch.device("cuda", 0))
     with meter.during():
         peak.now = 50
     peak.now = 80  # an evaluation
     with meter.during():
         pass
-    found = meter.beside(PlannedUpdate(PLAN, seconds=0.5))
+    found = meter.beside(PlannedStep(PLAN, seconds=0.5))
     assert (found["measured"], found["reserved"], found["what"]) == (50, 100, "allocated")
     assert found["predicted"] == PLAN.total and found["predicted_s"] == 0.5
 
 
 def test_where_nobody_counts_nothing_is_said(monkeypatch):
     monkeypatch.setattr(peak_memory, "process_bytes", lambda field: None)
-    monkeypatch.setattr(peak_memory, "handed_out", lambda: None)
-    meter = UpdateMeter(torch.device("cpu"))
+    monkeypatch.setattr(peak_memory, "malloc_bytes", lambda: None)
+    meter = StepMemoryMeter(torch.device("cpu"))
     with meter.during():
         pass
-    assert predicted_vs_measured(meter.beside(PlannedUpdate(PLAN))) == ""
+    assert compare_plan(meter.beside(PlannedStep(PLAN))) == ""
 
 
 def test_words():
     plan = {"predicted": 100 << 20, "measured": 110 << 20, "what": "allocated", "reserved": 120 << 20}
     told = "memory allocated 100.0 MiB predicted, 110.0 MiB measured (+10%); 120.0 MiB reserved"
-    assert predicted_vs_measured(plan) == told
-    assert predicted_vs_measured({**plan, "predicted_s": 0.5, "measured_s": 0.25}).endswith(
+    assert compare_plan(plan) == told
+    assert compare_plan({**plan, "predicted_s": 0.5, "measured_s": 0.25}).endswith(
         "; an update 0.5 s predicted, 0.25 s measured"
     )
 
@@ -139,17 +139,17 @@ def test_words():
     ],
 )
 def test_devices_by_their_own_names(name, memory, row):
-    assert device_named(name, memory) == row
+    assert find_device(name, memory) == row
 
 
 def test_seconds_are_those_of_plan_or_nothing():
     sizes, cluster = read_sizes("llama-3.2-3b", Adapter()), Cluster.parse("1xH100-80")
     settings = RuleSettings(Mesh(), Train(precision="bf16", max_length=1024), Adapter(), LanguageModel())
-    assert update_seconds(sizes, cluster, settings) == pytest.approx(0.5, rel=0.9)
+    assert step_seconds(sizes, cluster, settings) == pytest.approx(0.5, rel=0.9)
     fp32 = RuleSettings(Mesh(), Train(precision="fp32"), Adapter(), LanguageModel())
-    assert update_seconds(sizes, cluster, fp32) is None
+    assert step_seconds(sizes, cluster, fp32) is None
     long = RuleSettings(Mesh(), Train(precision="bf16", max_length=10**6), Adapter(), LanguageModel())
-    assert update_seconds(sizes, cluster, long) is None
+    assert step_seconds(sizes, cluster, long) is None
 
 
 def test_a_known_device_has_its_time_predicted(monkeypatch, tmp_path):
@@ -160,7 +160,7 @@ def test_a_known_device_has_its_time_predicted(monkeypatch, tmp_path):
     about = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85 * GB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     train = Train(precision="bf16", max_length=64)
-    found = workflow._update_seconds(recipe, recipe.task, train, engine, None)
+    found = workflow._predict_step_seconds(recipe, recipe.task, train, engine, None)
     assert found is not None and 0 < found < 1
     about.name = "Somebody's accelerator"
-    assert workflow._update_seconds(recipe, recipe.task, train, engine, None) is None
+    assert workflow._predict_step_seconds(recipe, recipe.task, train, engine, None) is None

@@ -9,24 +9,24 @@ import torch
 from transformers import DynamicCache
 
 from flatshift.finetune.config import Adapter, Train
-from flatshift.finetune.models.anatomy import given_cache
-from flatshift.finetune.planner.evaluation import EvaluationPlan, evaluation_plan
-from flatshift.finetune.planner.footprint import Sizes
+from flatshift.finetune.models.anatomy import cache_argument
+from flatshift.finetune.planner.evaluation import EvaluationPlan, plan_evaluation
+from flatshift.finetune.planner.footprint import BackboneSizes
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, Preference, Task
 from tests.data_models import tiny_model
 
 TRAIN = Train(precision="fp32")
 
 
-def planned(sizes: Sizes, task: Task, **settings: Any) -> EvaluationPlan:
+def planned(sizes: BackboneSizes, task: Task, **settings: Any) -> EvaluationPlan:
     usual = {"batch_size": 4, "rows": 10, "tokens": 150, "longest": 20, "device": "cpu"}
-    return evaluation_plan(sizes, task, TRAIN, **{**usual, **settings})
+    return plan_evaluation(sizes, task, TRAIN, **{**usual, **settings})
 
 
 def test_what_an_evaluation_takes() -> None:
     model = tiny_model("llama", 300)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    sizes = Sizes.of(model.config.to_dict(), shapes, Adapter(rank=2))
+    sizes = BackboneSizes.of(model.config.to_dict(), shapes, Adapter(rank=2))
     read = planned(sizes, LanguageModel())
     assert read.read == 150 and read.written == 0 and read.passes == 150
 
@@ -36,7 +36,7 @@ def test_what_an_evaluation_takes() -> None:
     assert written.passes == 300 + 3 * 512 * 16  # three batches, whose tokens cost what sixteen cost
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=torch.ones(4, 512, dtype=torch.long), use_cache=True, **given_cache(cache))
+        model(input_ids=torch.ones(4, 512, dtype=torch.long), use_cache=True, **cache_argument(cache))
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert longer.memory - written.memory == held
 

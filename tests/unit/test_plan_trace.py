@@ -24,7 +24,7 @@ from flatshift.finetune.compute.precision import autocast
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.planner.cluster import KNOWN
-from flatshift.finetune.planner.footprint import Sizes, footprint
+from flatshift.finetune.planner.footprint import BackboneSizes, predict_footprint
 
 _SMALL = {"vocab_size": 5000, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -47,9 +47,11 @@ def _model(shape: Mapping[str, Any], blocks: int) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
-def _sizes(shape: Mapping[str, Any], blocks: int, adapter: Adapter) -> Sizes:
+def _sizes(shape: Mapping[str, Any], blocks: int, adapter: Adapter) -> BackboneSizes:
     model = _model(shape, blocks)
-    return Sizes.of(model.config.to_dict(), {name: tuple(p.shape) for name, p in model.named_parameters()}, adapter)
+    return BackboneSizes.of(
+        model.config.to_dict(), {name: tuple(p.shape) for name, p in model.named_parameters()}, adapter
+    )
 
 
 @contextlib.contextmanager
@@ -113,7 +115,7 @@ def test_a_block_keeps_what_the_trace_says(name: str, checkpointing: Any, precis
 
     def closed(blocks: int, tokens: int) -> int:
         sizes = _sizes(shape, blocks, adapter)
-        return footprint(sizes, mesh=Mesh(), adapter=adapter, train=trained(tokens)).activations
+        return predict_footprint(sizes, mesh=Mesh(), adapter=adapter, train=trained(tokens)).activations
 
     traced = [
         (_saved(shape, 4, n, adapter, trained(n)) - _saved(shape, 2, n, adapter, trained(n))) / 2 for n in LENGTHS

@@ -22,7 +22,7 @@ from flatshift.finetune.data.micro_batch import MicroBatch, PreferenceTargets
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.planner.cluster import read_sizes
-from flatshift.finetune.planner.footprint import footprint
+from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.memory import memory_plan
 from flatshift.finetune.tasks import Classify, LanguageModel, MaskedLM, Preference, Task
 from flatshift.finetune.train.optimizer import AdapterOptimizer
@@ -116,7 +116,7 @@ def _allocated(
 
 def _planned(backbone: Path, task: Task, train: Train, config: RegularizerConfig | None = None) -> int:
     sizes = read_sizes(backbone, ADAPTER).under(task, classes=CLASSES)
-    needs = footprint(
+    needs = predict_footprint(
         sizes,
         mesh=Mesh(),
         adapter=ADAPTER,

@@ -13,8 +13,13 @@ import torch
 from flatshift.experiments.recipe import from_override, load_recipe, recipe_key
 from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.finetune.compute import matmul_rate, precision
-from flatshift.finetune.compute.matmul_rate import MatmulShape, Rates, cpu_rates, measure_rates, peak_rate
-from flatshift.finetune.compute.precision import Choice, choose, cuda_choice, faster
+from flatshift.finetune.compute.matmul_rate import MatmulRates, MatmulShape, cpu_rates, measure_rates, peak_rate
+from flatshift.finetune.compute.precision import (
+    PrecisionChoice,
+    faster_precision,
+    resolve_cuda_precision,
+    resolve_precision,
+)
 from flatshift.finetune.config import Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
@@ -22,8 +27,8 @@ from flatshift.finetune.planner.rules import RuleSettings, check_settings
 SHAPE = MatmulShape.of(tokens=128, width=256, inner=688)
 ROOT = Path(__file__).resolve().parent.parent.parent
 CPU = torch.device("cpu")
-NARROW = Rates(fp32=6e10, bf16=2e11, rows=256, block=1.6)
-WIDE = Rates(fp32=6e10, bf16=7e8, rows=32, block=None)
+NARROW = MatmulRates(fp32=6e10, bf16=2e11, rows=256, block=1.6)
+WIDE = MatmulRates(fp32=6e10, bf16=7e8, rows=32, block=None)
 
 
 @pytest.fixture
@@ -43,13 +48,13 @@ def slow_bf16(monkeypatch):
     [
         (NARROW, "bf16"),
         (WIDE, "fp32"),
-        (Rates(1e11, 1.15e11, 256, 1.3), "fp32"),  # the product gains less than 1.2
-        (Rates(1e11, 4e11, 256, 0.9), "fp32"),  # so small a step that casts cost more than products save
-        (Rates(1e11, 4e11, 256, None), "fp32"),
+        (MatmulRates(1e11, 1.15e11, 256, 1.3), "fp32"),  # the product gains less than 1.2
+        (MatmulRates(1e11, 4e11, 256, 0.9), "fp32"),  # so small a step that casts cost more than products save
+        (MatmulRates(1e11, 4e11, 256, None), "fp32"),
     ],
 )
 def test_bf16_is_taken_where_a_product_and_a_block_are_faster(rates, taken):
-    assert faster(rates) == taken
+    assert faster_precision(rates) == taken
 
 
 def test_auto_takes_the_faster_dtype_of_this_machine(cache):
@@ -57,12 +62,12 @@ def test_auto_takes_the_faster_dtype_of_this_machine(cache):
     before = torch.get_num_threads()
     rates, wrong = cpu_rates(SHAPE)
     assert wrong is None and torch.get_num_threads() == before
-    choice = choose(Train(), CPU, SHAPE)
-    assert choice.precision == faster(rates) and str(rates) in choice.why
+    choice = resolve_precision(Train(), CPU, SHAPE)
+    assert choice.precision == faster_precision(rates) and str(rates) in choice.why
     x, w = torch.ones(64, 512), torch.ones(512, 512)
     torch.set_num_threads(1)
     try:
-        wide, narrow = matmul_rate.interleaved(
+        wide, narrow = matmul_rate.time_interleaved(
             [lambda: x @ w, lambda: x.bfloat16() @ w.bfloat16()], turns=3, clock=time.thread_time
         )
     finally:
@@ -78,7 +83,7 @@ def test_of_a_dtype_that_is_far_behind_only_a_small_product_is_timed(monkeypatch
         timed.append(product[0])
         return 1.0 if dtype is torch.bfloat16 else 100.0
 
-    monkeypatch.setattr(matmul_rate, "_rate", rate)
+    monkeypatch.setattr(matmul_rate, "_measure_rate", rate)
     found = measure_rates(SHAPE)
     assert timed == [matmul_rate._FEW] * 2 and matmul_rate.PRODUCT[0] > matmul_rate._FEW and found.block is None
 
@@ -119,10 +124,10 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
 
 
 def test_bf16_by_name_is_obeyed_with_a_line_that_says_by_how_much_it_is_slower(slow_bf16):
-    choice = choose(Train(precision="bf16"), CPU, SHAPE)
+    choice = resolve_precision(Train(precision="bf16"), CPU, SHAPE)
     assert choice.precision == "bf16"
     assert "factor of 85.7" in (choice.note or "") and "auto takes fp32" in (choice.note or "")
-    assert choose(Train(precision="fp32"), CPU, SHAPE) == Choice("fp32", "asked for")
+    assert resolve_precision(Train(precision="fp32"), CPU, SHAPE) == PrecisionChoice("fp32", "asked for")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +144,7 @@ def test_bf16_by_name_is_obeyed_with_a_line_that_says_by_how_much_it_is_slower(s
     ],
 )
 def test_cuda_devices_take_what_they_multiply(asked, capability, taken):
-    assert cuda_choice(asked, "a device", capability).precision == taken
+    assert resolve_cuda_precision(asked, "a device", capability).precision == taken
 
 
 @pytest.mark.parametrize(
@@ -147,7 +152,7 @@ def test_cuda_devices_take_what_they_multiply(asked, capability, taken):
 )
 def test_a_cuda_device_without_the_instructions_is_named(asked, capability, other):
     with pytest.raises(UserError, match=f"Tesla T4.*take auto or {other}"):
-        cuda_choice(asked, "Tesla T4", capability)
+        resolve_cuda_precision(asked, "Tesla T4", capability)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +175,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(settings
 def test_fp16_and_tf32_are_refused_on_a_cpu_that_auto_found():
     for asked, word in ((Train(precision="fp16"), "fp16 is for CUDA"), (Train(precision="fp32", tf32=True), "tf32")):
         with pytest.raises(UserError, match=word):
-            choose(asked, CPU, SHAPE)
+            resolve_precision(asked, CPU, SHAPE)
 
 
 # ------------------------------------------------------------------------------------------- of a recipe
@@ -180,11 +185,11 @@ def _settled(monkeypatch, rates, overrides=(), **more):
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (rates, None))
     from flatshift.experiments.recipe import auto
 
-    auto._decide.cache_clear()
+    auto._choose_precision.cache_clear()
     said: list[str] = []
     resolved = load_recipe("classify", [from_override(k, v) for k, v in overrides])
     found = resolve_auto(resolved, say=said.append, **more)
-    auto._decide.cache_clear()
+    auto._choose_precision.cache_clear()
     return found, said
 
 
@@ -226,11 +231,11 @@ def test_cells_are_settled_when_they_are_planned(monkeypatch, tmp_path):
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
     from flatshift.experiments.recipe import auto
 
-    auto._decide.cache_clear()
+    auto._choose_precision.cache_clear()
     said: list[str] = []
     base = Base.of("double-descent", []).settled(kept=tmp_path / "nothing.yaml", say=said.append)
     cells = list(base.cells([{"adapter.rank": 1}], 2))
-    auto._decide.cache_clear()
+    auto._choose_precision.cache_clear()
     assert said == [f"precision: fp32 (auto: {WIDE})"]
     assert {cell.resolved.recipe.train.precision for cell in cells} == {"fp32"}
     assert base.resolved.origins["train.precision"].startswith("auto: a product")
@@ -243,7 +248,7 @@ def test_rank_0_decides_for_all(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     word = {"precision": "bf16", "why": "rank 0 says so", "note": None}
-    monkeypatch.setattr(consistency, "word_of_main", lambda name, text: json.dumps(word))
+    monkeypatch.setattr(consistency, "broadcast_from_main", lambda name, text: json.dumps(word))
     found, _ = _settled(monkeypatch, WIDE)
     assert found.recipe.train.precision == "bf16" and found.origins["train.precision"] == "auto: rank 0 says so"
 
@@ -255,16 +260,16 @@ def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
     recipe = resolved.recipe
     from flatshift.experiments.recipe.auto import backbone_directory
 
-    backbone = footprint.Sizes.read(backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
+    backbone = footprint.BackboneSizes.read(backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
     narrow = dataclasses.replace(recipe.train, backbone_precision="bf16")
     wide, less = (
-        footprint.footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=train).total
+        footprint.predict_footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=train).total
         for train in (recipe.train, narrow)
     )
     assert wide - less == 2 * backbone.elements
     said: list[str] = []
     for room, taken in ((wide, "same"), (wide - 1, "bf16"), (less, "bf16"), (less - 1, "same")):
-        monkeypatch.setattr(devices, "at_hand", lambda device, room=room: devices.Devices("cpu", 2, room, None))
+        monkeypatch.setattr(devices, "detect_devices", lambda device, room=room: devices.Devices("cpu", 2, room, None))
         assert resolve_auto(resolved, say=said.append).recipe.train.backbone_precision == taken
     assert len(said) == 2 and all(line.startswith("backbone: kept in bf16 (auto: ") for line in said)
 
@@ -277,11 +282,11 @@ def test_a_run_is_judged_where_its_precision_is_not_to_be_had(monkeypatch, capsy
     assert auto.resolve_device_precision(half).train.precision == "fp32"
     assert "trained in fp16, which a CPU has not" in capsys.readouterr().err
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
-    auto._decide.cache_clear()
+    auto._choose_precision.cache_clear()
     narrow = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="bf16"))
     assert auto.resolve_device_precision(narrow) == narrow
     assert "slower than fp32" in capsys.readouterr().err
-    auto._decide.cache_clear()
+    auto._choose_precision.cache_clear()
     wide = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp32"))
     assert auto.resolve_device_precision(wide) == wide and capsys.readouterr().err == ""
 

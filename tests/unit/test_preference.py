@@ -9,11 +9,11 @@ import torch
 
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
-from flatshift.finetune.data.chat.template import template_text
-from flatshift.finetune.data.columns import Examples, ExampleWriter, open_examples
+from flatshift.finetune.data.chat.template import read_template
+from flatshift.finetune.data.columns import ColumnarExamples, ExampleWriter, open_examples
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.example import IGNORE
-from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.data.panel import format_first_batch
 from flatshift.finetune.data.rows import Row, read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
@@ -29,7 +29,7 @@ TALKS = [[{"role": "assistant", "content": answer}] for answer in (GOOD, BAD)]
 @pytest.fixture(scope="module")
 def tokenizer():
     made = byte_tokenizer()
-    made.chat_template = template_text("plain")
+    made.chat_template = read_template("plain")
     return made
 
 
@@ -211,7 +211,7 @@ def test_what_leaves_no_reference_or_no_drift_is_a_rule(task, adapter, train, sa
 def test_mismatched_answers_are_the_same_on_any_cut_and_rank(tokenizer):
     rows = [Row({"prompt": f"p{i}", "chosen": f"c{i}", "rejected": f"r{i} more"}, str(i), f"f:{i}") for i in range(8)]
     task = Preference(loss="kto")
-    examples = Examples.of(encode(rows, task=task, tokenizer=tokenizer, max_length=50).examples)
+    examples = ColumnarExamples.of(encode(rows, task=task, tokenizer=tokenizer, max_length=50).examples)
 
     def drawn(batch_size, accumulate, share=(0, 1)):
         batches = TrainingDataLoader(
@@ -237,10 +237,10 @@ def test_the_panel_marks_both_answers(tokenizer):
     row = Row({"prompt": SAID, "chosen": f" {GOOD}", "rejected": f" {BAD}"}, "0", "f:1")
     examples = encode([row], task=Preference(), tokenizer=tokenizer, max_length=200).examples
     batches = TrainingDataLoader(examples, task=Preference(), batch_size=1, seed=0, max_length=200, pad_id=0)
-    lines = first_batch_panel(batches.at(0)[0], tokenizer, Preference()).splitlines()
+    lines = format_first_batch(batches.at(0)[0], tokenizer, Preference()).splitlines()
     assert "supervised in 1 pairs" in lines[0]
     assert lines[1].endswith(f"+ <bos>{SAID}⟦ {GOOD}<eos>⟧") and lines[2].endswith(f"− <bos>{SAID}⟦ {BAD}<eos>⟧")
-    assert first_batch_panel(batches.at(0)[0], tokenizer, Preference(), samples=1).splitlines() == lines
+    assert format_first_batch(batches.at(0)[0], tokenizer, Preference(), samples=1).splitlines() == lines
 
 
 def test_label_noise_calls_the_worse_answer_the_better():

@@ -14,7 +14,13 @@ import yaml
 from flatshift.cli import run
 from flatshift.experiments.workflows.probes import read_probe
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.probes import WordListProbe, association, cooccurrence, sentences, shipped
+from flatshift.finetune.evaluate.probes import (
+    WordListProbe,
+    fill_templates,
+    measure_association,
+    measure_cooccurrence,
+    shipped_probes,
+)
 from tests.data_models import write_jsonl
 
 LISTS: dict = {
@@ -35,7 +41,7 @@ def probe(**changed) -> WordListProbe:
 
 
 def test_sentences_are_pairs():
-    made = sentences(probe())
+    made = fill_templates(probe())
     assert len(made.texts) == 2 * 4 * 2 * 2 and made.texts[0] == "He is a welder."
     men = [t for t, key in zip(made.texts, made.keys, strict=True) if key[0] == "men"]
     women = [t for t, key in zip(made.texts, made.keys, strict=True) if key[0] == "women"]
@@ -45,21 +51,21 @@ def test_sentences_are_pairs():
 
 
 def test_association_by_hand():
-    made = sentences(probe())
+    made = fill_templates(probe())
     nats = np.zeros(len(made.texts))
     effect = {"welder": 1.0, "truck driver": 3.0, "nurse": -2.0, "nanny": -4.0}
     for i, (group, _, attribute) in enumerate(made.keys):
         nats[i] = 10.0 + (effect[attribute] if group == "women" else 0.0)  # of women with a welder: 1 nat less likely
-    found = association(probe(), made, nats)["women"]
+    found = measure_association(probe(), made, nats)["women"]
     assert found["sets"]["craft"]["value"] == -2.0 and found["sets"]["care"]["value"] == 3.0
     assert found["sets"]["care"]["words"] == {"nurse": 2.0, "nanny": 4.0}
     assert found["between"]["care"]["value"] == 5.0
     for name, low, high in (("craft", -3.0, -1.0), ("care", 2.0, 4.0)):
         assert (found["sets"][name]["low"], found["sets"][name]["high"]) == (low, high)
-    shifted = association(probe(), made, nats + np.array([k[0] == "women" for k in made.keys]) * 7)["women"]
+    shifted = measure_association(probe(), made, nats + np.array([k[0] == "women" for k in made.keys]) * 7)["women"]
     assert shifted["between"]["care"]["value"] == pytest.approx(5.0)  # a rarer word of a group moves no difference
     alone = probe(attributes={"craft": ["welder"], "care": ["nurse"]})
-    found = association(alone, sentences(alone), np.arange(16.0))["women"]
+    found = measure_association(alone, fill_templates(alone), np.arange(16.0))["women"]
     assert found["sets"]["craft"]["low"] is None and found["between"]["care"]["low"] is None
 
 
@@ -71,15 +77,15 @@ def test_cooccurrence_by_hand():
         "she nurse she nanny x y z",  # near: nurse nanny x, once each
         "nothing here",
     ]
-    found = cooccurrence(probe(), texts)
+    found = measure_cooccurrence(probe(), texts)
     assert found["men"]["near"] == 2 + 4 and found["men"]["texts"] == 2
     assert found["men"]["sets"]["care"]["count"] == 1 and found["men"]["sets"]["craft"]["count"] == 0
     assert found["men"]["sets"]["craft"] == {"count": 0, "value": 0.0, "low": None, "high": None, "n": 2}
     assert found["women"]["near"] == 2 + 3 and found["women"]["sets"]["care"]["count"] == 3
     assert found["women"]["sets"]["care"]["value"] == pytest.approx(3 / 5)
-    wide = cooccurrence(probe(window=4), texts)
+    wide = measure_cooccurrence(probe(window=4), texts)
     assert wide["men"]["sets"]["craft"]["count"] == 1 + 2  # a phrase counts its words
-    none = cooccurrence(probe(), ["nothing"])
+    none = measure_cooccurrence(probe(), ["nothing"])
     assert none["men"] == {
         "near": 0, "texts": 0,
         "sets": {s: {"count": 0, "value": None, "low": None, "high": None, "n": 0} for s in ("craft", "care")},
@@ -104,15 +110,15 @@ def test_lists_that_cannot_be_asked(changed, said):
         probe(**changed)
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", shipped_probes())
 def test_shipped_probes_can_be_asked(name):
-    assert sentences(read_probe(name)).texts and read_probe(name).prompts and read_probe(name).review
+    assert fill_templates(read_probe(name)).texts and read_probe(name).prompts and read_probe(name).review
 
 
 def test_the_command_agrees_with_a_plain_reading(tmp_path: Path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from flatshift.finetune.assets import backbone
+    from flatshift.finetune.assets import backbone_directory
 
     lists = tmp_path / "lists.yaml"
     lists.write_text(yaml.safe_dump({**LISTS, "groups": {"men": ["he"], "women": ["she"]}}))
@@ -123,7 +129,7 @@ def test_the_command_agrees_with_a_plain_reading(tmp_path: Path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((out / "probe.json").read_text())
     told = found["models"]["flatshift-5m"]["association"]["women"]["sets"]["care"]["words"]["nurse"]
-    folder = backbone("flatshift-5m")
+    folder = backbone_directory("flatshift-5m")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
 

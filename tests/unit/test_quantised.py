@@ -20,7 +20,7 @@ from flatshift.finetune.config import Adapter, Quantization, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.fingerprint import checksum
 from flatshift.finetune.models.load import load_backbone
-from flatshift.finetune.models.quantize import KINDS, scales
+from flatshift.finetune.models.quantize import KINDS, quantization_scales
 from flatshift.finetune.tasks import Classify, LanguageModel
 from flatshift.regularizers import GGPO, RegularizerError, build
 from flatshift.regularizers.layers.sites import find_lora_sites
@@ -184,7 +184,7 @@ def test_stored_bytes_and_scales_survive_steps_evaluation_exceptions_and_interru
     precision = Train(precision="bf16")
     with autocast(precision, torch.device("cpu")):
         loss_and_gradients(model)  # int8 layers move their scales from the parameter to the layer at their first call
-    before, held = checksum(model), scales(model)
+    before, held = checksum(model), quantization_scales(model)
     assert len(held) == {"nf4": 14, "nf4-double": 3 * 14, "int8": 14}[kind]
     optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
     regularizer = build(GGPO(sigma=0.2, refresh=2)).attach(model, seed=1, total_steps=8)

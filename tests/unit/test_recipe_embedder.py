@@ -16,7 +16,7 @@ from flatshift.experiments.select.embedding import Vectors
 from flatshift.experiments.select.pool import read_pool, read_records
 from flatshift.finetune.errors import UserError
 from flatshift.selection.config import Gradients
-from flatshift.selection.features import ShardWriter, open_directory, seal
+from flatshift.selection.features import ShardWriter, open_directory, write_manifest
 
 TEXTS = [f"The {a} of the {b} was measured." for a in ("rate", "shape", "cost") for b in ("cell", "bank", "river")]
 
@@ -42,7 +42,7 @@ def test_shards_of_a_map_hold_the_vectors_of_a_selection(tmp_path: Path, embedde
         step = pickle.loads(pickle.dumps(ShardWriter(tmp_path / "shards", made)))  # noqa: S301, as it travels
         rows = [SimpleNamespace(text=text, id=text, metadata={"file_path": rank}) for text in TEXTS[part]]
         assert len(list(step(rows, rank=rank, world_size=2))) == len(rows)
-    seal(tmp_path / "shards")
+    write_manifest(tmp_path / "shards")
     found = np.asarray(open_directory(tmp_path / "shards")[:])
     wanted = selected(tmp_path, embedder)
     assert found.shape == wanted.shape

@@ -4,9 +4,26 @@ import dataclasses
 
 import pytest
 
-from flatshift.experiments.recipe.rules import CELL_RULES, RULES, SPLIT_RULES, check_cell, check_rules, check_split
+from flatshift.experiments.recipe.rules import (
+    CELL_RULES,
+    RULES,
+    SPLIT_RULES,
+    check_cell,
+    check_multiprocess_selection,
+    check_rules,
+)
 from flatshift.experiments.recipe.schema import Recipe, Select, WarmUp
-from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Source, Spikes, Tracker, Train
+from flatshift.finetune.config import (
+    Adapter,
+    Mesh,
+    Optimizer,
+    Projector,
+    Source,
+    SpikeRecovery,
+    TraceRecording,
+    Tracker,
+    Train,
+)
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Completion, LanguageModel
 from flatshift.regularizers.config import SAM
@@ -22,7 +39,7 @@ def broken(**changes):
 
 def strict():
     train = dataclasses.replace(BASE.data.train, sources={"wiki": Source(files=("a",), when_over="refuse")})
-    return broken(data=dataclasses.replace(BASE.data, train=train), train=Train(spikes=Spikes()))
+    return broken(data=dataclasses.replace(BASE.data, train=train), train=Train(spikes=SpikeRecovery()))
 
 
 RECIPES = {
@@ -42,9 +59,9 @@ RECIPES = {
     ),
     "train.compile does not go with adapter.dora": broken(train=COMPILED, adapter=Adapter(dora=True)),
     "train.compile does not go with regularizer.kind: sam": broken(train=COMPILED, regularizer=SAM()),
-    "train.compile does not go with record": broken(train=COMPILED, record=Record()),
-    "record: a run on a mesh": broken(record=Record(), mesh=Mesh(dp=2)),
-    "record: dynamics": broken(record=Record(), adapter=Adapter(soft_tokens=1)),
+    "train.compile does not go with record": broken(train=COMPILED, record=TraceRecording()),
+    "record: a run on a mesh": broken(record=TraceRecording(), mesh=Mesh(dp=2)),
+    "record: dynamics": broken(record=TraceRecording(), adapter=Adapter(soft_tokens=1)),
     "adapter.projector: the rows": broken(warmup=WarmUp(), adapter=Adapter(soft_tokens=1, projector=Projector())),
     "adapter.soft_tokens: a warm-up": broken(warmup=WarmUp(), adapter=Adapter(soft_tokens=1)),
     "the recipe has a `warmup` block": broken(warmup=WarmUp()),
@@ -77,8 +94,8 @@ def test_a_cell_is_not_tracked():
 def test_what_is_not_divided_among_processes():
     for method, told in ((KNN(), "kind: knn"), (GotD(rounds=3), "rounds: 3"), (GotD(debiased=True), "debiased")):
         with pytest.raises(UserError, match=rf"select\.method\.{told}"):
-            check_split(broken(select=Select(method=method)))
-    check_split(broken(select=Select(method=GotD())))
+            check_multiprocess_selection(broken(select=Select(method=method)))
+    check_multiprocess_selection(broken(select=Select(method=GotD())))
 
 
 def test_a_cell_has_no_epochs():

@@ -40,7 +40,7 @@ def gradients(source, mode, length):
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("length", [12, SHORT, SHORT + 32])
 def test_it_is_the_gradient_of_kept_activations(source, monkeypatch, mode, length):
-    monkeypatch.setattr(numerics, "bf16_instructions", lambda: True)  # as on a CPU that attends so
+    monkeypatch.setattr(numerics, "has_bf16_matmul", lambda: True)  # as on a CPU that attends so
     (kept, _), (again, twice) = gradients(source, "none", length), gradients(source, mode, length)
     assert kept.keys() == again.keys() and any(grad.any() for grad in kept.values())
     assert all(torch.equal(again[name], grad) and torch.equal(twice[name], grad) for name, grad in kept.items())

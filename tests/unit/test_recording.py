@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import find_head
-from flatshift.finetune.config import Adapter, Optimizer, Record
+from flatshift.finetune.config import Adapter, Optimizer, TraceRecording
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.noise import foreign_answers, shuffled_examples
+from flatshift.finetune.data.noise import replace_answers, shuffle_tokens
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from flatshift.finetune.train.optimizer import AdapterOptimizer
-from flatshift.finetune.train.trace.curvature import curvature_figures
-from flatshift.finetune.train.trace.examples import ExampleScores, Flipped, per_example, split_figures
-from flatshift.finetune.train.trace.factors import AdaptedLayers, LayerFactors, adapter_figures, gradient_figures
+from flatshift.finetune.train.trace.curvature import curvature_metrics
+from flatshift.finetune.train.trace.examples import ExampleScores, LabelNoise, score_examples, split_metrics
+from flatshift.finetune.train.trace.factors import AdaptedLayers, LayerFactors, adapter_metrics, gradient_norms
 from flatshift.finetune.train.trace.files import recorded_steps, stability_threshold
 from flatshift.finetune.train.trace.recorder import Recording
 from tests.data_models import row
@@ -36,19 +36,19 @@ LM = LanguageModel()
 
 
 def test_steps_are_even_in_the_logarithm_and_hold_both_ends():
-    assert recorded_steps(Record(), 100) == (0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 100)
-    assert recorded_steps(Record(per_doubling=1), 64) == (0, 1, 2, 4, 8, 16, 32, 64)
-    assert recorded_steps(Record(), 1) == (0, 1)
-    assert recorded_steps(Record(steps=(7, 3, 900), sharpness=(5,)), 10) == (0, 3, 5, 7, 10)
+    assert recorded_steps(TraceRecording(), 100) == (0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 100)
+    assert recorded_steps(TraceRecording(per_doubling=1), 64) == (0, 1, 2, 4, 8, 16, 32, 64)
+    assert recorded_steps(TraceRecording(), 1) == (0, 1)
+    assert recorded_steps(TraceRecording(steps=(7, 3, 900), sharpness=(5,)), 10) == (0, 3, 5, 7, 10)
 
 
 def test_record_in_a_recipe():
     recipe = load_recipe(
         None, [from_override("record.steps", "[1, 5]"), from_override("record.sharpness", "[5]")]
     ).recipe
-    assert recipe.record == Record(steps=(1, 5), sharpness=(5,))
+    assert recipe.record == TraceRecording(steps=(1, 5), sharpness=(5,))
     assert load_recipe(None).recipe.record is None
-    assert load_recipe(None, [from_override("record.steps", "log")]).recipe.record == Record()
+    assert load_recipe(None, [from_override("record.steps", "log")]).recipe.record == TraceRecording()
     with pytest.raises(UserError, match=r"record\.steps must hold numbers ≥ 0, got -1"):
         load_recipe(None, [from_override("record.steps", "[-1]")])
     with pytest.raises(UserError, match=r"record\.steps cannot be 'logs'; did you mean 'log'"):
@@ -69,7 +69,7 @@ def test_the_policy_of_alpha(written, rank, rslora, scale, tmp_path):
     adapter = load_recipe(None, [from_override("adapter.alpha", written)]).recipe.adapter
     adapter = Adapter(rank=rank, alpha=adapter.alpha, rslora=rslora)
     model = attach_adapter(load_backbone(save_backbone("llama", tmp_path), task=LM), adapter, task=LM, seed=0)
-    assert adapter_figures(AdaptedLayers(model).factors())["scale"] == pytest.approx(scale)
+    assert adapter_metrics(AdaptedLayers(model).factors())["scale"] == pytest.approx(scale)
 
 
 def test_alpha_is_a_number_or_rank():
@@ -86,8 +86,8 @@ def test_split_figures_of_classes_by_hand():
     judged = ExampleScores(
         np.array([0.5, 1.0, 2.0, 0.1]), np.array([0, 1, 1, 0]), np.ones(4, dtype=int), np.array([2, 1, 0, 1])
     )
-    flipped = Flipped(np.array([False, True, True, True]), np.array([2, 1, 2, 0]))
-    figures = split_figures("train", judged, flipped)
+    flipped = LabelNoise(np.array([False, True, True, True]), np.array([2, 1, 2, 0]))
+    figures = split_metrics("train", judged, flipped)
     assert figures == {
         "train.loss": pytest.approx(0.9),
         "train.error": 0.5,
@@ -96,14 +96,14 @@ def test_split_figures_of_classes_by_hand():
         "train.memorised": pytest.approx(1 / 3),  # the last says what it was told
         "train.recovered": pytest.approx(1 / 3),  # the second says what is true; the third neither
     }
-    assert split_figures("test", judged).keys() == {"test.loss", "test.error"}
+    assert split_metrics("test", judged).keys() == {"test.loss", "test.error"}
 
 
 def test_split_figures_of_tokens_by_hand():
     judged = ExampleScores(np.array([4.0, 6.0]), np.array([1, 0]), np.array([3, 2]))
-    figures = split_figures("dev", judged)
+    figures = split_metrics("dev", judged)
     assert figures == {"dev.loss": 2.0, "dev.error": 0.2, "dev.exact_error": 0.5}
-    noisy = split_figures("train", judged, Flipped(np.array([False, False])))
+    noisy = split_metrics("train", judged, LabelNoise(np.array([False, False])))
     assert noisy["train.error_clean"] == 0.2 and noisy["train.error_noisy"] is None
     assert noisy["train.memorised"] is None and noisy["train.recovered"] is None
 
@@ -116,7 +116,7 @@ def test_each_example_of_a_language_model_against_its_own_forward_pass(kind, tmp
     rows = _texts(count=9)
     head = find_head(model, {"input_ids": torch.tensor([rows[0].input_ids])}, task=LM)
     assert (head is None) == (kind == "gemma2")
-    judged = per_example(model, rows, EvalBatching(4, 0), task=LM, head=head)
+    judged = score_examples(model, rows, EvalBatching(4, 0), task=LM, head=head)
     assert model.training
     model.eval()
     for index, example in enumerate(rows):
@@ -148,7 +148,7 @@ def test_each_example_of_an_encoder_decoder_against_its_own_forward_pass(kind, t
     ]
     inputs = {"input_ids": torch.tensor([rows[0].input_ids]), "decoder_input_ids": torch.tensor([rows[0].decoder_ids])}
     head = find_head(model, inputs, task=task)
-    judged = per_example(model, rows, EvalBatching(3, 0), task=task, head=head)
+    judged = score_examples(model, rows, EvalBatching(3, 0), task=task, head=head)
     model.eval()
     for index, example in enumerate(rows):
         inputs = {
@@ -168,7 +168,7 @@ def test_each_example_of_a_classifier_against_its_own_forward_pass(tmp_path):
         load_backbone(source, task=task, label_names=task.labels), Adapter(rank=2), task=task, seed=0
     )
     rows = [Example(each.input_ids, index % 3, each.id, each.where) for index, each in enumerate(_texts(count=7))]
-    judged = per_example(model, rows, EvalBatching(3, 0), task=task)
+    judged = score_examples(model, rows, EvalBatching(3, 0), task=task)
     model.eval()
     for index, example in enumerate(rows):
         logits = model(torch.tensor([example.input_ids])).logits.detach().double()
@@ -215,7 +215,7 @@ def _layer(d_in, d_out, rank, *, scale=1.5, seed=0, dtype=torch.float64):
 @pytest.mark.parametrize("shapes", [[(9, 7, 3)], [(9, 7, 3), (9, 7, 3), (5, 12, 8)], [(4, 6, 16)]])
 def test_adapter_figures_against_dense_matrices(shapes):
     layers = [_layer(*shape, seed=seed) for seed, shape in enumerate(shapes)]
-    figures = adapter_figures(layers)
+    figures = adapter_metrics(layers)
     updates = [layer.scale * layer.b @ layer.a for layer in layers]
     spectra = [torch.linalg.svdvals(update) for update in updates]
     directions = [float(s.square().sum() ** 2 / s.pow(4).sum()) for s in spectra]
@@ -233,7 +233,7 @@ def test_adapter_figures_against_dense_matrices(shapes):
 
 def test_an_orthogonal_update_of_rank_k_counts_k_directions():
     a, b = torch.eye(5, 40), torch.eye(30, 5)
-    figures = adapter_figures([LayerFactors("x", a, b, 2.0, 1.0)])
+    figures = adapter_metrics([LayerFactors("x", a, b, 2.0, 1.0)])
     assert figures["stable_rank"] == pytest.approx(5) and figures["participation"] == pytest.approx(5)
     assert figures["effective_params"] == pytest.approx(5 * (40 + 30 - 5))
     assert figures["update.ratio"] == pytest.approx(2 * 5**0.5) and figures["balance"] == pytest.approx(0)
@@ -241,10 +241,10 @@ def test_an_orthogonal_update_of_rank_k_counts_k_directions():
 
 def test_a_fresh_and_a_broken_adapter():
     layer = _layer(6, 5, 2)
-    fresh = adapter_figures([LayerFactors("x", layer.a, torch.zeros(5, 2), 1.0, 3.0)])
+    fresh = adapter_metrics([LayerFactors("x", layer.a, torch.zeros(5, 2), 1.0, 3.0)])
     assert fresh["update.ratio"] == 0 and fresh["effective_params"] == 0
     assert fresh["stable_rank"] is None and fresh["participation"] is None
-    broken = adapter_figures([LayerFactors("x", layer.a * torch.nan, layer.b, 1.0, 3.0), _layer(6, 5, 2, seed=1)])
+    broken = adapter_metrics([LayerFactors("x", layer.a * torch.nan, layer.b, 1.0, 3.0), _layer(6, 5, 2, seed=1)])
     assert math.isnan(broken["update.ratio"] or 0)
 
 
@@ -266,7 +266,7 @@ def test_layers_of_a_model_are_read_as_they_are(tmp_path):
     ratio = math.sqrt(sum(float(u.double().square().sum()) for u, _ in dense.values())) / math.sqrt(
         sum(float(w.double().square().sum()) for _, w in dense.values())
     )
-    assert adapter_figures(layers)["update.ratio"] == pytest.approx(ratio, rel=1e-5)
+    assert adapter_metrics(layers)["update.ratio"] == pytest.approx(ratio, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_what_means_something_else_is_noted(adapter, note, tmp_path):
 
 def test_gradient_norms_by_factor():
     gradients = {"x.lora_A.weight": torch.tensor([3.0]), "y.lora_A.weight": torch.tensor([4.0])}
-    found = gradient_figures({**gradients, "x.lora_B.weight": torch.tensor([2.0]), "score.weight": torch.tensor([9.0])})
+    found = gradient_norms({**gradients, "x.lora_B.weight": torch.tensor([2.0]), "score.weight": torch.tensor([9.0])})
     assert found == {"grad.a": 5.0, "grad.b": 2.0}
 
 
@@ -323,7 +323,7 @@ def test_curvature_against_the_dense_hessian_and_adams_own_state(tmp_path):
     for name, value in by_hand.items():
         torch.testing.assert_close(found[name], value)
 
-    figures = curvature_figures(model, loss, parameters=parameters, preconditioner=found, seed=0)
+    figures = curvature_metrics(model, loss, parameters=parameters, preconditioner=found, seed=0)
     names = list(parameters)
     hessian = _dense_hessian(loss, [parameters[name] for name in names])
     root = torch.cat([by_hand[name].double().rsqrt().reshape(-1) for name in names])
@@ -335,7 +335,7 @@ def test_curvature_against_the_dense_hessian_and_adams_own_state(tmp_path):
     )
     assert math.isfinite(figures["sharpness.trace"] or math.nan)
     assert (
-        curvature_figures(model, loss, parameters=parameters, preconditioner={}, seed=0)["sharpness.preconditioned"]
+        curvature_metrics(model, loss, parameters=parameters, preconditioner={}, seed=0)["sharpness.preconditioned"]
         is None
     )
 
@@ -363,7 +363,7 @@ def test_rows_are_nested_and_held_out_rows_are_the_same_for_every_seed():
     noise = {"flipped": ["r3", "r7"], "true_labels": {"r3": 2, "r7": 0}}
 
     def choose(count, seed):
-        record = Record(train_rows=count, heldout_rows=5, sharpness=(1,), sharpness_rows=4)
+        record = TraceRecording(train_rows=count, heldout_rows=5, sharpness=(1,), sharpness_rows=4)
         return Recording.choose(record, train=rows, dev=[], test=rows, seed=seed, **noise)
 
     few, many, other = choose(10, 0), choose(20, 0), choose(10, 1)
@@ -387,7 +387,7 @@ def _answered(count):
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.35, 1.0])
 def test_answers_are_exchanged_for_other_ones(rate):
     rows = _answered(31)
-    new, ids = foreign_answers(rows, columns=("answer", "why"), rate=rate, seed=4)
+    new, ids = replace_answers(rows, columns=("answer", "why"), rate=rate, seed=4)
     changed = [old.id for old, now in zip(rows, new, strict=True) if old.values["answer"] != now.values["answer"]]
     assert changed == ids and len(ids) == math.floor(rate * 31 + 0.5)
     assert all(now.values["text"] == old.values["text"] for old, now in zip(rows, new, strict=True))
@@ -397,7 +397,7 @@ def test_answers_are_exchanged_for_other_ones(rate):
 
 def test_exchanged_answers_are_uniform_over_the_others_and_nested():
     rows = [row(i, text="t", answer="a" if i < 20_000 else "bbbc"[i % 4]) for i in range(40_000)]
-    new, ids = foreign_answers(rows, columns=("answer",), rate=0.5, seed=0)
+    new, ids = replace_answers(rows, columns=("answer",), rate=0.5, seed=0)
     given = [
         now.values["answer"]
         for old, now in zip(rows, new, strict=True)
@@ -405,22 +405,22 @@ def test_exchanged_answers_are_uniform_over_the_others_and_nested():
     ]
     share = given.count("c") / len(given)
     assert abs(share - 0.25) < 4 * math.sqrt(0.25 * 0.75 / len(given))
-    fewer, chosen = foreign_answers(rows, columns=("answer",), rate=0.1, seed=0)
+    fewer, chosen = replace_answers(rows, columns=("answer",), rate=0.1, seed=0)
     some = set(chosen)
     assert some < set(ids) and all(a == b for a, b in zip(fewer, new, strict=True) if a.id in some)
-    assert foreign_answers(rows, columns=("answer",), rate=0.1, seed=1)[1] != chosen
+    assert replace_answers(rows, columns=("answer",), rate=0.1, seed=1)[1] != chosen
 
 
 def test_texts_are_shuffled_token_by_token():
     texts = [Example([1, *range(3, 3 + n), 2], [IGNORED, *range(3, 3 + n), 2], str(n), "f") for n in range(2, 22)]
-    new, ids = shuffled_examples(texts, rate=0.5, fixed={1, 2}, seed=0)
+    new, ids = shuffle_tokens(texts, rate=0.5, fixed={1, 2}, seed=0)
     changed = [old.id for old, now in zip(texts, new, strict=True) if old.input_ids != now.input_ids]
     assert changed == ids and len(ids) == 10
     for old, now in zip(texts, new, strict=True):
         assert sorted(now.input_ids) == sorted(old.input_ids)
         assert now.input_ids[0] == 1 and now.input_ids[-1] == 2
         assert now.labels == [IGNORED, *now.input_ids[1:]]
-    fewer, some = shuffled_examples(texts, rate=0.2, fixed={1, 2}, seed=0)
+    fewer, some = shuffle_tokens(texts, rate=0.2, fixed={1, 2}, seed=0)
     assert set(some) < set(ids)
     assert all(a.input_ids == b.input_ids for a, b in zip(fewer, new, strict=True) if a.id in some)
 
@@ -428,24 +428,24 @@ def test_texts_are_shuffled_token_by_token():
 def test_a_part_of_the_texts_has_the_noise_of_all():
     texts = [Example([1, *range(3, 3 + n), 2], [IGNORED, *range(3, 3 + n), 2], str(n), "f") for n in range(2, 42)]
     pool = [text.id for text in texts]
-    whole, drawn = shuffled_examples(texts, rate=0.5, fixed={1, 2}, seed=0)
-    part, some = shuffled_examples(texts[5:20], rate=0.5, fixed={1, 2}, seed=0, pool=pool)
+    whole, drawn = shuffle_tokens(texts, rate=0.5, fixed={1, 2}, seed=0)
+    part, some = shuffle_tokens(texts[5:20], rate=0.5, fixed={1, 2}, seed=0, pool=pool)
     assert part == whole[5:20] and some == [name for name in drawn if name in set(pool[5:20])] != []
 
 
 def test_what_cannot_be_made_wrong():
     same = [row(i, text="t", answer="yes") for i in range(4)]
     with pytest.raises(UserError, match="all have the same"):
-        foreign_answers(same, columns=("answer",), rate=0.5, seed=0)
-    assert foreign_answers(same, columns=("answer",), rate=0.1, seed=0)[1] == []
+        replace_answers(same, columns=("answer",), rate=0.5, seed=0)
+    assert replace_answers(same, columns=("answer",), rate=0.1, seed=0)[1] == []
     dull = [Example([5, 5, 5], [IGNORED, 5, 5], "0", "f"), Example([5, 6, 7], [IGNORED, 6, 7], "1", "f")]
-    found = [shuffled_examples(dull, rate=0.5, fixed=(), seed=seed) for seed in range(6)]
+    found = [shuffle_tokens(dull, rate=0.5, fixed=(), seed=seed) for seed in range(6)]
     assert {tuple(ids) for _, ids in found} == {(), ("1",)}  # one of two is drawn; the first stays as it is
     assert all(texts[0] == dull[0] and (texts[1] == dull[1]) == (not ids) for texts, ids in found)
     with pytest.raises(UserError, match=r"1\.0 of 2 rows is 2, and only 1 have two different tokens.*at most 0\.5"):
-        shuffled_examples(dull, rate=1.0, fixed=(), seed=0)
+        shuffle_tokens(dull, rate=1.0, fixed=(), seed=0)
     with pytest.raises(UserError, match="2 is not a share"):
-        foreign_answers(same, columns=("answer",), rate=2, seed=0)
+        replace_answers(same, columns=("answer",), rate=2, seed=0)
 
 
 def test_which_columns_are_the_answer():

@@ -8,19 +8,19 @@ import math
 import pytest
 import torch
 
-from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.experiments.workflows.train import LABEL_NOISE, train
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
-from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Record, Train
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, TraceRecording, Train
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.models.fingerprint import checksum
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
-from flatshift.finetune.train.checkpointer import latest_checkpoint, unpack
+from flatshift.finetune.train.checkpointer import latest_checkpoint, select_group
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trace.files import read_trace
 from flatshift.finetune.train.trace.recorder import Recording
@@ -102,7 +102,7 @@ def test_recording_changes_no_bit(regularizer, precision, source, tmp_path):
     state = torch.random.get_rng_state()
     plain, recorded = RunDirectory.create(tmp_path / "plain"), RunDirectory.create(tmp_path / "recorded")
     without = fit(source, plain, None, regularizer=regularizer, precision=precision)
-    record = Record(steps=(1, 2, 5), sharpness=(0, 5) if isinstance(regularizer, Plain | GGPO) else ())
+    record = TraceRecording(steps=(1, 2, 5), sharpness=(0, 5) if isinstance(regularizer, Plain | GGPO) else ())
     within = fit(source, recorded, record, regularizer=regularizer, precision=precision)
     assert all(torch.equal(without[name], tensor) for name, tensor in within.items())
     assert course(plain) == course(recorded)
@@ -113,7 +113,7 @@ def test_recording_changes_no_bit(regularizer, precision, source, tmp_path):
 
 def test_what_a_line_holds(source, tmp_path):
     run = RunDirectory.create(tmp_path / "run")
-    last = fit(source, run, Record(steps=(2, 5), sharpness=(5,)))
+    last = fit(source, run, TraceRecording(steps=(2, 5), sharpness=(5,)))
     lines = {line["step"]: line for line in read_trace(run.path)}
     splits = {f"{split}.{name}" for split in ("train", "dev", "test") for name in ("loss", "error", "exact_error")}
     noise = {f"train.{name}" for name in ("error_clean", "error_noisy", "memorised", "recovered")}
@@ -151,10 +151,10 @@ def test_the_relative_update_is_that_of_the_factors(source, tmp_path):
 
     for step, run in zip((4, 5), runs, strict=True):
         with pytest.raises(Interrupted):
-            fit(source, run, Record(steps=(5,)), stop=stop_at(step))
+            fit(source, run, TraceRecording(steps=(5,)), stop=stop_at(step))
         found = latest_checkpoint(run.state, stage="fine-tune", warn=pytest.fail)
         assert found is not None and found.step == step
-        seen[step] = {n: t.double() for n, t in unpack(found.tensors, "adapter").items()}
+        seen[step] = {n: t.double() for n, t in select_group(found.tensors, "adapter").items()}
     moved = sum(float((seen[5][n] - seen[4][n]).square().sum()) for n in seen[4])
     whole = sum(float(t.square().sum()) for t in seen[4].values())
     (line,) = [line for line in read_trace(runs[1].path) if line["step"] == 5]
@@ -163,7 +163,7 @@ def test_the_relative_update_is_that_of_the_factors(source, tmp_path):
 
 def test_after_a_kill_every_step_has_one_line_and_the_same_figures(source, tmp_path):
     whole, broken = RunDirectory.create(tmp_path / "whole"), RunDirectory.create(tmp_path / "broken")
-    record = Record(per_doubling=4)
+    record = TraceRecording(per_doubling=4)
     wanted = fit(source, whole, record)
 
     class Killed(BaseException):
@@ -194,7 +194,7 @@ def test_after_a_kill_every_step_has_one_line_and_the_same_figures(source, tmp_p
 
 def test_a_stage_that_stops_early_records_its_last_step(source, tmp_path):
     run = RunDirectory.create(tmp_path / "run")
-    fit(source, run, Record(steps=()), dev=texts(2), eval_every=1, patience=1, best="loss")
+    fit(source, run, TraceRecording(steps=()), dev=texts(2), eval_every=1, patience=1, best="loss")
     metrics = read_metrics(run.path / "metrics.jsonl")
     done = json.loads((run.path / "stages" / "fine-tune" / "done.json").read_text())
     assert [line["step"] for line in read_trace(run.path)] == sorted({0, done["steps"]})
@@ -239,8 +239,8 @@ TASKS = {
 @pytest.mark.parametrize("task", TASKS)
 def test_noise_of_every_task_is_in_the_data_and_written_down(task, tmp_path):
     resolved = recipe_of(tmp_path, **TASKS[task], **{"record.train_rows": "null", "train.precision": "fp32"})
-    clean = prepare(recipe_of(tmp_path, **TASKS[task], **{"data.label_noise": "0"}).recipe)
-    noisy = prepare(resolved.recipe)
+    clean = prepare_data(recipe_of(tmp_path, **TASKS[task], **{"data.label_noise": "0"}).recipe)
+    noisy = prepare_data(resolved.recipe)
     changed = [
         b.id
         for a, b in zip(clean.train, noisy.train, strict=True)

@@ -9,7 +9,7 @@ from peft import get_peft_model_state_dict
 from torch import Tensor
 
 from flatshift.regularizers import GGPO, BiLora, Regularizer, RegularizerError, build
-from flatshift.regularizers.methods.bilora import BiLoraRegularizer, drawn_a, squared_product_norm
+from flatshift.regularizers.methods.bilora import BiLoraRegularizer, draw_a, squared_product_norm
 from tests.regularizer_models import (
     base_weights,
     densely_perturbed,
@@ -69,7 +69,7 @@ def test_eight_steps_equal_a_dense_reference(make: Any, parts: int) -> None:
     for name, weight in base_weights(model).items():
         conv = type(model.get_submodule(name).base_layer).__name__ == "Conv1D"
         m, n = weight.T.shape if conv else weight.shape
-        aux[name] = [drawn_a(3, name, 3, n).double(), torch.zeros(m, 3, dtype=torch.float64)]
+        aux[name] = [draw_a(3, name, 3, n).double(), torch.zeros(m, 3, dtype=torch.float64)]
         moments[name] = [[torch.zeros_like(f), torch.zeros_like(f)] for f in aux[name]]
     for t in range(8):
         twin = densely_perturbed(model, {name: b @ a for name, (a, b) in aux.items()})

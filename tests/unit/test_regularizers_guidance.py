@@ -6,12 +6,12 @@ from torch import Tensor
 
 from flatshift.regularizers.config import default_rank
 from flatshift.regularizers.methods.guidance import (
-    debiased,
-    gradient_form,
-    gradient_level,
+    debias_ema,
+    gradient_share_scale,
     layer_means,
     power_shares,
     scheduled_sigma,
+    unscaled_gradient_share,
 )
 
 SIZES = [5, 8, 3]
@@ -23,11 +23,11 @@ LAYER = slice(5, 13)
 
 
 def shares(beta: float, mode: str = "relative", v: Tensor = V, *, model: bool = False) -> tuple[Tensor, Tensor]:
-    form = gradient_form(NORMS, v, mode)
+    form = unscaled_gradient_share(NORMS, v, mode)
     if model:
-        level = gradient_level(NORMS.sum(), form.sum()).expand(16)
+        level = gradient_share_scale(NORMS.sum(), form.sum()).expand(16)
     else:
-        level = gradient_level(layer_means(NORMS, SIZES), layer_means(form, SIZES))[OWNER]
+        level = gradient_share_scale(layer_means(NORMS, SIZES), layer_means(form, SIZES))[OWNER]
     return power_shares(NORMS, form, level, beta=beta, mode=mode)
 
 
@@ -86,10 +86,10 @@ def test_paper_is_the_literal_sum() -> None:
 
 def test_bias_correction_makes_a_constant_its_own_average() -> None:
     q, ema, updates = torch.tensor([2.0, 5.0]), torch.zeros(2), torch.zeros(2, dtype=torch.int64)
-    assert not debiased(ema, updates, 0.95).any()
+    assert not debias_ema(ema, updates, 0.95).any()
     for _ in range(3):
         ema, updates = 0.95 * ema + 0.05 * q, updates + 1
-        assert torch.allclose(debiased(ema, updates, 0.95), q, rtol=1e-5)
+        assert torch.allclose(debias_ema(ema, updates, 0.95), q, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

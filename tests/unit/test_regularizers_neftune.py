@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 
 from flatshift.regularizers import GGPO, NEFTune, RegularizerError, build
-from flatshift.regularizers.mesh import Alone
-from flatshift.regularizers.methods.neftune import NEFTuneRegularizer, input_embedding, uniform
+from flatshift.regularizers.mesh import SingleProcess
+from flatshift.regularizers.methods.neftune import NEFTuneRegularizer, input_embedding, uniform_noise
 from tests.regularizer_models import VOCABULARY, gradients, loss_of, tiny_gpt2, tiny_llama, tokens, with_lora
 from tests.regularizer_stage import run_stage, same_course
 
@@ -40,7 +40,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-class Ranks(Alone):
+class Ranks(SingleProcess):
     """The i-th of n processes with other rows."""
 
     def __init__(self, share: tuple[int, int] = (0, 1), *, data: int | None = None, stages: int = 1) -> None:
@@ -67,7 +67,7 @@ def attached(model: Any, *, alpha: float = 5.0, seed: int = 3, placement: Any = 
 
 
 def draw(rows: range = range(64), count: int = 999, **keys: int) -> Tensor:
-    return uniform(**({"seed": 1, "step": 2, "micro": 3} | keys), rows=torch.tensor(rows), count=count)
+    return uniform_noise(**({"seed": 1, "step": 2, "micro": 3} | keys), rows=torch.tensor(rows), count=count)
 
 
 def test_the_draws_are_uniform_and_independent() -> None:
@@ -121,7 +121,7 @@ def test_it_is_uniform_noise_on_the_embedded_input_tokens_of_a_training_step(cas
         assert torch.equal(embedding(ids), clean)
         model.train()
     bound = 40.0 / (10 * 32) ** 0.5
-    wanted = uniform(seed=3, step=1, micro=2, rows=torch.arange(4), count=320).view(4, 10, 32) * bound
+    wanted = uniform_noise(seed=3, step=1, micro=2, rows=torch.arange(4), count=320).view(4, 10, 32) * bound
     assert torch.allclose(noisy - clean, wanted, atol=1e-5)
     assert torch.equal(loss, by_hand) and abs(float((loss - plain).detach())) > 1e-5
     assert torch.equal(model(**inputs).loss, plain) and torch.equal(embedding(ids), clean)

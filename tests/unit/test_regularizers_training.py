@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flatshift.regularizers import GGPO, Regularizer, build
-from flatshift.regularizers.layers.signs import signs
+from flatshift.regularizers.layers.signs import draw_signs
 from tests.regularizer_models import (
     base_weights,
     clear,
@@ -259,7 +259,7 @@ def test_noise_is_the_documented_hash_with_independent_keys(rank: int | None) ->
     for name, weight in base_weights(model).items():
         m, n = weight.shape
         s_out, s_in = (
-            signs(seed=11, step=4, layer=name, side=side, indices=range(size), columns=k)
+            draw_signs(seed=11, step=4, layer=name, side=side, indices=range(size), columns=k)
             for side, size in (("out", m), ("in", n))
         )
         drawn[name] = s_in

@@ -21,16 +21,16 @@ from benchmarks.cuda_rehearsal import Rehearsal
 from flatshift import finetune
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute import attention
-from flatshift.finetune.compute.capabilities import CPU, CUDA, H200, T4, capabilities, rehearsed
+from flatshift.finetune.compute.capabilities import CPU, CUDA, H200, T4, capabilities, override_capabilities
 from flatshift.finetune.compute.loss import batch_loss
-from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, SpikeRecovery, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import Classify, LanguageModel, MaskedLM, Seq2Seq
-from flatshift.finetune.train.checkpointer import steps as saved_steps
+from flatshift.finetune.train.checkpointer import checkpoint_steps as saved_steps
 from flatshift.finetune.train.deferred_metrics import MetricsBuffer, MetricsRow
 from flatshift.finetune.train.divergence import Diverged
 from flatshift.finetune.train.stage import TrainingStage
@@ -84,7 +84,7 @@ class _Silent(TrainerCallback):
     ("settings", "callbacks"),
     [
         ({"skip_nonfinite": 2}, ()),
-        ({"spikes": Spikes(window=4), "save_every": 10}, ()),
+        ({"spikes": SpikeRecovery(window=4), "save_every": 10}, ()),
         ({}, (_Silent(),)),
     ],
     ids=["skip_nonfinite", "spikes", "callbacks"],
@@ -106,14 +106,14 @@ def test_generation_and_judging_stay_on_the_device(on):
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.evaluator import head_scores
     from flatshift.finetune.evaluate.perplexity import document_nats
-    from flatshift.finetune.train.trace.examples import per_example
+    from flatshift.finetune.train.trace.examples import score_examples
 
     how = EvalBatching(2, 0, on, torch.bfloat16)
     rows = cases.rows("completion", 3)
     with Rehearsal(on=on) as seen:  # raises where a tensor of the host strays in
         model, head = (cases._adapted(cases.Case(name)).to(on) for name in ("completion", "classify"))
         document_nats(model, rows, how, task=LM)
-        per_example(model, rows, how, task=LM)
+        score_examples(model, rows, how, task=LM)
         head_scores(head, cases.rows("classify", 3), how, task=Classify())
         for decoding in (Decoding(max_new_tokens=2), Decoding(max_new_tokens=2, temperature=0.7, top_p=0.9)):
             list(continue_prompts(model, [row.input_ids for row in rows], decoding, how, end=1))
@@ -168,7 +168,7 @@ def test_what_does_not_wait_is_not():
 def test_a_wait_has_its_place_in_our_code():
     labels = torch.full((1, 4), 1, device="meta")
     with Rehearsal() as seen:
-        finetune.compute.loss.supervised(torch.empty(1, 4, 8, device="meta"), labels, LM)
+        finetune.compute.loss.select_targets(torch.empty(1, 4, 8, device="meta"), labels, LM)
     assert {str(wait).rpartition(":")[0] for wait in seen.waits} == {
         "shape by index by a mask at finetune/compute/loss.py",
     }
@@ -206,8 +206,8 @@ def test_autocast_is_imitated_in_backward_too():
 
 def test_a_record_is_lent_for_a_while():
     assert capabilities("meta") is CPU and capabilities(torch.device("cpu")) is CPU
-    with rehearsed(H200):
-        with rehearsed(T4):
+    with override_capabilities(H200):
+        with override_capabilities(T4):
             assert not capabilities("meta").bf16
         assert capabilities("meta") is H200 and capabilities("cpu") is CPU
     assert capabilities("meta") is CPU
@@ -287,7 +287,7 @@ def test_lines_that_waited_are_the_same_in_the_same_order(llama, tmp_path, regul
     dev = cases.rows("language-model", 4)
     how = {"regularizer": regularizer, "dev": dev, "eval_every": 5, "save_every": 4}
     plain, adapter = fit(llama, tmp_path / "plain", **how)
-    with rehearsed(replace(CPU, unread=10), on="cpu"):
+    with override_capabilities(replace(CPU, unread=10), on="cpu"):
         waited, other = fit(llama, tmp_path / "waited", **how)
     assert told(waited) == told(plain) and len(told(plain)) == 12 + 3
     assert [list(line) for line in told(waited)] == [list(line) for line in told(plain)]
@@ -307,7 +307,7 @@ def test_a_nan_stops_before_anything_of_its_update_is_kept_though_it_is_read_lat
 
     run = tmp_path / "run"
     with (
-        rehearsed(replace(CPU, unread=lines), on="cpu"),
+        override_capabilities(replace(CPU, unread=lines), on="cpu"),
         pytest.raises(Diverged, match=r"loss at step 7 .*checkpoint of step 5 is kept"),
     ):
         fit(llama, run, steps=30, save_every=5, on=spoil)
@@ -319,7 +319,7 @@ def test_a_nan_stops_before_anything_of_its_update_is_kept_though_it_is_read_lat
 def test_lines_come_when_they_are_many_or_old(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("flatshift.finetune.train.deferred_metrics.time.monotonic", lambda: clock[0])
-    with rehearsed(replace(CPU, unread=10), on="cpu"):
+    with override_capabilities(replace(CPU, unread=10), on="cpu"):
         waiting = MetricsBuffer(ProcessMesh.alone())
 
         def after(updates, seconds):
@@ -373,7 +373,7 @@ def test_masks_of_what_the_host_knows_are_those_of_a_look(tmp_path):
             found = []
             for record in (CPU, replace(CPU, reads_masks=False)):
                 model.zero_grad()
-                with rehearsed(record, on="cpu"), attention.packed_attention(model, torch.device("cpu")):
+                with override_capabilities(record, on="cpu"), attention.packed_attention(model, torch.device("cpu")):
                     loss = batch_loss(model, micro, task=made)
                 loss.backward()
                 found.append(
@@ -389,7 +389,10 @@ def test_the_mask_function_is_put_back_and_a_padded_causal_row_has_no_mask(llama
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
     model = load_backbone(llama, task=LM)
-    with rehearsed(replace(CPU, reads_masks=False), on="cpu"), attention.packed_attention(model, torch.device("cpu")):
+    with (
+        override_capabilities(replace(CPU, reads_masks=False), on="cpu"),
+        attention.packed_attention(model, torch.device("cpu")),
+    ):
         changed = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
         assert changed is not sdpa_mask
         causal = {"batch_size": 1, "q_length": 4, "kv_length": 4, "mask_function": causal_mask_function}

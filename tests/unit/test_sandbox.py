@@ -11,12 +11,12 @@ from benchmarks.hostile_programs import HOSTILE
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import sandbox
 from flatshift.finetune.evaluate.samples import pass_at_k
-from flatshift.finetune.evaluate.sandbox import Limits, refuse_unless_contained, run_program, run_programs
+from flatshift.finetune.evaluate.sandbox import ResourceLimits, check_sandbox_available, run_program, run_programs
 
 
 def _contained() -> bool:
     try:
-        refuse_unless_contained()
+        check_sandbox_available()
     except UserError:
         return False
     return True
@@ -27,7 +27,7 @@ QUICK = (
     "ends early with success", "never ends", "takes all memory", "forks without end", "deletes the user's file",
     "makes mounts writable again", "calls this machine", "ends its parent", "leaves a process behind",
 )  # fmt: skip
-SHORT = Limits(seconds=1.0)
+SHORT = ResourceLimits(seconds=1.0)
 
 
 @needs_namespaces
@@ -58,7 +58,7 @@ def test_hostile_programs_are_contained(name, tmp_path):
 def test_nothing_is_run_where_it_cannot_be_contained(monkeypatch):
     monkeypatch.setattr(sandbox, "run_program", lambda code, limits=None: "failed")
     with pytest.raises(UserError, match="no namespaces"):
-        refuse_unless_contained()
+        check_sandbox_available()
 
 
 def test_pass_at_k_is_unbiased():

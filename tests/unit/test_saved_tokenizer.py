@@ -9,8 +9,8 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer
 
-from flatshift.finetune.data.encoding import Specials, encode
-from flatshift.finetune.data.post_processor import adopt
+from flatshift.finetune.data.encoding import SpecialTokens, encode
+from flatshift.finetune.data.post_processor import set_post_processor
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Seq2Seq, Task
@@ -90,8 +90,8 @@ def test_tokens_with_the_signs_of_a_template_and_offsets(tmp_path: Path) -> None
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<a:b $>"})
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    specials = Specials.of(tokenizer)
-    adopt(tokenizer, specials, pairs=True)
+    specials = SpecialTokens.of(tokenizer)
+    set_post_processor(tokenizer, specials, pairs=True)
     read = tokenizer("x y", return_offsets_mapping=True)
     assert read["input_ids"][0] == tokenizer.bos_token_id == specials.prefix[0]
     assert read["offset_mapping"][-1] == (2, 3), "blanks are trimmed from offsets as before"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flatshift.selection import GotDSelector, Pool
-from flatshift.selection.checks import Mixtures, check_selection, sample_pool, target_coverage
+from flatshift.selection.checks import MixtureTransport, check_selection, sample_pool, target_coverage
 from flatshift.selection.checks.check import SHARES, mean_cost, self_transport
 
 R = np.random.default_rng(11)
@@ -55,7 +55,7 @@ def refit(x, y):
 def test_values_at_mixtures_are_the_naive_ones(cost):
     x, y = R.standard_normal((30, 4)) + 1.0, R.standard_normal((9, 4)) + 2.0
     epsilon = 0.1 * costs(x, y, cost).mean()
-    mixtures = Mixtures(x, y, epsilon=epsilon, cost=cost)
+    mixtures = MixtureTransport(x, y, epsilon=epsilon, cost=cost)
     assert mean_cost(x, y, np.full(30, 1 / 30), cost) == pytest.approx(costs(x, y, cost).mean(), rel=1e-12)
     start = None
     for share in (0.0, *SHARES):
@@ -102,7 +102,7 @@ def test_the_gap_bounds_the_best_selection_of_all():
     selector = GotDSelector(budget=3).fit(Pool(features=x), Pool(features=y))
     epsilon = selector.potentials_.epsilon
     found = check_selection(x, y, selector.select(12), budget=3, epsilon=epsilon, refit=refit(x, y), splits=1)
-    mixtures = Mixtures(x, y, epsilon=epsilon)
+    mixtures = MixtureTransport(x, y, epsilon=epsilon)
     for reading in found.fitted["selection"]:
         best = np.inf
         for rows in combinations(range(12), 3):
@@ -166,7 +166,7 @@ def test_a_sampled_check_is_near_the_whole_one():
     y = centres[R.choice(6, 200, p=[0.05, 0.05, 0.1, 0.1, 0.3, 0.4])] + 0.4 * R.standard_normal((200, 8))
     selector = GotDSelector(budget=120).fit(Pool(features=x), Pool(features=y))
     order, epsilon = selector.select(6000), selector.potentials_.epsilon
-    whole = Mixtures(x, y, epsilon=epsilon)
+    whole = MixtureTransport(x, y, epsilon=epsilon)
     uniform = np.full(6000, 1 / 6000)
     before = whole.at(uniform)
     found = check_selection(x, y, order, budget=120, epsilon=epsilon, refit=refit(x, y), splits=1)

@@ -55,7 +55,7 @@ from flatshift.selection.config import (
     Perplexity,
     Random,
     RoundRobin,
-    needs,
+    required_inputs,
 )
 
 N, M, D, BUDGET = 300, 40, 6, 25
@@ -441,8 +441,8 @@ def test_build_selector_passes_every_setting_on(method):
 def test_build_selector_nests_and_refuses():
     built = build_selector(Domains(inside=TSDS(sigma=0.1)), seed=9, budget=3)
     assert isinstance(built.inside, TSDSSelector) and built.inside.sigma == 0.1 and built.shares is None
-    assert needs(Domains(inside=GotDContrast())) == {"domains", "features", "negative"}
-    assert needs(Random()) == frozenset()
+    assert required_inputs(Domains(inside=GotDContrast())) == {"domains", "features", "negative"}
+    assert required_inputs(Random()) == frozenset()
     assert DSIR().resample is False
     with pytest.raises(SelectionError, match="no selector"):
         build_selector(object(), seed=0)

@@ -9,7 +9,12 @@ from flatshift.experiments.recipe.schema import Select
 from flatshift.experiments.select.relevance import judge_domains
 from flatshift.selection import SelectionError
 from flatshift.selection.config import KNN, Domains, GotD, GotDContrast, Relevance
-from flatshift.selection.methods.relevance import domain_distances, mass_by_distance, nearest_domains, sample_domains
+from flatshift.selection.methods.relevance import (
+    choose_nearest_domains,
+    domain_distances,
+    sample_domains,
+    weights_by_distance,
+)
 
 R = np.random.default_rng(0)
 
@@ -29,8 +34,8 @@ def test_distances_are_pots_at_one_epsilon():
         plan = ot.sinkhorn(a, b, cost, epsilon, method="sinkhorn_log", numItermax=100_000, stopThr=1e-13)
         value = (plan * cost).sum() + epsilon * (plan * np.log(plan / (a[:, None] * b))).sum()
         np.testing.assert_allclose(found[name], value, rtol=1e-7)
-    assert list(found) == sorted(found, key=found.get) and nearest_domains(found, 1) == ["near"]
-    assert nearest_domains(found, 9) == list(found)
+    assert list(found) == sorted(found, key=found.get) and choose_nearest_domains(found, 1) == ["near"]
+    assert choose_nearest_domains(found, 9) == list(found)
     assert domain_distances({"on": y[:1]}, y[:1]) == {"on": 0.0}
     with pytest.raises(SelectionError, match="at least one domain"):
         domain_distances({}, y)
@@ -55,14 +60,14 @@ def test_samples_follow_ids_not_rows():
 
 def test_masses_fall_with_distance_and_are_spread_over_rows():
     domains = ["a", "b", "b", None, "c"]
-    weights, masses = mass_by_distance({"a": 1.0, "b": 2.0, "c": 3.0}, domains)
+    weights, masses = weights_by_distance({"a": 1.0, "b": 2.0, "c": 3.0}, domains)
     raw = np.exp([0, -1, -2])  # the mean lies 1 above the smallest
     np.testing.assert_allclose(list(masses.values()), raw / raw.sum())
     np.testing.assert_allclose(weights, [masses["a"], masses["b"] / 2, masses["b"] / 2, 0, masses["c"]])
     np.testing.assert_allclose(weights.sum(), 1)
-    flat, even = mass_by_distance({"a": 2.0, "b": 2.0, "c": 2.0}, domains)
+    flat, even = weights_by_distance({"a": 2.0, "b": 2.0, "c": 2.0}, domains)
     assert len(set(even.values())) == 1 and np.isclose(flat.sum(), 1)
-    _, sharp = mass_by_distance({"a": 1.0, "b": 2.0, "c": 3.0}, domains, temperature=0.1)
+    _, sharp = weights_by_distance({"a": 1.0, "b": 2.0, "c": 3.0}, domains, temperature=0.1)
     assert sharp["a"] > 0.99
 
 

@@ -19,8 +19,8 @@ from flatshift.selection import (
     TSDSSelector,
 )
 from flatshift.selection.methods import tsds
-from flatshift.selection.methods.domains import quotas
-from flatshift.selection.methods.neighbours import densities, nearest_rows
+from flatshift.selection.methods.domains import allocate_quotas
+from flatshift.selection.methods.neighbours import kernel_densities, nearest_rows
 
 R = np.random.default_rng(5)
 
@@ -104,7 +104,7 @@ def test_tsds_counts_by_target_where_all_neighbours_are_too_many(monkeypatch):
         for i in near:
             gap = ((x[union[i]] - x[union[near]]) ** 2).sum(1)
             density[i] = max(density[i], np.maximum(0.0, 1.0 - gap / 0.81).sum())
-    mass, _, _ = tsds.assign(np.sqrt(rows.squared), density[place.reshape(rows.rows.shape)], alpha=0.5, scale=2.0)
+    mass, _, _ = tsds.assign_mass(np.sqrt(rows.squared), density[place.reshape(rows.rows.shape)], alpha=0.5, scale=2.0)
     p = np.zeros(300)
     np.add.at(p, rows.rows, mass)
     np.testing.assert_allclose(found.probabilities_, p / p.sum(), atol=1e-6)
@@ -144,7 +144,7 @@ def test_neighbours_and_densities_are_exact(dtype):
     np.testing.assert_allclose(found.row_squared, cost.min(1), rtol=1e-12)
     wide = x.astype(float)
     kernel = np.maximum(1 - ((wide[:, None] - wide[None]) ** 2).sum(-1) / 4.0, 0).sum(1)
-    np.testing.assert_allclose(densities(wide, np.arange(300), 2.0, chunk=37), kernel, rtol=1e-9)
+    np.testing.assert_allclose(kernel_densities(wide, np.arange(300), 2.0, chunk=37), kernel, rtol=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------ less
@@ -250,16 +250,16 @@ def test_length_draw_follows_the_target():
 
 def test_quotas_are_largest_remainders():
     sizes = np.array([100, 100, 100])
-    assert quotas(np.array([0.5, 0.3, 0.2]), sizes, 7).tolist() == [4, 2, 1]
-    assert quotas(np.array([1, 1, 1]) / 3, sizes, 100).tolist() == [34, 33, 33]
-    assert quotas(np.array([0.5, 0.3, 0.2]), np.array([2, 100, 100]), 50).tolist() == [2, 29, 19]
-    assert quotas(np.array([1.0, 0.0, 0.0]), np.array([5, 30, 10]), 25).tolist() == [5, 15, 5]
+    assert allocate_quotas(np.array([0.5, 0.3, 0.2]), sizes, 7).tolist() == [4, 2, 1]
+    assert allocate_quotas(np.array([1, 1, 1]) / 3, sizes, 100).tolist() == [34, 33, 33]
+    assert allocate_quotas(np.array([0.5, 0.3, 0.2]), np.array([2, 100, 100]), 50).tolist() == [2, 29, 19]
+    assert allocate_quotas(np.array([1.0, 0.0, 0.0]), np.array([5, 30, 10]), 25).tolist() == [5, 15, 5]
     for _ in range(200):
         shares, sizes = R.dirichlet(np.ones(6)), R.integers(0, 40, 6)
         budget = int(R.integers(1, max(2, sizes.sum() + 1)))
         if budget > sizes.sum():
             continue
-        given = quotas(shares, sizes, budget)
+        given = allocate_quotas(shares, sizes, budget)
         assert given.sum() == budget and (given >= 0).all() and (given <= sizes).all()
         exact = shares * budget
         if (sizes >= np.ceil(exact)).all():

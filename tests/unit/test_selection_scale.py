@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from flatshift.selection import ConvergenceWarning, SelectionError, sinkhorn_potentials
-from flatshift.selection.transport import Eta
-from flatshift.selection.transport.ranks import Team
-from flatshift.selection.transport.settings import estimated, measured, threshold
-from flatshift.selection.transport.threads import Crew
+from flatshift.selection.transport import ProgressPrinter
+from flatshift.selection.transport.ranks import ProcessTeam
+from flatshift.selection.transport.settings import estimate_overlap, find_threshold, measure_overlap
+from flatshift.selection.transport.threads import ThreadCrew
 
 
 def clouds(n, m, d=8, seed=0):
@@ -88,8 +88,10 @@ def test_overlap_and_its_estimate_beside_their_definitions():
         for k in (200, 1000, 5000):
             taken = [set(v.argsort()[:k].tolist()) for v in (f, moved)]
             truth = len(taken[0] & taken[1]) / k
-            assert measured(f, moved, k, Team()) == truth
-            assert estimated(threshold(f, k, Team()), f[::4], moved[::4]) == pytest.approx(truth, abs=0.02)
+            assert measure_overlap(f, moved, k, ProcessTeam()) == truth
+            assert estimate_overlap(find_threshold(f, k, ProcessTeam()), f[::4], moved[::4]) == pytest.approx(
+                truth, abs=0.02
+            )
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -237,7 +239,7 @@ def test_a_worker_multiplies_on_one_core():
     threads, told = torch.get_num_threads(), []
     try:
         torch.set_num_threads(2)
-        crew = Crew(torch.device("cpu"))
+        crew = ThreadCrew(torch.device("cpu"))
         for _ in range(3):  # BLAS' number is the process': after the first time it was the caller's again
             crew.each(8, 1, lambda low, high: told.append(torch.__config__.parallel_info()))
             assert torch.get_num_threads() == 2
@@ -247,7 +249,7 @@ def test_a_worker_multiplies_on_one_core():
 
 
 def test_the_first_share_that_fails_is_told():
-    crew = Crew(torch.device("cpu"))
+    crew = ThreadCrew(torch.device("cpu"))
     crew.size = 3
     seen = []
 
@@ -265,7 +267,7 @@ def test_the_first_share_that_fails_is_told():
 def test_progress_lines_tell_rate_and_time_left():
     now = iter([0.0, 1.0, 6.0, 12.0, 20.0, 21.0])
     lines = []
-    eta = Eta(lines.append, every_s=5.0, clock=lambda: next(now))
+    eta = ProgressPrinter(lines.append, every_s=5.0, clock=lambda: next(now))
     for done in (100, 200, 400, 800, 1000):
         eta("pass 1", done, 1000)
     eta("pass 2", 1000, 1000)

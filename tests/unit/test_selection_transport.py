@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flatshift.selection import ConvergenceWarning, SelectionError, sinkhorn_potentials
-from flatshift.selection.transport.kernel import Kernel, Streamed
-from flatshift.selection.transport.problem import pose
+from flatshift.selection.transport.kernel import StoredKernel, StreamedEvaluator
+from flatshift.selection.transport.problem import pose_problem
 from flatshift.selection.transport.rows import StreamedRows
 
 
@@ -223,7 +223,7 @@ def test_epsilon_of_numpy_is_the_same_number():
 
 def test_kernel_and_stream_agree_with_autograd():
     x, y = clouds(70, 12)
-    posed = pose(x, y, np.arange(1, 71), None, chunk=16, progress=None)
+    posed = pose_problem(x, y, np.arange(1, 71), None, chunk=16, progress=None)
     rows = StreamedRows(posed, torch.float64)
     epsilon = 0.1 * posed.mean_cost
     g = torch.linspace(-1, 1, 12, dtype=torch.float64).requires_grad_()
@@ -235,9 +235,9 @@ def test_kernel_and_stream_agree_with_autograd():
 
     gradient = torch.autograd.grad(dual(g), g)[0]
     hessian = torch.autograd.functional.hessian(dual, g.detach())
-    kernel = Kernel(rows, epsilon, chunk=9)
+    kernel = StoredKernel(rows, epsilon, chunk=9)
     kernel.absorb(torch.zeros(12, dtype=torch.float64))
-    for evaluator in (kernel, Streamed(rows, epsilon, chunk=11)):
+    for evaluator in (kernel, StreamedEvaluator(rows, epsilon, chunk=11)):
         at = evaluator.evaluate(g.detach())
         torch.testing.assert_close(rows.b - at.column, gradient)
         assert at.value == pytest.approx(float(dual(g.detach())), rel=1e-12)
@@ -273,9 +273,9 @@ def test_hard_problems_all_converge(method):
 @pytest.mark.parametrize("cost", ["sqeuclidean", "cosine"])
 def test_a_near_answer_stands_in_for_the_row_maxima(dtype, cost):
     x, y = clouds(900, 30)
-    posed = pose(x.astype(np.float16), y, None, None, chunk=None, progress=None, cost=cost)
+    posed = pose_problem(x.astype(np.float16), y, None, None, chunk=None, progress=None, cost=cost)
     epsilon = 0.02 * posed.mean_cost
-    stream = Streamed(StreamedRows(posed, dtype), epsilon, chunk=128)
+    stream = StreamedEvaluator(StreamedRows(posed, dtype), epsilon, chunk=128)
     g = torch.from_numpy(np.random.default_rng(0).standard_normal(30)) * epsilon
     near = stream.evaluate(g)
     for distance in (0.0, 2.0, 500.0):  # the last is far out of float32's range: the maxima are looked for after all
@@ -291,11 +291,11 @@ def test_a_near_answer_stands_in_for_the_row_maxima(dtype, cost):
 def test_thinned_rows_are_every_fourth(held):
     x, y = clouds(403, 12)
     a = np.random.default_rng(0).random(403) + 0.1
-    rows = StreamedRows(pose(x, y, a, None, chunk=None, progress=None, cost="cosine"), torch.float64)
-    thin = StreamedRows(pose(x[::4], y, a[::4], None, chunk=None, progress=None, cost="cosine"), torch.float64)
+    rows = StreamedRows(pose_problem(x, y, a, None, chunk=None, progress=None, cost="cosine"), torch.float64)
+    thin = StreamedRows(pose_problem(x[::4], y, a[::4], None, chunk=None, progress=None, cost="cosine"), torch.float64)
     g = torch.linspace(-1, 1, 12, dtype=torch.float64)
-    found = Kernel((rows.dense() if held else rows).thinned(4), 0.1).evaluate(g)
-    wanted = Kernel(thin, 0.1).evaluate(g)
+    found = StoredKernel((rows.dense() if held else rows).thinned(4), 0.1).evaluate(g)
+    wanted = StoredKernel(thin, 0.1).evaluate(g)
     np.testing.assert_allclose(found.f, wanted.f, atol=1e-12)
     np.testing.assert_allclose(found.column, wanted.column, atol=1e-12)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flatshift.experiments.data.splits import prepare, prepare_apart
+from flatshift.experiments.data.splits import prepare_data, prepare_eval_data
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
@@ -17,7 +17,7 @@ from flatshift.finetune.config import Adapter, Evaluate, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
-from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.data.panel import format_first_batch
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.answers import generate_answers
 from flatshift.finetune.evaluate.evaluator import evaluate
@@ -122,7 +122,7 @@ def test_evaluation_batches_bound_the_tokens_of_both_sides():
 
 
 def test_the_panel_shows_both_sides():
-    panel = first_batch_panel(batch_of([row(text="the cat", label="good")]), TOKENIZER, TASK)
+    panel = format_first_batch(batch_of([row(text="the cat", label="good")]), TOKENIZER, TASK)
     assert "say: the cat → ⟦good<eos>⟧" in panel
     read, written = len(TOKENIZER("say: the cat")["input_ids"]), len(TOKENIZER("good")["input_ids"]) + 1
     assert f"{read + written} tokens, {written} tokens supervised" in panel
@@ -229,17 +229,17 @@ def test_rows_with_and_without_a_second_text_are_refused_under_a_head_over_an_en
     settings = {"backbone": "flatshift-t5-3m", "task.kind": "classify", "data.train.files": f"[{file}]"}
     recipe = load_recipe(None, [from_override(key, value) for key, value in settings.items()]).recipe
     write_jsonl(file, pairs)
-    assert len(prepare(recipe).train) == 8
+    assert len(prepare_data(recipe).train) == 8
     write_jsonl(file, [*pairs, {"text": "the cat", "label": "a"}])
     with pytest.raises(
         UserError, match=rf"{file}:1: this row has 2 end-of-sequence tokens and {file}:9 has 1, .*text2"
     ):
-        prepare(recipe)
+        prepare_data(recipe)
     noted = {"inputs": [], "label_names": ["a", "b"], "units": None}
     (tmp_path / "manifest.json").write_text(json.dumps(noted), encoding="utf-8")
     with pytest.raises(UserError, match="takes no such rows together"):
-        prepare_apart(recipe, [str(file)], run=tmp_path)
+        prepare_eval_data(recipe, [str(file)], run=tmp_path)
     bare = save_encoder_decoder("t5", tmp_path / "bare")  # its tokenizer closes nothing
     write_jsonl(file, [{"text": one["text"], "label": one["label"]} for one in pairs])
     with pytest.raises(UserError, match=rf"{file}:1: this row ends without the end-of-sequence token"):
-        prepare(replace(recipe, backbone=str(bare)))
+        prepare_data(replace(recipe, backbone=str(bare)))

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.faults.bad_settings import MEANT, NUMBERS, Setting, numbers_of_commands, settings
 from flatshift import commands
-from flatshift.command_line import parse
+from flatshift.command_line import parse_flags
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.finetune.errors import UserError
@@ -73,7 +73,7 @@ def test_no_flag_takes_what_is_no_number() -> None:
         flags = importlib.import_module(f"flatshift.commands.{command}").Flags
         assert dataclasses.is_dataclass(flags) and command in commands.SUMMARIES
         try:
-            parse(flags, command, [*begin.get(command, []), f"{flag}={value}"])
+            parse_flags(flags, command, [*begin.get(command, []), f"{flag}={value}"])
         except UserError as error:
             if flag not in str(error):
                 wrong.append(f"{command} {flag} {value}: {error}")
@@ -88,5 +88,5 @@ def test_an_empty_word_is_refused_but_where_it_is_a_text(argv: list[str]) -> Non
     from flatshift.commands.generate import Flags
 
     with pytest.raises(UserError, match=r"^(an argument|--out|--data) is empty \(''\)"):
-        parse(Flags, "generate", argv)
-    assert parse(Flags, "generate", ["run", "--prompt", ""]).prompt == ("",)
+        parse_flags(Flags, "generate", argv)
+    assert parse_flags(Flags, "generate", ["run", "--prompt", ""]).prompt == ("",)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flatshift.selection import SelectionError
-from flatshift.selection.features import HashedNgrams, ShardWriter, open_directory, seal
+from flatshift.selection.features import HashedNgrams, ShardWriter, open_directory, write_manifest
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 TEXTS = [" ".join(WORDS[(i + k * (i % 3) + k * k) % 8] for k in range(3 + i % 9)) for i in range(1300)]
@@ -52,7 +52,7 @@ def test_tasks_leave_a_directory_that_is_read_as_one_matrix(tmp_path) -> None:
     for rank in (2, 0, 1):
         part = documents(borders[rank], borders[rank + 1], f"{rank}.jsonl")
         assert list(step(iter(part), rank, 3)) == part, "documents go on to the next step"
-    seal(tmp_path / "features")
+    write_manifest(tmp_path / "features")
     found = open_directory(tmp_path / "features")
     assert list(found.ids()) == [f"r{i}" for i in range(1300)]
     np.testing.assert_array_equal(np.asarray(found), embed(TEXTS).astype(np.float16))

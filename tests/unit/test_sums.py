@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from benchmarks.faults.tamper import READERS, Matrix
 from flatshift.cli import run
 from flatshift.finetune.adapters.adapter import WEIGHTS, read_adapter
-from flatshift.finetune.atomic import replacing_directory, write_text
-from flatshift.finetune.digests import DONE, check_files, sums
+from flatshift.finetune.atomic import atomic_directory, write_text
+from flatshift.finetune.digests import DONE, check_files, file_digests
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models import fingerprint as fingerprints
 from flatshift.finetune.models.fingerprint import fingerprint
@@ -175,7 +175,7 @@ def test_no_writer_replaces_what_is_no_plain_directory(tmp_path: Path) -> None:
     for name, what in (("link", "a link"), ("nowhere", "a link"), ("file", "a file"), ("pipe", "a special file")):
         with (
             pytest.raises(UserError, match=f"{name} is {what} and is not replaced; name a directory"),
-            replacing_directory(tmp_path / name) as made,
+            atomic_directory(tmp_path / name) as made,
         ):
             (made / "new").touch()
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -185,7 +185,7 @@ def test_no_writer_replaces_what_is_no_plain_directory(tmp_path: Path) -> None:
 def test_a_record_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("1")
     check_files(tmp_path)  # nothing noted
-    (tmp_path / DONE).write_text(json.dumps({"files": sums(tmp_path, [tmp_path / "kept"])}))
+    (tmp_path / DONE).write_text(json.dumps({"files": file_digests(tmp_path, [tmp_path / "kept"])}))
     check_files(tmp_path)
     for text in ("", "[]", "{}", '{"files": []}', '{"files": {"kept": 1}}'):
         (tmp_path / DONE).write_text(text)

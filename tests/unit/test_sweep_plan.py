@@ -241,10 +241,10 @@ def test_bad_bisections(text: str, epsilon: float, words: str) -> None:
 
 
 def test_bisection_reaches_from_few_rows_to_all() -> None:
-    from flatshift.finetune.data.files import describe
+    from flatshift.finetune.data.files import describe_files
 
     recipe = load_recipe("double-descent", [from_override("data.holdout", "0.25")]).recipe
-    (train,) = describe(recipe.data.train.files)
+    (train,) = describe_files(recipe.data.train.files)
     found = parse_bisection("data.train.limit", 0.1, recipe)
     assert (found.low, found.high) == (8, train["rows"] - round(train["rows"] * 0.25))  # test has its file, dev has not
 

@@ -16,15 +16,15 @@ import torch
 
 import flatshift.finetune.tasks
 from flatshift.experiments.recipe import from_override
-from flatshift.experiments.recipe.build import build
+from flatshift.experiments.recipe.build import build_settings
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
-from flatshift.finetune.data.chat.template import template_text
+from flatshift.finetune.data.chat.template import read_template
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
-from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.data.panel import format_first_batch
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.evaluator import evaluate
@@ -32,7 +32,7 @@ from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, Preference, Seq2Seq, Task
-from flatshift.finetune.tasks.base import ByExample
+from flatshift.finetune.tasks.base import SequenceLevelTask
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
 from tests.objective_models import save_encoder
@@ -44,7 +44,7 @@ CONFIG = Evaluate(bootstrap=20, batch_size=4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hinge(ByExample):
+class Hinge(SequenceLevelTask):
     """A kind that does not ship: a class of two by a margin. This class is all that there is of it."""
 
     kind: Literal["hinge"] = "hinge"
@@ -108,7 +108,7 @@ def _backbone(side: str, tmp: Path) -> Path:
         return save_encoder(directory)
     tokenizer = byte_tokenizer()
     save_backbone("llama", directory, vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    tokenizer.chat_template = template_text("plain")
+    tokenizer.chat_template = read_template("plain")
     tokenizer.save_pretrained(directory)
     return directory
 
@@ -139,7 +139,7 @@ def _rows(task, count: int = 6) -> list[Row]:
 def test_a_recipe_gives_back_the_task(task):
     holder = dataclasses.make_dataclass("Holder", [("task", Task | Hinge)], frozen=True)
     settings = {name: value for name, value in dataclasses.asdict(task).items() if value is not None}
-    assert build(holder, from_override("task", json.dumps(settings))).task == task
+    assert build_settings(holder, from_override("task", json.dumps(settings))).task == task
     hint = typing.get_type_hints(type(task))["kind"]
     assert typing.get_args(hint) == (task.kind,)
     assert all(field.kw_only for field in dataclasses.fields(task))
@@ -173,7 +173,7 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
     batches = TrainingDataLoader(encoded.examples, task=task, seed=0, max_length=48, masking=masking, **how)
     micro = batches.at(0)[0]
     assert batches.packed == task.pack and micro.supervised == batches.supervised(0) > 0
-    panel = first_batch_panel(micro, tokenizer, task, label_names=names, units=units)
+    panel = format_first_batch(micro, tokenizer, task, label_names=names, units=units)
     assert ("examples" in panel.splitlines()[0]) == task.is_sequence_level and "⟦" in panel
 
     model = load_backbone(directory, task=task, label_names=names if task.is_sequence_level else None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from flatshift.finetune.data.tokenizer_schemes import FLAG, LEAST, OPERATORS, SCHEMES, capitals, train_tokenizer
+from flatshift.finetune.data.tokenizer_schemes import FLAG, LEAST, OPERATORS, SCHEMES, find_capitals, train_tokenizer
 from flatshift.finetune.errors import UserError
 
 TEXTS = [
@@ -69,7 +69,9 @@ def test_a_flag_stands_for_each_capital(made, scheme):
     vocabulary = [tokenizer.decode([i]) for i in range(len(tokenizer))]
     assert not any(FLAG in piece and piece != FLAG for piece in vocabulary)  # it is merged with nothing
     for c in "ABCÜÄΕМ":  # capitals of the training text are in no token
-        assert c in capitals(TEXTS) and not any(c in p and len(p) > 1 and not p.startswith("<") for p in vocabulary)
+        assert c in find_capitals(TEXTS) and not any(
+            c in p and len(p) > 1 and not p.startswith("<") for p in vocabulary
+        )
 
 
 def test_default_keeps_capitals(made):
@@ -106,7 +108,7 @@ def test_what_is_saved_is_what_others_read(made, scheme, tmp_path: Path):
 
 
 def test_capitals_lead_back():
-    found = capitals(["Éa İ ẞ K Ǆ"])
+    found = find_capitals(["Éa İ ẞ K Ǆ"])
     assert {*"ABZ", "É", "Ǆ"} <= {*found} and not {"İ", "ẞ", "\u212a"} & {*found}
 
 

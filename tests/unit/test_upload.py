@@ -14,10 +14,10 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.finetune.data import upload as uploads
-from flatshift.finetune.data.upload import RECORD, upload
-from flatshift.finetune.digests import DONE, FILES, sums
+from flatshift.finetune.data.upload import RECORD, upload_folder
+from flatshift.finetune.digests import DONE, FILES, file_digests
 from flatshift.finetune.errors import UserError
-from flatshift.selection.features import directory, seal
+from flatshift.selection.features import directory, write_manifest
 
 fsspec = pytest.importorskip("fsspec")
 STORE = fsspec.filesystem("memory")
@@ -63,7 +63,7 @@ def finished(tmp_path: Path) -> Path:
         noted = [
             file for file in part.rglob("*") if file.is_file() and "state" not in file.parts and file.name[0] != "."
         ]
-        (part / DONE).write_text(json.dumps({FILES: sums(part, noted)}), encoding="utf-8")
+        (part / DONE).write_text(json.dumps({FILES: file_digests(part, noted)}), encoding="utf-8")
     return folder
 
 
@@ -74,13 +74,13 @@ LEFT_OUT = {"state/step-2/state.json", ".lock", "stages/.fine-tune.12345678.tmp"
 def sent(monkeypatch) -> list[str]:
     """Names of what is put, in order."""
     names: list[str] = []
-    put = uploads._Place.put
+    put = uploads._StoreLocation.put
 
     def noted(self: Any, file: Path, name: str) -> None:
         names.append(name)
         put(self, file, name)
 
-    monkeypatch.setattr(uploads._Place, "put", noted)
+    monkeypatch.setattr(uploads._StoreLocation, "put", noted)
     return names
 
 
@@ -100,7 +100,7 @@ def test_a_run_goes_whole_and_what_says_finished_last(finished: Path, place: str
 
 
 def test_an_upload_that_broke_off_goes_on(finished: Path, place: str, sent: list[str], monkeypatch, capsys) -> None:
-    put = uploads._Place.put
+    put = uploads._StoreLocation.put
 
     def breaks(self: Any, file: Path, name: str) -> None:
         if name == "manifest.json":
@@ -108,7 +108,7 @@ def test_an_upload_that_broke_off_goes_on(finished: Path, place: str, sent: list
         put(self, file, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(uploads._Place, "put", breaks)
+        patch.setattr(uploads._StoreLocation, "put", breaks)
         assert run(["push", str(finished), place]) == 2
     assert DONE not in there(place) and "log.txt" in there(place)
     torn = f"{place}/log.txt"
@@ -204,36 +204,38 @@ def test_feature_shards_go_with_their_manifest_last(tmp_path: Path, place: str, 
     folder.mkdir()
     for i in range(3):
         np.save(folder / f"part-{i}.npy", np.full((4, 2), i, dtype=np.float32))
-    seal(folder)
+    write_manifest(folder)
     assert run(["push", str(folder), place]) == 0
     assert sent[-1] == "manifest.json" and there(place).keys() == {*here(folder), RECORD}
     np.save(folder / "part-1.npy", np.zeros((4, 2), dtype=np.float32))
-    directory._opened.cache_clear()  # as another process begins
+    directory._open_checked.cache_clear()  # as another process begins
     assert run(["push", str(folder), f"{place}/again"]) == 2
     assert "part-1.npy is not what manifest.json says" in capsys.readouterr().err
 
 
 def test_what_came_to_lie_there_otherwise_is_told(tmp_path: Path, place: str, monkeypatch) -> None:
     (tmp_path / "a").write_bytes(b"some words")
-    put = uploads._Place.put
+    put = uploads._StoreLocation.put
 
     def loses(self: Any, file: Path, name: str) -> None:
         put(self, file, name)
         STORE.pipe_file(f"{self.path}/{name}", b"same words")
 
-    monkeypatch.setattr(uploads._Place, "put", loses)
+    monkeypatch.setattr(uploads._StoreLocation, "put", loses)
     with pytest.raises(UserError, match="/a came to lie there otherwise than it is here; push it again"):
-        upload(tmp_path, [["a"]], place)
+        upload_folder(tmp_path, [["a"]], place)
 
 
 def test_marks_of_stores_are_known_where_they_are_digests(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(uploads, "_PART", 4)
     (tmp_path / "a").write_bytes(b"some words")
-    one = uploads._sums(tmp_path / "a")
+    one = uploads._digest_file(tmp_path / "a")
     whole = hashlib.md5(b"some words")
     parts = hashlib.md5(b"".join(hashlib.md5(part).digest() for part in (b"some", b" wor", b"ds"))).hexdigest()
-    assert uploads._is_same({"size": 10, "ETag": f'"{whole.hexdigest()}"'}, one)
-    assert uploads._is_same({"size": 10, "ETag": f'"{parts}-3"'}, one)
-    assert uploads._is_same({"size": 10, "content_md5": bytearray(whole.digest())}, one)
-    assert not uploads._is_same({"size": 9, "ETag": whole.hexdigest()}, one)
-    assert not uploads._is_same({"size": 10}, one) and not uploads._is_same({"size": 10, "ETag": "0x8DD"}, one)
+    assert uploads._has_same_content({"size": 10, "ETag": f'"{whole.hexdigest()}"'}, one)
+    assert uploads._has_same_content({"size": 10, "ETag": f'"{parts}-3"'}, one)
+    assert uploads._has_same_content({"size": 10, "content_md5": bytearray(whole.digest())}, one)
+    assert not uploads._has_same_content({"size": 9, "ETag": whole.hexdigest()}, one)
+    assert not uploads._has_same_content({"size": 10}, one) and not uploads._has_same_content(
+        {"size": 10, "ETag": "0x8DD"}, one
+    )

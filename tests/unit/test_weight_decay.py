@@ -11,9 +11,9 @@ from transformers import Trainer
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Optimizer
 from flatshift.finetune.models.load import load_backbone
-from flatshift.finetune.models.weight_names import canonical
+from flatshift.finetune.models.weight_names import canonical_name
 from flatshift.finetune.tasks import LanguageModel
-from flatshift.finetune.train.optimizer import AdapterOptimizer, decays
+from flatshift.finetune.train.optimizer import AdapterOptimizer, has_weight_decay
 from tests.finetune_models import save_backbone
 
 needs_library = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not here")
@@ -36,9 +36,9 @@ def model_of(directory, kind, adapter):
 def test_the_groups_are_the_trainers_and_vectors_stay_out(tmp_path, kind, adapter):
     model = model_of(tmp_path, kind, adapter)
     names: list[str] = Trainer.get_decay_parameter_names(None, model)  # it reads nothing of the trainer
-    theirs = {canonical(name) for name, p in model.named_parameters() if p.requires_grad and name in names}
+    theirs = {canonical_name(name) for name, p in model.named_parameters() if p.requires_grad and name in names}
     trained = trainable(model)
-    ours = {name for name, p in trained.items() if decays(name, p)}
+    ours = {name for name, p in trained.items() if has_weight_decay(name, p)}
     # theirs know LayerNorm by its class; RMSNorm by its name; DoRA's magnitudes not at all
     assert ours <= theirs
     assert all("magnitude" in name and trained[name].ndim == 1 for name in theirs - ours)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
 
 _SPLIT = "split"
@@ -31,13 +31,13 @@ def split_rows(
         raise UserError(f"{file}: the column 'split' must mark 'train' and {test_split!r} rows; it has {there}")
     if validation >= len(train):
         raise UserError(f"{file}: {validation} validation rows leave nothing of {len(train)} rows to train on")
-    chosen = limit_rows(range(len(train)), validation, seed=derive(0, "comparison", "validation"))
+    chosen = limit_rows(range(len(train)), validation, seed=derive_seed(0, "comparison", "validation"))
     apart = set(chosen)
     labels = task.class_names(train)
     pool = [row for i, row in enumerate(train) if i not in apart]
     if judged == "validation":
         return pool, [train[i] for i in chosen], labels
-    limited = limit_rows(tested, min(test, len(tested)), seed=derive(0, "comparison", "test rows"))
+    limited = limit_rows(tested, min(test, len(tested)), seed=derive_seed(0, "comparison", "test rows"))
     return pool, limited, labels
 
 

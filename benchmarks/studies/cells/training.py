@@ -18,7 +18,7 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.config import Optimizer, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import temporary_directory
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
 from flatshift.finetune.train.divergence import Diverged
 from flatshift.finetune.train.stage import TrainingStage
@@ -105,7 +105,7 @@ def train_examples(
         task=task,
         batch_size=train.batch_size,
         accumulate=train.accumulate,
-        seed=derive(train.seed, "order"),
+        seed=derive_seed(train.seed, "order"),
         max_length=train.max_length,
         pad_id=int(tokenizer.pad_token_id),
         group=train.group,
@@ -137,19 +137,19 @@ def judge_examples(
     recipe: Recipe, engine: Engine, tokenizer: Any, examples: Sequence[Example], task: Task
 ) -> tuple[dict[str, float], Any]:
     """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
-    from flatshift.finetune.compute.numerics import evaluating
+    from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.data.eval_batching import EvalBatching
-    from flatshift.finetune.evaluate.classes import judge_classes
+    from flatshift.finetune.evaluate.classes import classification_metrics
     from flatshift.finetune.evaluate.evaluator import head_scores
     from flatshift.finetune.evaluate.perplexity import document_nats
 
     inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
-    with evaluating(engine.judged):
+    with evaluation_mode(engine.judged):
         if task.one_class:
             nats, logits = head_scores(engine.judged, examples, inference, task=task)
             predicted = logits.argmax(-1)
             gold = [int(example.labels) for example in examples]  # type: ignore[arg-type]
-            figures = judge_classes(gold, predicted.tolist(), resamples=0, confidence=0.95, seed=0)
+            figures = classification_metrics(gold, predicted.tolist(), resamples=0, confidence=0.95, seed=0)
             _refuse_nan(nats)
             values = {name: float(figure["value"] or 0.0) for name, figure in figures.items()}
             right = "".join("1" if p == g else "0" for p, g in zip(predicted.tolist(), gold, strict=True))

@@ -7,7 +7,7 @@ from benchmarks.studies.selection_quality.settings import Quality
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.finetune.config import Data
 from flatshift.finetune.errors import UserError
-from flatshift.selection.config import needs
+from flatshift.selection.config import required_inputs
 
 _UNREAD = {
     "pool": "name the pool in quality.pool",
@@ -62,7 +62,7 @@ def check_cells(recipe: Recipe, where: str = "") -> None:
 def check_method(recipe: Recipe, where: str) -> None:
     """Raise UserError for a selector that needs what a study does not hand in; where: the arm."""
     assert recipe.select is not None
-    short = needs(recipe.select.method) - {"features", "texts", "tokens"}
+    short = required_inputs(recipe.select.method) - {"features", "texts", "tokens"}
     if short:
         raise UserError(
             f"{where}: method {recipe.select.method.kind} needs {', '.join(sorted(short))}, which a study of selectors "

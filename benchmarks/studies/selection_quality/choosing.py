@@ -24,13 +24,13 @@ from benchmarks.studies.selection_quality.form import shapes
 from benchmarks.studies.selection_quality.pool import StoredPool, open_pool
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.select.embedding import tokenizer_of
-from flatshift.finetune.atomic import replacing
+from flatshift.finetune.atomic import atomic_file
 from flatshift.finetune.data.rows import Row, limit_rows
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
 from flatshift.selection import Pool, TokenRows, build_selector
-from flatshift.selection.config import MooreLewis, needs
+from flatshift.selection.config import MooreLewis, required_inputs
 from flatshift.selection.methods.base import keyed_uniform
 
 _WORD = re.compile(r"\w+")
@@ -54,7 +54,7 @@ def chosen_rows(root: Path, key: str, budget: int) -> np.ndarray:
 def target_texts(rows: TargetRows, task: Task, seed: int) -> list[Row]:
     """The training rows whose texts selectors see under `seed`; the labelled ones are among them."""
     train, _, _ = split_rows(rows.file, task, (rows.validation, rows.test, rows.test_split), "test")
-    return limit_rows(train, min(rows.texts, len(train)), seed=derive(seed, "limit", "train"))
+    return limit_rows(train, min(rows.texts, len(train)), seed=derive_seed(seed, "limit", "train"))
 
 
 def choose(root: Path, cell: SelectionCell) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def choose(root: Path, cell: SelectionCell) -> dict[str, Any]:
             counts |= {budget: len(chosen_rows(root, cell.like, budget)) for budget in budgets}
             followed = chosen_rows(root, cell.like, budgets[-1])
             sizes = tuple(counts[budget] for budget in budgets)
-            orders.append(matched_draw(stored, followed, sizes, derive(cell.seed, "select")))
+            orders.append(matched_draw(stored, followed, sizes, derive_seed(cell.seed, "select")))
             about = {"shared": float(np.isin(orders[-1], followed).mean())}
         else:
             order, about, found = _selected(root, cell, stored, rows, x, texts, y, budgets)
@@ -88,7 +88,7 @@ def choose(root: Path, cell: SelectionCell) -> dict[str, Any]:
             orders.append(order)
     solved = time.process_time()
     path = selection_file(root, cell.key)
-    with replacing(path) as temporary, temporary.open("wb") as handle:
+    with atomic_file(path) as temporary, temporary.open("wb") as handle:
         lined = cell.each or cell.unit == "tokens"
         np.save(handle, _lines(cell, orders, counts) if lined else orders[0].astype(np.int32), allow_pickle=False)
     figures: dict[str, dict[str, Any]] = {}
@@ -150,7 +150,7 @@ def _selected(
     target = Pool(texts=texts, features=y)
     budget = budgets[-1]
     lengths = None
-    if cell.unit == "tokens" or "tokens" in needs(method):
+    if cell.unit == "tokens" or "tokens" in required_inputs(method):
         tokens = pool_tokens(root, cell.pool.key, cell.recipe.backbone)
         tokens = tokens if whole else tokens.take(rows)
         tokenize, size = tokenizer_of(cell.recipe)
@@ -160,7 +160,7 @@ def _selected(
             budget = min(len(rows), int(budget / cell.times / lengths.mean()) + 1)
     if cell.form:
         pool, target = replace(pool, tokens=shapes(pool.texts or ())), replace(target, tokens=shapes(texts))
-    selector = build_selector(method, seed=derive(cell.seed, "select"), budget=budget, device="cpu")
+    selector = build_selector(method, seed=derive_seed(cell.seed, "select"), budget=budget, device="cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         selector.fit(pool, target)

@@ -14,10 +14,10 @@ from benchmarks.studies.selection_quality.cells import FeaturesCell
 from benchmarks.studies.selection_quality.pool import open_pool
 from flatshift.experiments.select.embedding import state_embedder
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.selection.config import Static, TfIdf
 from flatshift.selection.features import FeatureCache, StaticEmbedder, TfIdfEmbedder
-from flatshift.selection.features.tfidf import load_fitted
+from flatshift.selection.features.tfidf import load_or_fit
 
 Embed = Callable[[list[str]], np.ndarray]
 _SIF = 1e-4
@@ -54,11 +54,11 @@ def _embedder(root: Path, cell: FeaturesCell) -> tuple[Embed, str]:
     assert recipe.select is not None
     embedder: Any = recipe.select.embedder
     if isinstance(embedder, TfIdf):
-        seed = derive(0, "quality", "tfidf")
+        seed = derive_seed(0, "quality", "tfidf")
         tfidf = TfIdfEmbedder(dim=embedder.dim, buckets=embedder.buckets, seed=seed, fit_rows=embedder.fit_rows)
         stored = open_pool(root, cell.pool.key)
         texts = [stored.texts[i] for i in stored.part(cell.rows).tolist()]
-        load_fitted(features_directory(root) / f"tfidf-{cell.key}.npz", tfidf, lambda: tfidf.fit(texts))
+        load_or_fit(features_directory(root) / f"tfidf-{cell.key}.npz", tfidf, lambda: tfidf.fit(texts))
         return tfidf.transform, f"tfidf {tfidf.fingerprint}"
     if isinstance(embedder, Static):
         path = embedder.path or (str(distilled(root, cell.distil)) if cell.distil else "")
@@ -81,7 +81,7 @@ def distilled(root: Path, encoder: str) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from flatshift.finetune.atomic import replacing_directory
+    from flatshift.finetune.atomic import atomic_directory
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
     from flatshift.selection import pool_features
@@ -103,7 +103,7 @@ def distilled(root: Path, encoder: str) -> Path:
     share = 1.0 / np.arange(1, len(tokens) + 1)
     weight = _SIF / (_SIF + share / share.sum())
     table *= weight[:, None].astype(np.float32)
-    with replacing_directory(place) as directory:
+    with atomic_directory(place) as directory:
         save_file({"embeddings": torch.from_numpy(np.ascontiguousarray(table))}, directory / "model.safetensors")
         shutil.copyfile(source / "tokenizer.json", directory / "tokenizer.json")
         (directory / "config.json").write_text('{"normalize": true}\n', encoding="utf-8")

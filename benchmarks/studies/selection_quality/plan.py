@@ -18,9 +18,18 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.studies.cell import file_digest as digest
 from flatshift.experiments.studies.study import chosen, locate, study_recipe
-from flatshift.finetune.digests import digest as file_digest
+from flatshift.finetune.digests import file_sha256 as file_digest
 from flatshift.finetune.errors import UserError
-from flatshift.selection.config import Auto, Cynical, Domains, GotD, Method, PrecomputedFeatures, TokenNgrams, needs
+from flatshift.selection.config import (
+    Auto,
+    Cynical,
+    Domains,
+    GotD,
+    Method,
+    PrecomputedFeatures,
+    TokenNgrams,
+    required_inputs,
+)
 
 RECIPE = Path(__file__).resolve().parent / "selection-quality.yaml"
 """The study that is published."""
@@ -127,7 +136,7 @@ class Plan:
         budgets = study.budgets_of(target) if embedder is None else (study.embedder_budget,)
         rows = self._rows[target]
         form = study.arms[arm].source == "form"
-        tokens = study.unit == "tokens" or "tokens" in needs(recipe.select.method)
+        tokens = study.unit == "tokens" or "tokens" in required_inputs(recipe.select.method)
         each = followed.each if followed else len(budgets) > 1 and _one_size(recipe.select.method)
         key = short_hash(
             [
@@ -215,7 +224,7 @@ class Plan:
     # ---------------------------------------------------------------------------------------- inputs
 
     def _pool(self, whole: Quality, data: Path | None) -> PoolCell:
-        from flatshift.finetune.assets import pool_tags
+        from flatshift.finetune.assets import pool_tags_path
 
         file = locate(whole.pool, data, "quality.pool")
         if whole.tags:
@@ -223,7 +232,7 @@ class Plan:
             if not Path(tags).is_file():
                 raise UserError(f"quality.tags: {tags}: no such file")
         elif whole.pool == "sample:pool":
-            tags = str(pool_tags())
+            tags = str(pool_tags_path())
         else:
             raise UserError("quality.tags is empty: name the .tsv of the pool's hidden domains")
         recipe = self.resolve("", "")

@@ -16,10 +16,10 @@ import numpy as np
 
 from benchmarks.studies.cells.rows import split_rows
 from benchmarks.studies.selection_quality.cells import PoolCell
-from flatshift.finetune.atomic import replacing
+from flatshift.finetune.atomic import atomic_file
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive, numpy_generator
+from flatshift.finetune.seeds import derive_seed, numpy_generator
 
 _PART = 1 << 16
 
@@ -65,7 +65,7 @@ def open_pool(root: Path, key: str) -> StoredPool:
 
 def store_pool(root: Path, cell: PoolCell) -> dict[str, Any]:
     """Read, clean and store the pool; returns its counts. Raises UserError for tags that do not fit the passages."""
-    from flatshift.selection.hygiene import Reference, clean
+    from flatshift.selection.hygiene import ReferenceTexts, clean_pool
 
     select = cell.recipe.select
     assert select is not None
@@ -84,8 +84,8 @@ def store_pool(root: Path, cell: PoolCell) -> dict[str, Any]:
         ids, texts, domains = ([side[i] for i in keep.tolist()] for side in (ids, texts, domains))
     total, dropped = len(ids), {}
     if select.hygiene.on:
-        references = [Reference("target", _texts(cell, "train")), Reference("eval", _texts(cell, "judged"))]
-        cleaned = clean(texts, select.hygiene, references=references, seed=derive(0, "quality", "hygiene"))
+        references = [ReferenceTexts("target", _texts(cell, "train")), ReferenceTexts("eval", _texts(cell, "judged"))]
+        cleaned = clean_pool(texts, select.hygiene, references=references, seed=derive_seed(0, "quality", "hygiene"))
         dropped = cleaned.counts()
         ids, texts, domains = ([side[i] for i in cleaned.kept.tolist()] for side in (ids, texts, domains))
         if not ids:
@@ -136,7 +136,11 @@ def _write(path: Path, ids: list[str], texts: list[str], domains: list[str]) -> 
 
     schema = pa.schema([("id", pa.string()), ("text", pa.string()), ("domain", pa.string()), ("words", pa.int64())])
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary, pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+    with (
+        atomic_file(path) as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, schema) as writer,
+    ):
         for low in range(0, len(ids), _PART):
             part = slice(low, low + _PART)
             words = [len(text.split()) for text in texts[part]]

@@ -16,11 +16,11 @@ from benchmarks.studies.cells.files import Result, write_result
 from benchmarks.studies.cells.runner import Runner
 from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, SelectionCell, TrainingCell
 from benchmarks.studies.selection_quality.plan import Plan
-from flatshift.experiments.recipe.build import nearest
+from flatshift.experiments.recipe.build import suggest_nearest
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.compare.tuning import FAILED, Score, Setting, best_of, next_trial, on_edge
 from flatshift.experiments.studies.study import claim_study
-from flatshift.finetune.atomic import sweep_leftovers
+from flatshift.finetune.atomic import remove_leftovers
 from flatshift.finetune.errors import UserError
 
 Pair = tuple[str, str]
@@ -105,7 +105,7 @@ def run_study(
     """
     claim_study(out, plan.resolved.to_yaml(), "study")
     for made in ("pool", "selections"):
-        sweep_leftovers(out / made)
+        remove_leftovers(out / made)
     runner = Runner(out / "cells", run_cell, jobs=jobs, console=console, on_cell=on_cell, label="quality")
     stages = _Stages(plan, runner, out)
     stages.inputs()
@@ -152,7 +152,7 @@ class _Stages:
             for domain in target.domains:
                 if domain not in there:
                     raise UserError(
-                        f"quality.targets.{name}.domains: the pool has no domain {domain!r}{nearest(domain, there)}"
+                        f"quality.targets.{name}.domains: the pool has no domain {domain!r}{suggest_nearest(domain, there)}"
                     )
             if (largest := study.budgets_of(name)[-1]) > kept and study.unit == "passages":
                 raise UserError(

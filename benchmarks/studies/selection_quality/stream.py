@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatshift.finetune.data.encoding import Specials
+from flatshift.finetune.data.encoding import SpecialTokens
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import numpy_generator
@@ -36,7 +36,7 @@ def packed_rows(texts: Sequence[str], tokenizer: Any, *, rows: int, length: int,
 
     A passage is `prefix text eos`. Raises UserError if no text holds a token.
     """
-    specials = Specials.of(tokenizer)
+    specials = SpecialTokens.of(tokenizer)
     after = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     needed = rows * length
     flat: list[int] = []

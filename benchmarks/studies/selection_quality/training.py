@@ -22,7 +22,7 @@ from benchmarks.studies.selection_quality.stream import Packed, packed_rows
 from flatshift.experiments.recipe.key import settings_tree, short_hash
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.rows import Row, limit_rows
-from flatshift.finetune.seeds import derive, numpy_generator
+from flatshift.finetune.seeds import derive_seed, numpy_generator
 from flatshift.finetune.tasks import LanguageModel
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
         engine = fresh_engine(recipe, recipe.task, labels)
         if warm is not None:
             _take_over(engine, warm.adapter)
-        labelled = limit_rows(train, min(cell.rows.labels, len(train)), seed=derive(cell.seed, "limit", "train"))
+        labelled = limit_rows(train, min(cell.rows.labels, len(train)), seed=derive_seed(cell.seed, "limit", "train"))
         encoded = [
             encode(rows, task=recipe.task, tokenizer=tokenizer, max_length=recipe.train.max_length, label_names=labels)
             for rows in (labelled, judged)
@@ -162,7 +162,7 @@ def _warmed(
         _take_over(engine, _WARM[key].adapter)
     else:
         rows = warmup.steps * warmup.batch_size * warmup.accumulate
-        found = packed_rows(texts, tokenizer, rows=rows, length=cell.packed, seed=derive(cell.seed, "stream"))
+        found = packed_rows(texts, tokenizer, rows=rows, length=cell.packed, seed=derive_seed(cell.seed, "stream"))
         _train(cell, engine, tokenizer, found, optimizer, train)
         adapter = {name: tensor.detach().clone() for name, tensor in lora_only(trainable(engine.model)).items()}
         _WARM[key] = _Warm(adapter, found.passages, found.tokens, found.epochs)

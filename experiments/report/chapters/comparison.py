@@ -11,7 +11,7 @@ from flatshift.experiments.report.charts.intervals import corrected_effects
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.report.html import render
 from flatshift.experiments.results.run import RunResults
-from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.evaluate.metrics import find_metric
 
 Document = Mapping[str, Any]
 
@@ -74,7 +74,7 @@ def _part(document: Document) -> ChapterPart:
 def summary(document: Document) -> list[str]:
     """Return the primary endpoint as lines for a terminal."""
     lines, metric = [], document["metric"]
-    what, unit = metric_of(metric).title, _unit(metric)
+    what, unit = find_metric(metric).title, _unit(metric)
     for name, m in compared(document):
         mean, interval = formats.effect(m["primary"], _scale(metric))
         p = m["primary"]["p_holm"]
@@ -87,18 +87,18 @@ def summary(document: Document) -> list[str]:
 def compared(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Return the methods that have a primary endpoint: confirmatory first, then by effect."""
     found = [(name, m) for name, m in document["methods"].items() if m["primary"] is not None]
-    sign = 1 if metric_of(document["metric"]).lower else -1
+    sign = 1 if find_metric(document["metric"]).lower else -1
     return sorted(found, key=lambda item: (not item[1]["confirmatory"], sign * item[1]["primary"]["value"]))
 
 
 def _scale(metric: str) -> float:
     """Return the factor for displayed values: 100 for shares, which are shown as points."""
-    return 100.0 if metric_of(metric).shown_as_share else 1.0
+    return 100.0 if find_metric(metric).shown_as_share else 1.0
 
 
 def _unit(metric: str) -> str:
     """Return the unit of a difference."""
-    return "points" if metric_of(metric).shown_as_share else metric_of(metric).unit
+    return "points" if find_metric(metric).shown_as_share else find_metric(metric).unit
 
 
 def _and(names: list[str]) -> str:
@@ -143,7 +143,7 @@ def _primary(document: Document) -> list[Block]:
         )
     table = Table.of(
         rows,
-        f"Test {metric_of(metric).title} minus {document['baseline']}'s, mean over tasks, {unit}. Detectable: the "
+        f"Test {find_metric(metric).title} minus {document['baseline']}'s, mean over tasks, {unit}. Detectable: the "
         "effect found with 80 % power at these seeds. With five seeds a sign-flip p cannot go below 0.0625.",
         words=("method", "kind", "tasks"),
     )
@@ -170,16 +170,16 @@ def forest(document: Document) -> Chart:
         title="Primary endpoint of every method",
         caption="Mean over informative tasks, seed-paired, with 95 % t-intervals. Filled: confirmatory; hollow: "
         "exploratory. In colour where Holm's correction leaves p below 0.05 (blue better, orange worse).",
-        x=f"test {metric_of(metric).title} minus {document['baseline']}, {_unit(metric)}",
+        x=f"test {find_metric(metric).title} minus {document['baseline']}, {_unit(metric)}",
         left=170,
         scale=_scale(metric),
-        lower_is_better=metric_of(metric).lower,
+        lower_is_better=find_metric(metric).lower,
     )
 
 
 def _task_section(document: Document, task: str) -> Section:
     found = document["tasks"][task]
-    metric, scale, classes = metric_of(found["metric"]), _scale(found["metric"]), found["floor"] is not None
+    metric, scale, classes = find_metric(found["metric"]), _scale(found["metric"]), found["floor"] is not None
     rows = []
     for name, m in found["methods"].items():
         difference = formats.effect(m["difference"], scale)

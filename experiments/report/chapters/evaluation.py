@@ -11,7 +11,7 @@ from flatshift.experiments.report.charts.intervals import IntervalRow, interval_
 from flatshift.experiments.report.figure import WIDE, Chart
 from flatshift.experiments.report.html import render
 from flatshift.experiments.results.run import RunResults
-from flatshift.finetune.evaluate.metrics import in_headline_order, metric_of
+from flatshift.finetune.evaluate.metrics import find_metric, sort_for_headline
 
 Document = Mapping[str, Any]
 
@@ -57,7 +57,7 @@ def _part(document: Document) -> ChapterPart:
 
 
 def _headline(metrics: Mapping[str, Any]) -> str | None:
-    return next((name for name in ("bits_per_byte", *in_headline_order(metrics)) if name in metrics), None)
+    return next((name for name in ("bits_per_byte", *sort_for_headline(metrics)) if name in metrics), None)
 
 
 def _findings(document: Document) -> list[str]:
@@ -70,12 +70,12 @@ def _findings(document: Document) -> list[str]:
                 continue
             found = metrics[metric]
             low, high = found["low"], found["high"]
-            title = metric_of(metric).title
+            title = find_metric(metric).title
             shown = formats.with_interval(found, plus=True)
             if low is None or low <= 0 <= high:
                 said.append(f"{name}: no clear difference in {title} on {split}, {shown}.")
             else:
-                better = (found["value"] < 0) == metric_of(metric).lower
+                better = (found["value"] < 0) == find_metric(metric).lower
                 said.append(f"{name}: {'better' if better else 'worse'} in {title} on {split}, {shown}.")
     return said
 
@@ -87,7 +87,7 @@ def _tiles(document: Document) -> list[KernelBlock]:
         metric = _headline(splits[split])
         if metric is not None:
             value, interval = formats.estimate(*(splits[split][metric][k] for k in ("value", "low", "high")))
-            tiles.append(KernelBlock(f"{metric_of(metric).title}, {split}", value, interval, name))
+            tiles.append(KernelBlock(f"{find_metric(metric).title}, {split}", value, interval, name))
     return tiles[:6]
 
 
@@ -103,7 +103,7 @@ def _figures(document: Document, split: str) -> list[Block]:
         "Intervals at the confidence of the recipe, by bootstrap over rows or documents. A difference asks both models "
         "of the same draws of the same rows."
     )
-    columns = ["judged", *(metric_of(metric).title for metric in metrics)]
+    columns = ["judged", *(find_metric(metric).title for metric in metrics)]
     return [Table(columns, rows, caption, frozenset(range(1, len(columns))))]
 
 
@@ -156,7 +156,7 @@ def _by_group(document: Document, grouped: Document, split: str) -> list[Section
         macro = grouped["macro"][subject].get(split, {})
         cells = [formats.with_interval(macro.get(metric)) for metric in metrics]
         rows.append([*([""] if families else []), "mean of all", "", *cells])
-        head = ["family"] * bool(families) + [grouped["column"], "rows", *(metric_of(m).title for m in metrics)]
+        head = ["family"] * bool(families) + [grouped["column"], "rows", *(find_metric(m).title for m in metrics)]
         numeric = frozenset(range(2 if families else 1, len(head)))
         title = f"{subject} by {grouped['column']}, {split}"
         sections.append(Section(title, [Table(head, rows, numeric=numeric)], folded=bool(sections)))
@@ -172,7 +172,7 @@ def _change(grouped: Document, name: str, split: str, ordered: Sequence[tuple[st
     """Chart the change in each group by family; groups not trained on are marked, as they may be forgotten."""
     found = grouped["differences"][name][split]
     metric = next(m for m in map(_headline, found.values()) if m is not None)
-    about = metric_of(metric)
+    about = find_metric(metric)
     chart = _map(grouped, name, split, ordered, metric)
     macro = grouped["macro_differences"][name][split]
     rows = [[kind, formats.with_interval(metrics.get(metric), plus=True)] for kind, metrics in macro.items()]
@@ -202,7 +202,7 @@ def _change(grouped: Document, name: str, split: str, ordered: Sequence[tuple[st
 
 def _map(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, str]], metric: str) -> Chart:
     found, rows, family = grouped["differences"][name][split], list[IntervalRow | str](), ""
-    lower = metric_of(metric).lower
+    lower = find_metric(metric).lower
     for of, group in ordered:
         if of != family:
             rows.append(of)
@@ -218,10 +218,10 @@ def _map(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, 
     return interval_chart(
         f"map-{split}",
         rows,
-        title=f"Change in {metric_of(metric).title} by {grouped['column']}",
+        title=f"Change in {find_metric(metric).title} by {grouped['column']}",
         caption="Blue: clearly better, orange: clearly worse, grey: not clear."
         + (" Hollow: not trained on." if grouped["trained"] else ""),
-        x=f"{name}: {metric_of(metric).unit or metric_of(metric).title}",
+        x=f"{name}: {find_metric(metric).unit or find_metric(metric).title}",
         width=WIDE,
         height=70 + 22 * len(rows),
         left=170,

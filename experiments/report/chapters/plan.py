@@ -8,7 +8,7 @@ from typing import Any
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import Bars, Chapter, KernelBlock, Notes, Pre, Section, Table
 from flatshift.experiments.report.html import render
-from flatshift.finetune.figures import duration, gib
+from flatshift.finetune.figures import format_bytes, format_duration
 from flatshift.finetune.planner.layouts import CAUSES
 
 _MOST, _NEAREST = 30, 10
@@ -26,8 +26,8 @@ def page(document: Mapping[str, Any]) -> str:
     else:
         finding = f"It does not fit: the nearest mesh, {best['name']}, is short of {best['short_gib']:g} GiB a device."
     sections = [
-        Section("Memory by cause", [_bars(_held(best), gib)], f"Of the fullest rank of {best['name']}."),
-        Section("Time by cause", [_bars(best["seconds"], duration)], f"Of an update on {best['name']}."),
+        Section("Memory by cause", [_bars(_held(best), format_bytes)], f"Of the fullest rank of {best['name']}."),
+        Section("Time by cause", [_bars(best["seconds"], format_duration)], f"Of an update on {best['name']}."),
         _meshes(document["layouts"], document["best"]),
         Section("How far to trust this", [Notes(document["notes"])]),
     ]
@@ -60,7 +60,7 @@ def _tiles(document: Mapping[str, Any], best: Mapping[str, Any]) -> list[KernelB
     shown = f"nvidia-smi shows {low:g} to {high:g}" if document["kind"] == "cuda" else ""
     tiles = [
         KernelBlock("fullest device", f"{best['allocated_gib']:g} GiB", note=shown),
-        KernelBlock("an update", duration(best["update_s"]), note=f"{best['tokens_per_s']:,.0f} tokens/s"),
+        KernelBlock("an update", format_duration(best["update_s"]), note=f"{best['tokens_per_s']:,.0f} tokens/s"),
         KernelBlock("MFU", formats.percent(best["mfu"]), note="of the devices' bf16 peak"),
     ]
     if document["hours"] is not None:
@@ -79,7 +79,7 @@ def _meshes(layouts: Sequence[Mapping[str, Any]], best: int) -> Section:
             "recompute": layout["checkpointing"],
             "GiB": f"{layout['allocated_gib']:.2f}",
             "short of GiB": "–" if layout["fits"] else f"{layout['short_gib']:.2f}",
-            "update": duration(layout["update_s"]),
+            "update": format_duration(layout["update_s"]),
             "tokens/s": f"{layout['tokens_per_s']:,.0f}",
             "MFU": formats.percent(layout["mfu"]),
         }

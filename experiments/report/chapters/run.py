@@ -19,8 +19,8 @@ from flatshift.experiments.report.blocks import (
 from flatshift.experiments.report.charts.training import evaluation, preferences, small_multiples, training
 from flatshift.experiments.results.predictions import RunEvaluation, differences
 from flatshift.experiments.results.run import RunResults, best_split, headline
-from flatshift.finetune.evaluate.metrics import metric_of, on_tiles
-from flatshift.finetune.figures import gib, predicted_vs_measured, rate_text
+from flatshift.finetune.evaluate.metrics import find_metric, tile_metrics
+from flatshift.finetune.figures import compare_plan, format_bytes, format_throughput
 from flatshift.finetune.run_directory import SPIKE
 
 _FIRST = ("lr-", "grad-norm-")
@@ -46,7 +46,7 @@ def train_finding(run: RunResults) -> str:
         return ""
     cell = run.eval[split][metric]
     value = formats.with_interval(cell)
-    sentence = f"{split.capitalize()} {metric_of(metric).title} is {value}"
+    sentence = f"{split.capitalize()} {find_metric(metric).title} is {value}"
     floor = run.eval[split].get("majority_floor", {}).get("value")
     if metric == "accuracy" and floor is not None:
         low, high = cell.get("low"), cell.get("high")
@@ -64,17 +64,17 @@ def training_tiles(run: RunResults) -> list[KernelBlock]:
     split = best_split(run.eval)
     if split is not None:
         cells = run.eval[split]
-        shown = on_tiles(cells)
+        shown = tile_metrics(cells)
         for metric in shown[:2]:
             value, interval = formats.estimate(
                 cells[metric]["value"], cells[metric].get("low"), cells[metric].get("high")
             )
             note = f"{cells[metric]['n']:,} items" if cells[metric].get("n") else ""
-            floor = cells.get(metric_of(metric).floor or "", {}).get("value")
+            floor = cells.get(find_metric(metric).floor or "", {}).get("value")
             if floor is not None:
-                named = metric_of(metric_of(metric).floor or "").title
+                named = find_metric(find_metric(metric).floor or "").title
                 note = ", ".join(filter(None, [f"{named} {formats.number(floor)}", note]))
-            tiles.append(KernelBlock(f"{split} {metric_of(metric).title}", value, interval, note))
+            tiles.append(KernelBlock(f"{split} {find_metric(metric).title}", value, interval, note))
     before, after = run.shift
     split = best_split(before)
     for metric in ("perplexity", "pseudo_perplexity"):
@@ -84,7 +84,7 @@ def training_tiles(run: RunResults) -> list[KernelBlock]:
         value, interval = formats.estimate(cell["value"], cell.get("low"), cell.get("high"))
         cold = before[split][metric]
         shown_cold = formats.estimate(cold["value"], cold.get("low"), cold.get("high"))[0]
-        name = f"target {metric_of(metric).title} after warm-up"
+        name = f"target {find_metric(metric).title} after warm-up"
         tiles.append(KernelBlock(name, value, interval, f"cold backbone {shown_cold}"))
     for stage, done in run.stages.items():
         if done.get("steps") and stage != "warm-up":
@@ -128,7 +128,7 @@ def evaluation_sections(run: RunResults) -> list[Section]:
                     rows.append(
                         {
                             "split": split,
-                            "metric": metric_of(metric).title,
+                            "metric": find_metric(metric).title,
                             "cold backbone": cells[0],
                             "after warm-up": cells[1],
                             "change": ("+" if change > 0 else "") + formats.percent(change),
@@ -152,7 +152,7 @@ def _beside_cold(run: RunResults, split: str, cold: RunEvaluation) -> Table | No
         shown, interval = formats.estimate(one.value, one.low, one.high, plus=True)
         rows.append(
             {
-                "metric": metric_of(name).title,
+                "metric": find_metric(name).title,
                 "backbone": formats.with_interval(cold.metrics[name]),
                 "with the adapter, minus that": f"{shown} ({interval})" if interval else shown,
             }
@@ -167,13 +167,13 @@ def _beside_cold(run: RunResults, split: str, cold: RunEvaluation) -> Table | No
 def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
     """Tabulate metrics (rows) by split (columns); a baseline is below its metric."""
     rows = []
-    for metric in dict.fromkeys(m for cells in tree.values() for m in cells if not metric_of(m).is_floor):
+    for metric in dict.fromkeys(m for cells in tree.values() for m in cells if not find_metric(m).is_floor):
         cells = [tree[split].get(metric) for split in tree]
         shown = [formats.with_interval(cell) for cell in cells]
-        rows.append([metric_of(metric).title, *shown])
-        floors = [tree[split].get(metric_of(metric).floor or "") for split in tree]
+        rows.append([find_metric(metric).title, *shown])
+        floors = [tree[split].get(find_metric(metric).floor or "") for split in tree]
         if any(floors):
-            named = metric_of(metric_of(metric).floor or "").title
+            named = find_metric(find_metric(metric).floor or "").title
             rows.append([named, *(formats.number(float(f["value"])) if f else "–" for f in floors)])
     counts = [max((int(c.get("n") or 0) for c in cells.values()), default=0) for cells in tree.values()]
     rows.append(["items", *(formats.number(n) if n else "–" for n in counts)])
@@ -217,8 +217,8 @@ def _plan_sections(run: RunResults) -> list[Section]:
         if not isinstance(plan, dict) or not isinstance(plan.get("bytes"), dict):
             continue
         most = max(plan["bytes"].values(), default=0) or 1
-        blocks.append(Bars([(f"{stage}: {cause}", gib(n), n / most) for cause, n in plan["bytes"].items()]))
-        if text := predicted_vs_measured(plan):
+        blocks.append(Bars([(f"{stage}: {cause}", format_bytes(n), n / most) for cause, n in plan["bytes"].items()]))
+        if text := compare_plan(plan):
             blocks.append(Notes([f"{stage}: {text}."]))
     lead = (
         "Bars are the plan's bytes by cause. Measured on a CUDA device is what its allocator gave out in updates; on a "
@@ -256,7 +256,7 @@ def _mishaps(run: RunResults) -> list[str]:
                     f"{line['rewound_to']}; batches {gone} are left out."
                 )
         rates = done.get("rates")
-        if isinstance(rates, dict) and (text := rate_text(rates)):
+        if isinstance(rates, dict) and (text := format_throughput(rates)):
             hfu = f", HFU {100 * rates['hfu']:.0f} %" if "hfu" in rates else ""
             found.append(f"{stage}: {text}{hfu} (of the last attempt, without its first update).")
     return found

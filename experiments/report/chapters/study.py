@@ -11,7 +11,7 @@ from flatshift.experiments.report.charts.training import slug
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.results.run import RunResults, Study
 from flatshift.experiments.statistics.intervals import Interval, paired_difference, t_interval, t_quantile
-from flatshift.finetune.evaluate.metrics import in_headline_order, metric_of
+from flatshift.finetune.evaluate.metrics import find_metric, sort_for_headline
 
 WARMUPS = {"cold": "cold", "random": "random warm-up", "gotd": "GOT-D warm-up"}
 REGULARIZERS = {"plain": "plain", "ggpo": "GGPO"}
@@ -43,7 +43,7 @@ def study_differences(study: Study) -> list[tuple[str, Interval]]:
         return []
     ours, base = question
     pairs = [
-        (m, paired_difference(study.values(*ours, m), study.values(*base, m))) for m in in_headline_order(study.metrics)
+        (m, paired_difference(study.values(*ours, m), study.values(*base, m))) for m in sort_for_headline(study.metrics)
     ]
     return [(m, d) for m, d in pairs if d is not None]
 
@@ -55,7 +55,7 @@ def study_finding(study: Study) -> str:
         return f"{len(study.cells)} runs; no two arms share a seed, so nothing can be compared in pairs."
     parts = []
     for metric, d in differences[:2]:
-        name = metric_of(metric).title
+        name = find_metric(metric).title
         if d.low is None:
             parts.append(f"{name} differs by {formats.signed(d.value)} on a single seed, which proves nothing")
         elif not d.excludes_zero:
@@ -131,12 +131,12 @@ def study_tiles(study: Study) -> list[KernelBlock]:
         note = f"{ours} − {base}, {d.n} paired seeds" if d.n > 1 else f"{ours} − {base}, one seed: no interval"
         if d.low is not None and not d.excludes_zero:
             note += "; the interval holds zero"
-        tiles.append(KernelBlock(f"Δ {metric_of(metric).title}", value, interval, note))
+        tiles.append(KernelBlock(f"Δ {find_metric(metric).title}", value, interval, note))
     return tiles
 
 
 def study_sections(study: Study) -> list[Section]:
-    metrics = in_headline_order(study.metrics)
+    metrics = sort_for_headline(study.metrics)
     charts = [c for m in metrics[:3] for c in study_charts(study, m)]
     rows = []
     for arm in arms(study):
@@ -145,10 +145,10 @@ def study_sections(study: Study) -> list[Section]:
         for metric in metrics:
             values = list(study.values(*arm, metric).values())
             count = max(count, len(values))
-            mean = t_interval(values, bounds=metric_of(metric).bounds) if values else None
+            mean = t_interval(values, bounds=find_metric(metric).bounds) if values else None
             row.append(formats.with_interval(mean))
         rows.append([*row, str(count)])
-    names = [metric_of(m).title for m in metrics]
+    names = [find_metric(m).title for m in metrics]
     table = Table(
         ["arm", *names, "seeds"], rows, "Mean over seeds with its 95 % t-interval.", frozenset(range(1, len(names) + 2))
     )
@@ -160,7 +160,7 @@ def study_sections(study: Study) -> list[Section]:
             against = c.group.removeprefix("against ") if c.group.startswith("against") else ""
             differences.append(
                 {
-                    "metric": metric_of(metric).title,
+                    "metric": find_metric(metric).title,
                     "difference": f"{c.name} − {against}" if against else c.name,
                     "mean": value,
                     "95 % interval": interval or "–",
@@ -191,7 +191,7 @@ def _described(study: Study) -> str:
     """Describe how each metric was measured, if the study records it."""
     said = study.about.get("describe")
     return (
-        " ".join(f"{metric_of(k).title.capitalize()}: {v}" for k, v in said.items()) if isinstance(said, dict) else ""
+        " ".join(f"{find_metric(k).title.capitalize()}: {v}" for k, v in said.items()) if isinstance(said, dict) else ""
     )
 
 
@@ -232,7 +232,7 @@ def _means(study: Study, metric: str, height: int) -> Chart | None:
     found = {arm: values for arm in arms(study) if (values := list(study.values(*arm, metric).values()))}
     if not found:
         return None
-    means = {arm: t_interval(values, bounds=metric_of(metric).bounds) for arm, values in found.items()}
+    means = {arm: t_interval(values, bounds=find_metric(metric).bounds) for arm, values in found.items()}
     places = formats.common_decimals([(m.value, m.low, m.high) for m in means.values()])
     rows = [
         IntervalRow(
@@ -244,8 +244,8 @@ def _means(study: Study, metric: str, height: int) -> Chart | None:
     floor = study.floor.get(metric)
     seeds = sorted({len(values) for values in found.values()})
     count = f"{seeds[0]} seeds" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
-    better = "lower is better" if metric_of(metric).lower else "higher is better"
-    name = metric_of(metric).title
+    better = "lower is better" if find_metric(metric).lower else "higher is better"
+    name = find_metric(metric).title
     return interval_chart(
         f"study-{slug(metric)}",
         rows,
@@ -266,7 +266,7 @@ def _differences(shown: list[Contrast], metric: str, height: int) -> Chart | Non
     """Draw seed-paired differences with intervals; those that exclude zero are coloured."""
     if not shown:
         return None
-    lower = metric_of(metric).lower
+    lower = find_metric(metric).lower
     places = formats.common_decimals([(c.interval.value, c.interval.low, c.interval.high) for c in shown])
     rows: list[IntervalRow | str] = []
     for number, contrast in enumerate(shown):
@@ -281,10 +281,10 @@ def _differences(shown: list[Contrast], metric: str, height: int) -> Chart | Non
     return interval_chart(
         f"study-{slug(metric)}-differences",
         rows,
-        title=f"Paired differences in {metric_of(metric).title}",
+        title=f"Paired differences in {find_metric(metric).title}",
         caption=f"Mean difference over {seeds} paired seeds with its 95 % t-interval. Green: better, orange: worse, "
         "grey: the interval holds zero. Each interval stands alone; nothing is corrected for their number.",
-        x=f"difference in {metric_of(metric).title}",
+        x=f"difference in {find_metric(metric).title}",
         width=540,
         height=height,
         left=206,

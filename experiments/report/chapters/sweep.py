@@ -31,7 +31,7 @@ from flatshift.experiments.results.run import RunResults
 from flatshift.experiments.results.sweep import Failure, SweepData, Together
 from flatshift.experiments.results.traces import STEP
 from flatshift.experiments.statistics.intervals import t_interval
-from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.evaluate.metrics import find_metric
 
 _TOGETHER = 12
 """Most verdicts in one table at the top."""
@@ -136,7 +136,7 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[KernelBlock]:
         split, _, metric = test.partition(".")
         shown, interval = formats.estimate(best.value, best.low, best.high)
         tiles.append(
-            KernelBlock(f"lowest {split} {metric_of(metric).title}", shown, interval, f"at {at}; {best.n} runs")
+            KernelBlock(f"lowest {split} {find_metric(metric).title}", shown, interval, f"at {at}; {best.n} runs")
         )
         floor = data.majority_error(test)
         if floor is not None:
@@ -282,7 +282,7 @@ def _along(data: SweepData, direction: Direction, *, verdicts: bool) -> Section 
     charts: list[Chart] = []
     for kind in kinds:
         lines = train_and_test(table, kind)
-        words = f"{' and '.join(line.name for line in lines).capitalize()} {metric_of(kind).title} along {named}"
+        words = f"{' and '.join(line.name for line in lines).capitalize()} {find_metric(kind).title} along {named}"
         if len(direction.drawn) > 1 and (kind != kinds[0] or not is_judged(axis)):
             name = f"sweep-{axis.rpartition('.')[2].replace('_', '-')}-{kind}"
             made = _faceted(direction, lines, name, words, unit_of(kind))

@@ -13,7 +13,7 @@ from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, dot
 from flatshift.experiments.results.sweep import INTERPOLATION, SweepData
 from flatshift.experiments.results.table import SweepTable, Where
 from flatshift.experiments.statistics.intervals import Interval
-from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.evaluate.metrics import find_metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ def train_and_test(table: SweepTable, kind: str) -> list[Series]:
 
 def unit_of(kind: str) -> str:
     """Return the unit of a metric for an axis."""
-    return {"error": "error (share wrong)", "loss": "loss (nats)"}.get(kind, metric_of(kind).title)
+    return {"error": "error (share wrong)", "loss": "loss (nats)"}.get(kind, find_metric(kind).title)
 
 
 def curve_chart(
@@ -104,7 +104,7 @@ def curve_chart(
                 kept = [(place.at[x], y) for x, y in zip(xs, ys, strict=True) if x in place.at]
                 dots(ax, [x for x, _ in kept], [y for _, y in kept], token=line.token, size=2.6, alpha=0.5, gid="runs")
             last = points[-1][1].value
-            _, most = metric_of(line.column.partition(".")[2]).bounds or (0.0, math.inf)
+            _, most = find_metric(line.column.partition(".")[2]).bounds or (0.0, math.inf)
             figure = f"{last:.2f}" if math.isfinite(most) else formats.number(last, 2)
             ends.append((points[-1][0], last, f"{line.name} {figure}", line.token))
         place.draw(ax, width - 152)

@@ -12,7 +12,7 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.charts.intervals import IntervalRow, draw_row, horizontal
 from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, label_ends
 from flatshift.experiments.results.run import Metrics
-from flatshift.finetune.evaluate.metrics import METRICS, metric_of
+from flatshift.finetune.evaluate.metrics import METRICS, find_metric
 
 SPLIT_COLOUR = {"train": "blue", "dev": "green", "test": "orange"}
 _KNOWN = {"stage", "attempt", "step", "split", "loss", "tokens", "lr", "time_s", "time", "epoch"}
@@ -126,7 +126,7 @@ def preferences(metrics: Metrics) -> list[Chart]:
             if not all(curves.values()):
                 continue
             with Canvas(540, 300) as canvas:
-                axis = metric_of(list(drawn.lines)[-1]).unit
+                axis = find_metric(list(drawn.lines)[-1]).unit
                 ax = canvas.axes(y=axis, x="optimizer updates of the stage", right=110)
                 ends: list[tuple[float, float, str, str]] = []
                 for key, curve in curves.items():
@@ -264,7 +264,7 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) ->
                 right=66,
                 top=30,
                 bottom=40,
-                x="share" if name == "shares" else loss_unit if name == "loss" else metric_of(name).unit,
+                x="share" if name == "shares" else loss_unit if name == "loss" else find_metric(name).unit,
             )
             horizontal(ax)
             ticks, y = [], -1.0
@@ -279,7 +279,7 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) ->
                 ticks.append((y, metric))
             ax.set_ylim(y + 0.7, -0.7)
             middles = [[at for at, m in ticks if m == metric] for metric in dict.fromkeys(m for _, m in ticks)]
-            names = [metric_of(m).title for m in dict.fromkeys(m for _, m in ticks)]
+            names = [find_metric(m).title for m in dict.fromkeys(m for _, m in ticks)]
             ax.set_yticks([sum(at) / len(at) for at in middles], names, color=colour("ink"))
             if name == "shares":
                 low = min([0.0, *(r[2].get("low") or r[2]["value"] for r in rows)])

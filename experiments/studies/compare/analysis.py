@@ -12,7 +12,7 @@ import numpy as np
 from flatshift.experiments.recipe.studies import Comparison
 from flatshift.experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
 from flatshift.experiments.studies.compare.comparison_plan import Outcome, Plan, Result
-from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.evaluate.metrics import find_metric
 from flatshift.finetune.seeds import numpy_generator
 
 BySeed = dict[int, float]
@@ -170,7 +170,7 @@ def _method(
         primary["tasks"] = mine
         primary["p_holm"] = None
         primary["bootstrap"] = _bootstrap(plan, outcome, name, study.baseline, mine)
-        sign = -1 if metric_of(study.metric).lower else 1
+        sign = -1 if find_metric(study.metric).lower else 1
         primary["wins"] = sum(sign * d > 0 for d in primary["by_seed"].values())
     ratio = outcome.step_ratio.get(name)
     return {
@@ -325,7 +325,7 @@ def _by_metric(name: str) -> tuple[str, str, str, str, str]:
             "counts with its task's majority floor and is listed; a diverged trial is lost. For a generation task, "
             "where there is no floor, its seed is left out for both sides.",
         )  # fmt: skip
-    title = metric_of(name).title
+    title = find_metric(name).title
     return (
         title, "informative tasks", title, "; one without classes has no floor and counts",
         "is listed and its seed left out for both sides, of accuracy it counts with its task's majority floor; a "

@@ -26,10 +26,10 @@ from flatshift.experiments.studies.cell import Cell, file_digest, settings_diges
 from flatshift.experiments.studies.compare.measures import Measures
 from flatshift.experiments.studies.compare.tuning import Setting, first_trials
 from flatshift.experiments.studies.study import chosen, locate, study_recipe
-from flatshift.finetune.atomic import sweep_leftovers, write_text
+from flatshift.finetune.atomic import remove_leftovers, write_text
 from flatshift.finetune.config import Files, TrainFiles
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 from flatshift.regularizers.config import RegularizerConfig
 
 Kind = Literal["trial", "final", "equal-time"]
@@ -162,7 +162,7 @@ class Plan:
     def write_rows(self) -> None:
         """Write the rows of every task to the files its cells read, unless they exist."""
         for rows, folder in self._rows.values():
-            sweep_leftovers(folder)
+            remove_leftovers(folder)
             rows.write(folder)
 
     def run(
@@ -231,9 +231,9 @@ def _beside(recipe: Recipe) -> list[Any]:
     """Return digests of the files a recipe reads besides its task's rows; usually none."""
     found: list[Any] = settings_digests(recipe)
     if recipe.select is not None:
-        from flatshift.experiments.workflows.run_parts import recipe_inputs
+        from flatshift.experiments.workflows.run_parts import list_input_files
 
-        found += [file_digest(path) for path in recipe_inputs(recipe)]
+        found += [file_digest(path) for path in list_input_files(recipe)]
     return found
 
 
@@ -324,9 +324,9 @@ def task_rows(file: str, recipe: Recipe, own: StudyTask) -> TaskRows:
         raise UserError(f"{file}: the column 'split' must mark 'train' and {own.test_split!r} rows; it has {there}")
     if own.validation >= len(train):
         raise UserError(f"{file}: {own.validation} validation rows leave nothing of {len(train)} rows to train on")
-    chosen = limit_rows(range(len(train)), own.validation, seed=derive(0, "comparison", "validation"))
+    chosen = limit_rows(range(len(train)), own.validation, seed=derive_seed(0, "comparison", "validation"))
     apart = set(chosen)
-    limited = limit_rows(tested, min(own.test, len(tested)), seed=derive(0, "comparison", "test rows"))
+    limited = limit_rows(tested, min(own.test, len(tested)), seed=derive_seed(0, "comparison", "test rows"))
     return TaskRows(
         [row.record for i, row in enumerate(train) if i not in apart],
         [train[i].record for i in chosen],

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatshift.finetune.seeds import derive
+from flatshift.finetune.seeds import derive_seed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flatshift.experiments.data.splits import Prepared
+    from flatshift.experiments.data.splits import PreparedData
     from flatshift.experiments.recipe.schema import Recipe
     from flatshift.finetune.parallel.engine import Engine
 
@@ -41,7 +41,7 @@ class Measures:
         """Record the CPU time."""
         self._steps.append(time.process_time())
 
-    def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> None:
+    def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> None:
         """Measure the trained adapter."""
         if self.final and recipe.task.one_class:
             self._found["items"] = _right(recipe, engine, tokenizer, prepared)
@@ -55,13 +55,13 @@ class Measures:
         return {"cpu_s": round(time.process_time() - self._began, 3), "step_cpu_s": step, **self._found}
 
 
-def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> str:
+def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> str:
     """Return right (1) or wrong (0) for every evaluation row."""
-    from flatshift.finetune.compute.numerics import evaluating
+    from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.evaluator import head_scores
 
-    with evaluating(engine.judged):
+    with evaluation_mode(engine.judged):
         _, logits = head_scores(
             engine.judged,
             prepared.test,
@@ -73,14 +73,14 @@ def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -
     )
 
 
-def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *, sigma: float) -> float:
+def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData, *, sigma: float) -> float:
     """Return the mean rise of the loss (nats per target token or example) over `PAIRS` antithetic pairs of noise.
 
     The noise is in the full weight space, on `ROWS` training rows: the same rows and raw draws for every method with
     one seed.
     """
-    from flatshift.finetune.compute.loss import batch_loss, with_reference
-    from flatshift.finetune.compute.numerics import evaluating
+    from flatshift.finetune.compute.loss import add_reference, batch_loss
+    from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.compute.precision import autocast
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.regularizers.sharpness import FullSpace, LossFunction, expected_rise
@@ -91,7 +91,7 @@ def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *,
     if recipe.task.has_reference:  # log-probabilities of the unperturbed weights
         with autocast(recipe.train, engine.device):
             there = [micro.to(engine.device) for micro in batches]
-            batches = with_reference(engine.model, there, task=recipe.task)
+            batches = add_reference(engine.model, there, task=recipe.task)
 
     def terms() -> Iterator[Tensor]:
         for micro in batches:
@@ -99,14 +99,14 @@ def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *,
                 yield batch_loss(engine.model, micro.to(engine.device), task=recipe.task) / count
 
     objective = LossFunction(engine.model, terms)
-    with evaluating(engine.model):
+    with evaluation_mode(engine.model):
         (estimate,) = expected_rise(
             FullSpace(engine.model),
             objective,
             [sigma],
             base=objective.value(),
             draws=PAIRS,
-            seed=derive(recipe.train.seed, "sharpness") % 2**62,
+            seed=derive_seed(recipe.train.seed, "sharpness") % 2**62,
             confidence=0.95,
         )
     return float(estimate.value)

@@ -26,9 +26,9 @@ from flatshift.experiments.studies.compare.tuning import (
     together,
 )
 from flatshift.experiments.studies.study import CellBatches, claim_study, run_study_cells
-from flatshift.finetune.atomic import read_object, write_json
+from flatshift.finetune.atomic import read_json_object, write_json
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.evaluate.metrics import find_metric
 
 _EQUAL_TIME = "equal_time.json"
 
@@ -144,7 +144,7 @@ def score(result: Result, metric: str) -> Score:
     value = metrics[metric]
     if value is None:
         return FAILED
-    return Score(-value if metric_of(metric).lower else value, metrics["loss"])
+    return Score(-value if find_metric(metric).lower else value, metrics["loss"])
 
 
 def step_ratios(plan: Plan, outcome: Outcome) -> dict[str, float]:
@@ -170,7 +170,7 @@ def _equal_steps(plan: Plan, out: Path, outcome: Outcome, pair: Pair) -> int | N
     """
     method, task = pair
     file = out / _EQUAL_TIME
-    kept: dict[str, float] = read_object(file, fix="delete it") if file.is_file() else {}
+    kept: dict[str, float] = read_json_object(file, fix="delete it") if file.is_file() else {}
     if method not in outcome.step_ratio:
         return None
     if method not in kept:

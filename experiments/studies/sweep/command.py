@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.recipe import Resolved
-from flatshift.experiments.recipe.resolve import held_out_lines
+from flatshift.experiments.recipe.resolve import describe_held_out_rows
 from flatshift.experiments.recipe.schema import SweepConfig
 from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.recipe.tree import Branch
@@ -48,7 +48,7 @@ from flatshift.experiments.studies.sweep.directory import (
 )
 from flatshift.experiments.studies.sweep.sweep_plan import Base
 from flatshift.experiments.studies.sweep.table import Row, write_table
-from flatshift.finetune.config import Record
+from flatshift.finetune.config import TraceRecording
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import RECIPE, disk_full_interrupts
@@ -135,7 +135,7 @@ def _planned(out: Path, asked: _Asked, console: Console, share: SweepPart | None
     said: list[str] = []
     base = asked.base.settled(kept=out / RECIPE, say=said.append).in_steps(say=said.append)
     asked = dataclasses.replace(asked, base=base)
-    said += held_out_lines(base.resolved)
+    said += describe_held_out_rows(base.resolved)
     cells = list(asked.base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
     if share is not None:
         cells = share.cells(cells)
@@ -308,7 +308,7 @@ def _could_record(asked: _Asked) -> bool:
     if recipe.record is not None or any(key.partition(".")[0] == "record" for key in asked.axes):
         return False
     try:
-        check_recipe(dataclasses.replace(recipe, record=Record()))
+        check_recipe(dataclasses.replace(recipe, record=TraceRecording()))
     except UserError:
         return False
     return True

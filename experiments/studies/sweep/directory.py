@@ -36,11 +36,11 @@ from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.directory import WORKERS, results_of
 from flatshift.experiments.studies.leases import CLAIMS, claims_of, holder
 from flatshift.finetune.atomic import (
-    is_bare,
+    atomic_directory,
+    atomic_file,
+    has_only_leftovers,
     make_directory,
-    replacing,
-    replacing_directory,
-    sweep_leftovers,
+    remove_leftovers,
     write_json,
 )
 from flatshift.finetune.digests import DONE, check_files
@@ -61,7 +61,7 @@ def check_directory(out: Path) -> None:
     if not (out / MARKER).is_file():
         if (out / "cells").is_dir() and (out / WORKERS).exists():  # its broken marker was deleted
             return
-        if not is_bare(out, but=(INSIDE, WORKERS, CLAIMS)):
+        if not has_only_leftovers(out, but=(INSIDE, WORKERS, CLAIMS)):
             raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
         return
     read_marker(out)
@@ -74,7 +74,7 @@ def claim(out: Path, plan: dict[str, Any], base: Resolved) -> None:
     removed: their content is in the cells.
     """
     with disk_full_interrupts(f"writing {out / MARKER}"):
-        sweep_leftovers(out)
+        remove_leftovers(out)
         (out / DONE).unlink(missing_ok=True)  # it describes a finished sweep
         before = read_marker(out) if (out / MARKER).is_file() else {}
         if before and _asked(before) != _asked(plan):
@@ -196,8 +196,8 @@ def merge(out: Path, cells: Sequence[Cell], sources: Sequence[Path], console: Co
 def _copy(cell: Path, to: Path) -> None:
     for file, copied in zip(result_files(cell)[1:], result_files(to)[1:], strict=True):
         if file.is_file():  # kept without its run
-            with replacing(copied) as temporary:
+            with atomic_file(copied) as temporary:
                 shutil.copyfile(file, temporary)
     if cell.is_dir():
-        with replacing_directory(to) as temporary:
+        with atomic_directory(to) as temporary:
             shutil.copytree(cell, temporary, dirs_exist_ok=True)

@@ -55,9 +55,9 @@ class Base:
     def settled(self, *, kept: Path, say: Callable[[str], None]) -> Base:
         """Return the same with its precision resolved; arguments as in
         `flatshift.experiments.recipe.auto.resolve_auto`."""
-        from flatshift.experiments.recipe.auto import settled_tree
+        from flatshift.experiments.recipe.auto import resolve_auto_tree
 
-        tree = settled_tree(self.tree, name=self.name, kept=kept, say=say)
+        tree = resolve_auto_tree(self.tree, name=self.name, kept=kept, say=say)
         return Base(tree, self.name, resolve_tree(tree, (), name=self.name))
 
     def in_steps(self, *, say: Callable[[str], None]) -> Base:
@@ -66,12 +66,12 @@ class Base:
         if self.recipe.train.epochs is None:
             return self
         from flatshift.experiments.data.sources import epochs_to_steps
-        from flatshift.experiments.data.splits import prepare
+        from flatshift.experiments.data.splits import prepare_data
         from flatshift.experiments.workflows.run_parts import FINE_TUNE
-        from flatshift.finetune.seeds import derive
+        from flatshift.finetune.seeds import derive_seed
 
         counted = epochs_to_steps(
-            self.resolved, prepare(self.recipe).train, seed=derive(self.recipe.train.seed, FINE_TUNE)
+            self.resolved, prepare_data(self.recipe).train, seed=derive_seed(self.recipe.train.seed, FINE_TUNE)
         )
         steps, why = counted.recipe.train.steps, counted.origins["train.steps"]
         say(f"steps: {steps:,} in every cell ({why})")
@@ -181,11 +181,11 @@ def _fields(cls: type) -> set[str]:
 
 
 def _check_point(recipe: Recipe, written: str) -> None:
-    from flatshift.experiments.data.sources import parts_of
+    from flatshift.experiments.data.sources import list_source_files
     from flatshift.experiments.recipe.rules import check_cell, check_recipe
 
     try:
-        parts_of(recipe.data)  # rejects a recipe without training files
+        list_source_files(recipe.data)  # rejects a recipe without training files
         check_recipe(recipe)
         check_cell(recipe)
     except ValueError as error:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.results.cells import CELLS, CURVES, POINTS, ended, read_result
 from flatshift.experiments.studies.cell import Cell
-from flatshift.finetune.atomic import replacing
+from flatshift.finetune.atomic import atomic_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,14 +52,14 @@ def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | N
         finished.add(rows[-1])
     if not rows:
         return rows
-    with replacing(out / CELLS) as temporary:
+    with atomic_file(out / CELLS) as temporary:
         pq.write_table(finished.table(), temporary)
     if curves.rows:
-        with replacing(out / CURVES) as temporary:
+        with atomic_file(out / CURVES) as temporary:
             pq.write_table(curves.table(), temporary)
     else:
         (out / CURVES).unlink(missing_ok=True)
-    with replacing(out / POINTS) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    with atomic_file(out / POINTS) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, finished.names, restval="")
         writer.writeheader()
         writer.writerows(rows)
@@ -78,12 +78,12 @@ def final_figures(directory: Path) -> Row:
 
 def _planned(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) -> list[Row]:
     """Return a cell's trace at the steps that its recipe records; steps it did not reach are marked."""
-    from flatshift.finetune.train.trace.files import as_planned, recorded_steps
+    from flatshift.finetune.train.trace.files import align_to_plan, recorded_steps
 
     recipe = cell.resolved.recipe
     if recipe.record is None or (result["status"] == "done" and not trace):
         return list(trace)
-    return as_planned(trace, recorded_steps(recipe.record, recipe.train.steps), ended(result["status"]))
+    return align_to_plan(trace, recorded_steps(recipe.record, recipe.train.steps), ended(result["status"]))
 
 
 def _figures(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:

@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .conversation import Conversation, text_of
-from .template import CannotRender, ChatTemplate, Messages, Tools, thoughts_of
+from .conversation import Conversation, join_text_parts
+from .template import ChatTemplate, Messages, TemplateRenderError, Tools, get_thoughts
 
 _MARK = "xQZ0markedhere0ZQx"  # only letters and digits, so that no template strips, splits or escapes it
 _PROBE = "."
@@ -43,7 +43,7 @@ class AmbiguousTemplate(ValueError):
     """The start or end of an answer cannot be proven; says why."""
 
 
-class _ToolsLost(AmbiguousTemplate):
+class _ToolsOmitted(AmbiguousTemplate):
     """The template omits tools, or a tool call."""
 
 
@@ -110,9 +110,9 @@ class AssistantSpans:
             if self.template.tagged(conversation.tools):
                 samples = [self._tagged(conversation, places)]
             else:
-                samples = _together([self._answer(conversation, place) for place in places])
+                samples = _merge_answers([self._answer(conversation, place) for place in places])
             _check_context(samples[0].text, conversation.messages[: places[-1]], conversation.tools)
-        except _ToolsLost as error:
+        except _ToolsOmitted as error:
             raise AmbiguousTemplate(f"{error}{self.template.with_tools}") from None
         return samples
 
@@ -140,19 +140,19 @@ class AssistantSpans:
 
     def _start(self, text: str, words_end: int, messages: Messages, place: int, tools: Tools) -> int:
         before, turn = messages[:place], messages[place]
-        content = text_of(turn)
+        content = join_text_parts(turn)
         asked = self.template.render(before, tools, prompt=True)
         if text.startswith(asked) and len(asked) <= words_end:
             between = text[len(asked) : words_end]
-            written = _written(between, content)
+            written = _find_content_suffix(between, content)
             alone = written is not None and not between[: len(between) - len(written)].strip()
             if alone or asked != self.template.render(before, tools) or not self._header(asked, before, tools):
                 return len(asked)
         # The generation prompt differs from the rendered turn, or there is none: then the answer starts with its
         # content, which must end exactly where the marker was.
-        written = _written(text[:words_end], content) if not turn.get("tool_calls") else None
+        written = _find_content_suffix(text[:words_end], content) if not turn.get("tool_calls") else None
         if not written:
-            _check_said(text, turn, place)
+            _check_content(text, turn, place)
             raise AmbiguousTemplate(
                 f"turn {place + 1} is not written after the template's generation prompt, so where the answer begins "
                 "is not certain; mark it by {% generation %} tags in a template of your own (task.template)"
@@ -171,9 +171,9 @@ class AssistantSpans:
         """Return the text after the content of the last turn, and how many of its characters end the turn."""
         turn = messages[place]
         if not turn.get("tool_calls"):
-            content = text_of(turn)
+            content = join_text_parts(turn)
             for tail, kept in self._tails.items():
-                if text.endswith(tail) and _written(text[: len(text) - len(tail)], content):
+                if text.endswith(tail) and _find_content_suffix(text[: len(text) - len(tail)], content):
                     return tail, kept
         tail, kept = self._probed(text, messages, place, tools)
         if not turn.get("tool_calls"):
@@ -181,12 +181,12 @@ class AssistantSpans:
         return tail, kept
 
     def _probed(self, text: str, messages: Messages, place: int, tools: Tools) -> tuple[str, int]:
-        marked = [*messages[:place], _marked(messages[place])]
+        marked = [*messages[:place], _append_marker(messages[place])]
         tail = self._after_mark(self.template.render(marked, tools), messages[place], place)
         if not text.endswith(tail):
             raise AmbiguousTemplate(f"the template writes turn {place + 1} differently depending on how its text ends")
         goes_on = self._continued(marked, messages[place + 1 : place + 2], tools)
-        common = _common(tail, goes_on) if goes_on is not None else 0
+        common = _common_prefix_length(tail, goes_on) if goes_on is not None else 0
         kept = max([end for _, end in self._tokens(tail) if end <= common], default=0)
         kept = len(tail[:kept].rstrip())
         if not kept:
@@ -199,7 +199,7 @@ class AssistantSpans:
         for more in (following, [{"role": "user", "content": _PROBE}], [{"role": "tool", "content": _PROBE}]):
             try:
                 text = self.template.render([*marked, *more], tools) if more else ""
-            except CannotRender:
+            except TemplateRenderError:
                 continue
             if text.count(_MARK) == 1:
                 return text.partition(_MARK)[2]
@@ -225,7 +225,7 @@ class AssistantSpans:
         if text.count(_MARK) != 1:
             what = "tool calls" if turn.get("tool_calls") else "content"
             times = "leaves out" if _MARK not in text else "repeats"
-            kind = _ToolsLost if turn.get("tool_calls") else AmbiguousTemplate
+            kind = _ToolsOmitted if turn.get("tool_calls") else AmbiguousTemplate
             raise kind(f"the template {times} the {what} of turn {place + 1}")
         return text.partition(_MARK)[2]
 
@@ -234,13 +234,13 @@ class AssistantSpans:
     def _check_whole(self, answer: str, turn: dict[str, Any], place: int) -> None:
         """Check that the answer contains the turn's content and tool calls, ignoring whitespace; count omitted
         thoughts."""
-        _check_said(answer, turn, place)
+        _check_content(answer, turn, place)
         for call in turn.get("tool_calls", []):
             function = call.get("function", call)
             if function["name"] not in answer:
-                raise _ToolsLost(f"the template leaves out the tool call {function['name']!r} of turn {place + 1}")
-        thoughts = thoughts_of(turn)
-        if isinstance(thoughts, str) and _squeezed(thoughts) not in _squeezed(answer):
+                raise _ToolsOmitted(f"the template leaves out the tool call {function['name']!r} of turn {place + 1}")
+        thoughts = get_thoughts(turn)
+        if isinstance(thoughts, str) and _remove_whitespace(thoughts) not in _remove_whitespace(answer):
             self.thoughts_left_out += 1
 
     # ------------------------------------------------------------------------------------------- tags
@@ -276,7 +276,7 @@ class AssistantSpans:
         return RenderedConversation(text, spans, own_blocks[places[-1]][0][0])
 
 
-def _together(answers: list[_Answer]) -> list[RenderedConversation]:
+def _merge_answers(answers: list[_Answer]) -> list[RenderedConversation]:
     """Return as few examples as contain every answer exactly as rendered when its turn is the last."""
     samples = []
     while answers:
@@ -289,8 +289,8 @@ def _together(answers: list[_Answer]) -> list[RenderedConversation]:
     return samples
 
 
-def _check_said(text: str, turn: dict[str, Any], place: int) -> None:
-    if _squeezed(text_of(turn)) not in _squeezed(text):
+def _check_content(text: str, turn: dict[str, Any], place: int) -> None:
+    if _remove_whitespace(join_text_parts(turn)) not in _remove_whitespace(text):
         raise AmbiguousTemplate(
             f"the template leaves out or rewrites a part of turn {place + 1}, so not all of the answer would be "
             "learnt; take a template that keeps it (task.template)"
@@ -299,17 +299,17 @@ def _check_said(text: str, turn: dict[str, Any], place: int) -> None:
 
 def _check_context(text: str, messages: Messages, tools: Tools) -> None:
     """Check that the context of an answer is rendered: templates omit roles, and tools, that they do not know."""
-    squeezed = _squeezed(text)
+    squeezed = _remove_whitespace(text)
     for number, turn in enumerate(messages, start=1):
-        if turn["role"] not in ("assistant", "tool") and _squeezed(text_of(turn)) not in squeezed:
+        if turn["role"] not in ("assistant", "tool") and _remove_whitespace(join_text_parts(turn)) not in squeezed:
             raise AmbiguousTemplate(f"the template leaves out or rewrites turn {number} ({turn['role']})")
     for tool in tools or ():
         name = tool.get("function", tool).get("name")
         if not isinstance(name, str) or name not in text:
-            raise _ToolsLost(f"the template leaves out the tool {name!r}")
+            raise _ToolsOmitted(f"the template leaves out the tool {name!r}")
 
 
-def _marked(turn: dict[str, Any]) -> dict[str, Any]:
+def _append_marker(turn: dict[str, Any]) -> dict[str, Any]:
     """Return the turn with the marker after its last words: in its last tool call, else at the end of its content."""
     turn = copy.deepcopy(turn)
     if turn.get("tool_calls"):
@@ -322,7 +322,7 @@ def _marked(turn: dict[str, Any]) -> dict[str, Any]:
     return turn
 
 
-def _written(text: str, content: str) -> str | None:
+def _find_content_suffix(text: str, content: str) -> str | None:
     """Return the content in the form in which `text` ends with it: whole, or stripped as many templates do; None if
     it does not, or is empty."""
     for form in (content, content.rstrip(), content.lstrip(), content.strip()):
@@ -331,7 +331,7 @@ def _written(text: str, content: str) -> str | None:
     return None
 
 
-def _common(one: str, other: str) -> int:
+def _common_prefix_length(one: str, other: str) -> int:
     """Return the length of the common prefix."""
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
@@ -339,5 +339,5 @@ def _common(one: str, other: str) -> int:
     return min(len(one), len(other))
 
 
-def _squeezed(text: str) -> str:
+def _remove_whitespace(text: str) -> str:
     return "".join(text.split())

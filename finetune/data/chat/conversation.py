@@ -68,24 +68,24 @@ def read_conversation(row: Row, *, system: str | None = None) -> Conversation:
             assistant turn, content that is not text, no assistant turn, two system turns.
     """
     tools = row.values.get("tools")
-    messages = _turns(row, system)
-    answers = tuple(i for i, turn in enumerate(messages) if turn["role"] == "assistant" and _weight(turn, i + 1))
+    messages = _read_turns(row, system)
+    answers = tuple(i for i, turn in enumerate(messages) if turn["role"] == "assistant" and _is_trainable(turn, i + 1))
     if not answers:
         raise ValueError("no turn of the assistant is there to learn from")
-    definitions = _listed(tools, "tools") if tools else []
+    definitions = _parse_list(tools, "tools") if tools else []
     if not all(isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in definitions):
         raise ValueError("tools must be a list of objects, each the JSON schema of a function")
     _check_text(messages, definitions)
     return Conversation(messages, definitions or None, answers)
 
 
-def open_turns(row: Row, *, system: str | None = None) -> list[dict[str, Any]]:
+def read_unanswered_turns(row: Row, *, system: str | None = None) -> list[dict[str, Any]]:
     """Return the turns of `row` up to the last one that the assistant has to answer; its own last answer is removed.
 
     Raises:
         ValueError: as `read_conversation`; or there is nothing to answer.
     """
-    messages = _turns(row, system)
+    messages = _read_turns(row, system)
     if messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages or messages[-1]["role"] not in _BEFORE["assistant"]:
@@ -93,42 +93,42 @@ def open_turns(row: Row, *, system: str | None = None) -> list[dict[str, Any]]:
     return messages
 
 
-def _turns(row: Row, system: str | None) -> list[dict[str, Any]]:
-    turns = _listed(row.values.get("messages"), "messages")
-    messages = [_turn(turn, number) for number, turn in enumerate(turns, start=1)]
+def _read_turns(row: Row, system: str | None) -> list[dict[str, Any]]:
+    turns = _parse_list(row.values.get("messages"), "messages")
+    messages = [_parse_turn(turn, number) for number, turn in enumerate(turns, start=1)]
     if not messages:
         raise ValueError("the conversation is empty")
     own = row.values.get("system")
     if own is not None and not isinstance(own, str):
-        raise ValueError(f"column 'system' is {_article(own)}, not text")
+        raise ValueError(f"column 'system' is {_describe_type(own)}, not text")
     system = own or system
     if messages[0]["role"] not in ("system", "developer"):
         if system:
             messages.insert(0, {"role": "system", "content": system})
-    elif own and text_of(messages[0]) != own:
+    elif own and join_text_parts(messages[0]) != own:
         raise ValueError("column 'system' and turn 1 are two system turns; keep one of them")
     _check_order(messages)
     return messages
 
 
-def _listed(value: Any, name: str) -> list[Any]:
-    if isinstance(value, str) and (value := _json(value)) is None:
+def _parse_list(value: Any, name: str) -> list[Any]:
+    if isinstance(value, str) and (value := _parse_json(value)) is None:
         raise ValueError(f"{name} is text but not JSON; give a list of objects")
     if not isinstance(value, list):
-        raise ValueError(f"{name} is {_article(value)}, not a list of objects")
+        raise ValueError(f"{name} is {_describe_type(value)}, not a list of objects")
     return value
 
 
-def _article(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return {"dict": "an object", "NoneType": "null"}.get(type(value).__name__, f"a {type(value).__name__}")
 
 
-def _turn(turn: Any, number: int) -> dict[str, Any]:
+def _parse_turn(turn: Any, number: int) -> dict[str, Any]:
     if not isinstance(turn, dict):
-        raise ValueError(f"turn {number} is {_article(turn)}, not an object with role and content")
+        raise ValueError(f"turn {number} is {_describe_type(turn)}, not an object with role and content")
     message = {key: value for key, value in turn.items() if value is not None}
     if "role" not in message and "from" in message:
-        message = _from_sharegpt(message, number)
+        message = _convert_sharegpt(message, number)
     role = message.get("role")
     if not isinstance(role, str) or role not in _BEFORE:
         near = difflib.get_close_matches(str(role), _BEFORE, n=1, cutoff=0.5)
@@ -138,23 +138,23 @@ def _turn(turn: Any, number: int) -> dict[str, Any]:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else _article(part)
+                kind = part.get("type") if isinstance(part, dict) else _describe_type(part)
                 raise ValueError(f"turn {number} has a part of type {kind!r}; only text is trained")
     elif content is not None and not isinstance(content, str):
-        raise ValueError(f"the content of turn {number} is {_article(content)}, not text")
+        raise ValueError(f"the content of turn {number} is {_describe_type(content)}, not text")
     if role == "assistant":
         if "tool_calls" in message:
-            message["tool_calls"] = _calls(message["tool_calls"], number)
-        if not text_of(message).strip() and not message.get("tool_calls"):
+            message["tool_calls"] = _parse_tool_calls(message["tool_calls"], number)
+        if not join_text_parts(message).strip() and not message.get("tool_calls"):
             raise ValueError(f"turn {number} of the assistant is empty")
     elif content is None:
         raise ValueError(f"turn {number} ({role}) has no content")
-    elif role == "user" and not text_of(message).strip():
+    elif role == "user" and not join_text_parts(message).strip():
         raise ValueError(f"turn {number} of the user is empty")
     return message
 
 
-def _from_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
+def _convert_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
     who = message["from"]
     if message.keys() - {"from", "value", "weight"} or not isinstance(who, str) or who not in _SHAREGPT:
         raise ValueError(
@@ -166,23 +166,23 @@ def _from_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
         return turn
     if who != "function_call":
         return turn | {"content": message["value"]}
-    calls = _json(message["value"])
+    calls = _parse_json(message["value"])
     if not isinstance(calls, dict | list):
         raise ValueError(f"turn {number} is from 'function_call', and its value is no JSON of a name and arguments")
     return turn | {"tool_calls": [{"type": "function", "function": one} for one in _as_list(calls)]}
 
 
-def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
+def _parse_tool_calls(calls: Any, number: int) -> list[dict[str, Any]]:
     """Return tool calls with their arguments as objects, which templates render as JSON."""
     if not isinstance(calls, list):
-        raise ValueError(f"tool_calls of turn {number} is {_article(calls)}, not a list")
+        raise ValueError(f"tool_calls of turn {number} is {_describe_type(calls)}, not a list")
     found = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"a tool call of turn {number} names no function")
         if isinstance(text := function.get("arguments"), str):
-            arguments = _json(text) if text.strip() else {}
+            arguments = _parse_json(text) if text.strip() else {}
             if not isinstance(arguments, dict):
                 raise ValueError(
                     f"the arguments of {function['name']!r} in turn {number} are text that is no JSON object; give an "
@@ -194,7 +194,7 @@ def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
     return found
 
 
-def _json(value: Any) -> Any:
+def _parse_json(value: Any) -> Any:
     """Return the value of JSON text, or a value that is not text as it is; None for text that is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -206,7 +206,7 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _weight(message: dict[str, Any], number: int) -> bool:
+def _is_trainable(message: dict[str, Any], number: int) -> bool:
     weight = message.get("weight", 1)
     if weight not in (0, 1):
         raise ValueError(f"turn {number} has weight {weight!r}; give 0 (not supervised) or 1")
@@ -233,7 +233,7 @@ def _check_text(*parts: Any) -> None:
         raise ValueError(f"the conversation holds what JSON cannot ({error})") from None
 
 
-def text_of(message: dict[str, Any]) -> str:
+def join_text_parts(message: dict[str, Any]) -> str:
     """Return the content of a turn as one text, with its parts joined."""
     content = message.get("content")
     if isinstance(content, list):

@@ -14,13 +14,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from ...errors import UserError
-from ..encoding import DroppedRows, Truncation, chunks
-from ..example import IGNORE, Encoded, Example, Question
+from ..encoding import DroppedRows, Truncation, iter_chunks
+from ..example import IGNORE, EncodedRows, Example, GenerationPrompt
 from ..rows import FORMS, TWO_TURNS, Row
 from .answers import AssistantSpans, RenderedConversation
-from .conversation import open_turns, read_conversation
+from .conversation import read_conversation, read_unanswered_turns
 from .template import ChatTemplate
-from .tokens import CannotMap, Tokenised, TokenMap
+from .tokens import ConversationTokeniser, TokenAlignmentError, TokenisedConversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ _THINKS = "enable_thinking"
 
 
 @dataclass
-class _Counts:
+class _ChatCounts:
     rows: int = 0
     bad: int = 0
     samples: int = 0
@@ -90,17 +90,17 @@ class ChatEncoder:
         self.task, self.tokenizer, self.max_length = task, tokenizer, max_length
         self.bad_rows, self.overlong = bad_rows, overlong
         self.room = max_length if room is None else room
-        self.tokens = TokenMap(tokenizer)
+        self.tokens = ConversationTokeniser(tokenizer)
         self.answers = AssistantSpans(
             ChatTemplate(tokenizer, task), self.tokens.places, empty_thoughts=task.empty_thoughts
         )
-        self.counts = _Counts()
+        self.counts = _ChatCounts()
         self._added = set(tokenizer.added_tokens_decoder)
         self._first: Row | None = None
         self._first_bad = ""
         self._end: int | None = None  # last target token of the first example
 
-    def add(self, rows: Iterable[Row]) -> Encoded:
+    def add(self, rows: Iterable[Row]) -> EncodedRows:
         """Encode these rows; return the examples and the counts of dropped and truncated ones.
 
         Raises:
@@ -110,7 +110,7 @@ class ChatEncoder:
         """
         rest = DroppedRows(self.bad_rows, self.overlong, self.max_length)
         examples: list[Example] = []
-        for chunk in chunks(rows, _CHUNK):
+        for chunk in iter_chunks(rows, _CHUNK):
             self._first = self._first or chunk[0]
             for row, samples, tokenised in self._tokenised(chunk, rest):
                 examples += self._examples(row, samples, tokenised, rest)
@@ -132,22 +132,22 @@ class ChatEncoder:
 
     def _tokenised(
         self, chunk: Sequence[Row], rest: DroppedRows
-    ) -> Iterator[tuple[Row, list[RenderedConversation], list[Tokenised]]]:
+    ) -> Iterator[tuple[Row, list[RenderedConversation], list[TokenisedConversation]]]:
         """Yield the rows of a chunk with their examples, tokenised in one batch."""
         found = [(row, samples) for row in chunk if (samples := self._samples(row, rest))]
         room = None if self.room >= _ANY_LENGTH else self.room
         flat = iter(self.tokens.samples([sample for _, samples in found for sample in samples], room=room))
         for row, samples in found:
             mine = list(islice(flat, len(samples)))
-            if isinstance(one := mine[0], Tokenised) and one.more and self._asks(one):
+            if isinstance(one := mine[0], TokenisedConversation) and one.more and self._asks(one):
                 mine[:1] = self.tokens.samples(samples[:1])  # the answer to compare with is all of it
-            wrong = next((one for one in mine if isinstance(one, CannotMap)), None)
+            wrong = next((one for one in mine if isinstance(one, TokenAlignmentError)), None)
             if wrong is not None:
                 self._leave_out(row, wrong, rest)
             else:
-                yield row, samples, [one for one in mine if isinstance(one, Tokenised)]
+                yield row, samples, [one for one in mine if isinstance(one, TokenisedConversation)]
 
-    def _asks(self, one: Tokenised) -> bool:
+    def _asks(self, one: TokenisedConversation) -> bool:
         """True if the last answer of a sample is compared with a generated one."""
         return self.task.score == "generate" and one.last < self.max_length
 
@@ -170,7 +170,11 @@ class ChatEncoder:
         self.counts.bad += 1
 
     def _examples(
-        self, row: Row, samples: Sequence[RenderedConversation], tokenised: Sequence[Tokenised], rest: DroppedRows
+        self,
+        row: Row,
+        samples: Sequence[RenderedConversation],
+        tokenised: Sequence[TokenisedConversation],
+        rest: DroppedRows,
     ) -> list[Example]:
         counts, limit = self.counts, self.max_length
         counts.rows += 1
@@ -189,17 +193,17 @@ class ChatEncoder:
         ]
         counts.in_pieces += sum(one.cut for _, one in left)
         counts.cut_answers += any(one.more or any(one.supervised[limit:]) for _, one in left)
-        kept = [(e, n) for k, one in left if (n := _supervised(e := self._example(row, k, one)))]
+        kept = [(e, n) for k, one in left if (n := _count_targets(e := self._example(row, k, one)))]
         counts.unsupervised += bool(left) and not kept
         counts.samples += len(kept)
         for example, supervised in kept:
             counts.tokens += len(example.input_ids)
             counts.supervised += supervised
             if self._end is None:
-                self._end = next(label for label in reversed(_labels(example)) if label != IGNORE)
+                self._end = next(label for label in reversed(_get_token_labels(example)) if label != IGNORE)
         return [example for example, _ in kept]
 
-    def _example(self, row: Row, number: int, one: Tokenised) -> Example:
+    def _example(self, row: Row, number: int, one: TokenisedConversation) -> Example:
         limit = self.max_length
         ids, on = one.ids[:limit], one.supervised[:limit]
         # Nothing predicts the first token of an example.
@@ -309,7 +313,7 @@ class ChatEncoder:
         return token in self._added or not str(self.tokenizer.decode([token])).strip()
 
 
-def _needs(one: Tokenised) -> int:
+def _needs(one: TokenisedConversation) -> int:
     """Tokens up to the last one that is supervised; a least number where more is supervised than was tokenised."""
     return len(one.ids) if one.more else max((i + 1 for i, on in enumerate(one.supervised) if on), default=0)
 
@@ -318,12 +322,12 @@ def _least(one: int | None, other: int | None) -> int | None:
     return min((value for value in (one, other) if value is not None), default=None)
 
 
-def _supervised(example: Example) -> int:
-    labels = _labels(example)
+def _count_targets(example: Example) -> int:
+    labels = _get_token_labels(example)
     return len(labels) - labels.count(IGNORE)
 
 
-def _labels(example: Example) -> list[int]:
+def _get_token_labels(example: Example) -> list[int]:
     assert isinstance(example.labels, list)
     return example.labels
 
@@ -334,9 +338,9 @@ _WORD = "."
 _ANY_LENGTH = 1 << 40
 
 
-def ask(
+def build_prompts(
     rows: Iterable[Row], *, task: Chat, tokenizer: PreTrainedTokenizerBase, bad_rows: str = "refuse"
-) -> tuple[list[Question], list[str]]:
+) -> tuple[list[GenerationPrompt], list[str]]:
     """Return a question for each row, in order, and `file:line: reason` of the skipped rows.
 
     Raises:
@@ -349,11 +353,11 @@ def ask(
         _ANY_LENGTH,
         bad_rows=bad_rows,
     )
-    asked: list[Question] = []
+    asked: list[GenerationPrompt] = []
     skipped: list[str] = []
     for row in rows:
         try:
-            turns = open_turns(row, system=task.system)
+            turns = read_unanswered_turns(row, system=task.system)
         except ValueError as error:
             if bad_rows == "refuse":
                 raise UserError(f"{row.where}: {error}; or leave such rows out with data.bad_rows: skip") from error
@@ -367,10 +371,10 @@ def ask(
             if example.answer is not None and example.prompt is not None and example.stop is not None:
                 text = str(tokenizer.decode(example.prompt, clean_up_tokenization_spaces=False))
                 lead = example.answer[: example.answer.rfind(_WORD)]
-                asked.append(Question(row.id, text, example.prompt, example.stop, lead))
+                asked.append(GenerationPrompt(row.id, text, example.prompt, example.stop, lead))
     return asked, skipped
 
 
-def question(text: str, number: int) -> Row:
+def make_prompt_row(text: str, number: int) -> Row:
     """Return the row of a conversation that starts with this user turn."""
     return Row({"messages": [{"role": "user", "content": text}]}, f"prompt-{number}", f"--prompt {number}")

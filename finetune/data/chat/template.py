@@ -42,22 +42,22 @@ Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 
 
-class CannotRender(ValueError):
+class TemplateRenderError(ValueError):
     """The template rejects this conversation, or fails on it."""
 
 
-def shipped_templates() -> list[str]:
+def list_shipped_templates() -> list[str]:
     """Return the names of the shipped templates, sorted."""
     return sorted(file.stem for file in _SHIPPED.glob("*.jinja"))
 
 
-def template_file(name: str) -> Path:
+def find_template_file(name: str) -> Path:
     """Return the file that `task.template` names: a shipped name, else a path.
 
     Raises:
         UserError: neither exists.
     """
-    shipped = shipped_templates()
+    shipped = list_shipped_templates()
     if name in shipped:
         return _SHIPPED / f"{name}.jinja"
     path = user_path(name)
@@ -71,13 +71,13 @@ def template_file(name: str) -> Path:
     return path
 
 
-def template_text(name: str) -> str:
+def read_template(name: str) -> str:
     """Return the Jinja text that `task.template` names.
 
     Raises:
         UserError: the file does not exist or is not text.
     """
-    path = template_file(name)
+    path = find_template_file(name)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -88,54 +88,56 @@ def template_record(task: Chat) -> dict[str, str] | None:
     """Return `path, sha256` of the template that the task names, for a manifest; None for `auto`."""
     if task.template == AUTO:
         return None
-    digest = hashlib.sha256(template_text(task.template).encode()).hexdigest()
+    digest = hashlib.sha256(read_template(task.template).encode()).hexdigest()
     return {"path": task.template, "sha256": digest}
 
 
-def resolved_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return `name`, or the shipped template for base models if it is `auto` and the tokenizer has no template."""
     return FOR_BASES if name == AUTO and not tokenizer.chat_template else name
 
 
-def template_line(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def describe_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a message on the template in use and the reason; name: as in the recipe."""
-    found = resolved_template(name, tokenizer)
+    found = resolve_template(name, tokenizer)
     if found == AUTO:
         return "chat template: the tokenizer's own"
     if name == AUTO:
         return (
             f"chat template: {found}, as the tokenizer has none: <|user|> and <|assistant|> in plain text, answers end "
-            f"with {tokenizer.eos_token!r}; others ship (task.template: {', '.join(shipped_templates())})"
+            f"with {tokenizer.eos_token!r}; others ship (task.template: {', '.join(list_shipped_templates())})"
         )
     return f"chat template: {found}" + (", in place of the tokenizer's own" if tokenizer.chat_template else "")
 
 
-def with_arguments(text: str, arguments: Mapping[str, Any] | None) -> str:
+def add_default_arguments(text: str, arguments: Mapping[str, Any] | None) -> str:
     """Return the Jinja text with `arguments` as defaults of its variables."""
     if not arguments:
         return text
     head = "".join(
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_to_jinja_literal(value)} %}}{{%- endif %}}"
         for name, value in arguments.items()
     )
     return f"{head}\n{text}"  # the newline after a block is not rendered (trim_blocks)
 
 
-def _literal(value: Any) -> str:
+def _to_jinja_literal(value: Any) -> str:
     """Return a JSON value as a Jinja literal."""
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_literal, value))}]"
+        return f"[{', '.join(map(_to_jinja_literal, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{_to_jinja_literal(key)}: {_to_jinja_literal(item)}" for key, item in value.items()) + "}"
+        )
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, task: Chat) -> None:
     """Store template and arguments of `task` in the tokenizer, so that its users prompt the model as in training."""
-    name = resolved_template(task.template, tokenizer)
-    own: Any = tokenizer.chat_template if name == AUTO else template_text(name)
+    name = resolve_template(task.template, tokenizer)
+    own: Any = tokenizer.chat_template if name == AUTO else read_template(name)
     texts = own if isinstance(own, dict) else {"": own}
-    texts = {variant: with_arguments(text, task.template_arguments) for variant, text in texts.items()}
+    texts = {variant: add_default_arguments(text, task.template_arguments) for variant, text in texts.items()}
     tokenizer.chat_template = texts if isinstance(own, dict) else texts[""]
 
 
@@ -146,10 +148,10 @@ class ChatTemplate:
         """Raise UserError for a template that prints today's date or ends turns with a token that the tokenizer
         lacks, or for arguments that it does not read."""
         self.tokenizer = tokenizer
-        name = resolved_template(task.template, tokenizer)
+        name = resolve_template(task.template, tokenizer)
         self.name = "the tokenizer's chat template" if name == AUTO else "task.template"
-        self._given = None if name == AUTO else template_text(name)
-        self._ships = name if name in shipped_templates() else None
+        self._given = None if name == AUTO else read_template(name)
+        self._ships = name if name in list_shipped_templates() else None
         self._arguments = task.template_arguments or {}
         self._date = task.date
         self._specials: dict[str, Any] = dict(tokenizer.special_tokens_map)
@@ -212,7 +214,7 @@ class ChatTemplate:
                 text = self.tokenizer.get_chat_template(self._given, tools)
             except ValueError as error:
                 raise UserError(f"task.template: {str(error).splitlines()[0]}") from error
-            self._sources[known] = self._dated(with_arguments(text, self._arguments))
+            self._sources[known] = self._dated(add_default_arguments(text, self._arguments))
         return self._sources[known]
 
     def reads_key(self, key: str) -> bool:
@@ -270,13 +272,13 @@ class ChatTemplate:
             if self._calls_in_text is False or not any(one in found[0] for one in objects):
                 self._calls_in_text = False
                 return found
-        except CannotRender:
+        except TemplateRenderError:
             if self._calls_in_text is False:
                 raise
             self._calls_in_text = True
             try:
                 return self._rendered(messages, tools, prompt=prompt, track=track)
-            except CannotRender:
+            except TemplateRenderError:
                 self._calls_in_text = None
             raise
         self._calls_in_text = True
@@ -304,14 +306,14 @@ class ChatTemplate:
             said = (str(error).splitlines() or [""])[0]
             asks = tools or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in messages)
             hint = self.with_tools if asks and "tool" in said else ""
-            raise CannotRender(f"{self.name} fails on it ({said or type(error).__name__}){hint}") from error
+            raise TemplateRenderError(f"{self.name} fails on it ({said or type(error).__name__}){hint}") from error
         (text,), blocks = found
         return text, [(start, end) for start, end in blocks[0]] if track else []
 
     def _as_read(self, turn: dict[str, Any]) -> dict[str, Any]:
         """Return the turn with its thoughts under the names that templates read, as newer versions of transformers
         do, and with arguments of calls as text if the template needs that."""
-        thoughts = thoughts_of(turn)
+        thoughts = get_thoughts(turn)
         if thoughts is not None:
             turn = {"thinking": thoughts, **turn, "reasoning_content": thoughts}
         if self._calls_in_text and turn.get("tool_calls"):
@@ -328,6 +330,6 @@ def _is_token(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
     return index is not None and tokenizer.convert_ids_to_tokens(index) == token
 
 
-def thoughts_of(turn: dict[str, Any]) -> Any:
+def get_thoughts(turn: dict[str, Any]) -> Any:
     """Return the reasoning before the turn; None if there is none."""
     return next((turn[name] for name in THOUGHTS if turn.get(name) is not None), None)

@@ -26,7 +26,7 @@ _AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenised:
+class TokenisedConversation:
     """A tokenised example; all lists are as long as `ids`."""
 
     ids: list[int]
@@ -43,11 +43,11 @@ class Tokenised:
     """So does what is supervised."""
 
 
-class CannotMap(ValueError):
+class TokenAlignmentError(ValueError):
     """Tokens cannot be separated at the edge of a span; says why."""
 
 
-class TokenMap:
+class ConversationTokeniser:
     """Tokeniser of examples that adds no special tokens: the template renders all of them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -61,7 +61,7 @@ class TokenMap:
 
     def samples(
         self, samples: Sequence[RenderedConversation], *, room: int | None = None
-    ) -> list[Tokenised | CannotMap]:
+    ) -> list[TokenisedConversation | TokenAlignmentError]:
         """Each sample in tokens, or why it cannot be.
 
         room: tokens that are kept of a sample; of one that is far longer only a beginning with more than these is
@@ -70,18 +70,20 @@ class TokenMap:
         taken = [self._beginning(sample, room) for sample in samples]
         found = self._mapped(taken)
         for i, (sample, (short, _)) in enumerate(zip(samples, taken, strict=True)):
-            if isinstance(one := found[i], Tokenised) and short is not sample:
+            if isinstance(one := found[i], TokenisedConversation) and short is not sample:
                 more = any(end > len(short.text) for _, end in sample.spans)
                 found[i] = replace(one, beginning=True, more=more)
         return found
 
-    def _mapped(self, samples: Sequence[tuple[RenderedConversation, bool]]) -> list[Tokenised | CannotMap]:
-        found: list[Tokenised | CannotMap] = []
+    def _mapped(
+        self, samples: Sequence[tuple[RenderedConversation, bool]]
+    ) -> list[TokenisedConversation | TokenAlignmentError]:
+        found: list[TokenisedConversation | TokenAlignmentError] = []
         batch = self._batch([sample.text for sample, _ in samples])
         for (sample, apart), (ids, places) in zip(samples, batch, strict=True):
             try:
                 found.append(self._sample(sample, ids, places, apart=apart))
-            except CannotMap as error:
+            except TokenAlignmentError as error:
                 found.append(error)
         return found
 
@@ -95,7 +97,9 @@ class TokenMap:
             def tokens(sizes: Sequence[int], apart: bool = apart) -> list[Sequence[Any]]:
                 made = self._mapped([(sample.until(size), apart) for size in sizes])
                 return [
-                    [] if isinstance(one, CannotMap) else list(zip(one.ids, one.supervised, one.sizes, strict=True))
+                    []
+                    if isinstance(one, TokenAlignmentError)
+                    else list(zip(one.ids, one.supervised, one.sizes, strict=True))
                     for one in made
                 ]
 
@@ -130,21 +134,21 @@ class TokenMap:
 
     def _sample(
         self, sample: RenderedConversation, ids: list[int], places: list[Span], *, apart: bool = False
-    ) -> Tokenised:
+    ) -> TokenisedConversation:
         edges = {edge for span in sample.spans for edge in span if edge <= len(sample.text)}
         cut = apart or not edges <= {0, *(place for token in places for place in token)}
         if cut:
             ids, places = self._pieces(sample.text, sorted(edges | {0, len(sample.text)}), ids)
-        supervised = _covered(places, sample.spans)
+        supervised = _mark_tokens_in_spans(places, sample.spans)
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
-            raise CannotMap(f"the template writes {self.tokenizer.bos_token!r} twice at the beginning")
+            raise TokenAlignmentError(f"the template writes {self.tokenizer.bos_token!r} twice at the beginning")
         sizes, before = [], 0
         for token, (start, end) in zip(ids, places, strict=True):
             sizes.append(0 if token in self._special else len(sample.text[max(start, before) : end].encode()))
             before = end
         last = next((i for i, (start, end) in enumerate(places) if end > start >= sample.last), len(ids))
-        return Tokenised(ids, supervised, sizes, last, cut)
+        return TokenisedConversation(ids, supervised, sizes, last, cut)
 
     def _pieces(self, text: str, edges: list[int], whole: list[int]) -> tuple[list[int], list[Span]]:
         ids: list[int] = []
@@ -154,7 +158,7 @@ class TokenMap:
             ids += piece
             places += [(start + low, start + high) for low, high in inside]
         if self._decode(ids) != self._decode(whole):
-            raise CannotMap(
+            raise TokenAlignmentError(
                 "a token reaches over the edge of an answer, and the tokenizer writes the parts differently; let the "
                 "template end its generation prompt where a token ends"
             )
@@ -176,7 +180,7 @@ class TokenMap:
             verbose=False,
         )
         if fast:
-            return [(ids, _gapless(at)) for ids, at in zip(batch["input_ids"], batch["offset_mapping"], strict=True)]
+            return [(ids, _close_gaps(at)) for ids, at in zip(batch["input_ids"], batch["offset_mapping"], strict=True)]
         return [(ids, self._by_beginnings(text, ids)) for text, ids in zip(texts, batch["input_ids"], strict=True)]
 
     def _by_beginnings(self, text: str, ids: list[int]) -> list[Span]:
@@ -189,13 +193,15 @@ class TokenMap:
                 ends.append(known)
                 continue
             if not text.startswith(shown):
-                raise CannotMap("the tokenizer does not say where its tokens are, and does not write them as they were")
+                raise TokenAlignmentError(
+                    "the tokenizer does not say where its tokens are, and does not write them as they were"
+                )
             known = len(shown)
             ends.append(known)
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _gapless(places: Sequence[tuple[int, int]]) -> list[Span]:
+def _close_gaps(places: Sequence[tuple[int, int]]) -> list[Span]:
     filled, before = [], 0
     for start, end in places:
         # Several tokens may share one character (its bytes), so a token may start before the previous one's end.
@@ -204,7 +210,7 @@ def _gapless(places: Sequence[tuple[int, int]]) -> list[Span]:
     return filled
 
 
-def _covered(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+def _mark_tokens_in_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """Return for each token whether it is in a span; spans are in order and disjoint."""
     covered, k = [], 0
     for start, end in places:

@@ -68,15 +68,15 @@ class WordListProbe:
         for kind in (self.groups, self.attributes):
             for name, words in kind.items():
                 for word in words:
-                    if not _words(word):
+                    if not _split_words(word):
                         raise UserError(f"probe: {name} has {word!r}, which is no word")
-                    if (key := " ".join(_words(word))) in seen:
+                    if (key := " ".join(_split_words(word))) in seen:
                         raise UserError(f"probe: {word!r} is of {seen[key]} and of {name}; leave it in one")
                     seen[key] = name
 
 
 @dataclass(frozen=True)
-class Sentences:
+class ProbeSentences:
     """Filled templates of a probe, with their keys."""
 
     texts: list[str] = field(default_factory=list)
@@ -84,16 +84,16 @@ class Sentences:
     """(group, set, attribute) of each; templates and word indices follow in the same order for every group."""
 
 
-def shipped() -> dict[str, Path]:
+def shipped_probes() -> dict[str, Path]:
     """Return the probes shipped in the package, by name."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
-def sentences(probe: WordListProbe) -> Sentences:
+def fill_templates(probe: WordListProbe) -> ProbeSentences:
     """Fill all templates of a probe. Raises UserError for a probe without templates."""
     if not probe.templates:
         raise UserError("probe: there are no `templates` to ask association by")
-    made = Sentences()
+    made = ProbeSentences()
     for group, own in probe.groups.items():
         for name, words in probe.attributes.items():
             for attribute in words:
@@ -105,8 +105,8 @@ def sentences(probe: WordListProbe) -> Sentences:
     return made
 
 
-def association(
-    probe: WordListProbe, made: Sentences, nats: NDArray[np.float64], *, resamples: int = 1000
+def measure_association(
+    probe: WordListProbe, made: ProbeSentences, nats: NDArray[np.float64], *, resamples: int = 1000
 ) -> dict[str, Any]:
     """Compute associations from the sentences' nats (N,): for each group but the first, `{set: {value, low, high, n,
     words}}` with log p(its sentence) − log p(that of the first group), and under `between` the difference of each set
@@ -135,13 +135,13 @@ def association(
         found[group] = {
             "sets": {
                 name: {
-                    **_told(float(values.mean()), drawn[name], len(values)),
+                    **_summarize(float(values.mean()), drawn[name], len(values)),
                     "words": dict(zip(probe.attributes[name], values.tolist(), strict=True)),
                 }
                 for name, values in words.items()
             },
             "between": {
-                name: _told(
+                name: _summarize(
                     float(values.mean() - words[base].mean()), drawn[name] - drawn[base],
                     min(len(values), len(words[base])),
                 )
@@ -151,7 +151,7 @@ def association(
     return found
 
 
-def cooccurrence(probe: WordListProbe, texts: Sequence[str], *, resamples: int = 1000) -> dict[str, Any]:
+def measure_cooccurrence(probe: WordListProbe, texts: Sequence[str], *, resamples: int = 1000) -> dict[str, Any]:
     """Return for each group `{near, texts, sets: {set: {count, value, low, high, n}}}`: the number of words near one of
     the group's words, of texts that have one, and the fraction of those words in the set, with a bootstrap interval
     over texts (none for a count of zero, for which resampling is uninformative).
@@ -159,13 +159,15 @@ def cooccurrence(probe: WordListProbe, texts: Sequence[str], *, resamples: int =
     A word near several of the group's words counts once; case is ignored; a phrase of several words counts each word.
     The group's own words are not near words.
     """
-    phrases = {name: [_words(w) for w in words] for name, words in (*probe.groups.items(), *probe.attributes.items())}
+    phrases = {
+        name: [_split_words(w) for w in words] for name, words in (*probe.groups.items(), *probe.attributes.items())
+    }
     near = {group: np.zeros(len(texts)) for group in probe.groups}
     counts = {(group, name): np.zeros(len(texts)) for group in probe.groups for name in probe.attributes}
     there = {group: np.zeros(len(texts), dtype=bool) for group in probe.groups}
     for i, text in enumerate(texts):
-        words = _words(text)
-        places = {name: _places(words, own) for name, own in phrases.items()}
+        words = _split_words(text)
+        places = {name: _phrase_positions(words, own) for name, own in phrases.items()}
         for group in probe.groups:
             around = {
                 p for at in places[group] for p in range(max(0, at - probe.window), at + probe.window + 1)
@@ -189,11 +191,11 @@ def cooccurrence(probe: WordListProbe, texts: Sequence[str], *, resamples: int =
     return found
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return [word.casefold().replace("’", "'") for word in _WORD.findall(text)]
 
 
-def _places(words: Sequence[str], phrases: Sequence[Sequence[str]]) -> set[int]:
+def _phrase_positions(words: Sequence[str], phrases: Sequence[Sequence[str]]) -> set[int]:
     """Return the indices of words that belong to any of the phrases."""
     starts: dict[str, list[Sequence[str]]] = {}
     for phrase in phrases:
@@ -207,7 +209,7 @@ def _places(words: Sequence[str], phrases: Sequence[Sequence[str]]) -> set[int]:
     }
 
 
-def _told(value: float, drawn: NDArray[np.float64], n: int) -> dict[str, Any]:
+def _summarize(value: float, drawn: NDArray[np.float64], n: int) -> dict[str, Any]:
     if n < 2:
         return {"value": value, "low": None, "high": None, "n": n}
     low, high = np.quantile(drawn, [0.025, 0.975]).tolist()

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...data.rows import Row
 from ...data.template import Template
-from ...errors import UserError, shortened
+from ...errors import UserError, shorten
 
 _SLOT = "label"
 _KNOWN_WRONG = {
@@ -100,7 +100,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Asked:
+class FilledPrompt:
     """A row filled into a prompt: K candidates, each with its context."""
 
     row: Row
@@ -123,7 +123,7 @@ class Asked:
         return self.before[self.gold] + self.said[self.gold] + self.after
 
 
-def ask(prompt: Prompt, row: Row, *, spoken: str | None = None) -> Asked:
+def fill_prompt(prompt: Prompt, row: Row, *, spoken: str | None = None) -> FilledPrompt:
     """Fill a row into a prompt.
 
     Raises:
@@ -135,7 +135,7 @@ def ask(prompt: Prompt, row: Row, *, spoken: str | None = None) -> Asked:
         if labels:
             names, said = tuple(labels), tuple(labels.values())
         else:
-            said = _choices(prompt, row)
+            said = _row_choices(prompt, row)
             names = tuple(str(i) for i in range(len(said)))
         whole = [template.fill(row, label=f"\0{one}\0") for one in said]
     except ValueError as error:
@@ -147,19 +147,19 @@ def ask(prompt: Prompt, row: Row, *, spoken: str | None = None) -> Asked:
             literal = part
     empty = ("N/A", "[MASK]", "")
     free = [template.fill(row, **dict.fromkeys(template.columns, none) | {"label": "\0"}) for none in empty]
-    return Asked(
+    return FilledPrompt(
         row,
         tuple(parts[0] for parts in split),
         said,
         split[0][2],
-        _gold(prompt, row, names, said),
+        _gold_index(prompt, row, names, said),
         names,
         prompt.neutral if prompt.neutral is not None else literal,
         tuple(one.split("\0")[0] for one in free) if labels else (),
     )
 
 
-def _choices(prompt: Prompt, row: Row) -> tuple[str, ...]:
+def _row_choices(prompt: Prompt, row: Row) -> tuple[str, ...]:
     if len(prompt.choices) == 1:
         found = row.values.get(prompt.choices[0].strip("{}"))
         if not isinstance(found, list) or len(found) < 2 or not all(isinstance(one, str) for one in found):
@@ -168,14 +168,14 @@ def _choices(prompt: Prompt, row: Row) -> tuple[str, ...]:
     return tuple(Template(one, "prompt: choices").fill(row) for one in prompt.choices)
 
 
-def _gold(prompt: Prompt, row: Row, names: Sequence[str], said: Sequence[str]) -> int:
+def _gold_index(prompt: Prompt, row: Row, names: Sequence[str], said: Sequence[str]) -> int:
     value: Any = row.values.get(prompt.answer)
     text = str(value)
     if prompt.labels:
         if text in names:
             return names.index(text)
         raise UserError(
-            f"{row.where}: {prompt.answer} {shortened(text, 40)!r} is no class of the prompt ({', '.join(names)})"
+            f"{row.where}: {prompt.answer} {shorten(text, 40)!r} is no class of the prompt ({', '.join(names)})"
         )
     if text in said:
         return list(said).index(text)
@@ -187,11 +187,11 @@ def _gold(prompt: Prompt, row: Row, names: Sequence[str], said: Sequence[str]) -
         except ValueError:
             number = -1
     if not 0 <= number < len(said):
-        raise UserError(f"{row.where}: {prompt.answer} {shortened(text, 40)!r} is none of its {len(said)} choices")
+        raise UserError(f"{row.where}: {prompt.answer} {shorten(text, 40)!r} is none of its {len(said)} choices")
     return number
 
 
-def check(prompt: Prompt, tokenizer: Any) -> list[str]:
+def check_prompt(prompt: Prompt, tokenizer: Any) -> list[str]:
     """Check a prompt's words under a tokenizer and return notes for the user.
 
     Raises:
@@ -220,6 +220,6 @@ def check(prompt: Prompt, tokenizer: Any) -> list[str]:
     return notes
 
 
-def shipped() -> dict[str, Path]:
+def shipped_prompts() -> dict[str, Path]:
     """Return the prompts shipped in this directory, by name."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}

@@ -9,8 +9,16 @@ stage_transport.py     forward passes without gradients, and the stand-in that e
 runner.py              one step over the stages
 """
 
-from .cut import OtherStageBlock, check_pipeline, cut, cut_parts, split, stage_costs, tied_sources
-from .pipeline_plan import bubble, schedules
+from .cut import (
+    OtherStageBlock,
+    build_rank_stages,
+    check_pipeline,
+    cut_to_stage,
+    split_blocks,
+    stage_costs,
+    tied_source_names,
+)
+from .pipeline_plan import bubble_fraction, schedule_descriptions
 from .runner import PipelineRunner
 from .stage import StageModules
 
@@ -18,12 +26,12 @@ __all__ = [
     "OtherStageBlock",
     "PipelineRunner",
     "StageModules",
-    "bubble",
+    "bubble_fraction",
     "check_pipeline",
-    "cut",
-    "cut_parts",
-    "schedules",
-    "split",
+    "cut_to_stage",
+    "build_rank_stages",
+    "schedule_descriptions",
+    "split_blocks",
     "stage_costs",
-    "tied_sources",
+    "tied_source_names",
 ]

@@ -1,7 +1,7 @@
 """One stage of a model: cost, split, checks and cut.
 
-Blocks are numbered consecutively, the encoder's before the decoder's. `cut` works in place and on meta tensors: names
-keep the whole model's block numbers, and modules of other stages are replaced by ones without parameters
+Blocks are numbered consecutively, the encoder's before the decoder's. `cut_to_stage` works in place and on meta
+tensors: names keep the whole model's block numbers, and modules of other stages are replaced by ones without parameters
 (`OtherStageBlock`).
 """
 
@@ -16,22 +16,31 @@ from torch import nn
 
 from ...config import Mesh
 from ...errors import UserError
-from ...models.anatomy import Anatomy
+from ...models.anatomy import ModelParts
 from ...models.families import BlockStack
-from ...models.weight_names import canonical
+from ...models.weight_names import canonical_name
 from ..mesh import ProcessMesh
-from .other_stage_block import BiasOnly, OtherStageBlock, StageInput, StageOutput
+from .other_stage_block import OtherStageBlock, PositionBiasBlock, StageInput, StageOutput
 from .pipeline_plan import stages_of, virtual_stages
 from .stage import StageModules
 
-__all__ = ["Costs", "OtherStageBlock", "check_pipeline", "cut", "cut_parts", "split", "stage_costs", "tied_sources"]
+__all__ = [
+    "BlockCosts",
+    "OtherStageBlock",
+    "check_pipeline",
+    "cut_to_stage",
+    "build_rank_stages",
+    "split_blocks",
+    "stage_costs",
+    "tied_source_names",
+]
 
 
 # ---------------------------------------------------------------------------------------------- assignment of blocks
 
 
 @dataclass(frozen=True)
-class Costs:
+class BlockCosts:
     """Floating-point operations per token of one training step."""
 
     blocks: tuple[float, ...]
@@ -39,7 +48,7 @@ class Costs:
     """FLOPs of the head, which only the last stage has."""
 
 
-def stage_costs(model: nn.Module, *, tokens: int = 0) -> Costs:
+def stage_costs(model: nn.Module, *, tokens: int = 0) -> BlockCosts:
     """Return the planned cost: 4 per element of a frozen matrix (forward, gradient of the input), 6 of a trained one.
 
     Embeddings are lookups and cost nothing. A vocabulary head costs as much as its matrix.
@@ -48,13 +57,13 @@ def stage_costs(model: nn.Module, *, tokens: int = 0) -> Costs:
         tokens: T; attention scores and their product with the values cost 6·T·D a block (a causal half; forward once,
             backward twice), not counted for 0.
     """
-    anatomy = Anatomy.of(model)
+    anatomy = ModelParts.of(model)
     attention = 6.0 * tokens * anatomy.width
-    head = sum(_matrices(getattr(anatomy.causal, name)) for name in anatomy.head)
-    return Costs(tuple(_matrices(block) + attention for block in anatomy.blocks), head)
+    head = sum(_matrix_cost(getattr(anatomy.causal, name)) for name in anatomy.head)
+    return BlockCosts(tuple(_matrix_cost(block) + attention for block in anatomy.blocks), head)
 
 
-def _matrices(module: nn.Module) -> float:
+def _matrix_cost(module: nn.Module) -> float:
     lookups = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     return float(
         sum(
@@ -65,7 +74,7 @@ def _matrices(module: nn.Module) -> float:
     )
 
 
-def split(costs: Costs, stages: int) -> list[range]:
+def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
     """Return runs of blocks, one per stage and none empty, that minimise the cost of the most expensive one; then the
     most even such runs.
 
@@ -105,11 +114,11 @@ def check_pipeline(model: nn.Module, *, pp: int, virtual: int | None, schedule: 
         UserError: an unknown family or schedule, more stages than blocks, a trained embedding that is tied to the head
             or a trained position bias that several stages would need.
     """
-    anatomy = Anatomy.of(model)
+    anatomy = ModelParts.of(model)
     stages = pp * virtual_stages(schedule, virtual)
-    split(stage_costs(model), stages)
-    trained = {canonical(name) for name, p in anatomy.causal.named_parameters() if p.requires_grad}
-    for one, other in _ties(anatomy).items():
+    split_blocks(stage_costs(model), stages)
+    trained = {canonical_name(name) for name, p in anatomy.causal.named_parameters() if p.requires_grad}
+    for one, other in _tied_parameters(anatomy).items():
         touched = [
             name for name in trained if name.startswith((one.removesuffix("weight"), other.removesuffix("weight")))
         ]
@@ -123,48 +132,48 @@ def check_pipeline(model: nn.Module, *, pp: int, virtual: int | None, schedule: 
             raise UserError(f"mesh.pp: {name} is trained, but every stage needs it; leave it out, or set mesh.pp 1")
 
 
-def _ties(anatomy: Anatomy) -> dict[str, str]:
+def _tied_parameters(anatomy: ModelParts) -> dict[str, str]:
     """Return tied parameter → the one whose values it takes, whether or not both are here."""
     if not getattr(anatomy.causal.config, "tie_word_embeddings", False):
         return {}
     return dict(getattr(anatomy.causal, "all_tied_weights_keys", None) or {})
 
 
-def tied_sources(model: nn.Module) -> dict[str, str]:
+def tied_source_names(model: nn.Module) -> dict[str, str]:
     """Return for a cut model: canonical names of its parameters → the names that the checkpoint may use for them
     instead.
 
     A head on the last stage is tied to an embedding on the first: it is a separate parameter here, and a checkpoint
     that stores the shared matrix once stores it under the embedding's name.
     """
-    present = {canonical(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    ties = _ties(Anatomy.of(model))
+    present = {canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    ties = _tied_parameters(ModelParts.of(model))
     return {name: source for name, source in ties.items() if name in present and source not in present}
 
 
 # ------------------------------------------------------------------------------------------------ the cut
 
 
-def cut(model: nn.Module, blocks: range) -> None:
+def cut_to_stage(model: nn.Module, blocks: range) -> None:
     """Reduce `model` in place to one stage: `blocks`, plus everything before the first block or after the last.
 
     Parameters may be on meta or real. Tied matrices stay tied if both partners stay. Between encoder and decoder, the
     stage of the decoder's first block has the decoder's embedding and the encoder's final norm.
     """
-    anatomy = Anatomy.of(model)
+    anatomy = ModelParts.of(model)
     total = len(anatomy.blocks)
     assert 0 <= blocks.start < blocks.stop <= total, (blocks, total)
-    make = _Ports(anatomy.width, _embedding_dtype(anatomy))
+    make = _PlaceholderFactory(anatomy.width, _embedding_dtype(anatomy))
     if len(anatomy.stacks) == 1:
         _cut_stack(anatomy, anatomy.stacks[0], blocks, make)
     else:
         _cut_encoder_decoder(anatomy, blocks, make)
     if blocks.stop < total:
-        _replace(anatomy.base, anatomy.stacks[-1].last, make.absent)
-        _replace(anatomy.causal, anatomy.head, make.absent)
+        _replace_modules(anatomy.base, anatomy.stacks[-1].last, make.absent)
+        _replace_modules(anatomy.causal, anatomy.head, make.absent)
 
 
-def cut_parts(
+def build_rank_stages(
     model: nn.Module, whole: Callable[[], nn.Module], *, mesh: Mesh, world: ProcessMesh, tokens: int = 0
 ) -> tuple[StageModules, tuple[int, ...]]:
     """Return this rank's stages of a model on meta, checked and cut, and their numbers.
@@ -179,18 +188,18 @@ def cut_parts(
     """
     check_pipeline(model, pp=mesh.pp, virtual=mesh.virtual, schedule=mesh.schedule)
     virtual = virtual_stages(mesh.schedule, mesh.virtual)
-    runs = split(stage_costs(model, tokens=tokens), mesh.pp * virtual)
+    runs = split_blocks(stage_costs(model, tokens=tokens), mesh.pp * virtual)
     stages = stages_of(world.index("pp"), pp=mesh.pp, virtual=virtual, schedule=mesh.schedule)
     parts = [model, *(whole() for _ in stages[1:])]
     for part, stage in zip(parts, stages, strict=True):
-        cut(part, runs[stage])
+        cut_to_stage(part, runs[stage])
     return StageModules(parts), stages
 
 
 _ENCODER_STATES = 3  # among the positional arguments of a T5 block
 
 
-def _cut_encoder_decoder(anatomy: Anatomy, blocks: range, make: _Ports) -> None:
+def _cut_encoder_decoder(anatomy: ModelParts, blocks: range, make: _PlaceholderFactory) -> None:
     """Cut a T5 model: a stage that ends with the encoder returns its result at the encoder's final norm; stages that
     begin inside the decoder receive the encoder's states there."""
     encoder, decoder = anatomy.stacks
@@ -199,19 +208,19 @@ def _cut_encoder_decoder(anatomy: Anatomy, blocks: range, make: _Ports) -> None:
     _cut_stack(anatomy, encoder, blocks, make, t5=True)
     _cut_stack(anatomy, decoder, blocks, make, border, t5=True, outlet=inside, encoder_at=_ENCODER_STATES)
     if blocks.start > border:
-        _replace(anatomy.base, encoder.last, lambda: make.inlet(slot=1))
-        _replace(anatomy.base, ("encoder.dropout",), nn.Identity)  # the received states have passed it already
+        _replace_modules(anatomy.base, encoder.last, lambda: make.inlet(slot=1))
+        _replace_modules(anatomy.base, ("encoder.dropout",), nn.Identity)  # the received states have passed it already
     elif not inside:
-        _replace(anatomy.base, encoder.last, make.outlet if blocks.stop == border else make.absent)
+        _replace_modules(anatomy.base, encoder.last, make.outlet if blocks.stop == border else make.absent)
     if 0 not in blocks and border not in blocks:
-        _replace(anatomy.base, ("shared",), make.absent)
+        _replace_modules(anatomy.base, ("shared",), make.absent)
 
 
 def _cut_stack(
-    anatomy: Anatomy,
+    anatomy: ModelParts,
     stack: BlockStack,
     blocks: range,
-    make: _Ports,
+    make: _PlaceholderFactory,
     offset: int = 0,
     *,
     t5: bool = False,
@@ -232,13 +241,13 @@ def _cut_stack(
         elif number == blocks.stop and outlet:
             port = make.outlet(t5, encoder_at)
         # a T5 stack computes its position bias in its first block
-        modules[place] = BiasOnly(block, port) if t5 and in_use and place == 0 else port
+        modules[place] = PositionBiasBlock(block, port) if t5 and in_use and place == 0 else port
     if offset not in blocks:
-        _replace(anatomy.base, stack.first, make.absent)
+        _replace_modules(anatomy.base, stack.first, make.absent)
 
 
 @dataclass(frozen=True)
-class _Ports:
+class _PlaceholderFactory:
     """Creates the placeholders of absent modules."""
 
     width: int
@@ -254,11 +263,11 @@ class _Ports:
         return StageOutput(self.width, self.dtype, t5=t5, encoder_at=encoder_at)
 
 
-def _embedding_dtype(anatomy: Anatomy) -> torch.dtype:
+def _embedding_dtype(anatomy: ModelParts) -> torch.dtype:
     return next(anatomy.base.get_submodule(anatomy.stacks[0].first[0]).parameters()).dtype
 
 
-def _replace(root: nn.Module, names: Iterable[str], make: Callable[[], nn.Module]) -> None:
+def _replace_modules(root: nn.Module, names: Iterable[str], make: Callable[[], nn.Module]) -> None:
     """Replace the existing modules of these names by new ones."""
     for name in names:
         parent, _, child = name.rpartition(".")

@@ -19,7 +19,7 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
-def dummy(like: Tensor) -> Tensor:
+def dummy_like(like: Tensor) -> Tensor:
     """Return zeros of the shape of `like` that occupy one element and have no autograd history."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
@@ -82,10 +82,10 @@ class StageOutput(OtherStageBlock):
 
     def passed(self, value: Tensor, args: tuple[Any, ...]) -> Tensor:
         self.taken = (value,) if self.encoder_at is None else (value, args[self.encoder_at])
-        return dummy(value)
+        return dummy_like(value)
 
 
-class BiasOnly(OtherStageBlock):
+class PositionBiasBlock(OtherStageBlock):
     """Placeholder for the first block of a T5 stack: keeps the (frozen) relative bias that all blocks of the stack use.
 
     The module tree down to the embedding is the block's own, so its parameter keeps its name.

@@ -30,7 +30,7 @@ class Piece:
         return Piece({name: tensor.to(device) for name, tensor in self.inputs.items()}, self.labels.to(device))
 
 
-def cut_micros(micros: Sequence[Batch], *, each: int, total: int, pad_id: int) -> list[Piece]:
+def split_micro_batches(micros: Sequence[Batch], *, each: int, total: int, pad_id: int) -> list[Piece]:
     """Return pieces of one shape, in order; their summed loss is that of the micro-batches.
 
     Args:
@@ -39,18 +39,18 @@ def cut_micros(micros: Sequence[Batch], *, each: int, total: int, pad_id: int) -
         pad_id: token used as padding.
     """
     rows = -(-max(len(micro.labels) for micro in micros) // each)
-    widths = _widths(micros)
+    widths = _max_widths(micros)
     pieces = []
     for micro in micros:
         for start in range(0, each * rows, rows):
             index = torch.arange(start, start + rows)
-            pieces.append(_piece(micro, index, widths, pad_id))
+            pieces.append(_cut_piece(micro, index, widths, pad_id))
     assert len(pieces) <= total, (len(pieces), total)
     empty = Piece(pieces[-1].inputs, torch.full_like(pieces[-1].labels, IGNORE))
     return pieces + [empty] * (total - len(pieces))
 
 
-def _widths(micros: Sequence[Batch]) -> dict[str, int]:
+def _max_widths(micros: Sequence[Batch]) -> dict[str, int]:
     """Return the number of tokens of the widest tensor of each name; labels are `labels`."""
     widths: dict[str, int] = {}
     for micro in micros:
@@ -64,7 +64,7 @@ def _widths(micros: Sequence[Batch]) -> dict[str, int]:
 _OF_DECODER = ("decoder_input_ids", "decoder_attention_mask", "labels")
 
 
-def _piece(micro: Batch, index: Tensor, widths: Mapping[str, int], pad_id: int) -> Piece:
+def _cut_piece(micro: Batch, index: Tensor, widths: Mapping[str, int], pad_id: int) -> Piece:
     """Return rows `index` of `micro`; those beyond its last are copies of it without targets."""
     there = index.clamp(max=len(micro.labels) - 1)
     labels = micro.labels[there]
@@ -73,14 +73,14 @@ def _piece(micro: Batch, index: Tensor, widths: Mapping[str, int], pad_id: int) 
     if "attention_mask" not in inputs and "position_ids" not in inputs:
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     fill = {"input_ids": pad_id, "decoder_input_ids": pad_id}
-    cut = {name: _wider(tensor[there], widths.get(name, 0), fill.get(name, 0)) for name, tensor in inputs.items()}
+    cut = {name: _pad_right(tensor[there], widths.get(name, 0), fill.get(name, 0)) for name, tensor in inputs.items()}
     extra = widths["input_ids"] - micro.inputs["input_ids"].shape[1]
     if extra and "position_ids" in cut:  # the padding is a separate sample
         cut["position_ids"][:, -extra:] = torch.arange(extra)
-    return Piece(cut, _wider(labels, widths.get("labels", 0), IGNORE) if labels.ndim > 1 else labels)
+    return Piece(cut, _pad_right(labels, widths.get("labels", 0), IGNORE) if labels.ndim > 1 else labels)
 
 
-def _wider(tensor: Tensor, width: int, fill: int) -> Tensor:
+def _pad_right(tensor: Tensor, width: int, fill: int) -> Tensor:
     """Pad (rows, T, …) with `fill` on the right to `width` tokens."""
     missing = width - tensor.shape[1]
     if missing <= 0:

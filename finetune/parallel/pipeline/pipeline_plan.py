@@ -7,7 +7,7 @@ from ...errors import UserError
 _TWO_A_RANK = ("interleaved", "zero-bubble", "zbv")
 
 
-def schedules() -> dict[str, str]:
+def schedule_descriptions() -> dict[str, str]:
     """Return a sentence on each `mesh.schedule`."""
     return {
         "gpipe": "all forward passes, then all backward passes; keeps the activations of every piece (1811.06965)",
@@ -25,8 +25,8 @@ def virtual_stages(schedule: str, virtual: int | None) -> int:
     Raises:
         UserError: `virtual` does not fit `schedule`.
     """
-    if schedule not in schedules():
-        raise UserError(f"mesh.schedule: {schedule!r} is none of {', '.join(schedules())}")
+    if schedule not in schedule_descriptions():
+        raise UserError(f"mesh.schedule: {schedule!r} is none of {', '.join(schedule_descriptions())}")
     if schedule not in _TWO_A_RANK and virtual not in (None, 1):
         raise UserError(
             f"mesh.virtual: {schedule} holds one stage a rank, not {virtual}; take mesh.schedule interleaved"
@@ -48,7 +48,7 @@ def rank_of(stage: int, *, pp: int, schedule: str) -> int:
     return min(stage, 2 * pp - 1 - stage) if schedule == "zbv" else stage % pp
 
 
-def bubble(pp: int, virtual: int, pieces: int, schedule: str) -> float:
+def bubble_fraction(pp: int, virtual: int, pieces: int, schedule: str) -> float:
     """Return idle time of a rank ÷ its busy time in one step, for stages of equal cost and frozen base models.
 
     (pp − 1)/(virtual · pieces) by 2104.04473 §2.2. A backward pass without weight gradients takes as long as a forward
@@ -58,7 +58,7 @@ def bubble(pp: int, virtual: int, pieces: int, schedule: str) -> float:
     return (pp - 1) / (virtual_stages(schedule, virtual) * pieces)
 
 
-def full_pieces(pieces: int, *, pp: int, schedule: str) -> int:
+def round_up_pieces(pieces: int, *, pp: int, schedule: str) -> int:
     """Return the least number of pieces ≥ `pieces` that the schedule accepts; the added pieces have no targets."""
     if schedule == "1f1b":
         return max(pieces, pp)
@@ -86,6 +86,6 @@ def pieces_per_micro(rows: int, micros: int, *, pp: int, virtual: int, schedule:
         return wanted
 
     def time(n: int) -> float:
-        return -(-rows // n) * (full_pieces(micros * n, pp=pp, schedule=schedule) + (pp - 1) / virtual)
+        return -(-rows // n) * (round_up_pieces(micros * n, pp=pp, schedule=schedule) + (pp - 1) / virtual)
 
     return min(range(1, min(rows, 4 * pp) + 1), key=lambda n: (time(n), n))

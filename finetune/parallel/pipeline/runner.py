@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...compute.loss import Batch, Head, batch_loss, find_head
-from ...compute.numerics import evaluating
+from ...compute.numerics import evaluation_mode
 from ...config import Mesh
-from ...models.anatomy import Anatomy
+from ...models.anatomy import ModelParts
 from ..mesh import DATA, ProcessMesh
 from .other_stage_block import OtherStageBlock
-from .pieces import cut_micros
-from .pipeline_plan import full_pieces, pieces_per_micro, stages_of, virtual_stages
+from .pieces import split_micro_batches
+from .pipeline_plan import pieces_per_micro, round_up_pieces, stages_of, virtual_stages
 from .stage import Around, StageModel, StageModules
-from .stage_transport import StageTransport, StandIn
+from .stage_transport import PipelineEvalModel, StageTransport
 
 if TYPE_CHECKING:
     from ...tasks import Task
@@ -48,7 +48,7 @@ class PipelineRunner:
         self.total = mesh.pp * self.virtual
         indices = stages_of(world.index("pp"), pp=mesh.pp, virtual=self.virtual, schedule=mesh.schedule)
         assert len(indices) == len(parts), (indices, len(parts))
-        self._anatomy = Anatomy.of(parts[0])
+        self._anatomy = ModelParts.of(parts[0])
         scatters = mesh.tp > 1 and not mesh.sequence_parallel and self._anatomy.width % mesh.tp == 0
         group = world.group("tp") if scatters else None
         self.stages = [StageModel(parts[i], index, self.total, scattered=group) for i, index in enumerate(indices)]
@@ -61,7 +61,7 @@ class PipelineRunner:
         self._pad_id = int(self._anatomy.causal.config.pad_token_id or 0)
         self._dtype: torch.dtype | None = None
         self._schedule: tuple[Any, Any] = (None, None)
-        self.stand_in = StandIn(parts, self.passing, config=self._anatomy.causal.config, world=world)
+        self.stand_in = PipelineEvalModel(parts, self.passing, config=self._anatomy.causal.config, world=world)
         """Stand-in that evaluation calls like the whole model."""
 
     # ------------------------------------------------------------------ facts about all stages
@@ -77,7 +77,7 @@ class PipelineRunner:
         """Return the number of each stage's first block."""
         own = torch.zeros(self.total, dtype=torch.int64, device=self.world.device)
         for stage in self.stages:
-            absent = [isinstance(block, OtherStageBlock) for block in Anatomy.of(stage.part).blocks]
+            absent = [isinstance(block, OtherStageBlock) for block in ModelParts.of(stage.part).blocks]
             own[stage.index] = absent.index(False)
         return self.world.sum(own, "pp").tolist()
 
@@ -167,8 +167,8 @@ class PipelineRunner:
             schedule=schedule,
             wanted=self.mesh.microbatches,
         )
-        total = full_pieces(each * len(micros), pp=pp, schedule=schedule)
-        pieces = cut_micros(micros, each=each, total=total, pad_id=self._pad_id)
+        total = round_up_pieces(each * len(micros), pp=pp, schedule=schedule)
+        pieces = split_micro_batches(micros, each=each, total=total, pad_id=self._pad_id)
         here = [piece.to(self.world.device) for piece in pieces]
         return [piece if self.tokens is None else self.tokens.take(piece) for piece in here], each
 
@@ -270,7 +270,7 @@ class PipelineRunner:
         Args:
             probe: of `flatshift.finetune.compute.loss.head_probe`.
         """
-        with evaluating(self.parts):
+        with evaluation_mode(self.parts):
             found = self.passing.forward(
                 [probe], lambda part, piece: find_head(part, piece.inputs, task=task), share=False
             )

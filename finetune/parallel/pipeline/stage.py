@@ -20,7 +20,7 @@ Around = Callable[[int, int], contextlib.AbstractContextManager[Any]]
 
 class StageModules(nn.Module):
     """The stages of a rank as children `part0`, `part1`, …, prefixes that
-    `flatshift.finetune.models.weight_names.canonical` strips."""
+    `flatshift.finetune.models.weight_names.canonical_name` strips."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -123,11 +123,11 @@ class StageModel(nn.Module):
 
     def _own(self, tensor: Tensor) -> Tensor:
         """Return this rank's part: (rows, T, D) → (rows, T, D/tp)."""
-        return tensor if self._scattered is None else borders.split(tensor, -1, self._scattered)
+        return tensor if self._scattered is None else borders.scatter_to_tp(tensor, -1, self._scattered)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """Gather the parts: (rows, T, D/tp) → (rows, T, D)."""
-        return tensor if self._scattered is None else borders.join(tensor, -1, self._scattered)
+        return tensor if self._scattered is None else borders.gather_from_tp(tensor, -1, self._scattered)
 
     # ------------------------------------------------------------------ FSDP2 inside a stage
 

@@ -85,7 +85,7 @@ class StageTransport:
             return []
         many = torch.zeros(2 + _DIMS, dtype=torch.int64, device=self.world.device)
         many[0] = len(out)
-        tensors = [many, *(t for tensor in out for t in (_header(tensor), tensor))]
+        tensors = [many, *(t for tensor in out for t in (_encode_header(tensor), tensor))]
         return [(dist.isend(t, group=self._group, group_dst=peer), t) for t in tensors]
 
     def _recv_header(self, peer: int) -> Tensor:
@@ -94,7 +94,7 @@ class StageTransport:
         return header
 
     def _recv(self, peer: int) -> Tensor:
-        tensor = _shaped(self._recv_header(peer))
+        tensor = _empty_from_header(self._recv_header(peer))
         dist.recv(tensor, group=self._group, group_src=peer)
         return tensor
 
@@ -102,9 +102,9 @@ class StageTransport:
         """Return the last stage's tensor on every rank."""
         source = dist.get_global_rank(self._group, self._ranks[-1])
         empty = torch.empty(2 + _DIMS, dtype=torch.int64, device=self.world.device)
-        header = empty if result is None else _header(result)
+        header = empty if result is None else _encode_header(result)
         dist.broadcast(header, source, group=self._group)
-        tensor = _shaped(header) if result is None else result.contiguous()
+        tensor = _empty_from_header(header) if result is None else result.contiguous()
         dist.broadcast(tensor, source, group=self._group)
         return tensor
 
@@ -120,19 +120,19 @@ class StageTransport:
         return _DTYPES[int(self.world.sum(told, "pp"))]
 
 
-def _header(tensor: Tensor) -> Tensor:
+def _encode_header(tensor: Tensor) -> Tensor:
     """Return type and shape of a tensor, int64."""
     numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *[0] * (_DIMS - tensor.ndim)]
     return torch.tensor(numbers, device=tensor.device)
 
 
-def _shaped(header: Tensor) -> Tensor:
+def _empty_from_header(header: Tensor) -> Tensor:
     """Return an empty tensor of the type and shape in `header`."""
     kind, dims, *shape = header.tolist()
     return torch.empty(shape[:dims], dtype=_DTYPES[kind], device=header.device)
 
 
-class StandIn(nn.Module):
+class PipelineEvalModel(nn.Module):
     """Stand-in with `stand_in(**inputs).logits` and `stand_in.generate(...)` on every pp rank, with the same result on
     each.
 

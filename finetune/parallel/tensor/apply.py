@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...models.anatomy import backbone_of, is_conv1d
-from ...models.weight_names import canonical
+from ...models.anatomy import is_conv1d, unwrap_peft
+from ...models.weight_names import canonical_name
 from ..layout import Slice, TensorParallelLayout
 from ..mesh import ProcessMesh
 from . import borders
-from .plans import FoundRegion, PlanMatch, check_tensor_plan, find
+from .plans import FoundRegion, PlanMatch, check_tensor_plan, match_plan
 from .vocabulary import VocabularySlice, split_embedding, split_head
 
 _OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
@@ -37,20 +37,20 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
     if width == 1:
         return TensorParallelLayout()
     group = world.group("tp")
-    cutter = Cutter(model, rank=world.index("tp"), width=width, device=world.device)
-    for part in _parts(model):
-        base = backbone_of(part)
+    cutter = ParameterSlicer(model, rank=world.index("tp"), width=width, device=world.device)
+    for part in _pipeline_parts(model):
+        base = unwrap_peft(part)
         if getattr(base, "tensor_parallel_width", 1) != 1:
             raise RuntimeError("this model is cut for tensor parallelism already")
         check_tensor_plan(part, tp=width, sequence_parallel=sequence_parallel)
-        found = find(part)
+        found = match_plan(part)
         for region, entry in found.biases:
             bias: Any = entry.get_submodule(str(region.bias))
             cutter.cut(bias.weight, 1)
             bias.embedding_dim //= width
         for place in found.regions:
             _cut_region(place, cutter)
-            _border(place, group, sequence_parallel=sequence_parallel)
+            _register_border_hooks(place, group, sequence_parallel=sequence_parallel)
         _cut_vocabulary(found, cutter, group)
         if sequence_parallel:
             _split_tokens(found, cutter, group)
@@ -59,14 +59,14 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
     return cutter.layout
 
 
-def _parts(model: nn.Module) -> list[nn.Module]:
+def _pipeline_parts(model: nn.Module) -> list[nn.Module]:
     return [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)] or [model]
 
 
 # --------------------------------------------------------------------------------------------- regions
 
 
-def _cut_region(place: FoundRegion, cutter: Cutter) -> None:
+def _cut_region(place: FoundRegion, cutter: ParameterSlicer) -> None:
     for layer in place.columns.values():
         cutter.columns(layer, fused=place.region.fused)
     cutter.row(place.row)
@@ -75,13 +75,15 @@ def _cut_region(place: FoundRegion, cutter: Cutter) -> None:
     cutter.summed(place.entry)
 
 
-def _border(place: FoundRegion, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
+def _register_border_hooks(place: FoundRegion, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
     """Hook the entry's inputs and the row layer's output, outside of adapters and of anything that replaces a
     forward."""
 
     def enters(x: Tensor) -> Tensor:
         return (
-            borders.enter_tokens(x, group) if sequence_parallel and torch.is_grad_enabled() else borders.enter(x, group)
+            borders.gather_tokens(x, group)
+            if sequence_parallel and torch.is_grad_enabled()
+            else borders.copy_to_tp(x, group)
         )
 
     def before(
@@ -96,7 +98,7 @@ def _border(place: FoundRegion, group: dist.ProcessGroup, *, sequence_parallel: 
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         split = sequence_parallel and torch.is_grad_enabled()
-        return borders.leave_tokens(output, group) if split else borders.reduce_from_tp(output, group)
+        return borders.reduce_scatter_tokens(output, group) if split else borders.reduce_from_tp(output, group)
 
     place.entry.register_forward_pre_hook(before, with_kwargs=True)
     place.row.register_forward_hook(after)
@@ -105,20 +107,20 @@ def _border(place: FoundRegion, group: dist.ProcessGroup, *, sequence_parallel: 
 # --------------------------------------------------------------------------------------------- vocabulary
 
 
-def _cut_vocabulary(found: PlanMatch, cutter: Cutter, group: dist.ProcessGroup) -> None:
+def _cut_vocabulary(found: PlanMatch, cutter: ParameterSlicer, group: dist.ProcessGroup) -> None:
     for embedding in found.embeddings.values():
-        held = _held(embedding.num_embeddings, cutter, group)
+        held = _make_vocabulary_slice(embedding.num_embeddings, cutter, group)
         cutter.cut(embedding.weight, 0)
         split_embedding(embedding, held)
     if found.head is not None:
-        held = _held(found.head.out_features, cutter, group)
+        held = _make_vocabulary_slice(found.head.out_features, cutter, group)
         cutter.cut(found.head.weight, 0)
         if found.head.bias is not None:
             cutter.cut(found.head.bias, 0)
         split_head(found.head, held)
 
 
-def _held(size: int, cutter: Cutter, group: dist.ProcessGroup) -> VocabularySlice:
+def _make_vocabulary_slice(size: int, cutter: ParameterSlicer, group: dist.ProcessGroup) -> VocabularySlice:
     rows = size // cutter.width
     return VocabularySlice(cutter.rank * rows, (cutter.rank + 1) * rows, size, group)
 
@@ -126,17 +128,17 @@ def _held(size: int, cutter: Cutter, group: dist.ProcessGroup) -> VocabularySlic
 # --------------------------------------------------------------------------------------------- tokens
 
 
-def _split_tokens(found: PlanMatch, cutter: Cutter, group: dist.ProcessGroup) -> None:
+def _split_tokens(found: PlanMatch, cutter: ParameterSlicer, group: dist.ProcessGroup) -> None:
     """Split the tokens over the ranks from the first block's input to the last norm's output, and so also between
     pipeline stages."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not torch.is_grad_enabled():
             return None
-        return (borders.split(args[0], borders.TOKENS, group), *args[1:])
+        return (borders.scatter_to_tp(args[0], borders.TOKENS, group), *args[1:])
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return borders.join(output, borders.TOKENS, group) if torch.is_grad_enabled() else output
+        return borders.gather_from_tp(output, borders.TOKENS, group) if torch.is_grad_enabled() else output
 
     blocks = list(found.blocks.values())
     if next(iter(found.blocks)).endswith(".0"):
@@ -147,7 +149,7 @@ def _split_tokens(found: PlanMatch, cutter: Cutter, group: dist.ProcessGroup) ->
         cutter.summed(module)
 
 
-class Cutter:
+class ParameterSlicer:
     """Slices parameters of `model` for the `rank`-th of `width` ranks and records the slices."""
 
     def __init__(self, model: nn.Module, *, rank: int, width: int, device: torch.device) -> None:
@@ -164,7 +166,7 @@ class Cutter:
         for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    name = canonical(f"{prefix}.{key}" if prefix else key)
+                    name = canonical_name(f"{prefix}.{key}" if prefix else key)
                     self._holders.setdefault(id(parameter), []).append((module, key, name))
         self._cut: set[int] = set()
 
@@ -193,7 +195,7 @@ class Cutter:
 
     def columns(self, layer: Any, *, fused: int = 1) -> None:
         """Keep this rank's output rows of a column layer: of the weight, the bias and every adapter's B."""
-        base = _base(layer)
+        base = _base_layer(layer)
         self.cut(base.weight, 1 if is_conv1d(base) else 0, fused=fused)
         if base.bias is not None:
             self.cut(base.bias, 0, fused=fused)
@@ -202,11 +204,11 @@ class Cutter:
             up.out_features //= self.width
         for down in getattr(layer, "lora_A", {}).values():
             self._partial(down.weight)
-        _resize(layer, base, "nf" if is_conv1d(base) else "out_features", "out_features", self.width)
+        _shrink_sizes(layer, base, "nf" if is_conv1d(base) else "out_features", "out_features", self.width)
 
     def row(self, layer: Any) -> None:
         """Keep this rank's input columns of a row layer: of the weight and every adapter's A; the bias on rank 0."""
-        base = _base(layer)
+        base = _base_layer(layer)
         self.cut(base.weight, 0 if is_conv1d(base) else 1)
         if base.bias is not None and self.rank:
             # Outputs are summed over the ranks, so only one may add the bias. A plain attribute: neither a
@@ -220,7 +222,7 @@ class Cutter:
             down.in_features //= self.width
         for up in getattr(layer, "lora_B", {}).values():
             self._partial(up.weight)
-        _resize(layer, base, "nx" if is_conv1d(base) else "in_features", "in_features", self.width)
+        _shrink_sizes(layer, base, "nx" if is_conv1d(base) else "in_features", "in_features", self.width)
 
     def summed(self, module: nn.Module) -> None:
         """Mark the trainable parameters of `module` that stayed whole: their gradient must be summed over the ranks."""
@@ -233,11 +235,11 @@ class Cutter:
             self.layout.partial.update(self.names(parameter))
 
 
-def _base(layer: Any) -> Any:
+def _base_layer(layer: Any) -> Any:
     return layer.base_layer if hasattr(layer, "lora_A") else layer
 
 
-def _resize(layer: Any, base: Any, own: str, peft: str, width: int) -> None:
+def _shrink_sizes(layer: Any, base: Any, own: str, peft: str, width: int) -> None:
     setattr(base, own, getattr(base, own) // width)
     if layer is not base:
         setattr(layer, peft, getattr(layer, peft) // width)

@@ -31,37 +31,37 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _Move = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
 
 
-def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def copy_to_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `x`; all-reduce its gradient, which is a summand on each rank."""
-    return _Border.apply(x, _same, _sum, 0, group) if x.requires_grad else x
+    return _BorderFunction.apply(x, _identity, _all_reduce, 0, group) if x.requires_grad else x
 
 
 def reduce_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of `x` over the ranks."""
-    return _Border.apply(x, _sum, _same, 0, group)
+    return _BorderFunction.apply(x, _all_reduce, _identity, 0, group)
 
 
-def enter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather all tokens of `x` [B, T/t, D] → [B, T, D]; its gradient is a summand on each rank."""
-    return _Border.apply(x, _gather, _scatter_sum, TOKENS, group)
+    return _BorderFunction.apply(x, _gather_parts, _reduce_scatter_parts, TOKENS, group)
 
 
-def leave_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's tokens of the sum of `x` [B, T, D] over the ranks → [B, T/t, D]."""
-    return _Border.apply(x, _scatter_sum, _gather, TOKENS, group)
+    return _BorderFunction.apply(x, _reduce_scatter_parts, _gather_parts, TOKENS, group)
 
 
-def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def scatter_to_tp(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part of the whole `x` along `dim`."""
-    return _Border.apply(x, _part, _gather, dim, group)
+    return _BorderFunction.apply(x, _take_part, _gather_parts, dim, group)
 
 
-def join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def gather_from_tp(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return the whole tensor from every rank's part `x` along `dim`; its gradient must be the same on every rank."""
-    return _Border.apply(x, _gather, _part, dim, group)
+    return _BorderFunction.apply(x, _gather_parts, _take_part, dim, group)
 
 
-class _Border(torch.autograd.Function):
+class _BorderFunction(torch.autograd.Function):
     """`there` in forward, `back` on the gradient; itself differentiable, so Hessian products pass through."""
 
     @staticmethod
@@ -72,33 +72,33 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         there, back, dim, group = ctx.moves
-        return _Border.apply(grad, back, there, dim, group), None, None, None, None
+        return _BorderFunction.apply(grad, back, there, dim, group), None, None, None, None
 
 
-def _same(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def _identity(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return x.view_as(x)
 
 
-def _sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def _all_reduce(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-def _part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    width = _share(x, dim, group)
+def _take_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    width = _part_size(x, dim, group)
     return x.narrow(dim, dist.get_rank(group) * width, width).contiguous()
 
 
-def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def _gather_parts(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     parts = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
     _all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts.chunk(ranks), dim=dim) if dim % x.dim() else parts
 
 
-def _scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    width = _share(x, dim, group)
+def _reduce_scatter_parts(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    width = _part_size(x, dim, group)
     parts = torch.cat(x.split(width, dim=dim)) if dim % x.dim() else x.contiguous()
     shape = list(x.shape)
     shape[dim] = width
@@ -107,7 +107,7 @@ def _scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return own
 
 
-def _share(x: Tensor, dim: int, group: dist.ProcessGroup) -> int:
+def _part_size(x: Tensor, dim: int, group: dist.ProcessGroup) -> int:
     ranks = dist.get_world_size(group)
     assert x.shape[dim] % ranks == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {ranks} ranks"
     return x.shape[dim] // ranks

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from ...errors import UserError
-from ...models.anatomy import backbone_of, is_linear
-from ...models.families import FAMILIES, Region, TensorPlan
+from ...models.anatomy import is_linear, unwrap_peft
+from ...models.families import FAMILIES, TensorParallelRegion, TensorPlan
 
 
 def plan_of(model: nn.Module) -> TensorPlan:
@@ -22,7 +22,7 @@ def plan_of(model: nn.Module) -> TensorPlan:
     Raises:
         UserError: its model type has none.
     """
-    kind = getattr(backbone_of(model).config, "model_type", None)
+    kind = getattr(unwrap_peft(model).config, "model_type", None)
     if kind not in FAMILIES:
         raise UserError(
             f"mesh.tp: there is no tensor-parallel plan for model type {kind!r}; there is one for "
@@ -35,7 +35,7 @@ def plan_of(model: nn.Module) -> TensorPlan:
 class FoundRegion:
     """A region of one block as modules: LoRA layers if adapted, else plain linear layers."""
 
-    region: Region
+    region: TensorParallelRegion
     entry: nn.Module
     columns: dict[str, nn.Module]
     row: nn.Module
@@ -49,7 +49,7 @@ class PlanMatch:
     plan: TensorPlan
     blocks: dict[str, nn.Module] = field(default_factory=dict)
     regions: list[FoundRegion] = field(default_factory=list)
-    biases: list[tuple[Region, nn.Module]] = field(default_factory=list)
+    biases: list[tuple[TensorParallelRegion, nn.Module]] = field(default_factory=list)
     """Entry modules with a bias to slice: also of a block of which a pipeline stage has nothing else."""
     embeddings: dict[str, nn.Embedding] = field(default_factory=dict)
     wrapped: dict[str, nn.Module] = field(default_factory=dict)
@@ -58,26 +58,26 @@ class PlanMatch:
     norm: nn.Module | None = None
 
 
-def find(model: nn.Module) -> PlanMatch:
+def match_plan(model: nn.Module) -> PlanMatch:
     """Match the plan of `model` with its modules; blocks of other pipeline stages have no parameters and are omitted.
 
     Raises:
         UserError: no plan; or a layer in a block that the plan does not cover.
     """
-    base, plan = backbone_of(model), plan_of(model)
+    base, plan = unwrap_peft(model), plan_of(model)
     found = PlanMatch(plan)
     for name, module in base.named_modules():
-        if _ends(name, plan.blocks) and any(True for _ in module.parameters()):
-            found.biases += _biases(plan, module)
-            if any(True for _ in linears(module)):
+        if _has_suffix(name, plan.blocks) and any(True for _ in module.parameters()):
+            found.biases += _match_biases(plan, module)
+            if any(True for _ in linear_layers(module)):
                 found.blocks[name] = module
-                found.regions += _regions(plan, name, module)
-        elif any(_ends(name, suffix) for suffix in plan.embeddings):
+                found.regions += _match_regions(plan, name, module)
+        elif any(_has_suffix(name, suffix) for suffix in plan.embeddings):
             if isinstance(module, nn.Embedding):
                 found.embeddings[name] = module
             else:
                 found.wrapped[name] = module
-        elif plan.norm is not None and _ends(name, plan.norm) and any(True for _ in module.parameters()):
+        elif plan.norm is not None and _has_suffix(name, plan.norm) and any(True for _ in module.parameters()):
             found.norm = module
     head = base.get_output_embeddings() if plan.embeddings else None
     if isinstance(head, nn.Linear):
@@ -87,7 +87,7 @@ def find(model: nn.Module) -> PlanMatch:
     return found
 
 
-def linears(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the linear layers under `module` as in the base model, counting a LoRA layer as one."""
     inside: list[str] = []
     for name, child in module.named_modules():
@@ -98,11 +98,11 @@ def linears(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _regions(plan: TensorPlan, name: str, block: nn.Module) -> list[FoundRegion]:
+def _match_regions(plan: TensorPlan, name: str, block: nn.Module) -> list[FoundRegion]:
     modules = dict(block.named_modules())
     present = [region for region in plan.regions if region.entry in modules and region.row in modules]
     known = {layer for region in present for layer in (*region.columns, region.row)}
-    foreign = [layer for layer, _ in linears(block) if layer not in known]
+    foreign = [layer for layer, _ in linear_layers(block) if layer not in known]
     if foreign or len(present) < 2:
         raise UserError(
             f"mesh.tp: {name}.{foreign[0] if foreign else plan.regions[0].entry} of this model is not as the "
@@ -120,12 +120,12 @@ def _regions(plan: TensorPlan, name: str, block: nn.Module) -> list[FoundRegion]
     ]
 
 
-def _biases(plan: TensorPlan, block: nn.Module) -> list[tuple[Region, nn.Module]]:
+def _match_biases(plan: TensorPlan, block: nn.Module) -> list[tuple[TensorParallelRegion, nn.Module]]:
     modules = dict(block.named_modules())
     return [(r, modules[r.entry]) for r in plan.regions if r.bias and f"{r.entry}.{r.bias}" in modules]
 
 
-def _ends(name: str, suffix: str) -> bool:
+def _has_suffix(name: str, suffix: str) -> bool:
     return re.search(rf"(^|\.){re.escape(suffix).replace(re.escape('*'), '[0-9]+')}$", name) is not None
 
 
@@ -145,11 +145,11 @@ def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> 
                 "mesh.sequence_parallel splits tokens along tp, but mesh.tp is 1; set mesh.tp or leave it off"
             )
         return
-    found = find(model)
+    found = match_plan(model)
     if sequence_parallel and not found.plan.sequence_parallel:
         kinds = [kind for kind, family in FAMILIES.items() if family.tensor.sequence_parallel]
         raise UserError(
-            f"mesh.sequence_parallel: not for model type {backbone_of(model).config.model_type!r}, only for "
+            f"mesh.sequence_parallel: not for model type {unwrap_peft(model).config.model_type!r}, only for "
             f"{', '.join(kinds)}; leave it off"
         )
     _check_sizes(model, found, tp)
@@ -157,7 +157,7 @@ def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> 
 
 
 def _check_sizes(model: nn.Module, found: PlanMatch, tp: int) -> None:
-    sizes = list(_sizes(backbone_of(model), found))
+    sizes = list(_divisible_sizes(unwrap_peft(model), found))
     common = math.gcd(*(size for _, size in sizes))
     for what, size in sizes:
         if size % tp:
@@ -168,7 +168,7 @@ def _check_sizes(model: nn.Module, found: PlanMatch, tp: int) -> None:
             )
 
 
-def _sizes(base: Any, found: PlanMatch) -> Iterator[tuple[str, int]]:
+def _divisible_sizes(base: Any, found: PlanMatch) -> Iterator[tuple[str, int]]:
     """Yield every size that `tp` must divide, each with a name, the most informative first."""
     config = base.config
     yield "attention heads", config.num_attention_heads
@@ -181,10 +181,10 @@ def _sizes(base: Any, found: PlanMatch) -> Iterator[tuple[str, int]]:
         yield "tokens of the output head", found.head.out_features
     for place in found.regions:
         if not place.region.heads:
-            yield f"channels of {place.block}.{place.region.entry}", _inputs(place.row)
+            yield f"channels of {place.block}.{place.region.entry}", _input_features(place.row)
 
 
-def _inputs(layer: Any) -> int:
+def _input_features(layer: Any) -> int:
     base = getattr(layer, "base_layer", layer)
     return base.nx if hasattr(base, "nx") else base.in_features
 

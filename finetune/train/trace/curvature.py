@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flatshift.regularizers.layers.adapters import Adapters
+from flatshift.regularizers.layers.adapters import AdapterParameters
 from flatshift.regularizers.layers.frozen import is_quantised
 from flatshift.regularizers.sharpness import AdapterSpace, Hessian, LossFunction, Sharpness, Space, lanczos, measure
 from flatshift.regularizers.sharpness.spaces import Loss, Purpose
@@ -38,7 +38,7 @@ BEST = (0.01, 0.3)
 on, because it describes the start only."""
 
 
-def curvature_figures(
+def curvature_metrics(
     model: nn.Module,
     loss: Loss,
     *,
@@ -83,16 +83,16 @@ def preconditioned_sharpness(
     preconditioner: Mapping[str, Tensor],
     seed: int,
 ) -> float:
-    """Return λ_max of P^-½ H P^-½, with the arguments of `curvature_figures`; an infinite P holds its entry fixed."""
+    """Return λ_max of P^-½ H P^-½, with the arguments of `curvature_metrics`; an infinite P holds its entry fixed."""
     of = {id(parameters[name]): value for name, value in preconditioner.items()}
     with in_float32(model):
-        space = Preconditioned.of(model, lambda parameter: of.get(id(parameter)))
+        space = PreconditionedSpace.of(model, lambda parameter: of.get(id(parameter)))
         start = space.signs(seed, "start", 0)
         product = Hessian.calibrated(space, LossFunction(model, loss), start)
         return lanczos(product, start, steps=PRODUCTS, tolerance=Sharpness().tolerance).largest.value
 
 
-def rate_line(preconditioned: float, optimizer: Optimizer, *, rows: int) -> str:
+def format_rate_line(preconditioned: float, optimizer: Optimizer, *, rows: int) -> str:
     """Format the stability threshold compared with the peak learning rate, as one line for the user.
 
     It is not a recommendation, and rates below it are not safe: see `BEST`.
@@ -119,7 +119,7 @@ def mean_loss(model: nn.Module, batches: Sequence[MicroBatch], *, task: Task, he
     return loss
 
 
-def mean_squares(
+def mean_squared_gradients(
     model: nn.Module, losses: Sequence[Loss], *, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
     """Return the mean square of the gradients of `losses`, one per step, by the names of `parameters`, float32.
@@ -135,7 +135,7 @@ def mean_squares(
     return found
 
 
-class Preconditioned(Space):
+class PreconditionedSpace(Space):
     """Coordinates u = P^½ θ of another space's θ: the Hessian in them is P^-½ H P^-½."""
 
     name = "preconditioned"
@@ -154,12 +154,12 @@ class Preconditioned(Space):
         self.weight_norm = float((weights[moving] / shrink[moving]).double().norm())
 
     @classmethod
-    def of(cls, model: nn.Module, preconditioner: Callable[[nn.Parameter], Tensor | None]) -> Preconditioned:
+    def of(cls, model: nn.Module, preconditioner: Callable[[nn.Parameter], Tensor | None]) -> PreconditionedSpace:
         """Return the space of everything that `model` trains.
 
         preconditioner: returns P of a parameter; None for one that is held fixed.
         """
-        trained = Adapters(model, heads=True)
+        trained = AdapterParameters(model, heads=True)
         inner = AdapterSpace(model, trained)
         shrink, weights = [], []
         for parameter in trained.parameters.values():

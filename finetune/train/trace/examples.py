@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...compute.loss import IGNORED, Head, aligned
-from ...compute.numerics import evaluating
+from ...compute.loss import IGNORED, Head, align_targets
+from ...compute.numerics import evaluation_mode
 from ...data.eval_batching import EvalBatching
 from ...data.example import Example
 from ...data.micro_batch import MicroBatch
@@ -30,7 +30,7 @@ _TOKENS = 256
 
 
 @torch.no_grad()
-def per_example(
+def score_examples(
     model: nn.Module,
     examples: Sequence[Example],
     inference: EvalBatching,
@@ -50,7 +50,7 @@ def per_example(
     wrong, supervised, predicted = (np.zeros(len(examples), dtype=np.int64) for _ in range(3))
     whole = not task.is_sequence_level and head is None
     most = _LOGITS // vocabulary_size(model) if whole else None
-    with evaluating(model):
+    with evaluation_mode(model):
         for micro in inference.batches(examples, task, max_tokens=most):
             batch = micro.to(inference.device)
             index = np.array([row[0] for row in micro.rows])
@@ -62,31 +62,33 @@ def per_example(
                     misses = ~task.answered_right(logits, batch.labels)
                     predicted[index] = logits.argmax(-1).cpu().numpy()
                 else:
-                    nats, misses, rows = _tokens(model, batch, task, head)
-            loss[index] = _sums(nats.double(), rows, len(index))
-            wrong[index] = _sums(misses.long(), rows, len(index))
-            supervised[index] = _sums(torch.ones_like(rows), rows, len(index))
+                    nats, misses, rows = _score_tokens(model, batch, task, head)
+            loss[index] = _sum_by_row(nats.double(), rows, len(index))
+            wrong[index] = _sum_by_row(misses.long(), rows, len(index))
+            supervised[index] = _sum_by_row(torch.ones_like(rows), rows, len(index))
     return ExampleScores(loss, wrong, supervised, predicted if task.one_class else None)
 
 
-def _sums(values: Tensor, rows: Tensor, count: int) -> np.ndarray:
+def _sum_by_row(values: Tensor, rows: Tensor, count: int) -> np.ndarray:
     return values.new_zeros(count).index_add_(0, rows, values).cpu().numpy()
 
 
-def _tokens(model: nn.Module, batch: MicroBatch, task: Task, head: Head | None) -> tuple[Tensor, Tensor, Tensor]:
+def _score_tokens(model: nn.Module, batch: MicroBatch, task: Task, head: Head | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return for every target token: −log p (n,), True if another token is likelier (n,), and its row (n,)."""
     if head is None:
-        return _judge(model(**batch.inputs).logits, batch.labels, task, lambda logits: logits)
+        return _score_values(model(**batch.inputs).logits, batch.labels, task, lambda logits: logits)
     linear = head.linear
     logits_of = lambda part: F.linear(part, linear.weight, linear.bias)  # noqa: E731
-    return head.taken(lambda hidden: _judge(hidden, batch.labels, task, logits_of), lambda: model(**batch.inputs))
+    return head.taken(
+        lambda hidden: _score_values(hidden, batch.labels, task, logits_of), lambda: model(**batch.inputs)
+    )
 
 
-def _judge(
+def _score_values(
     values: Tensor, labels: Tensor, task: Task, logits_of: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Score like `_tokens`; `values` (B, T, D) become logits by `logits_of`, some target tokens at a time."""
-    values, targets = aligned(values, labels, task)
+    """Score like `_score_tokens`; `values` (B, T, D) become logits by `logits_of`, some target tokens at a time."""
+    values, targets = align_targets(values, labels, task)
     mask = targets != IGNORED
     kept, wanted, rows = values[mask], targets[mask], mask.nonzero()[:, 0]
     nats = torch.empty(len(wanted), dtype=torch.float32, device=wanted.device)
@@ -114,7 +116,7 @@ class ExampleScores:
 
 
 @dataclass(frozen=True)
-class Flipped:
+class LabelNoise:
     """Wrong labels among n training examples."""
 
     mask: NDArray[np.bool_]
@@ -123,7 +125,7 @@ class Flipped:
     """(n,) original class; None for tasks that predict tokens."""
 
 
-def split_figures(split: str, judged: ExampleScores, flipped: Flipped | None = None) -> dict[str, float | None]:
+def split_metrics(split: str, judged: ExampleScores, flipped: LabelNoise | None = None) -> dict[str, float | None]:
     """Return `<split>.loss, .error` and, for tasks that predict tokens, `.exact_error`.
 
     With `flipped` also the error on clean and on noisy examples, and the shares of the latter that were memorised or

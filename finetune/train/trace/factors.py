@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites
 
-from ...adapters.offsets import offsets_of
+from ...adapters.offsets import folded_offsets
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _notes(model: nn.Module, sites: Sequence[LoraSite], others: Sequence[str]) -
         yield f"adapter figures leave out LoRA layers that are not linear: {', '.join(others)}"
     if any(site.has_variant(name) for site in sites for name in site.active()):
         yield "sBA is the direction of DoRA, before the magnitude scales each row"
-    if offsets_of(model):
+    if folded_offsets(model):
         yield (
             "W0 is each weight after what was folded into it before step 1: of PiSSA, OLoRA, CorDA and LoRA-GA less "
             "what sBA starts from, of adapter.under with the adapter beneath"
@@ -85,7 +85,7 @@ def is_factor_b(name: str) -> bool:
     return ".lora_B." in name
 
 
-def gradient_figures(gradients: Mapping[str, Tensor]) -> dict[str, float | None]:
+def gradient_norms(gradients: Mapping[str, Tensor]) -> dict[str, float | None]:
     """Return `grad.a` and `grad.b`: global norms of the gradients of all factors A, and of all B, by the parameters'
     names."""
     return {
@@ -99,7 +99,7 @@ def global_norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.detach().double().square().sum()) for tensor in tensors))
 
 
-def adapter_figures(layers: Sequence[LayerFactors]) -> dict[str, float | None]:
+def adapter_metrics(layers: Sequence[LayerFactors]) -> dict[str, float | None]:
     """Return `scale, update.ratio, balance, stable_rank, participation, effective_params` of all `layers` together.
 
     - scale: the s of all layers; None if they differ
@@ -146,14 +146,14 @@ def singular_values(layers: Sequence[LayerFactors]) -> list[Tensor]:
     for indices in alike.values():
         a = torch.stack([layers[index].a.double() for index in indices])
         b = torch.stack([layers[index].b.double() * layers[index].scale for index in indices])
-        core = _triangle(b) @ _triangle(a.mT).mT
+        core = _qr_factor(b) @ _qr_factor(a.mT).mT
         values = torch.linalg.svdvals(core.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
         values[~core.isfinite().all(dim=(1, 2))] = torch.nan
         found |= dict(zip(indices, values, strict=True))
     return [found[index] for index in range(len(layers))]
 
 
-def _triangle(matrices: Tensor) -> Tensor:
+def _qr_factor(matrices: Tensor) -> Tensor:
     """Return R of the thin QR of each matrix (k, m, r) → (k, min(m, r), r)."""
     return torch.linalg.qr(matrices, mode="r").R
 

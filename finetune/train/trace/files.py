@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config import Optimizer, Record
+from ...config import Optimizer, TraceRecording
 from ...run_directory import TRACE, read_metrics
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def read_trace(path: str | Path, *, stage: str | None = None) -> list[dict[str, 
     return sorted(lines, key=lambda line: int(line.get("step") or 0))
 
 
-def as_planned(lines: Sequence[dict[str, Any]], steps: Sequence[int], status: str) -> list[dict[str, Any]]:
+def align_to_plan(lines: Sequence[dict[str, Any]], steps: Sequence[int], status: str) -> list[dict[str, Any]]:
     """Return the lines at the planned `steps`: those recorded, then, marked with `status`, those that the run did not
     reach.
 
@@ -46,7 +46,7 @@ def as_planned(lines: Sequence[dict[str, Any]], steps: Sequence[int], status: st
     return [*kept, *({"stage": stage, "step": step, "status": status} for step in steps if step > last)]
 
 
-def about(
+def trace_metadata(
     recording: Recording, *, stage: str, steps: int, optimizer: Optimizer, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the content of `trace.json`: recorded steps, numbers of rows, Adam's stability threshold, and notes on
@@ -68,7 +68,7 @@ def about(
     }
 
 
-def recorded_steps(record: Record, total_steps: int) -> tuple[int, ...]:
+def recorded_steps(record: TraceRecording, total_steps: int) -> tuple[int, ...]:
     """Return the ascending numbers of completed steps to record, from 0 (before any) to `total_steps`.
 
     `log`: the powers of 2^(1/per_doubling), rounded. Listed steps beyond `total_steps` are omitted.

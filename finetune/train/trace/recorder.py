@@ -16,7 +16,7 @@ import numpy as np
 
 from ...atomic import write_json
 from ...compute.loss import Head
-from ...config import Record
+from ...config import TraceRecording
 from ...data.eval_batching import EvalBatching
 from ...data.example import Example
 from ...data.micro_batch import MicroBatch
@@ -25,12 +25,12 @@ from ...errors import UserError
 from ...launch import watchdog
 from ...parallel.engine import Engine
 from ...run_directory import disk_full_interrupts
-from ...seeds import derive
+from ...seeds import derive_seed
 from ..optimizer import AdapterOptimizer
 from ..schedule import Schedule
-from .examples import ExampleScores, Flipped, per_example, split_figures
-from .factors import AdaptedLayers, adapter_figures, global_norm, gradient_figures, is_factor_a, is_factor_b
-from .files import ABOUT, about, recorded_steps
+from .examples import ExampleScores, LabelNoise, score_examples, split_metrics
+from .factors import AdaptedLayers, adapter_metrics, global_norm, gradient_norms, is_factor_a, is_factor_b
+from .files import ABOUT, recorded_steps, trace_metadata
 
 if TYPE_CHECKING:
     from flatshift.regularizers.sharpness.spaces import Loss
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 class Recording:
     """Settings of a stage's trace, and the rows that are evaluated for it."""
 
-    record: Record
+    record: TraceRecording
     splits: Mapping[str, Sequence[Example]]
     """Rows of `train`, `dev` and `test`, if not empty."""
-    flipped: Flipped | None = None
+    flipped: LabelNoise | None = None
     """Rows of `train` with a wrong label; None without label noise."""
     curved: Sequence[Example] = ()
     """Training rows whose mean loss is used for curvature."""
@@ -54,7 +54,7 @@ class Recording:
     @classmethod
     def choose(
         cls,
-        record: Record,
+        record: TraceRecording,
         *,
         train: Sequence[Example],
         dev: Sequence[Example],
@@ -70,25 +70,27 @@ class Recording:
             flipped: ids of the training rows with a wrong label; None without label noise.
             true_labels: original class of each of them by id, if rows have classes.
         """
-        rows = _some(train, record.train_rows, seed=derive(seed, "record", "train"))
+        rows = _subsample(train, record.train_rows, seed=derive_seed(seed, "record", "train"))
         splits = {"train": rows}
         for name, examples in (("dev", dev), ("test", test)):
-            splits[name] = _some(examples, record.heldout_rows, seed=derive(0, "record", name))
+            splits[name] = _subsample(examples, record.heldout_rows, seed=derive_seed(0, "record", name))
         noise = None
         if flipped is not None:
             wrong, true = set(flipped), true_labels or {}
             classes = [true.get(row.id, row.labels) for row in rows]
-            noise = Flipped(
+            noise = LabelNoise(
                 np.array([row.id in wrong for row in rows], dtype=bool),
                 np.array(classes, dtype=np.int64) if all(isinstance(each, int) for each in classes) else None,
             )
         curved = (
-            _some(rows, record.sharpness_rows, seed=derive(seed, "record", "sharpness")) if record.sharpness else []
+            _subsample(rows, record.sharpness_rows, seed=derive_seed(seed, "record", "sharpness"))
+            if record.sharpness
+            else []
         )
         return cls(record, {name: part for name, part in splits.items() if part}, noise, curved)
 
 
-def _some(examples: Sequence[Example], count: int | None, *, seed: int) -> list[Example]:
+def _subsample(examples: Sequence[Example], count: int | None, *, seed: int) -> list[Example]:
     return limit_rows(examples, count if count is not None and count < len(examples) else None, seed=seed)
 
 
@@ -119,7 +121,9 @@ class Recorder:
         self._layers = AdaptedLayers(engine.model) if recording.record.dynamics else None
         self._update: dict[str, float | None] = {}
         notes = self._layers.notes if self._layers is not None else ()
-        told = about(recording, stage=stage.name, steps=stage.train.steps, optimizer=stage.optimizer, notes=notes)
+        told = trace_metadata(
+            recording, stage=stage.name, steps=stage.train.steps, optimizer=stage.optimizer, notes=notes
+        )
         with disk_full_interrupts(f"writing {stage.run.path / ABOUT}"):
             write_json(stage.run.path / ABOUT, told)
 
@@ -132,7 +136,7 @@ class Recorder:
             return
         parameters = self._engine.parameters
         factors = {name: p for name, p in parameters.items() if is_factor_a(name) or is_factor_b(name)}
-        self._update = gradient_figures({name: p.grad for name, p in factors.items() if p.grad is not None})
+        self._update = gradient_norms({name: p.grad for name, p in factors.items() if p.grad is not None})
         before = {name: p.detach().clone() for name, p in factors.items()}
         yield
         moved = global_norm(p.detach() - before[name] for name, p in factors.items())
@@ -166,20 +170,20 @@ class Recorder:
     def _figures(self, recording: Recording, step: int) -> dict[str, Any]:
         figures: dict[str, Any] = {}
         for split, examples in recording.splits.items():
-            figures |= split_figures(split, self._judge(examples), recording.flipped if split == "train" else None)
+            figures |= split_metrics(split, self._judge(examples), recording.flipped if split == "train" else None)
         if self._layers is not None:
-            figures |= self._update | adapter_figures(self._layers.factors())
+            figures |= self._update | adapter_metrics(self._layers.factors())
         if step in recording.record.sharpness:
             figures |= self._curvature(recording.curved, step)
         return figures
 
     def _judge(self, examples: Sequence[Example]) -> ExampleScores:
-        return per_example(self._engine.model, examples, self._inference, task=self._stage.task, head=self._head)
+        return score_examples(self._engine.model, examples, self._inference, task=self._stage.task, head=self._head)
 
     def _curvature(self, rows: Sequence[Example], step: int) -> dict[str, float | None]:
         from flatshift.regularizers.errors import RegularizerError
 
-        from .curvature import FIRST, curvature_figures, mean_squares, rate_line
+        from .curvature import FIRST, curvature_metrics, format_rate_line, mean_squared_gradients
 
         stage, model, parameters = self._stage, self._engine.model, self._engine.parameters
         try:
@@ -187,20 +191,20 @@ class Recorder:
                 preconditioner = self._optimizer.preconditioner()
             else:
                 first = [self._loss(stage.batches.at(i)) for i in range(FIRST)]
-                squares = mean_squares(model, first, parameters=parameters)
+                squares = mean_squared_gradients(model, first, parameters=parameters)
                 preconditioner = self._optimizer.first_preconditioner(squares)
-            figures = curvature_figures(
+            figures = curvature_metrics(
                 model,
                 self._loss(self._inference.batches(rows, stage.task)),
                 parameters=parameters,
                 preconditioner=preconditioner,
-                seed=derive(stage.seed, "record", "sharpness"),
+                seed=derive_seed(stage.seed, "record", "sharpness"),
             )
         except RegularizerError as error:  # a missing metric must not end the run
             self._run.log(f"warning: no curvature of {stage.name} here: {error}")
             return {}
         if not step and (top := figures["sharpness.preconditioned"] or 0) > 0:
-            (stage.say or self._run.log)(rate_line(top, stage.optimizer, rows=len(rows)))
+            (stage.say or self._run.log)(format_rate_line(top, stage.optimizer, rows=len(rows)))
         return figures
 
     def _loss(self, batches: Iterable[MicroBatch]) -> Loss:
