@@ -23,7 +23,7 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.results.cells import FORMAT, MARKER, RESULT
 from flatshift.experiments.results.sweep import STEP
 from flatshift.experiments.studies.cell import Cell
-from flatshift.experiments.studies.sweep.axes import Axes, as_values
+from flatshift.experiments.studies.sweep.axes import Axes, axis_values
 from flatshift.experiments.studies.sweep.sweep_plan import plan_cells
 from flatshift.experiments.studies.sweep.table import write_table
 from flatshift.finetune.atomic import write_json, write_text
@@ -76,7 +76,7 @@ def block(study: Study) -> tuple[SweepConfig, Axes]:
     """The `sweep` block of the study's recipe, and its axes."""
     found = load_recipe(study.recipe, []).recipe.sweep
     assert found is not None
-    return found, {key: as_values(key, values) for key, values in found.grid.items()}
+    return found, {key: axis_values(key, values) for key, values in found.grid.items()}
 
 
 def _names(cells: Sequence[Cell], file: Path) -> dict[str, str]:

@@ -28,8 +28,8 @@ from benchmarks._kept import write_between
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.report import build_report, formats
-from flatshift.experiments.report.chapters.sweep_verdicts import crossing_words
-from flatshift.experiments.results.analysis import AnalysedCurve, compared, judge
+from flatshift.experiments.report.chapters.sweep_verdicts import format_crossing
+from flatshift.experiments.results.analysis import AnalysedCurve, analyse_curve, compare_settings
 from flatshift.experiments.results.cells import FORMAT, MARKER
 from flatshift.experiments.results.sweep import INTERPOLATION, STEP, SweepData, read_sweep
 from flatshift.experiments.results.table import SweepTable
@@ -69,7 +69,7 @@ def read(study: Study, out: Path) -> Found:
     for where in data.settings([axis for axis in data.axes if axis != study.axis]):  # of the cells: traces may be empty
         name = formats.setting(where) or "all"
         try:
-            curve = judge(table, study.axis, where, test=study.test, epsilon=INTERPOLATION, planned=seeds)
+            curve = analyse_curve(table, study.axis, where, test=study.test, epsilon=INTERPOLATION, planned=seeds)
             found.judged.append(curve)
         except UserError as error:
             found.missing.append((name, str(error)))
@@ -80,7 +80,7 @@ def read(study: Study, out: Path) -> Found:
                 continue
             other = {**where, axis: base}
             try:
-                curve, beside = compared(table, study.axis, where, other, test=study.test)
+                curve, beside = compare_settings(table, study.axis, where, other, test=study.test)
                 found.beside.append((dict(where), base, beside, curve))
             except UserError as error:
                 found.missing.append((f"{name} − {formats.axis_value(base)}", str(error)))
@@ -224,7 +224,7 @@ def _line(each: AnalysedCurve) -> str:
         _lowest_and_last(each, " | "),
         "–" if peak is None else f"{peak.p_value:.2g}",
         "–" if peak is None else formats.number(peak.detectable.height, 2),
-        crossing_words(each.verdict.crossing),
+        format_crossing(each.verdict.crossing),
         each.verdict.kind,
     ]
     return "| " + " | ".join(cells) + " |"

@@ -20,7 +20,7 @@ from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstabl
 from benchmarks.curves.known import NAMED_NULLS, NULLS, bumps, log_normal, log_normal_peak
 from benchmarks.curves.random_features import random_features_curve
 from benchmarks.curves.rates import rejections
-from flatshift.experiments.statistics import Curve, judge_curve, peak_test
+from flatshift.experiments.statistics import Curve, determine_verdict, peak_test
 from flatshift.finetune.seeds import numpy_generator
 
 DRAWS, NAMED = 2000, 500
@@ -74,7 +74,7 @@ def peer_rate(curves: np.ndarray, name: str) -> float:
 
 def named(make: Callable[..., Curve], right: tuple[str, ...], **settings: object) -> float:
     """Share of curves whose verdict is one of `right`."""
-    return float(np.mean([judge_curve(make(seed=seed, **settings)).kind in right for seed in range(NAMED)]))
+    return float(np.mean([determine_verdict(make(seed=seed, **settings)).kind in right for seed in range(NAMED)]))
 
 
 def main() -> None:

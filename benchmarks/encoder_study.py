@@ -36,7 +36,7 @@ from flatshift.experiments.recipe import from_override
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.intervals import paired_test
-from flatshift.experiments.studies.warmups import Arm, study
+from flatshift.experiments.studies.warmups import Arm, run_warmup_study
 from flatshift.finetune.atomic import write_json, write_text
 from flatshift.finetune.seeds import numpy_generator
 
@@ -141,7 +141,7 @@ def measured(name: str, overrides: Sequence[Branch], seeds: int) -> dict[str, An
     start = cpu_clock()
     console = Console()
     best, tuned = tune(RECIPE, out, overrides, TRIALS, 1, console, ARMS)
-    document = study(
+    document = run_warmup_study(
         RECIPE, out, name=name, seeds=range(seeds), arms=ARMS, overrides=overrides, settings=best, tuned=tuned, jobs=1,
         console=console,
     )  # fmt: skip

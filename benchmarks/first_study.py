@@ -27,7 +27,7 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.experiments.studies import run_cells
 from flatshift.experiments.studies.devices import DevicePlacement
-from flatshift.experiments.studies.warmups import ARMS, Arm, arm_cell, result_of, study
+from flatshift.experiments.studies.warmups import ARMS, Arm, arm_cell, read_cell_result, run_warmup_study
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.errors import UserError
 
@@ -105,7 +105,7 @@ def main() -> None:
         overrides = [from_override(key, value) for key, value in settings.items()]
         console = Console()
         best, tuned = tune("warmup", options.out / name, overrides, TRIALS, options.jobs, console)
-        document = study(
+        document = run_warmup_study(
             "warmup",
             options.out / name,
             name=name,
@@ -149,7 +149,9 @@ def tune(
     run_cells(out, list(cells.values()), DevicePlacement(jobs), console, label="tune")
     settings, tuned = {}, {}
     for arm in arms:
-        losses = {pair: result_of(out, cells[arm, pair])["metrics"]["dev"]["loss"]["value"] for pair in trials.of(arm)}
+        losses = {
+            pair: read_cell_result(out, cells[arm, pair])["metrics"]["dev"]["loss"]["value"] for pair in trials.of(arm)
+        }
         best = min(losses, key=losses.__getitem__)
         settings[arm] = rates(*best)
         lrs = [lr for _, lr in losses]

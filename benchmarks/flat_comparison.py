@@ -85,7 +85,7 @@ def means(document: dict[str, Any], name: str, tasks: list[str]) -> tuple[float,
 def guide(document: dict[str, Any]) -> str:
     """The generated part of docs/which-regularizer.md, from the results alone."""
     from flatshift.experiments.report import formats
-    from flatshift.experiments.report.chapters.comparison import compared
+    from flatshift.experiments.report.chapters.comparison import ranked_methods
 
     base = document["baseline"]
     head = ["method", "gain, points", "95 % interval", "p (Holm)", "seeds", "step time ÷", "sharpness ÷", "what it is"]
@@ -99,9 +99,9 @@ def guide(document: dict[str, Any]) -> str:
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
     ]
-    for name, m in compared(document):
+    for name, m in ranked_methods(document):
         primary, sharp = m["primary"], m["sharpness"]
-        mean, interval = formats.effect(primary, 100.0)
+        mean, interval = formats.mean_and_interval(primary, 100.0)
         cells = [
             f"`{name}`" + ("" if m["confirmatory"] else " (exploratory)"),
             mean,
@@ -122,10 +122,10 @@ def guide(document: dict[str, Any]) -> str:
 
 def advice(document: dict[str, Any]) -> list[str]:
     """What the figures say a user should do, and no more."""
-    from flatshift.experiments.report.chapters.comparison import compared
+    from flatshift.experiments.report.chapters.comparison import ranked_methods
 
     base = document["baseline"]
-    ranked = compared(document)
+    ranked = ranked_methods(document)
     better = [n for n, m in ranked if m["primary"]["value"] > 0 and (m["primary"]["p_holm"] or 1) < 0.05]
     worse = [n for n, m in ranked if m["primary"]["value"] < 0 and (m["primary"]["p_holm"] or 1) < 0.05]
     sizes = [m["primary"]["detectable"] for _, m in ranked if m["confirmatory"] and m["primary"]["detectable"]]

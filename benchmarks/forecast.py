@@ -29,7 +29,7 @@ from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.recipe.tree import from_override
 from flatshift.experiments.results.sweep import read_sweep
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.statistics.kernel import extrapolate, soonest
+from flatshift.experiments.statistics.kernel import extrapolate, fastest_setting
 from flatshift.experiments.studies.sweep import sweep
 from flatshift.experiments.workflows.error_forecast import ForecastAxes, forecast_rows
 from flatshift.finetune.atomic import write_json, write_text
@@ -166,7 +166,7 @@ def judge(bench: Benchmark, name: str, found: dict[str, tuple[dict[str, Any], di
             for noise in NOISES:
                 keys = [f"{rank:g}|{rows:g}|{noise:g}" for rank in RANKS]
                 errors = np.array([forecast["error"][key] for key in keys]).T
-                chosen = keys[soonest(errors, np.array([forecast["speed"][key] for key in keys]))]
+                chosen = keys[fastest_setting(errors, np.array([forecast["speed"][key] for key in keys]))]
                 regrets.append(real[chosen] - min(real[key] for key in keys))
         for rank in RANKS:
             for noise in NOISES:

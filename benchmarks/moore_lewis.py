@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks._harness import Benchmark, interleave, limit_threads
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.select.embedding import tokenizer_of
+from flatshift.experiments.select.embedding import backbone_tokenizer
 from flatshift.finetune.data.rows import read_rows
 from flatshift.selection import ClassifierSelector, CynicalSelector, DSIRSelector, MooreLewisSelector, Pool, TokenRows
 from flatshift.selection.methods.base import Selector
@@ -46,7 +46,7 @@ def scored(folder: Path, selector: Selector, tokens: bool = True) -> Selector:
     ids = [str(i) for i in range(len(pool))]
     if not tokens:
         return selector.fit(Pool(ids=ids, texts=pool), Pool(texts=target))
-    tokenize, size = tokenizer_of(Recipe())
+    tokenize, size = backbone_tokenizer(Recipe())
     rows = TokenRows.spilled(pool, tokenize, size, folder / "tokens")
     return selector.fit(Pool(ids=ids, tokens=rows), Pool(tokens=TokenRows.of(tokenize(target), size)))
 
@@ -65,7 +65,7 @@ def main() -> None:
             lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
             (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
         count = len(pool)
-        tokenizer_of(Recipe())[0](pool[:10])  # imports are not timed
+        backbone_tokenizer(Recipe())[0](pool[:10])  # imports are not timed
         selectors: dict[str, Selector] = {
             "cynical": CynicalSelector(budget=count // 50, repeats=8),
             "moore-lewis": MooreLewisSelector(),
@@ -90,7 +90,7 @@ def main() -> None:
                 unit="passages/CPU-minute",
                 **({"bar_op": ">=", "bar_value": 4e5} if what != "classifier" else {}),
             )
-        tokenize, size = tokenizer_of(Recipe())
+        tokenize, size = backbone_tokenizer(Recipe())
         rows = TokenRows.of(tokenize(pool), size)
         keys, counts = TrigramCounts(size).add_all(rows).table()
         bench.row(

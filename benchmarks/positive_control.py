@@ -22,7 +22,7 @@ from benchmarks._head_updates import Updates, error_after, head
 from benchmarks._kept import write_between
 from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.recipe.tree import from_override
-from flatshift.experiments.results.analysis import AnalysedCurve, Analysis
+from flatshift.experiments.results.analysis import AnalysedCurve, SweepAnalysis
 from flatshift.experiments.results.sweep import read_sweep
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.experiments.studies.sweep import sweep
@@ -85,7 +85,7 @@ def found(name: str, seed: int, **settings: Any) -> dict[str, Any]:
         return dict(json.loads(kept.read_text(encoding="utf-8")))
     data = read_sweep(swept(name, seed, **settings))
     assert data is not None
-    (judged,) = Analysis(data).judged
+    (judged,) = SweepAnalysis(data).judged
     told = document(judged)
     KEPT.mkdir(parents=True, exist_ok=True)
     write_json(kept, told)

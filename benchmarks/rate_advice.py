@@ -33,8 +33,8 @@ from benchmarks.first_study import TARGETS
 from flatshift.experiments.data.sources import build_preview_loader
 from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import Resolved, from_override, load_recipe
-from flatshift.experiments.studies.compare.comparison_plan import Plan
-from flatshift.experiments.studies.compare.tuning import Setting
+from flatshift.experiments.studies.compare.comparison_plan import ComparisonPlan
+from flatshift.experiments.studies.compare.tuning import TrialSetting
 from flatshift.experiments.studies.warmups import Arm
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.initial_adapter import initial_adapter
@@ -86,13 +86,13 @@ def compared(data: Path, folder: Path) -> Iterator[Tuned]:
         method, task = trial["method"], trial["task"]
         chosen = dict(trial["chosen"])
         rate = chosen.pop("optimizer.lr")
-        setting = Setting(rate, tuple(chosen.items()))
+        setting = TrialSetting(rate, tuple(chosen.items()))
         recipe = partial(_of_comparison, data, folder, method, task, setting)
         yield Tuned("flat_comparison", f"{method}, {task}", rate, trial["on_edge"], recipe)
 
 
-def _of_comparison(data: Path, folder: Path, method: str, task: str, setting: Setting) -> Resolved:
-    plan = Plan("flat-comparison", [], data=data, methods=[method, "ggpo"], tasks=[task])
+def _of_comparison(data: Path, folder: Path, method: str, task: str, setting: TrialSetting) -> Resolved:
+    plan = ComparisonPlan("flat-comparison", [], data=data, methods=[method, "ggpo"], tasks=[task])
     plan.read_rows(folder)
     plan.write_rows()
     return plan.run("trial", method, task, 0, setting).cell.resolved

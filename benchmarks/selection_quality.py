@@ -230,11 +230,11 @@ def _arms(document: dict[str, Any]) -> list[str]:
     lines = []
     for name, arm in ranked(document):
         nats = arm["nats"]
-        cells = [f"`{name}`", _percent(nats), *formats.effect(nats), formats.number(nats["p_holm"])]
+        cells = [f"`{name}`", _percent(nats), *formats.mean_and_interval(nats), formats.number(nats["p_holm"])]
         cells += [_percent(arm[metric]) for metric in further]
         if accuracy:
             found = arm["accuracy"]
-            cells += [*formats.effect(found, 100.0), "–" if found is None else bootstrap(found, 100.0)]
+            cells += [*formats.mean_and_interval(found, 100.0), "–" if found is None else bootstrap(found, 100.0)]
         lines.append([*cells, formats.number(100 * share[name]) if name in share else "–", arm["note"]])
     return table(head, lines)
 

@@ -58,7 +58,7 @@ def torch_chooses(run: Callable[[], None]) -> Callable[[], None]:
     from unittest import mock
 
     def theirs() -> None:
-        with mock.patch("flatshift.finetune.compute.loss.attention", lambda inputs: contextlib.nullcontext()):
+        with mock.patch("flatshift.finetune.compute.loss.attention_kernel", lambda inputs: contextlib.nullcontext()):
             run()
 
     return theirs

@@ -42,7 +42,8 @@ def compare_plan(plan: Mapping[str, Any]) -> str:
         name = "memory allocated" if allocated else "memory of an update"
         change = plan["measured"] / plan["predicted"] - 1 if plan["predicted"] else 0.0
         parts.append(
-            f"{name} {format_bytes(plan['predicted'])} predicted, {format_bytes(plan['measured'])} measured ({change:+.0%})"
+            f"{name} {format_bytes(plan['predicted'])} predicted, {format_bytes(plan['measured'])} measured "
+            f"({change:+.0%})"
         )
     if plan.get("reserved"):
         told = format_bytes(plan["reserved"])

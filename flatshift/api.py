@@ -493,16 +493,16 @@ class Sweep:
     def finding(self) -> str:
         """Headline of the report page."""
         from flatshift.experiments.report.chapters.sweep import sweep_finding
-        from flatshift.experiments.results.analysis import Analysis
+        from flatshift.experiments.results.analysis import SweepAnalysis
 
-        return sweep_finding(self.data, Analysis(self.data))
+        return sweep_finding(self.data, SweepAnalysis(self.data))
 
     @property
     def verdicts(self) -> list[Verdict]:
         """One verdict per curve that could be tested; empty if there are too few seeds or values."""
-        from flatshift.experiments.results.analysis import Analysis
+        from flatshift.experiments.results.analysis import SweepAnalysis
 
-        judged = Analysis(self.data).judged
+        judged = SweepAnalysis(self.data).judged
         return [Verdict(one.axis, dict(one.where), one.verdict.kind, one.evidence) for one in judged]
 
     def report(self) -> Path:

@@ -43,20 +43,20 @@ def print_training_outcome(path: Path) -> None:
 
     Raises UserError for an unreadable run.
     """
-    from flatshift.experiments.report.formats import aligned, number, with_interval
-    from flatshift.experiments.results.run import headline, read_run
+    from flatshift.experiments.report.formats import align_columns, number, with_interval
+    from flatshift.experiments.results.run import headline_metric, read_run
     from flatshift.finetune.evaluate.metrics import find_metric
 
     run, rows = read_run(path), []
     alone: dict[str, Any] = {f"{split}, backbone alone": judged.metrics for split, judged in run.cold.items()}
     for split, cells in (run.eval | alone).items():
-        if (name := headline(cells)) is None:
+        if (name := headline_metric(cells)) is None:
             continue
         floor = find_metric(name).floor or ""
         below = f"{find_metric(floor).title} {number(cells[floor]['value'])}" if floor in cells else "–"
         rows.append([split, find_metric(name).title, with_interval(cells[name]), below, f"{cells[name].get('n', 0):,}"])
     print_outcome(
-        aligned(["split", "metric", "value (95 %)", "floor", "n"], rows, right={4}) if rows else "",
+        align_columns(["split", "metric", "value (95 %)", "floor", "n"], rows, right={4}) if rows else "",
         commands_after_run(run),
     )
 
@@ -159,7 +159,7 @@ def print_selection_outcome(path: Path, recipe: str | None, words: Sequence[str]
     recipe: the recipe of the selection; if it has a warm-up, suggest training it on the selection with the same recipe
     keys `words` of the command line. Raises UserError for an unreadable selection.
     """
-    from flatshift.experiments.report.formats import aligned, number
+    from flatshift.experiments.report.formats import align_columns, number
     from flatshift.experiments.results.run import read_run
     from flatshift.finetune.errors import shorten
 
@@ -174,7 +174,7 @@ def print_selection_outcome(path: Path, recipe: str | None, words: Sequence[str]
     if recipe is not None and made.recipe.get("warmup") is not None:
         commands.insert(0, ["flatshift", "train", recipe, "--select.from", str(path), *words])
     report = ["flatshift", "report", str(path)]
-    print_outcome(aligned(["rank", "score", "text"], rows, right={0, 1}), [*commands, report])
+    print_outcome(align_columns(["rank", "score", "text"], rows, right={0, 1}), [*commands, report])
 
 
 def _training_command(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
@@ -211,8 +211,8 @@ def _training_command(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
 def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
     """The setting with the lowest error and the verdicts; argv: what the command was given, to be run with more seeds
     where a curve is undecided. Raises UserError for a sweep that cannot be read."""
-    from flatshift.experiments.report.formats import aligned, figure_name, number, setting, with_interval
-    from flatshift.experiments.results.analysis import Analysis
+    from flatshift.experiments.report.formats import align_columns, figure_name, number, setting, with_interval
+    from flatshift.experiments.results.analysis import SweepAnalysis
     from flatshift.experiments.results.sweep import read_sweep
 
     data = read_sweep(path)
@@ -224,7 +224,7 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
         rows.append([f"lowest {figure_name(column)}", setting(best[0]), with_interval(best[1])])
     if (floor := data.majority_error(column)) is not None:
         rows.append(["majority floor", "always the commonest class", number(floor)])
-    judged = Analysis(data).judged
+    judged = SweepAnalysis(data).judged
     for one in judged[:_VERDICTS]:
         where = f"along {one.axis}" + (f", {setting(one.where)}" if one.where else "")
         rows.append(["verdict", where, one.verdict.kind])
@@ -236,4 +236,4 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
         commands.insert(0, ["flatshift", "sweep", *words, "--seeds", str(max(seeds, 2 * (data.planned_seeds or 0), 5))])
     if len(judged) > _VERDICTS:
         rows.append(["verdict", f"{len(judged) - _VERDICTS} more curves", "see the report"])
-    print_outcome(aligned(["what", "where", "found"], rows) if rows else "", commands)
+    print_outcome(align_columns(["what", "where", "found"], rows) if rows else "", commands)

@@ -219,6 +219,7 @@ def render_card(card: dict[str, Any], config: dict[str, Any], name: str = "flats
             ("made in", f"{card['minutes']:.0f} minutes on {training_device(card)}, bf16 autocast over fp32 weights"),
         ),
     )
+    training = describe_training_amount(card)
     return f"""---
 license: cc-by-sa-4.0
 language: en
@@ -230,14 +231,14 @@ tags: [llama, causal-lm, {"undertrained" if seen < 20 * parameters else "small"}
 # {name}
 
 A {parameters / 1e6:.1f} M-parameter decoder that ships inside Flatshift, so that every journey works on a laptop
-without a network. {describe_training_amount(card)} It is there to be adapted, measured and compared, not to be talked to.
+without a network. {training} It is there to be adapted, measured and compared, not to be talked to.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from flatshift.finetune.assets import backbone
+from flatshift.finetune.assets import backbone_directory
 
-model = AutoModelForCausalLM.from_pretrained(backbone("{name}"))
-tokenizer = AutoTokenizer.from_pretrained(backbone("{name}"))
+model = AutoModelForCausalLM.from_pretrained(backbone_directory("{name}"))
+tokenizer = AutoTokenizer.from_pretrained(backbone_directory("{name}"))
 ```
 
 ## What it is

@@ -50,6 +50,7 @@ def _encoder_card(name: str, card: dict[str, Any], config: dict[str, Any]) -> st
         f"{config['num_hidden_layers']} layers, width {config['hidden_size']}, {config['num_attention_heads']} heads "
         f"({config['num_key_value_heads']} key-value), SwiGLU {config['intermediate_size']}"
     )
+    millions = _format_millions(card)
     return f"""---
 license: cc-by-sa-4.0
 language: en
@@ -60,16 +61,16 @@ tags: [eurobert, masked-lm, undertrained, warm-up]
 
 # {name}
 
-A {_format_millions(card)} M-parameter encoder with a masked-LM head that ships inside Flatshift, so that the warm-up of
+A {millions} M-parameter encoder with a masked-LM head that ships inside Flatshift, so that the warm-up of
 encoders (the recipe `encoder-warmup`) runs on a laptop without a network. **Tiny and undertrained**: take a real
 encoder (BERT, RoBERTa, MiniLM) for anything but trying things out.
 
 ```python
 from transformers import AutoModelForMaskedLM, AutoTokenizer
-from flatshift.finetune.assets import backbone
+from flatshift.finetune.assets import backbone_directory
 
-model = AutoModelForMaskedLM.from_pretrained(backbone("{name}"))
-tokenizer = AutoTokenizer.from_pretrained(backbone("{name}"))
+model = AutoModelForMaskedLM.from_pretrained(backbone_directory("{name}"))
+tokenizer = AutoTokenizer.from_pretrained(backbone_directory("{name}"))
 ```
 
 ## What it is
@@ -102,6 +103,7 @@ def _seq2seq_card(name: str, card: dict[str, Any], config: dict[str, Any]) -> st
         "the cut-out text of 90 held-out documents, windows as in training under one fixed draw, each token given "
         "those before it; sentinels and `<eos>` do not count"
     )
+    millions = _format_millions(card)
     return f"""---
 license: cc-by-sa-4.0
 language: en
@@ -112,16 +114,16 @@ tags: [t5, span-corruption, undertrained]
 
 # {name}
 
-A {_format_millions(card)} M-parameter encoder-decoder of the T5 architecture that ships inside Flatshift, so that the recipe
+A {millions} M-parameter encoder-decoder of the T5 architecture that ships inside Flatshift, so that the recipe
 `seq2seq` runs on a laptop without a network. **Tiny and very undertrained**: it can be fine-tuned to write labels, not
 sentences. Take a real T5 for anything but trying things out.
 
 ```python
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from flatshift.finetune.assets import backbone
+from flatshift.finetune.assets import backbone_directory
 
-model = AutoModelForSeq2SeqLM.from_pretrained(backbone("{name}"))
-tokenizer = AutoTokenizer.from_pretrained(backbone("{name}"))
+model = AutoModelForSeq2SeqLM.from_pretrained(backbone_directory("{name}"))
+tokenizer = AutoTokenizer.from_pretrained(backbone_directory("{name}"))
 ```
 
 ## What it is

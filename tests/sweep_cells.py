@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from flatshift.experiments.recipe import load_recipe
-from flatshift.experiments.studies.cell import Cell, Result, finish_cell, result_of
+from flatshift.experiments.studies.cell import Cell, CellResult, capture_result, finish_cell
 from flatshift.finetune.errors import Interrupted
 from flatshift.finetune.run_directory import RunDirectory
 
@@ -48,13 +48,13 @@ def behave(out: Path, cell: Cell, threads: int | None) -> bool:
             time.sleep(0.05)
         raise Interrupted(f"the disk is full while writing {directory}") from OSError(errno.ENOSPC, "no space")
 
-    def measure() -> Result:
+    def measure() -> CellResult:
         if name == "boom":
             raise RuntimeError("a device failed")
         found = {"process": os.getpid(), "threads": threads or 0, "blas": int(os.environ["OMP_NUM_THREADS"])}
-        return Result("done", metrics={"test": {name: {"value": value} for name, value in found.items()}})
+        return CellResult("done", metrics={"test": {name: {"value": value} for name, value in found.items()}})
 
-    result, fit = result_of(measure, directory)
+    result, fit = capture_result(measure, directory)
     finish_cell(directory, cell, dataclasses.replace(result, seconds=0.5))
     return fit
 

@@ -6,8 +6,14 @@ import math
 
 import numpy as np
 
-from flatshift.experiments.statistics.pairs import critical, null, pairs_of, point_variances, rises_and_falls
-from flatshift.experiments.statistics.scale import scale_of
+from flatshift.experiments.statistics.pairs import (
+    critical_value,
+    null_distribution,
+    point_pairs,
+    point_variances,
+    rises_and_falls,
+)
+from flatshift.experiments.statistics.scale import choose_scale
 
 _SCREEN = 2000
 _CLEAR = 5.0
@@ -27,13 +33,13 @@ def rejections(
     A curve whose share of the first 2,000 flat draws lies five standard errors away from `level` is decided by them;
     the others by all draws. The two differ with a probability below 1e-6 for each curve.
     """
-    scales = [scale_of(metric, curve, items) for curve in curves]
+    scales = [choose_scale(metric, curve, items) for curve in curves]
     least = max((scale.variance for scale in scales), default=0.0)
-    pairs = pairs_of(np.stack([scale.to(curve) for scale, curve in zip(scales, curves, strict=True)]), least)
+    pairs = point_pairs(np.stack([scale.to(curve) for scale, curve in zip(scales, curves, strict=True)]), least)
     rise, fall = rises_and_falls(pairs.t)
     statistics = np.minimum(rise, fall).max(-1)
     variances = point_variances(pairs.variance, pairs.seeds, least)
-    flat = null(pairs.seeds, curves.shape[-1], draws, seed)
+    flat = null_distribution(pairs.seeds, curves.shape[-1], draws, seed)
     first = min(_SCREEN, draws)
     margin = _CLEAR * math.sqrt(level * (1 - level) / first)
     found = np.zeros(len(curves), dtype=bool)
@@ -42,5 +48,5 @@ def rejections(
         if abs(share - level) > margin:
             found[n] = share < level
         else:
-            found[n] = statistics[n] > critical(flat.extremes(variances[n], least=least)[0], level)
+            found[n] = statistics[n] > critical_value(flat.extremes(variances[n], least=least)[0], level)
     return found

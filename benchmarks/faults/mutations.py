@@ -66,7 +66,7 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     from flatshift.experiments.recipe.schema import Recipe
     from flatshift.experiments.recipe.tree import parse, parse_file
     from flatshift.experiments.results.run import read_metrics as read_back
-    from flatshift.experiments.studies.sweep.axes import count_of, parse_grid, points_of
+    from flatshift.experiments.studies.sweep.axes import count_points, generate_points, parse_grid
     from flatshift.finetune.config import Columns
     from flatshift.finetune.data.chat.conversation import read_conversation
     from flatshift.finetune.data.rows import read_rows
@@ -113,8 +113,8 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
         axes = parse_grid(data.decode("utf-8", "replace").split("\n"))
         for design in ("grid", "paired", "random"):
             with contextlib.suppress(UserError):
-                if count_of(axes, design, 5 if design == "random" else None) <= 1000:
-                    list(points_of(axes, design, count=5 if design == "random" else None, seed=0))
+                if count_points(axes, design, 5 if design == "random" else None) <= 1000:
+                    list(generate_points(axes, design, count=5 if design == "random" else None, seed=0))
 
     return {
         "recipe": recipe,

@@ -36,7 +36,7 @@ class Measurement:
     name: str
     """`idea/case/…`; what `--rows` patterns are matched with."""
     function: str
-    """`module:function`, called as `function(device=…, **arguments)`; returns `Figures`."""
+    """`module:function`, called as `function(device=…, **arguments)`; returns `ChartGroup`."""
     arguments: Mapping[str, Any]
     """JSON-able; others than those of a kept result make it stale."""
     rows: tuple[Row, ...]

@@ -108,7 +108,8 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
     if held.activations * share > _ROUGHLY * memory:
         fits = max(1, int(settings.batch_size * memory / (held.activations * share)))
         raise UserError(
-            f"train.batch_size: {settings.batch_size:,} rows at once keep about {format_bytes(held.activations * share)} "
+            f"train.batch_size: {settings.batch_size:,} rows at once keep about "
+            f"{format_bytes(held.activations * share)} "
             f"for the backward pass, and this machine has {format_bytes(memory)}; take {fits:,} or fewer and raise "
             "train.accumulate, or lower train.max_length"
         )

@@ -150,7 +150,8 @@ def _build_component(components: list[type], tree: Tree, path: str, origins: Ori
     if kind is not None:
         if not isinstance(kind, Leaf) or kind.value not in kinds:
             raise UserError(
-                f"{kind.where}: unknown kind {_describe_tree(kind)} for {path}{suggest_nearest(str(getattr(kind, 'value', '')), kinds)}"
+                f"{kind.where}: unknown kind {_describe_tree(kind)} for "
+                f"{path}{suggest_nearest(str(getattr(kind, 'value', '')), kinds)}"
             )
         name = kind.value
     for key in (key for key in tree.children if key not in _field_names(kinds[name])):
@@ -200,7 +201,8 @@ def _build_plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         allowed = typing.get_args(hint)
         if tree.value not in allowed:
             raise UserError(
-                f"{tree.where}: {path} cannot be {_quote(tree.value)}{suggest_nearest(str(tree.value), map(str, allowed))}"
+                f"{tree.where}: {path} cannot be "
+                f"{_quote(tree.value)}{suggest_nearest(str(tree.value), map(str, allowed))}"
             )
         return tree.value
     return _build_scalar(hint, tree, path)

@@ -13,7 +13,7 @@ SIDE_BY_SIDE = "Side by side"
 
 
 @dataclass(frozen=True)
-class KernelBlock:
+class KeyFigure:
     """Key figure: label, value, interval as text, and a note to compare it with."""
 
     label: str
@@ -23,7 +23,7 @@ class KernelBlock:
 
 
 @dataclass(frozen=True)
-class Figures:
+class ChartGroup:
     """Charts side by side; `small` ones get narrower columns."""
 
     kind: ClassVar[str] = "figures"
@@ -74,7 +74,7 @@ class ConfusionMatrixBlock:
 
 
 @dataclass(frozen=True)
-class Lookup:
+class SearchableTable:
     """Table of many records with a search field."""
 
     kind: ClassVar[str] = "lookup"
@@ -125,14 +125,24 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Pre:
+class PreformattedText:
     """Preformatted text, unchanged."""
 
     kind: ClassVar[str] = "pre"
     text: str
 
 
-Block = Figures | Table | ConfusionMatrixBlock | Lookup | NameValuePairs | Cards | Bars | Notes | Pre
+Block = (
+    ChartGroup
+    | Table
+    | ConfusionMatrixBlock
+    | SearchableTable
+    | NameValuePairs
+    | Cards
+    | Bars
+    | Notes
+    | PreformattedText
+)
 
 
 @dataclass(frozen=True)
@@ -151,7 +161,7 @@ class ChapterPart:
 
     kind: str = ""
     findings: Sequence[str] = ()
-    tiles: Sequence[KernelBlock] = ()
+    tiles: Sequence[KeyFigure] = ()
     sections: Sequence[Section] = ()
     facts: Sequence[tuple[str, str]] = ()
 
@@ -164,7 +174,7 @@ class Chapter:
     kind: str
     finding: str
     facts: Sequence[tuple[str, str]]
-    tiles: Sequence[KernelBlock]
+    tiles: Sequence[KeyFigure]
     sections: Sequence[Section]
     slug: str = ""
     command: str = ""

@@ -60,7 +60,7 @@ def colour(token: str) -> str:
     return PALETTE[token][0]
 
 
-def ramp(count: int) -> list[str]:
+def ramp_tokens(count: int) -> list[str]:
     """Return `count` tokens spread over the whole of `RAMP`; `count` is at most its length."""
     last = len(RAMP) - 1
     return [RAMP[round(i * last / (count - 1)) if count > 1 else last // 2] for i in range(count)]
@@ -92,7 +92,7 @@ class Chart:
         """Return a complete SVG file in the light colours on a white background."""
         said = " ".join(text for text in (self.verdict and f"Verdict: {self.verdict}.", *self.evidence) if text)
         description = f"{self.caption} {said}".strip()
-        root = _clean(self.raw, prefix="", title=self.title, description=description)
+        root = _clean_svg(self.raw, prefix="", title=self.title, description=description)
         ground = ET.Element(f"{_SVG}rect", {"width": "100%", "height": "100%", "fill": colour("surface")})
         # After <title> and <desc>, behind everything drawn.
         root.insert(2, ground)
@@ -102,22 +102,22 @@ class Chart:
 
     def inline(self, prefix: str) -> str:
         """Return the markup for an HTML page; `prefix` makes its ids unique there."""
-        root = _clean(self.raw, prefix=f"{prefix}-", title=self.title, description=self.caption)
+        root = _clean_svg(self.raw, prefix=f"{prefix}-", title=self.title, description=self.caption)
         root.set("style", f"max-width:{self.width}px")
         for element in root.iter():
             element.tag = element.tag.removeprefix(_SVG)
         text = ET.tostring(root, encoding="unicode")
         # Replace colours inside style attributes only: text that looks like a colour is kept.
-        return re.sub(r'style="[^"]*"', lambda m: _themed(m.group()), text)
+        return re.sub(r'style="[^"]*"', lambda m: _apply_theme(m.group()), text)
 
 
-def _themed(style: str) -> str:
+def _apply_theme(style: str) -> str:
     return re.sub(
         r"#[0-9a-f]{6}\b", lambda m: f"var(--{_LIGHT[m.group()]})" if m.group() in _LIGHT else m.group(), style
     )
 
 
-def _clean(raw: str, *, prefix: str, title: str, description: str) -> ET.Element:
+def _clean_svg(raw: str, *, prefix: str, title: str, description: str) -> ET.Element:
     """Drop metadata and unused ids, shorten numbers, remove font families, and add a title for screen readers."""
     root = ET.fromstring(raw)
     for parent in list(root.iter()):
@@ -142,7 +142,7 @@ def _clean(raw: str, *, prefix: str, title: str, description: str) -> ET.Element
                 value = re.sub(r"\d+\.\d+", lambda m: f"{float(m.group()):.2f}".rstrip("0").rstrip("."), value)
                 value = re.sub(r"\s+", " ", value).strip()
             elif key == "style":
-                value = re.sub(r"font: ((?:\d+ |bold |italic )*)([\d.]+px) [^;]*", _plain_font, value)
+                value = re.sub(r"font: ((?:\d+ |bold |italic )*)([\d.]+px) [^;]*", _simplify_font, value)
                 value = re.sub(r"font-family: [^;]*(; |$)", "", value)
             attributes[key] = value
         element.attrib.clear()
@@ -162,7 +162,7 @@ def _clean(raw: str, *, prefix: str, title: str, description: str) -> ET.Element
     return root
 
 
-def _plain_font(match: re.Match[str]) -> str:
+def _simplify_font(match: re.Match[str]) -> str:
     weight = "font-weight: 600; " if "bold" in match[1] or "600" in match[1] or "700" in match[1] else ""
     return f"{weight}font-size: {match[2]}"
 
@@ -171,7 +171,7 @@ _DRAWING = ContextVar("drawing", default=False)
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
+def chart_style() -> Iterator[None]:
     """Apply the chart settings to matplotlib. Enter it around many charts to pay for the setup once."""
     if _DRAWING.get():
         yield
@@ -234,7 +234,7 @@ class Canvas:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
 
-        self._context = drawing()
+        self._context = chart_style()
         self._context.__enter__()
         self.figure: Figure = Figure(figsize=(self.width / 72, self.height / 72))
         FigureCanvasSVG(self.figure)
@@ -273,7 +273,7 @@ class Canvas:
         return Chart(name, title, caption, self.width, buffer.getvalue(), verdict, tuple(evidence))
 
 
-def spread(positions: Sequence[float], gap: float) -> list[float]:
+def spread_apart(positions: Sequence[float], gap: float) -> list[float]:
     """Move positions apart so that neighbours are at least `gap` apart; order and centre are kept."""
     order = sorted(range(len(positions)), key=lambda i: positions[i])
     placed = [positions[i] for i in order]
@@ -302,7 +302,7 @@ def label_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, heigh
         return
     low, high = ax.get_ylim()
     per_px = (high - low) / height
-    rows = spread([y for _, y, _, _ in ends], 15 * per_px)
+    rows = spread_apart([y for _, y, _, _ in ends], 15 * per_px)
     for (x, _, text, token), y in zip(ends, rows, strict=True):
         ax.annotate(
             text,
@@ -318,7 +318,9 @@ def label_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, heigh
         )
 
 
-def dots(ax: Axes, x: Sequence[float], y: Sequence[float], *, token: str, size: float, alpha: float, gid: str) -> None:
+def draw_dots(
+    ax: Axes, x: Sequence[float], y: Sequence[float], *, token: str, size: float, alpha: float, gid: str
+) -> None:
     """Draw many round points as one path of zero-length strokes with round caps (a tenth of the bytes of markers)."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path

@@ -37,7 +37,7 @@ def number(value: float | int | None, digits: int = 3) -> str:
     return f"{value:,.{max(digits - 1 - exponent, 0)}f}".replace("-", "−")
 
 
-def signed(value: float | None, digits: int = 3) -> str:
+def signed_number(value: float | None, digits: int = 3) -> str:
     """Format like `number`, with a plus sign on positive values."""
     return ("+" if value is not None and value > 0 else "") + number(value, digits)
 
@@ -60,9 +60,9 @@ def estimate(
     if not math.isfinite(value):
         return number(value), ""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
-        return (signed if plus else number)(value), ""
+        return (signed_number if plus else number)(value), ""
     if max(abs(value), abs(low), abs(high)) >= 1e9:
-        told = [(signed if plus else number)(x) for x in (value, low, high)]
+        told = [(signed_number if plus else number)(x) for x in (value, low, high)]
         return told[0], f"{told[1]} to {told[2]}" if high > low else ""
     places = decimals_for((high - low) / 2, value) if places is None else places
     sign = "+" if plus else ""
@@ -84,7 +84,7 @@ def with_interval(found: Mapping[str, Any] | Interval | None, *, plus: bool = Fa
     return f"{shown} ({interval})" if interval else shown
 
 
-def effect(found: Mapping[str, Any] | None, scale: float = 1.0, *, plus: bool = True) -> tuple[str, str]:
+def mean_and_interval(found: Mapping[str, Any] | None, scale: float = 1.0, *, plus: bool = True) -> tuple[str, str]:
     """Return (mean, interval) of {value, low, high}, a dash for whatever is missing; signed, as for differences."""
     if found is None:
         return "–", "–"
@@ -134,7 +134,7 @@ def size(value: float) -> str:
     raise AssertionError("unreachable")
 
 
-def plain(value: Any) -> str:
+def json_value(value: Any) -> str:
     """Format any JSON value on one line."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "–"}[value]
@@ -191,7 +191,7 @@ def setting(where: Mapping[str, Any]) -> str:
     return ", ".join(f"{axis.rpartition('.')[2]} = {axis_value(value)}" for axis, value in where.items())
 
 
-def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
+def align_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
     """Format a table for a terminal, columns two spaces apart; columns with an index in `right` are right-aligned."""
     lines = [[escape_control_characters(text) for text in line] for line in (columns, *rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]

@@ -40,7 +40,7 @@ def render(chapters: Sequence[Chapter]) -> str:
     one = len(chapters) == 1
     named = [c.name for c in chapters if c.name != SIDE_BY_SIDE]
     title = ", ".join(named[:4]) + (", …" if len(named) > 4 else "")
-    page = _Page(title, first.finding or first.name, _kicker(first) if one else f"{_runs(chapters)} runs")
+    page = _Page(title, first.finding or first.name, _kicker(first) if one else f"{_count_runs(chapters)} runs")
 
     numbers = count(1)
 
@@ -49,7 +49,7 @@ def render(chapters: Sequence[Chapter]) -> str:
         return Markup(chart.inline(f"c{next(numbers)}"))
 
     return (
-        _environment()
+        _jinja_environment()
         .get_template("report.html.j2")
         .render(
             page=page,
@@ -58,13 +58,13 @@ def render(chapters: Sequence[Chapter]) -> str:
             one=one,
             svg=svg,
             digest=digest,
-            style=Markup(_style()),
+            style=Markup(_stylesheet()),
             script=Markup(script),
         )
     )
 
 
-def _runs(chapters: Sequence[Chapter]) -> int:
+def _count_runs(chapters: Sequence[Chapter]) -> int:
     return sum(made.name != SIDE_BY_SIDE for made in chapters)
 
 
@@ -72,7 +72,7 @@ def _kicker(made: Chapter) -> str:
     return made.name if made.name == made.kind else f"{made.kind} {made.name}"
 
 
-def _style() -> str:
+def _stylesheet() -> str:
     css = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
     for name, at in (("light", 0), ("dark", 1)):
         values = " ".join(f"--{token}: {pair[at]};" for token, pair in PALETTE.items())
@@ -81,7 +81,7 @@ def _style() -> str:
 
 
 @cache
-def _environment() -> Environment:
+def _jinja_environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

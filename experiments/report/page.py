@@ -8,10 +8,10 @@ from pathlib import Path
 
 from flatshift.experiments.report.blocks import Chapter
 from flatshift.experiments.report.chapters import chapter, charts_of
-from flatshift.experiments.report.figure import drawing
+from flatshift.experiments.report.figure import chart_style
 from flatshift.experiments.report.html import render
-from flatshift.experiments.report.side_by_side import side_by_side
-from flatshift.experiments.results.run import discover
+from flatshift.experiments.report.side_by_side import side_by_side_chapter
+from flatshift.experiments.results.run import find_runs
 from flatshift.finetune.atomic import remove_leftovers, write_text
 from flatshift.finetune.errors import UserError
 
@@ -28,21 +28,21 @@ def build_report(paths: Sequence[str | Path], *, out: str | Path) -> Path:
     Raises UserError for a path that is not a run directory, for an unreadable or foreign file in it, and if `out`
     exists and is not a page of ours.
     """
-    refuse_foreign(Path(out))
+    check_replaceable(Path(out))
     write_text(out, report_html(paths))
     return Path(out)
 
 
 def report_html(paths: Sequence[str | Path]) -> str:
     """Return the page of `build_report` as text. Raises UserError like `build_report`."""
-    runs = discover([Path(p) for p in paths])
-    with drawing():
-        beside = side_by_side(runs)
+    runs = find_runs([Path(p) for p in paths])
+    with chart_style():
+        beside = side_by_side_chapter(runs)
         chapters = _with_slugs([*([beside] if beside is not None else []), *(chapter(run) for run in runs)])
     return render(chapters)
 
 
-def refuse_foreign(out: Path) -> None:
+def check_replaceable(out: Path) -> None:
     """Raise UserError if `out` is a regular file but not a page of ours (writers never replace anything else)."""
     if not out.is_file() or out.is_symlink():
         return
@@ -59,10 +59,10 @@ def write_plots(run: str | Path) -> list[Path]:
     Raises UserError like `build_report`.
     """
     written = []
-    for found in discover([Path(run)]):
+    for found in find_runs([Path(run)]):
         remove_leftovers(found.path / "plots")
         seen: dict[str, int] = {}
-        with drawing():
+        with chart_style():
             charts = charts_of(chapter(found))
         for chart in charts:
             seen[chart.name] = seen.get(chart.name, 0) + 1

@@ -14,9 +14,9 @@ from flatshift.experiments.results.table import SweepTable
 from flatshift.experiments.results.traces import STEP
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.curve_comparison import CurveComparison, compare_curves
-from flatshift.experiments.statistics.emc import Crossing, crossing
+from flatshift.experiments.statistics.emc import Crossing, find_crossing
 from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, thin
-from flatshift.experiments.statistics.verdict import CurveVerdict, judge_curve
+from flatshift.experiments.statistics.verdict import CurveVerdict, determine_verdict
 from flatshift.finetune.errors import UserError
 
 _SHORT = {"data.train.limit": "training rows", "train.steps": "steps"}
@@ -64,7 +64,7 @@ def fitted_column(table: SweepTable) -> str:
     return "train.unexplained" if table.has("train.unexplained") else "train.error"
 
 
-def is_judged(axis: str) -> bool:
+def is_capacity_axis(axis: str) -> bool:
     """Return True for axes along which the fit of the training data grows or shrinks.
 
     A peak over a learning rate or a share of noise is not double descent, whatever its shape.
@@ -72,7 +72,7 @@ def is_judged(axis: str) -> bool:
     return axis in _CAPACITY
 
 
-def curve_of(
+def build_curve(
     table: SweepTable, axis: str, where: Mapping[str, Any], *, test: str, epsilon: float, planned: int | None = None
 ) -> Curve:
     """Return the curve of the column `test` along a numeric axis, other axes held at `where`.
@@ -104,10 +104,10 @@ def curve_of(
             else UserError("no seed has a cell at every value yet; go on with the same command")
         )
     seeds, values = [found.seeds[s] for s in whole], [found.values[j] for j in keep]
-    return replace(_held(table, axis, where, seeds, values, test, epsilon), planned=planned)
+    return replace(_curve_at(table, axis, where, seeds, values, test, epsilon), planned=planned)
 
 
-def _held(
+def _curve_at(
     table: SweepTable,
     axis: str,
     where: Mapping[str, Any],
@@ -142,21 +142,21 @@ def _held(
         sharpness=column(SHARPNESS),
         metric=f"{split} {metric.replace('_', ' ')}",
         unit="nats" if metric == "loss" else "",
-        items=_items(table, test),
+        items=_item_count(table, test),
         epsilon=epsilon,
         training=test == "train.loss",
         lost=table.lost(where),
     )
 
 
-def _items(table: SweepTable, test: str) -> int | None:
+def _item_count(table: SweepTable, test: str) -> int | None:
     """Return the number of items behind each error rate of the column `test`; None if unknown or not constant."""
     name = f"{test}.items"
     known = set(table.column(name)[np.isfinite(table.column(name))].tolist()) if table.has(name) else set()
     return int(known.pop()) if len(known) == 1 else None
 
 
-def compared(
+def compare_settings(
     table: SweepTable, axis: str, ours: Mapping[str, Any], base: Mapping[str, Any], *, test: str, epsilon: float = 0.1
 ) -> tuple[Curve, CurveComparison]:
     """Compare the setting `ours` with `base` along `axis`: (curve of `ours`, comparison).
@@ -173,11 +173,11 @@ def compared(
         raise UserError(f"{len(values)} values of {axis} are in both curves; a comparison needs {FEWEST_POINTS}")
     numbers = [float(v) for v in values]
     values = [values[i] for i in (thin(numbers) if numbers[0] >= 0 else range(len(numbers)))]
-    curves = [_held(table, axis, where, seeds, values, test, epsilon) for where in (ours, base)]
+    curves = [_curve_at(table, axis, where, seeds, values, test, epsilon) for where in (ours, base)]
     return curves[0], compare_curves(*curves)
 
 
-def judge(
+def analyse_curve(
     table: SweepTable,
     axis: str,
     where: Mapping[str, Any],
@@ -187,9 +187,9 @@ def judge(
     planned: int | None = None,
     level: float = 0.05,
 ) -> AnalysedCurve:
-    """Test one curve at `level` per test. Raises UserError as `curve_of` and the peak test do."""
-    curve = curve_of(table, axis, where, test=test, epsilon=epsilon, planned=planned)
-    return AnalysedCurve(axis, dict(where), curve, judge_curve(curve, level=level))
+    """Test one curve at `level` per test. Raises UserError as `build_curve` and the peak test do."""
+    curve = build_curve(table, axis, where, test=test, epsilon=epsilon, planned=planned)
+    return AnalysedCurve(axis, dict(where), curve, determine_verdict(curve, level=level))
 
 
 PANELS = 6
@@ -207,20 +207,20 @@ def main_axis(data: SweepData) -> str | None:
     return min(data.axes, key=key, default=None)
 
 
-def axes_of(data: SweepData) -> list[str]:
+def plotted_axes(data: SweepData) -> list[str]:
     """Return the axes to draw along: the main one, then every other numeric one with at least three values."""
     first = main_axis(data)
     others = [a for a in data.axes if a != first and data.numeric(a) and len(data.values(a)) > 2]
     return [a for a in [first, *others] if a is not None]
 
 
-def curves_along(table: SweepTable, axis: str, column: str) -> list[dict[str, Any]]:
+def plottable_settings(table: SweepTable, axis: str, column: str) -> list[dict[str, Any]]:
     """Return the settings of the other axes at which `column` has at least two values of `axis`."""
     alone = len(table.axes) == 1  # with one axis, a single point is still drawn
     return [where for where, count in table.reach(column, axis) if count > 1 or alone]
 
 
-def evenly(values: Sequence[Any], most: int) -> list[Any]:
+def sample_evenly(values: Sequence[Any], most: int) -> list[Any]:
     """Return at most `most` of `values`, evenly spaced with first and last; a single one is the middle one."""
     if len(values) <= most:
         return list(values)
@@ -229,7 +229,7 @@ def evenly(values: Sequence[Any], most: int) -> list[Any]:
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
-def chosen(table: SweepTable, settings: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+def sample_settings(table: SweepTable, settings: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """Return at most `most` of `settings`, evenly spaced, in their order.
 
     Every word value (`regularizer`) is taken at the same numbers, as far as there is room for all words.
@@ -241,11 +241,11 @@ def chosen(table: SweepTable, settings: Sequence[dict[str, Any]], most: int) -> 
         words = tuple(value for axis, value in where.items() if not table.numeric(axis))
         alike.setdefault(words, []).append(place)
     each = max(most // len(alike), 1)
-    kept = sorted(place for places in alike.values() for place in evenly(places, each))
-    return [settings[place] for place in evenly(kept, most)]
+    kept = sorted(place for places in alike.values() for place in sample_evenly(places, each))
+    return [settings[place] for place in sample_evenly(kept, most)]
 
 
-def left_out(drawn: Sequence[Any], every: Sequence[Any]) -> str:
+def undrawn_note(drawn: Sequence[Any], every: Sequence[Any]) -> str:
     """Return a note for the lead if some settings are not drawn, else an empty text."""
     if len(drawn) == len(every):
         return ""
@@ -253,7 +253,7 @@ def left_out(drawn: Sequence[Any], every: Sequence[Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Direction:
+class AxisAnalysis:
     """One axis of a sweep, with the settings of the others."""
 
     data: SweepData
@@ -267,7 +267,7 @@ class Direction:
     @cached_property
     def drawn(self) -> list[dict[str, Any]]:
         """At most `PANELS` of `settings`."""
-        return chosen(self.table, self.settings, PANELS)
+        return sample_settings(self.table, self.settings, PANELS)
 
     @property
     def kind(self) -> str:
@@ -284,14 +284,14 @@ class Direction:
 
     @cached_property
     def _found(self) -> list[AnalysedCurve | str]:
-        if not is_judged(self.axis):
+        if not is_capacity_axis(self.axis):
             return []
         data, found = self.data, list[AnalysedCurve | str]()
         how: dict[str, Any] = {"test": self.test, "epsilon": data.epsilon, "level": data.level}
         how["planned"] = data.planned_seeds if data.unfinished else None
         for where in self.settings:
             try:
-                found.append(judge(self.table, self.axis, where, **how))
+                found.append(analyse_curve(self.table, self.axis, where, **how))
             except UserError as error:
                 found.append(str(error))
         return found
@@ -318,41 +318,41 @@ class Direction:
         judged = self.judged_at(where)
         if judged is not None:
             return judged.verdict.crossing
-        if not (is_judged(self.axis) and self.table.numeric(self.axis)):
+        if not (is_capacity_axis(self.axis) and self.table.numeric(self.axis)):
             return None
         found = self.table.matrix(fitted_column(self.table), self.axis, where)
         after = [j for j, v in enumerate(found.values) if not (self.axis == STEP and v == 0)]
         try:
-            return crossing([found.values[j] for j in after], found.y[:, after], self.data.epsilon)
+            return find_crossing([found.values[j] for j in after], found.y[:, after], self.data.epsilon)
         except UserError:  # fewer than two values, or no seed that has all
             return None
 
 
-class Analysis:
+class SweepAnalysis:
     """Directions of a sweep; verdicts are computed on demand, once."""
 
     def __init__(self, data: SweepData) -> None:
         self.data = data
 
     @cached_property
-    def directions(self) -> list[Direction]:
-        """Directions along every axis of `axes_of`, then along the recorded steps; none for a random design."""
+    def directions(self) -> list[AxisAnalysis]:
+        """Directions along every axis of `plotted_axes`, then along the recorded steps; none for a random design."""
         if self.data.design == "random":
             return []
-        places: list[tuple[str, SweepTable]] = [(axis, self.data) for axis in axes_of(self.data)]
+        places: list[tuple[str, SweepTable]] = [(axis, self.data) for axis in plotted_axes(self.data)]
         places += [(STEP, self.data.trace)] if self.data.trace is not None else []
         found = []
         for axis, table in places:
             drawn = [*self.data.error_columns(), "test.loss", "dev.loss", "train.loss"]
             column = next((c for c in drawn if table.has(c)), None)
-            every = curves_along(table, axis, column) if column is not None else []
+            every = plottable_settings(table, axis, column) if column is not None else []
             if every:
-                judged = every if len(every) <= JUDGED else chosen(table, every, PANELS)
-                found.append(Direction(self.data, table, axis, judged, len(every)))
+                judged = every if len(every) <= JUDGED else sample_settings(table, every, PANELS)
+                found.append(AxisAnalysis(self.data, table, axis, judged, len(every)))
         return found
 
     def crossing(self, axis: str, where: dict[str, Any]) -> Crossing | None:
-        """Return `Direction.crossing_at` along an axis; None along one that is not drawn."""
+        """Return `AxisAnalysis.crossing_at` along an axis; None along one that is not drawn."""
         found = next((d for d in self.directions if d.axis == axis), None)
         return found.crossing_at(where) if found is not None else None
 

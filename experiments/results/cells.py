@@ -31,7 +31,7 @@ CELLS, CURVES, POINTS, EMC = "cells.parquet", "curves.parquet", "points.csv", "e
 _KEYS = {"status", "reason"}
 
 
-def status_of(found: dict[str, Any]) -> Status:
+def cell_status(found: dict[str, Any]) -> Status:
     """Return the status of a cell from its result or its row of a table, as written by any version."""
     status = found["status"]
     if status == "failed" and found.get("diverged"):
@@ -39,7 +39,7 @@ def status_of(found: dict[str, Any]) -> Status:
     return "failed" if status in ("refused", "crashed") else status
 
 
-def ended(status: str) -> str:
+def unreached_status(status: str) -> str:
     """Return the status for the steps that a cell of this status did not reach."""
     return "stopped early" if status == "done" else status
 
@@ -65,7 +65,7 @@ def read_result(directory: Path) -> dict[str, Any] | None:
         except (ValueError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}: not a cell's result ({error}); {fix}") from None
         found = verify_sealed(path, found, fix=fix)
-        return {**found, "status": status_of(found)}
+        return {**found, "status": cell_status(found)}
     return None
 
 

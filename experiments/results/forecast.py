@@ -8,7 +8,7 @@ from typing import Any
 FORECAST = "forecast.json"
 
 
-def sentences(found: Mapping[str, Any]) -> list[str]:
+def forecast_sentences(found: Mapping[str, Any]) -> list[str]:
     """Return the forecast as sentences."""
     metric, n = found["metric"], found["rows"][-1]
 

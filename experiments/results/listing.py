@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.results.cells import MARKER
-from flatshift.experiments.results.run import RunResults, best_split, headline, is_run, read_object, read_run
+from flatshift.experiments.results.run import RunResults, best_split, headline_metric, is_run, read_object, read_run
 from flatshift.finetune.digests import DONE
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import RECIPE
@@ -39,38 +39,38 @@ class DirectoryEntry:
         return asdict(self)
 
 
-def listing(folder: Path) -> list[DirectoryEntry]:
+def list_directories(folder: Path) -> list[DirectoryEntry]:
     """List every run directory in `folder`, itself included, oldest first.
 
     Raises UserError if `folder` is not a directory. A directory with a broken file gets the status `broken`.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no directory; name the folder that your runs lie in, for example `runs`")
-    found = [entry(path, folder) for path in _inside(folder, _DEEPEST)]
+    found = [directory_entry(path, folder) for path in _find_runs(folder, _DEEPEST)]
     return sorted(found, key=lambda one: (one.date, one.path))
 
 
-def _inside(folder: Path, depth: int) -> Iterator[Path]:
+def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
     own = is_run(folder)
     if own:
         yield folder
     if depth and (not own or (folder / "study.json").is_file()):
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink() and path.name[0] != "." and path.name not in _PARTS:
-                yield from _inside(path, depth - 1)
+                yield from _find_runs(path, depth - 1)
 
 
-def entry(path: Path, folder: Path) -> DirectoryEntry:
+def directory_entry(path: Path, folder: Path) -> DirectoryEntry:
     """Describe one directory, named relative to `folder`."""
     name = path.relative_to(folder).as_posix() if path != folder else path.name or str(path)
     try:
-        return _entry(read_run(path), name)
+        return _run_entry(read_run(path), name)
     except UserError as error:
-        return DirectoryEntry(name, "?", f"broken: {error}"[:160], date=_changed(path))
+        return DirectoryEntry(name, "?", f"broken: {error}"[:160], date=_modified_time(path))
 
 
-def _entry(run: RunResults, name: str) -> DirectoryEntry:
-    made = str(run.environment.get("created") or run.manifest.get("created") or "") or _changed(run.path)
+def _run_entry(run: RunResults, name: str) -> DirectoryEntry:
+    made = str(run.environment.get("created") or run.manifest.get("created") or "") or _modified_time(run.path)
     date = made.replace("+00:00", "Z")
     if run.comparison:
         return DirectoryEntry(name, "comparison", "finished", date=date)
@@ -79,24 +79,24 @@ def _entry(run: RunResults, name: str) -> DirectoryEntry:
     if run.evaluation:
         return DirectoryEntry(name, "evaluation", "finished", date=date)
     if (run.path / MARKER).is_file() or (run.path / "cells").is_dir():
-        return _sweep(run, name, date)
-    if (run.path / RECIPE).is_file() and not _only_selected(run):
-        return _training(run, name, date)
+        return _sweep_entry(run, name, date)
+    if (run.path / RECIPE).is_file() and not _is_selection_only(run):
+        return _training_entry(run, name, date)
     chosen = run.manifest.get("selection")
     count = chosen.get("budget") if isinstance(chosen, dict) else None
-    return DirectoryEntry(name, "selection", "finished", steps=count, of=_pool(chosen), date=date)
+    return DirectoryEntry(name, "selection", "finished", steps=count, of=_pool_size(chosen), date=date)
 
 
-def _only_selected(run: RunResults) -> bool:
+def _is_selection_only(run: RunResults) -> bool:
     return (run.path / "scores.parquet").is_file() and not (run.path / "stages").is_dir()
 
 
-def _pool(chosen: Any) -> int | None:
+def _pool_size(chosen: Any) -> int | None:
     count = chosen.get("pool") if isinstance(chosen, dict) else None
     return count if isinstance(count, int) else None
 
 
-def _training(run: RunResults, name: str, date: str) -> DirectoryEntry:
+def _training_entry(run: RunResults, name: str, date: str) -> DirectoryEntry:
     train = run.recipe.get("train")
     asked = train.get("steps") if isinstance(train, dict) else None
     steps = max((line["step"] for line in run.metrics.lines if line["stage"] == "fine-tune"), default=0)
@@ -104,14 +104,14 @@ def _training(run: RunResults, name: str, date: str) -> DirectoryEntry:
     finished = (run.path / DONE).is_file() and done.get("target_steps") == asked
     status = ("stopped early" if done.get("stopped_early") else "finished") if finished else "unfinished"
     split = best_split(run.eval)
-    metric = headline(run.eval[split]) if split else None
+    metric = headline_metric(run.eval[split]) if split else None
     cell = run.eval[split][metric] if split and metric else {}
     figure = f"{split} {metric}" if metric else None
     ends = {key: cell.get(key) for key in ("value", "low", "high")}
     return DirectoryEntry(name, "training", status, int(done.get("steps", steps)), asked, figure, date=date, **ends)
 
 
-def _sweep(run: RunResults, name: str, date: str) -> DirectoryEntry:
+def _sweep_entry(run: RunResults, name: str, date: str) -> DirectoryEntry:
     plan = read_object(run.path / MARKER)
     asked = plan.get("cells") if isinstance(plan.get("cells"), int) else None
     data = run.sweep
@@ -127,5 +127,5 @@ def _sweep(run: RunResults, name: str, date: str) -> DirectoryEntry:
     return DirectoryEntry(name, "sweep", status, data.done, asked or len(data), date=date, **ends)
 
 
-def _changed(path: Path) -> str:
+def _modified_time(path: Path) -> str:
     return datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -155,13 +155,13 @@ class RunEvaluation:
     """SHA-256 of the files that the split was read from."""
 
 
-def differences(one: RunEvaluation, other: RunEvaluation) -> dict[str, Difference]:
+def metric_differences(one: RunEvaluation, other: RunEvaluation) -> dict[str, Difference]:
     """Return metric → `one` minus `other` for metrics that both have, baselines excluded.
 
     Paired if both kept per-row predictions and share rows. Otherwise computed from the two intervals as if the runs had
     been evaluated on different rows: half-widths add in squares, which is too wide if the rows are in fact the same.
     """
-    paired = _paired(one, other)
+    paired = _paired_differences(one, other)
     found = {}
     for name, cell in one.metrics.items():
         if name not in other.metrics or find_metric(name).is_floor:
@@ -182,7 +182,7 @@ def differences(one: RunEvaluation, other: RunEvaluation) -> dict[str, Differenc
     return found
 
 
-def _paired(one: RunEvaluation, other: RunEvaluation) -> dict[str, Difference]:
+def _paired_differences(one: RunEvaluation, other: RunEvaluation) -> dict[str, Difference]:
     if one.rows is None or other.rows is None or one.digest != other.digest:
         return {}
     mine, theirs = one.rows.by_row(), other.rows.by_row()

@@ -120,14 +120,14 @@ class Study:
     @property
     def metrics(self) -> list[str]:
         names = dict.fromkeys(name for cell in self.cells for name in cell["metrics"])
-        return [m for m in names if any(_finite(c["metrics"].get(m)) for c in self.cells)]
+        return [m for m in names if any(_is_finite(c["metrics"].get(m)) for c in self.cells)]
 
     def values(self, warmup: str, regularizer: str, metric: str) -> dict[int, float]:
         """Return seed → value of one arm, finite values only."""
         return {
             c["seed"]: float(c["metrics"][metric])
             for c in self.cells
-            if c["warmup"] == warmup and c["regularizer"] == regularizer and _finite(c["metrics"].get(metric))
+            if c["warmup"] == warmup and c["regularizer"] == regularizer and _is_finite(c["metrics"].get(metric))
         }
 
 
@@ -258,10 +258,10 @@ class RunResults:
         spent = self.selection.about.get("seconds") if self.selection else None
         parts = spent if isinstance(spent, dict) else {"all": spent}
         for part, value in parts.items():
-            if _finite(value):
+            if _is_finite(value):
                 timings[f"selection: {part}"] = float(value)
         for stage in self.metrics.stages:  # time_s accumulates over resumed attempts
-            times = [ln["time_s"] for ln in self.metrics.lines if ln["stage"] == stage and _finite(ln.get("time_s"))]
+            times = [ln["time_s"] for ln in self.metrics.lines if ln["stage"] == stage and _is_finite(ln.get("time_s"))]
             if times:
                 timings[stage] = float(max(times))
         return timings
@@ -270,7 +270,7 @@ class RunResults:
     def elapsed(self) -> float | None:
         """Wall seconds of the whole run if it recorded them, else the sum of its parts."""
         total = read_object(self.path / "timings.json").get("seconds")
-        if _finite(total):
+        if _is_finite(total):
             return max(float(total), sum(self.stage_seconds.values()))
         return sum(self.stage_seconds.values()) or None
 
@@ -280,13 +280,13 @@ def best_split(tree: dict[str, Any]) -> str | None:
     return next((s for s in ("test", "dev", *tree) if s in tree), None)
 
 
-def headline(metrics: dict[str, Any]) -> str | None:
+def headline_metric(metrics: dict[str, Any]) -> str | None:
     """Return the headline metric of a split; None without any."""
     kept = {name: cell for name, cell in metrics.items() if not find_metric(name).is_floor}
     return next((name for name in ("accuracy", "exact_match", *sort_for_headline(kept)) if name in kept), None)
 
 
-def _finite(value: Any) -> TypeGuard[float]:
+def _is_finite(value: Any) -> TypeGuard[float]:
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 2**63
     return isinstance(value, float) and math.isfinite(value)
@@ -325,7 +325,9 @@ def _check_eval(path: Path, tree: dict[str, Any]) -> dict[str, dict[str, dict[st
             if isinstance(cell, dict) and cell.get("value", 0) is None:
                 del metrics[metric]  # not defined on these rows
                 continue
-            if not isinstance(cell, dict) or not (isinstance(cell.get("value"), float) or _finite(cell.get("value"))):
+            if not isinstance(cell, dict) or not (
+                isinstance(cell.get("value"), float) or _is_finite(cell.get("value"))
+            ):
                 raise UserError(f"{path}: {split}.{metric} has no number `value`; run `flatshift eval` again")
     return tree
 
@@ -334,7 +336,7 @@ def _read_selection(folder: Path) -> SelectionResults:
     table = points = None
     top: list[dict[str, Any]] = []
     if (folder / "scores.parquet").is_file():
-        table = _parquet(folder / "scores.parquet", ("id", "score", "rank", "selected"))
+        table = _read_parquet(folder / "scores.parquet", ("id", "score", "rank", "selected"))
     if (folder / "selected.jsonl").is_file():
         top = _first_records(folder / "selected.jsonl", _SHOWN)
     judged = {}
@@ -345,7 +347,7 @@ def _read_selection(folder: Path) -> SelectionResults:
             if tab and (id_, domain) != ("id", "domain"):
                 judged[id_] = domain
     if (folder / "map.parquet").is_file():
-        shown = _parquet(folder / "map.parquet", ("x", "y", "kind"))
+        shown = _read_parquet(folder / "map.parquet", ("x", "y", "kind"))
         points = {name: shown.column(name).to_pylist() for name in ("x", "y", "kind")}
         points["explained"] = json.loads((shown.schema.metadata or {}).get(b"flatshift.explained", b"null"))
     about = read_object(folder / "manifest.json").get("selection")
@@ -360,7 +362,7 @@ _SHOWN = 1000
 """Most selected records listed on a page."""
 
 
-def _parquet(path: Path, columns: tuple[str, ...]) -> Any:
+def _read_parquet(path: Path, columns: tuple[str, ...]) -> Any:
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
@@ -397,9 +399,9 @@ def _read_study(path: Path) -> Study:
         if not good or not all(isinstance(cell.get(k), str) for k in ("warmup", "regularizer")):
             raise UserError(f"{path}: cells[{i}] needs warmup, regularizer, seed and metrics; run the study again")
     floor = tree.get("floor")
-    if _finite(floor):
+    if _is_finite(floor):
         floor = {"accuracy": floor}
-    floors = {k: float(v) for k, v in floor.items() if _finite(v)} if isinstance(floor, dict) else {}
+    floors = {k: float(v) for k, v in floor.items() if _is_finite(v)} if isinstance(floor, dict) else {}
     return Study(cells, floors, {k: v for k, v in tree.items() if k not in ("cells", "floor")})
 
 
@@ -415,7 +417,7 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in _FILES) or (path / "cells").is_dir()
 
 
-def discover(paths: Sequence[Path]) -> list[RunResults]:
+def find_runs(paths: Sequence[Path]) -> list[RunResults]:
     """Find the runs in `paths`, in order: each path itself, and the runs directly inside a plain folder or a study.
 
     Folders called `cells`, `runs`, `stages`, `selection` or with a leading dot are never opened as runs: they belong to
@@ -424,7 +426,7 @@ def discover(paths: Sequence[Path]) -> list[RunResults]:
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
-            raise UserError(f"{path}: no such run directory{_nearest(path)}")
+            raise UserError(f"{path}: no such run directory{_nearest_hint(path)}")
         if not path.is_dir():
             raise UserError(f"{path}: a file, not a run directory; give its folder {path.parent}")
         own = is_run(path)
@@ -434,7 +436,7 @@ def discover(paths: Sequence[Path]) -> list[RunResults]:
             inside = sorted(p for p in path.iterdir() if p.is_dir() and p.name[0] != "." and p.name not in names)
             inside = [p for p in inside if is_run(p)]
         if not own and not inside:
-            raise UserError(f"{path}: not a run directory (none of {EXPECTED}){_nearest(path)}")
+            raise UserError(f"{path}: not a run directory (none of {EXPECTED}){_nearest_hint(path)}")
         for run in ([path] if own else []) + inside:
             found.setdefault(run.resolve(), run)
     for path in found.values():
@@ -447,7 +449,7 @@ _WEIGHTS = ("adapter/", "initial/")
 """Folders of a run that no page shows; their digests are not checked."""
 
 
-def _nearest(path: Path) -> str:
+def _nearest_hint(path: Path) -> str:
     """Return a hint to a nearby run directory: above, next to it, or two levels below."""
     import difflib
 

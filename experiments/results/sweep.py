@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from flatshift.experiments.results.cells import read_marker, status_of
-from flatshift.experiments.results.table import SweepTable, Where, encode, floats
-from flatshift.experiments.results.traces import STEP, late_traces
+from flatshift.experiments.results.cells import cell_status, read_marker
+from flatshift.experiments.results.table import SweepTable, Where, encode_column, float_column
+from flatshift.experiments.results.traces import STEP, read_late_traces
 from flatshift.finetune.digests import verify_sealed
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import METRICS, find_metric, loss_form
@@ -32,7 +32,7 @@ INTERPOLATION = 0.1
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedCell:
     """Cell without metrics, and the reason."""
 
     cell: str
@@ -69,7 +69,7 @@ class SweepData(SweepTable):
         stability: float = 38.0,
         searched: Sequence[Mapping[str, Any]] = (),
         epsilon: float = INTERPOLATION,
-        together: Sequence[Together] = (),
+        together: Sequence[CoupledAxis] = (),
         planned_seeds: int | None = None,
         level: float = 0.05,
         metric: str | None = None,
@@ -94,13 +94,13 @@ class SweepData(SweepTable):
         return int(self.finished.sum())
 
     @cached_property
-    def failed(self) -> list[Failure]:
+    def failed(self) -> list[FailedCell]:
         """Cells that failed, in file order; a cell that has not run yet is not among them."""
         names = [n for n in ("cell", "status", "reason", "diverged") if n in self.table.column_names]
         texts = self.table.select(names).to_pydict()
         statuses = texts.get("status", [])
         return [
-            Failure(
+            FailedCell(
                 str(texts["cell"][i]) if "cell" in texts else "?",
                 {a: self._levels[a][self._codes[a][i]] for a in self.axes},
                 self._levels["seed"][self._codes["seed"][i]],
@@ -165,30 +165,32 @@ def read_sweep(folder: Path) -> SweepData | None:
     if not (folder / "cells.parquet").is_file() and not (folder / "cells").is_dir():
         return None
     plan = read_plan(folder / "sweep.json")
-    searched, epsilon = read_searched(folder / "emc.json")
-    planned = planned_cells(plan)
+    searched, epsilon = read_bisection(folder / "emc.json")
+    planned = planned_cell_count(plan)
     names = [n for n in ("cells.parquet", "curves.parquet", "points.csv") if (folder / n).is_file()]
-    cells = _parquet(folder / "cells.parquet")
+    cells = _read_parquet(folder / "cells.parquet")
     known = set(cells.column("cell").to_pylist()) if cells is not None and "cell" in cells.column_names else set()
-    curves = _parquet(folder / "curves.parquet")
+    curves = _read_parquet(folder / "curves.parquet")
     if cells is not None:  # the tables may still be those of an earlier plan
-        whole, cells = cells.num_rows, only_planned(cells, plan)
+        whole, cells = cells.num_rows, filter_planned_cells(cells, plan)
         if cells.num_rows < whole and curves is not None:
-            curves = _of_cells(curves, cells)
+            curves = _curves_of_cells(curves, cells)
     late: list[Path] = []
     if cells is None or (planned is not None and cells.num_rows < planned):
         late = [f for f in sorted((folder / "cells").glob("*/result.json")) if f.parent.name not in known]
-    rows = rows_planned(map(_flat_result, late), plan)
+    rows = filter_planned_rows(map(_result_row, late), plan)
     metric = declared_metric(plan)
-    cells = _with_errors(_joined([cells], rows), metric)
-    axes, fixed = axes_of_table(cells, declared_axes(plan))
-    together: list[Together] = []
+    cells = _with_errors(_concat([cells], rows), metric)
+    axes, fixed = split_axes(cells, declared_axes(plan))
+    together: list[CoupledAxis] = []
     if plan.get("design") == "paired":
-        axes, together = leading(cells, axes)
+        axes, together = split_coupled_axes(cells, axes)
     late = [folder / "cells" / str(row["cell"]) for row in rows]
-    traces, rows = late_traces(late, cells, axes, _steps_of(curves))
-    curves = _joined([curves, *traces], rows)
-    trace = SweepTable(_one_stage(curves), (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
+    traces, rows = read_late_traces(late, cells, axes, _recorded_steps(curves))
+    curves = _concat([curves, *traces], rows)
+    trace = (
+        SweepTable(_last_stage_rows(curves), (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
+    )
     design = str(plan.get("design") or "grid")
     data = SweepData(
         cells,
@@ -198,7 +200,7 @@ def read_sweep(folder: Path) -> SweepData | None:
         design=design,
         planned=planned,
         files=names,
-        stability=stability_threshold(beta1(folder / "recipe.resolved.yaml")),
+        stability=stability_threshold(adam_beta1(folder / "recipe.resolved.yaml")),
         searched=searched,
         together=together,
         planned_seeds=plan["seeds"] if isinstance(plan.get("seeds"), int) else None,
@@ -206,11 +208,11 @@ def read_sweep(folder: Path) -> SweepData | None:
         level=declared_level(plan),
         metric=metric,
     )
-    derive(data)
+    add_derived_metrics(data)
     return data
 
 
-def _parquet(path: Path) -> pa.Table | None:
+def _read_parquet(path: Path) -> pa.Table | None:
     if not path.is_file():
         return None
     try:
@@ -219,7 +221,7 @@ def _parquet(path: Path) -> pa.Table | None:
         raise UserError(f"{path}: not a readable Parquet file; {AGAIN}") from error
 
 
-def _of_cells(curves: pa.Table, cells: pa.Table) -> pa.Table:
+def _curves_of_cells(curves: pa.Table, cells: pa.Table) -> pa.Table:
     """Return the curves of those cells; all if the tables do not name cells."""
 
     if "cell" not in curves.column_names or "cell" not in cells.column_names:
@@ -227,22 +229,22 @@ def _of_cells(curves: pa.Table, cells: pa.Table) -> pa.Table:
     return curves.filter(pc.is_in(curves.column("cell"), value_set=cells.column("cell").combine_chunks()))
 
 
-def _joined(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa.Table:
+def _concat(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa.Table:
     """Concatenate all existing `tables` and `rows`; missing values are null."""
 
     there = [table for table in tables if table is not None]
     if rows or not there:
         names = list(dict.fromkeys(key for row in rows for key in row))
-        there.append(pa.table({name: _array([row.get(name) for row in rows]) for name in names}))
+        there.append(pa.table({name: _to_array([row.get(name) for row in rows]) for name in names}))
     try:
         return pa.concat_tables(there, promote_options="permissive") if len(there) > 1 else there[0]
     except pa.ArrowException:  # a column is text in one and a number in the other
         both = [row for table in there for row in table.to_pylist()]
         names = list(dict.fromkeys(name for table in there for name in table.column_names))
-        return pa.table({name: _array([row.get(name) for row in both]) for name in names})
+        return pa.table({name: _to_array([row.get(name) for row in both]) for name in names})
 
 
-def _array(values: list[Any]) -> pa.Array:
+def _to_array(values: list[Any]) -> pa.Array:
     """Return values as a column; as text if they are lists or of incompatible types."""
 
     try:
@@ -265,14 +267,14 @@ def _with_errors(table: pa.Table, metric: str | None) -> pa.Table:
         name = f"{split}.{lack}"
         if f"{split}.{whole}" not in table.column_names:
             continue
-        error = floats(table, name)
-        error = np.where(np.isfinite(error), error, 1 - floats(table, f"{split}.{whole}"))
+        error = float_column(table, name)
+        error = np.where(np.isfinite(error), error, 1 - float_column(table, f"{split}.{whole}"))
         at = table.schema.get_field_index(name)
         table = table.append_column(name, pa.array(error)) if at < 0 else table.set_column(at, name, pa.array(error))
     return table
 
 
-def _one_stage(table: pa.Table) -> pa.Table:
+def _last_stage_rows(table: pa.Table) -> pa.Table:
     """Return the rows of the last stage: steps restart in each, and only the last trains on the task's labels."""
 
     if "stage" not in table.column_names:
@@ -281,11 +283,11 @@ def _one_stage(table: pa.Table) -> pa.Table:
     return table.filter(pc.equal(table.column("stage"), stages[-1])) if len(stages) > 1 else table
 
 
-def _flat_result(file: Path) -> dict[str, Any]:
+def _result_row(file: Path) -> dict[str, Any]:
     """Return the row of cells.parquet for a result.json."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
-        row = {"cell": file.parent.name, **tree["point"], "seed": tree["seed"], "status": status_of(tree)}
+        row = {"cell": file.parent.name, **tree["point"], "seed": tree["seed"], "status": cell_status(tree)}
         row |= {key: tree.get(key) for key in ("reason", "seconds", "flatshift")}
         for split, metrics in tree["metrics"].items():
             row |= {f"{split}.{name}": cell["value"] for name, cell in metrics.items()}
@@ -296,14 +298,14 @@ def _flat_result(file: Path) -> dict[str, Any]:
     return row
 
 
-def _steps_of(curves: pa.Table | None) -> set[int]:
+def _recorded_steps(curves: pa.Table | None) -> set[int]:
     """Return the steps at which anything was recorded."""
     if curves is None or STEP not in curves.column_names:
         return set()
     return {int(step) for step in curves.column(STEP).unique().to_pylist() if step is not None}
 
 
-def derive(data: SweepData) -> None:
+def add_derived_metrics(data: SweepData) -> None:
     """Add `grad.norm` = √(‖gA‖² + ‖gB‖²) and `sharpness.ratio` = lr·λ_max / `data.stability` to trace and cells.
 
     A cell's value is the largest of its trace: of the gradient over the second half of its steps (the first steps from
@@ -315,21 +317,21 @@ def derive(data: SweepData) -> None:
     if trace.has("grad.a") and trace.has("grad.b"):
         norm = np.hypot(trace.column("grad.a"), trace.column("grad.b"))
         trace.add(GRADIENT, norm)
-        place = _cells(data)
+        place = _cell_rows(data)
         steps = trace.column(STEP)
         last = np.full(len(data), -1.0)
         known = (place >= 0) & np.isfinite(steps)  # steps that a failed cell did not reach have no values
         np.maximum.at(last, place[known], steps[known])
         late = known & (steps >= last[place] / 2)
-        data.add(GRADIENT, np.where(data.finished, _largest(norm, place, late, len(data)), np.nan))
+        data.add(GRADIENT, np.where(data.finished, _largest_by_cell(norm, place, late, len(data)), np.nan))
     if trace.has("sharpness.preconditioned") and trace.has("lr"):
         ratio = trace.column("sharpness.preconditioned") * trace.column("lr") / data.stability
         trace.add(SHARPNESS, ratio)
-        place = _cells(data)
-        data.add(SHARPNESS, np.where(data.finished, _largest(ratio, place, place >= 0, len(data)), np.nan))
+        place = _cell_rows(data)
+        data.add(SHARPNESS, np.where(data.finished, _largest_by_cell(ratio, place, place >= 0, len(data)), np.nan))
 
 
-def _cells(data: SweepData) -> np.ndarray:
+def _cell_rows(data: SweepData) -> np.ndarray:
     """Return int64 [rows of the trace]: the row in `data` of each one's cell, −1 if it has none."""
 
     assert data.trace is not None
@@ -339,7 +341,7 @@ def _cells(data: SweepData) -> np.ndarray:
     return found.fill_null(-1).to_numpy().astype(np.int64)
 
 
-def _largest(values: np.ndarray, place: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
+def _largest_by_cell(values: np.ndarray, place: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
     """Return float64 [count]: the largest finite value at each place, NaN if there is none."""
     good = among & np.isfinite(values)
     top = np.full(count, -np.inf)
@@ -352,21 +354,21 @@ _RECORDED = ("grad.", "update.", "sharpness.")
 _OWN = frozenset({"cell", "seed", "status"})
 
 
-def axes_of_table(table: pa.Table, declared: Iterable[str] | None) -> tuple[list[str], dict[str, Any]]:
+def split_axes(table: pa.Table, declared: Iterable[str] | None) -> tuple[list[str], dict[str, Any]]:
     """Return (columns that vary, {column: value} of those that do not)."""
     if declared is None:
-        declared = [c for c in table.column_names if c not in _OWN and "." in c and not _is_figure(c)]
-    levels = {c: encode(table, c)[0] for c in declared} if table.num_rows else {}
+        declared = [c for c in table.column_names if c not in _OWN and "." in c and not _is_metric_column(c)]
+    levels = {c: encode_column(table, c)[0] for c in declared} if table.num_rows else {}
     return [c for c, v in levels.items() if len(v) > 1], {c: v[0] for c, v in levels.items() if len(v) == 1}
 
 
-def _is_figure(column: str) -> bool:
+def _is_metric_column(column: str) -> bool:
     head, _, tail = column.partition(".")
     return column.startswith(_RECORDED) or (head in SPLITS and tail.split(".")[0] in METRICS)
 
 
 @dataclass(frozen=True)
-class Together:
+class CoupledAxis:
     """Axis of a paired design that moves with another one, so that no curve runs along it."""
 
     axis: str
@@ -376,7 +378,7 @@ class Together:
     """Its value at each value of `first`."""
 
 
-def leading(table: pa.Table, axes: list[str]) -> tuple[list[str], list[Together]]:
+def split_coupled_axes(table: pa.Table, axes: list[str]) -> tuple[list[str], list[CoupledAxis]]:
     """Return (axes of a paired design to draw along, those that move with the first of them).
 
     The first is the rank, else a numeric axis.
@@ -386,7 +388,7 @@ def leading(table: pa.Table, axes: list[str]) -> tuple[list[str], list[Together]
     if first is None:
         return axes, []
     pairs = {a: [(w[first], w[a]) for w in found.settings([first, a])] for a in axes if a != first}
-    together = [Together(a, first, dict(p)) for a, p in pairs.items() if len(p) == len(found.levels(first))]
+    together = [CoupledAxis(a, first, dict(p)) for a, p in pairs.items() if len(p) == len(found.levels(first))]
     moving = {one.axis for one in together}
     return [a for a in axes if a not in moving], together
 
@@ -423,7 +425,7 @@ def declared_axes(plan: dict[str, Any]) -> list[str] | None:
 def declared_epsilon(plan: dict[str, Any]) -> float | None:
     """Return the mean train error up to which a bisection counts rows as fitted; None without a bisection."""
     search = plan.get("bisection")
-    return _epsilon(search.get("epsilon")) if isinstance(search, dict) else None
+    return _valid_epsilon(search.get("epsilon")) if isinstance(search, dict) else None
 
 
 def declared_level(plan: dict[str, Any]) -> float:
@@ -439,11 +441,11 @@ def declared_metric(plan: dict[str, Any]) -> str | None:
     return loss_form(found) if isinstance(found, str) and found in METRICS else None
 
 
-def _epsilon(found: Any) -> float | None:
+def _valid_epsilon(found: Any) -> float | None:
     return float(found) if isinstance(found, int | float) and 0 < found < 1 else None
 
 
-def planned_cells(plan: dict[str, Any]) -> int | None:
+def planned_cell_count(plan: dict[str, Any]) -> int | None:
     """Return the number of cells in the plan, if it can be derived."""
     if isinstance(plan.get("cells"), int):
         return int(plan["cells"])
@@ -455,7 +457,7 @@ def planned_cells(plan: dict[str, Any]) -> int | None:
     return points * seeds or None
 
 
-def rows_planned(rows: Iterable[dict[str, Any]], plan: dict[str, Any]) -> list[dict[str, Any]]:
+def filter_planned_rows(rows: Iterable[dict[str, Any]], plan: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the finished cells that belong to the plan: a directory may also hold cells of an earlier grid.
 
     All of them if the plan does not name its cells.
@@ -463,14 +465,14 @@ def rows_planned(rows: Iterable[dict[str, Any]], plan: dict[str, Any]) -> list[d
     return [row for row in rows if "keys" not in plan or row["cell"] in plan["keys"]]
 
 
-def only_planned(table: pa.Table, plan: dict[str, Any]) -> pa.Table:
-    """Filter a table of cells like `rows_planned`."""
+def filter_planned_cells(table: pa.Table, plan: dict[str, Any]) -> pa.Table:
+    """Filter a table of cells like `filter_planned_rows`."""
     if "keys" not in plan or "cell" not in table.column_names:
         return table
     return table.filter(pc.is_in(table.column("cell"), value_set=pa.array(sorted(plan["keys"]), pa.string())))
 
 
-def read_searched(path: Path) -> tuple[list[dict[str, Any]], float | None]:
+def read_bisection(path: Path) -> tuple[list[dict[str, Any]], float | None]:
     """Return (points, ε) of emc.json, each with `point`, `emc`, `low`, `high`, `side`, `tried`; empty without it."""
     if not path.is_file():
         return [], None
@@ -482,10 +484,10 @@ def read_searched(path: Path) -> tuple[list[dict[str, Any]], float | None]:
             raise ValueError("no rows")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not what a bisection writes; {AGAIN}") from error
-    return found, _epsilon(document.get("epsilon"))
+    return found, _valid_epsilon(document.get("epsilon"))
 
 
-def beta1(recipe: Path) -> float:
+def adam_beta1(recipe: Path) -> float:
     """Return Adam's first decay rate from the recipe; 0.9 by default."""
     import yaml
 

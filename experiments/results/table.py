@@ -51,7 +51,7 @@ class SweepTable:
         self._levels: dict[str, list[Any]] = {}
         self._codes: dict[str, np.ndarray] = {}
         for axis in (*self.axes, "seed"):
-            self._levels[axis], self._codes[axis] = encode(table, axis)
+            self._levels[axis], self._codes[axis] = encode_column(table, axis)
         self._columns: dict[str, np.ndarray] = {}
         self._found: dict[tuple, np.ndarray] = {}
         statuses = table.column("status").to_pylist() if "status" in table.column_names else [None] * table.num_rows
@@ -85,7 +85,7 @@ class SweepTable:
     def column(self, name: str) -> np.ndarray:
         """Return float64 [N]: a column's value in every row, NaN if it was not measured or is not finite."""
         if name not in self._columns:
-            values = floats(self.table, name)
+            values = float_column(self.table, name)
             self._columns[name] = np.where(np.isfinite(values) & self.finished, values, np.nan)
         return self._columns[name]
 
@@ -115,7 +115,7 @@ class SweepTable:
         """Return the t-interval over the finished rows that match `where`; None if there are none."""
 
         values = self.column(column)[self.rows(where)]
-        return interval(column, values[np.isfinite(values)])
+        return metric_interval(column, values[np.isfinite(values)])
 
     def curve(self, column: str, axis: str, where: Where) -> list[tuple[Any, Interval]]:
         """Return (axis value, interval) along `axis` with other axes held at `where`; unmeasured values are skipped."""
@@ -127,7 +127,7 @@ class SweepTable:
         figures, codes = figures[good][order], codes[good][order]
         ends = np.searchsorted(codes, np.arange(1, len(self._levels[axis])))
         groups = np.split(figures, ends)
-        points = [(v, interval(column, groups[c])) for c, v in enumerate(self._levels[axis]) if v is not None]
+        points = [(v, metric_interval(column, groups[c])) for c, v in enumerate(self._levels[axis]) if v is not None]
         return [(v, p) for v, p in points if p is not None]
 
     def points(self, column: str, axis: str, where: Where) -> tuple[list[Any], list[float]]:
@@ -242,7 +242,7 @@ class SweepTable:
         starts = np.searchsorted(place.ravel()[order], np.arange(1, len(keys)))
         found = []
         for key, part in zip(keys.tolist(), np.split(figures[good][order], starts), strict=True):
-            made = interval(column, part)
+            made = metric_interval(column, part)
             if made is not None:
                 found.append(({a: self._levels[a][c] for a, c in zip(self.axes, key, strict=False)}, made))
         return found
@@ -253,14 +253,14 @@ class SweepTable:
         return min(means, key=lambda item: item[1].value) if means else None
 
 
-def interval(column: str, values: Any) -> Interval | None:
+def metric_interval(column: str, values: Any) -> Interval | None:
     """Return the t-interval of a metric's values, clipped to its bounds; None for no values."""
     if values is None or not len(values):
         return None
     return t_interval(values.tolist(), bounds=find_metric(column.partition(".")[2]).bounds)
 
 
-def encode(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
+def encode_column(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
     """Return (levels, int64 codes [N]) of a column; lists become text, so that they can be compared and grouped."""
 
     if name not in table.column_names:
@@ -286,7 +286,7 @@ def encode(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
     return [found[i] for i in order], new[encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)]
 
 
-def floats(table: pa.Table, name: str) -> np.ndarray:
+def float_column(table: pa.Table, name: str) -> np.ndarray:
     """Return a column as float64 [N]; NaN for nulls, and all NaN for a missing or non-numeric column."""
 
     if name not in table.column_names:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import json as arrow_json
 
-from flatshift.experiments.results.cells import ended, status_of
+from flatshift.experiments.results.cells import cell_status, unreached_status
 
 STEP = "step"
 """Axis of a trace: finished optimizer steps."""
@@ -22,7 +22,7 @@ _TOGETHER = 1000
 """Most files parsed at once: one file of unusual form only slows its own batch."""
 
 
-def late_traces(
+def read_late_traces(
     folders: Sequence[Path], cells: pa.Table, axes: Sequence[str], steps: Iterable[int]
 ) -> tuple[list[pa.Table], list[dict[str, Any]]]:
     """Return the curves.parquet content of cells missing from it: complete traces as tables, all others as rows.
@@ -44,7 +44,7 @@ def late_traces(
     others: list[Path] = []
     for start in range(0, len(folders), _TOGETHER):
         batch = folders[start : start + _TOGETHER]
-        lines, counts = _whole(batch)
+        lines, counts = _read_complete(batch)
         others += [folder for folder in batch if folder not in counts]
         if lines is None:
             continue
@@ -52,10 +52,10 @@ def late_traces(
         head = told.take(pa.array(rows))
         tables.append(pa.table([*head.columns, *lines.columns], names=[*head.column_names, *lines.column_names]))
     known = {*steps, *(step for table in tables for step in table.column(STEP).unique().to_pylist())}
-    return tables, _one_by_one(others, about, place, known)
+    return tables, _read_individually(others, about, place, known)
 
 
-def _whole(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
+def _read_complete(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
     """Return the traces that can be parsed unchanged, and the number of lines per folder; (None, {}) without any.
 
     Such a trace has one line for each step that trace.json names, in its order; nothing was undone or rewritten.
@@ -66,12 +66,12 @@ def _whole(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
     pieces: list[bytes] = []
     planned: dict[Path, list[int]] = {}
     for folder in folders:
-        steps, file = _planned(folder), folder / TRACE
+        steps, file = _planned_steps(folder), folder / TRACE
         lines = file.read_bytes() if steps and file.is_file() else b""
         if steps and lines.endswith(b"\n") and lines.count(b"\n") == len(steps) and b"rewound_to" not in lines:
             pieces.append(lines)
             planned[folder] = steps
-    table = _parsed(b"".join(pieces))
+    table = _parse_lines(b"".join(pieces))
     ends = np.cumsum([0, *map(len, planned.values())]).tolist()
     if table is None or table.num_rows != ends[-1]:
         return None, {}
@@ -83,7 +83,7 @@ def _whole(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
     return table.filter(pa.array(np.repeat(good, np.diff(ends)))), counts
 
 
-def _parsed(lines: bytes) -> pa.Table | None:
+def _parse_lines(lines: bytes) -> pa.Table | None:
     """Parse JSON lines to a table of numbers and plain text; None for anything else, or if a step is missing."""
 
     try:
@@ -96,7 +96,7 @@ def _parsed(lines: bytes) -> pa.Table | None:
     return table if STEP in table.column_names and pa.types.is_integer(table.column(STEP).type) else None
 
 
-def _one_by_one(
+def _read_individually(
     folders: Sequence[Path], about: pa.Table, place: dict[str, int], known: set[int]
 ) -> list[dict[str, Any]]:
     """Return rows of the traces in `folders`; of two lines for a step the later one counts."""
@@ -108,15 +108,17 @@ def _one_by_one(
     rows = []
     for folder, lines in traces.items():
         (row,) = about.slice(place[folder.name], 1).to_pylist()
-        status = status_of({"status": row.pop("status", None), "diverged": row.pop("diverged", None)})
-        planned = _planned(folder)
+        status = cell_status({"status": row.pop("status", None), "diverged": row.pop("diverged", None)})
+        planned = _planned_steps(folder)
         if planned is None:
             planned = [] if status == "done" else sorted(known)
-        rows += [{**row, **line} for line in (align_to_plan(lines, planned, ended(status)) if planned else lines)]
+        rows += [
+            {**row, **line} for line in (align_to_plan(lines, planned, unreached_status(status)) if planned else lines)
+        ]
     return rows
 
 
-def _planned(folder: Path) -> list[int] | None:
+def _planned_steps(folder: Path) -> list[int] | None:
     """Return the steps that trace.json names; None if it does not."""
     from flatshift.finetune.train.trace.files import ABOUT
 

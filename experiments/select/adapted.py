@@ -42,7 +42,7 @@ def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str],
     from flatshift.selection import RandomProjection
 
     seed = derive_seed(recipe.train.seed, "select", "gradients")
-    model, tokenizer, device = _opened(recipe, embedder.rank, seed)
+    model, tokenizer, device = _load_adapted_backbone(recipe, embedder.rank, seed)
     gradients = SampleGradients(model, device, pad_id=get_pad_token_id(tokenizer), batch_size=embedder.batch_size)
     projection = RandomProjection(embedder.dim, seed=seed, kind="srht")
     scale: np.ndarray | None = None
@@ -53,7 +53,7 @@ def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str],
         total, count = np.zeros(gradients.width), 0
         for low in range(0, len(draw), embedder.batch_size):
             some = [texts[i] for i in np.sort(draw)[low : low + embedder.batch_size].tolist()]
-            part, kept = gradients.of(_encoded(some, tokenizer, embedder.max_length))
+            part, kept = gradients.of(_encode_texts(some, tokenizer, embedder.max_length))
             total += (part.astype(np.float64) ** 2).sum(0)
             count += len(kept)
         moment = total / max(count, 1)
@@ -62,7 +62,9 @@ def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str],
     def embed(some: list[str]) -> np.ndarray:
         out = np.zeros((len(some), embedder.dim), dtype=np.float32)
         for low in range(0, len(some), embedder.batch_size):
-            part, kept = gradients.of(_encoded(some[low : low + embedder.batch_size], tokenizer, embedder.max_length))
+            part, kept = gradients.of(
+                _encode_texts(some[low : low + embedder.batch_size], tokenizer, embedder.max_length)
+            )
             if len(kept):
                 out[low + np.array(kept)] = projection.project(part if scale is None else part * scale)
         return out
@@ -126,7 +128,7 @@ class SampleGradients:
         return np.concatenate([np.empty((0, self.width), np.float32), *rows]), numbers
 
 
-def loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
+def loss_gap_scorer(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
     """Return texts → (n,) nats per token of the backbone trained on `target` minus its own; NaN without a token.
 
     The adapter is trained at the first call, by the usual training loop.
@@ -135,13 +137,13 @@ def loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callab
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         if not ready:
-            ready.append(_read_target(recipe, settings, target))
+            ready.append(_train_on_target(recipe, settings, target))
         return ready[0](texts)
 
     return measure
 
 
-def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
+def _train_on_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
     from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.eval_batching import EvalBatching, get_pad_token_id
@@ -154,8 +156,8 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
     from flatshift.regularizers import build
 
     seed = derive_seed(recipe.train.seed, "select", "loss gap")
-    model, tokenizer, device = _opened(recipe, settings.rank, seed)
-    examples = _encoded(list(target), tokenizer, settings.max_length)
+    model, tokenizer, device = _load_adapted_backbone(recipe, settings.rank, seed)
+    examples = _encode_texts(list(target), tokenizer, settings.max_length)
     if not examples:
         raise UserError("select.target: no text holds a token; loss-gap has nothing to read")
     size = min(settings.batch_size, len(examples))
@@ -192,7 +194,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
         ).fit()
 
     def measure(texts: Sequence[str]) -> np.ndarray:
-        encoded = _encoded(list(texts), tokenizer, settings.max_length)
+        encoded = _encode_texts(list(texts), tokenizer, settings.max_length)
         inference = EvalBatching.of(tokenizer, train, batch_size=64, device=device)
         with evaluation_mode(model):
             after, tokens = document_nats(model, encoded, inference, task=_LANGUAGE)
@@ -205,7 +207,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
     return measure
 
 
-def _opened(recipe: Recipe, rank: int, seed: int) -> tuple[Any, Any, torch.device]:
+def _load_adapted_backbone(recipe: Recipe, rank: int, seed: int) -> tuple[Any, Any, torch.device]:
     """Return the recipe's backbone with a fresh adapter in evaluation mode, in fp32; its tokenizer; and the device."""
     from flatshift.finetune.adapters.adapter import attach_adapter
     from flatshift.finetune.compute.cuda_status import resolve_device
@@ -218,7 +220,7 @@ def _opened(recipe: Recipe, rank: int, seed: int) -> tuple[Any, Any, torch.devic
     return wrapped.eval(), open_backbone(recipe.backbone).tokenizer, device
 
 
-def _encoded(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[Any]:
+def _encode_texts(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[Any]:
     """Encode texts as examples whose id is the text's number; texts without a token are left out."""
     from flatshift.finetune.data.encoding import encode
 

@@ -26,27 +26,27 @@ _ROWS = 1 << 16
 AnyRecords = TypeVar("AnyRecords", bound=Records)
 
 
-def drops_blanks(spec: Select) -> bool:
+def skips_blank_texts(spec: Select) -> bool:
     """Return True if blank texts are skipped; also for a method without texts, so that controls draw from the same
     pool."""
     return spec.own is None or bool(required_inputs(spec.method) & {"texts", "losses"})
 
 
-def without_blank(records: AnyRecords, files: Sequence[str], name: str) -> AnyRecords:
+def drop_blank_texts(records: AnyRecords, files: Sequence[str], name: str) -> AnyRecords:
     """Return `records` without those whose text is only white space. Raises UserError if nothing is left."""
     rows = records.rows
     texts = rows.texts if isinstance(rows, RowView) else (row.values["text"] for row in rows)
     blank = np.fromiter((not text or text.isspace() for text in texts), bool, len(rows))
-    return _kept(records, ~blank, BLANK, files, name)
+    return _filter_records(records, ~blank, BLANK, files, name)
 
 
-def known_rows(x: Any) -> np.ndarray:
+def nonzero_rows(x: Any) -> np.ndarray:
     """Return (N,) bool: rows of vectors `x` (N, d), in memory or on disk, that are not exactly zero."""
     found = [np.asarray(x[low : low + _ROWS]).any(axis=1) for low in range(0, len(x), _ROWS)]
     return np.concatenate(found) if found else np.zeros(0, dtype=bool)
 
 
-def without_unknown(
+def drop_unknown_texts(
     records: AnyRecords, x: Any, files: Sequence[str], name: str, console: Console
 ) -> tuple[AnyRecords, Any, np.ndarray | None]:
     """Return `records` and their vectors without zero vectors, and a mask of the kept rows (None: all).
@@ -55,16 +55,16 @@ def without_unknown(
     """
     from flatshift.selection.features import IndexedRows
 
-    known = known_rows(x)
+    known = nonzero_rows(x)
     if known.all():
         return records, x, None
-    fewer = _kept(records, known, UNKNOWN, files, name)
+    fewer = _filter_records(records, known, UNKNOWN, files, name)
     gone = fewer.skipped[len(records.skipped) :]
     console.say(f"{name}: skipped {len(gone):,} records, first {gone[0]}")
     return fewer, x[known] if isinstance(x, np.ndarray) else IndexedRows(x, np.flatnonzero(known)), known
 
 
-def _kept(records: AnyRecords, keep: np.ndarray, reason: str, files: Sequence[str], name: str) -> AnyRecords:
+def _filter_records(records: AnyRecords, keep: np.ndarray, reason: str, files: Sequence[str], name: str) -> AnyRecords:
     """Return the records where `keep` is true; the others are listed in `skipped`."""
     if keep.all():
         return records

@@ -19,7 +19,7 @@ from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.adapted import Embed, gradient_embedder
 from flatshift.experiments.select.pool import PoolRecords, Records
-from flatshift.experiments.select.remote_features import Copied, copied
+from flatshift.experiments.select.remote_features import LocalCopy, copy_features
 from flatshift.finetune.data.view import RowView
 from flatshift.finetune.errors import UserError, is_remote, user_path
 from flatshift.finetune.seeds import derive_seed
@@ -43,7 +43,7 @@ HELD_BYTES = 256 << 20
 """Most bytes of vectors held in memory; larger ones stay on disk behind an array interface."""
 _SCANNED = 1 << 14
 """Rows read at a time when searching for a bad one."""
-ByItself = BackboneEmbedder | EncoderEmbedder | Gradients | Static
+IndependentEmbedder = BackboneEmbedder | EncoderEmbedder | Gradients | Static
 """Embedders that embed a text independently of the others."""
 
 
@@ -67,7 +67,7 @@ def check_vectors(spec: Select) -> None:
                 )
 
 
-def check_unread(spec: Select, x: Any, y: Any) -> None:
+def check_unused_features(spec: Select, x: Any, y: Any) -> None:
     """Check the user's own features if the method does not read them, because the map does.
 
     Raises SelectionError for a wrong shape and BadRow for a row that is not finite. A method that reads features checks
@@ -83,7 +83,7 @@ def check_unread(spec: Select, x: Any, y: Any) -> None:
             check_finite_rows(np.asarray(matrix[low : low + _SCANNED]), side, low)
 
 
-def tokenizer_of(recipe: Recipe) -> tuple[Callable[[list[str]], list[list[int]]], int]:
+def backbone_tokenizer(recipe: Recipe) -> tuple[Callable[[list[str]], list[list[int]]], int]:
     """Return texts → token ids of the recipe's backbone, without special tokens, and the size of its vocabulary."""
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -139,7 +139,7 @@ class Vectors:
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._embedding: Embedding | None = None
         self.about: dict[str, Any] = {}
-        self.copies: dict[str, Copied] = {}
+        self.copies: dict[str, LocalCopy] = {}
 
     def pool(self, view: RowView | None = None, label: str = "embed pool") -> Any:
         """Return (N, d) of the whole pool, or of the rows of `view` (another view of the same records)."""
@@ -172,9 +172,9 @@ class Vectors:
         """Return the user's own features of a side at `index`, copied first if they are in an object store."""
         given: str = getattr(self.spec.own, name)
         if is_remote(given) and name not in self.copies:
-            self.copies[name] = copied(given, self.spec.cache, f"--{name}-features", self._console)
+            self.copies[name] = copy_features(given, self.spec.cache, f"--{name}-features", self._console)
         path = str(self.copies[name].path) if name in self.copies else given
-        return _own(path, records, index, name, given)
+        return _own_features(path, records, index, name, given)
 
     def _made(self, texts: Sequence[str], label: str, *, of_target: bool = False) -> Any:
         if self._embedding is None:
@@ -224,7 +224,7 @@ class Vectors:
 
 
 @contextlib.contextmanager
-def naming_rows(vectors: Vectors, sides: Mapping[str, Records | None]) -> Iterator[None]:
+def report_bad_rows(vectors: Vectors, sides: Mapping[str, Records | None]) -> Iterator[None]:
     """Report a bad row of the user's own features by its record and its row in the file.
 
     A selector counts the rows it received: those that were kept, or a part of them. sides: by name, as in `vectors`;
@@ -255,7 +255,7 @@ def _texts(records: Records) -> list[str]:
     return [row.values["text"] for row in records.rows]
 
 
-def _own(path: str, records: Records, index: np.ndarray, name: str, given: str) -> Any:
+def _own_features(path: str, records: Records, index: np.ndarray, name: str, given: str) -> Any:
     """Return the user's features at `index`: row i of the file belongs to record i before any filter.
 
     given: the user's name for the file at `path`.
@@ -268,7 +268,7 @@ def _own(path: str, records: Records, index: np.ndarray, name: str, given: str) 
             "they must be in file order, one row per record"
         )
     if directory is not None and directory.has_ids:
-        _same_ids(directory, records, name)
+        _check_ids(directory, records, name)
     taken = IndexedRows(matrix, index)
     if taken.nbytes <= HELD_BYTES:
         return np.asarray(taken)
@@ -276,7 +276,7 @@ def _own(path: str, records: Records, index: np.ndarray, name: str, given: str) 
     return matrix if len(index) == len(matrix) and (index[:-1] < index[1:]).all() else taken
 
 
-def _same_ids(directory: FeatureDirectory, records: Records, name: str) -> None:
+def _check_ids(directory: FeatureDirectory, records: Records, name: str) -> None:
     """Raise UserError for shards whose ids differ from those of the kept records at the same position."""
     place, found, ids = -1, "", directory.ids()
     for row in records.rows:
@@ -294,7 +294,7 @@ def _same_ids(directory: FeatureDirectory, records: Records, name: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ embedders
 
 
-def _tfidf(vectors: Vectors, settings: TfIdf) -> Embedding:
+def _tfidf_embedding(vectors: Vectors, settings: TfIdf) -> Embedding:
     from flatshift.selection import TfIdfEmbedder
     from flatshift.selection.features.tfidf import load_or_fit
 
@@ -313,22 +313,24 @@ def _tfidf(vectors: Vectors, settings: TfIdf) -> Embedding:
     return Embedding(tfidf.transform, f"tfidf {tfidf.fingerprint}")
 
 
-def _token_ngrams(vectors: Vectors, settings: TokenNgrams) -> Embedding:
+def _token_ngram_embedding(vectors: Vectors, settings: TokenNgrams) -> Embedding:
     from flatshift.selection.features.token_space import TokenNgramEmbedder
 
-    tokenize, size = tokenizer_of(vectors.recipe)
+    tokenize, size = backbone_tokenizer(vectors.recipe)
     seed = derive_seed(vectors.recipe.train.seed, "token n-grams")
     made = TokenNgramEmbedder(tokenize, size, dim=settings.dim, fit_rows=settings.fit_rows, seed=seed)
     made.fit(vectors.pool_texts, vectors.near)
     return Embedding(made.transform, f"tokens {made.fingerprint}", made.transform_target)
 
 
-def _by_itself(vectors: Vectors, settings: ByItself) -> Embedding:
+def _independent_embedding(vectors: Vectors, settings: IndependentEmbedder) -> Embedding:
     texts = vectors.pool_texts if isinstance(settings, Gradients) else ()  # others need no pool
-    return embedding_by_itself(vectors.recipe, settings, texts, keyed=vectors.keyed)
+    return independent_embedding(vectors.recipe, settings, texts, keyed=vectors.keyed)
 
 
-def embedding_by_itself(recipe: Recipe, settings: ByItself, texts: Sequence[str], *, keyed: bool) -> Embedding:
+def independent_embedding(
+    recipe: Recipe, settings: IndependentEmbedder, texts: Sequence[str], *, keyed: bool
+) -> Embedding:
     """Build an embedding that is not fitted; keyed: its cache key must be complete.
 
     texts: used for the second moments of gradients only. Raises UserError.
@@ -380,19 +382,19 @@ def state_embedder(
     return embed, f"states {content} {length} {pooling} {normalise} {lower} {prompt}"
 
 
-class _Kind(NamedTuple):
+class _EmbedderEntry(NamedTuple):
     make: Callable[[Vectors, Any], Embedding]
     slow: bool
     """True if its vectors are worth keeping until the selection is complete."""
 
 
-_EMBEDDERS: dict[type, _Kind] = {
-    TfIdf: _Kind(_tfidf, slow=False),
-    TokenNgrams: _Kind(_token_ngrams, slow=False),
-    Static: _Kind(_by_itself, slow=True),
-    Gradients: _Kind(_by_itself, slow=True),
-    BackboneEmbedder: _Kind(_by_itself, slow=True),
-    EncoderEmbedder: _Kind(_by_itself, slow=True),
+_EMBEDDERS: dict[type, _EmbedderEntry] = {
+    TfIdf: _EmbedderEntry(_tfidf_embedding, slow=False),
+    TokenNgrams: _EmbedderEntry(_token_ngram_embedding, slow=False),
+    Static: _EmbedderEntry(_independent_embedding, slow=True),
+    Gradients: _EmbedderEntry(_independent_embedding, slow=True),
+    BackboneEmbedder: _EmbedderEntry(_independent_embedding, slow=True),
+    EncoderEmbedder: _EmbedderEntry(_independent_embedding, slow=True),
 }
 """By the settings of `flatshift.selection.config.Embedder`, but for features of the user's own."""
 
@@ -410,7 +412,7 @@ class RecipeEmbedder:
     """
 
     def __init__(self, recipe: Recipe, embedder: Embedder, moments: Sequence[str] = ()):
-        if not isinstance(embedder, ByItself):
+        if not isinstance(embedder, IndependentEmbedder):
             raise UserError(
                 f"select.embedder.kind: {embedder.kind} is no function of a text alone; take backbone, encoder, "
                 "gradients or static, or TfIdfEmbedder, fitted once"
@@ -428,5 +430,5 @@ class RecipeEmbedder:
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         if self._embed is None:
-            self._embed = embedding_by_itself(self.recipe, self.embedder, self.moments, keyed=False).embed
+            self._embed = independent_embedding(self.recipe, self.embedder, self.moments, keyed=False).embed
         return self._embed(list(texts))

@@ -49,11 +49,11 @@ def clean_rows(
         )
     if not settings.on:
         return rows, None
-    _refuse_pieces_beside_features(spec)
+    _check_pieces_without_features(spec)
     from flatshift.selection.hygiene import ReferenceTexts, clean_pool
 
     started = time.monotonic()
-    judged = [*apart, *_judged_rows(recipe, spec)] if repeats or settings.decontaminate is not None else []
+    judged = [*apart, *_evaluation_rows(recipe, spec)] if repeats or settings.decontaminate is not None else []
     judged_texts = [(text, row.id) for row in judged for text in _all_texts(row)]
     if settings.decontaminate is not None and not judged_texts:
         raise UserError(
@@ -64,7 +64,7 @@ def clean_rows(
         ReferenceTexts("target", [row.values["text"] for row in target]),
         ReferenceTexts("eval", [text for text, _ in judged_texts]),
     ]
-    listed = _listed(spec, rows, console) if settings.drops else None
+    listed = _read_drop_list(spec, rows, console) if settings.drops else None
     with console.task("clean pool", len(rows), "texts") as task:
         cleaned = clean_pool(
             rows.texts,
@@ -80,7 +80,9 @@ def clean_rows(
             handle.write(json_text(drop) + "\n")
     kept = _kept_rows(rows, cleaned)
     if not len(kept):
-        raise UserError(f"select.hygiene leaves no record of the pool's {len(rows):,} ({_told(cleaned)}); loosen it")
+        raise UserError(
+            f"select.hygiene leaves no record of the pool's {len(rows):,} ({_drop_summary(cleaned)}); loosen it"
+        )
     manifest = {
         "records": len(rows),
         "kept": len(kept),
@@ -92,12 +94,14 @@ def clean_rows(
         **cleaned.diagnostics,
         "seconds": round(time.monotonic() - started, 3),
     }
-    console.say(f"hygiene: {len(rows):,} records, {len(kept):,} kept; {_told(cleaned)}; drops.jsonl has each one")
-    _say_limits(cleaned, console)
+    console.say(
+        f"hygiene: {len(rows):,} records, {len(kept):,} kept; {_drop_summary(cleaned)}; drops.jsonl has each one"
+    )
+    _print_limits(cleaned, console)
     return kept, manifest
 
 
-def _listed(spec: Select, rows: RowView, console: Console) -> DropList:
+def _read_drop_list(spec: Select, rows: RowView, console: Console) -> DropList:
     """Return the entries of `drops`, looked up among the pool's ids.
 
     Raises:
@@ -111,7 +115,7 @@ def _listed(spec: Select, rows: RowView, console: Console) -> DropList:
     listed = DropList(memory=int(spec.hygiene.memory_gib * 2**29))
     entries = read_rows(files, required=("id",), bad_rows=spec.bad_rows, skipped=skipped)
     while some := list(islice(entries, _ENTRIES)):
-        matches, reasons = ([_said(row, name) for row in some] for name in ("match", "why"))
+        matches, reasons = ([_record_text(row, name) for row in some] for name in ("match", "why"))
         listed.add([row.id for row in some], matches, reasons)
     listed.find(rows.ids)
     unknown = len(listed.unknown)
@@ -126,12 +130,12 @@ def _listed(spec: Select, rows: RowView, console: Console) -> DropList:
     return listed
 
 
-def _said(row: Row, name: str) -> str:
+def _record_text(row: Row, name: str) -> str:
     value = row.record.get(name)
     return "" if value is None else str(value)
 
 
-def _refuse_pieces_beside_features(spec: Select) -> None:
+def _check_pieces_without_features(spec: Select) -> None:
     cuts = spec.hygiene.decontaminate is not None and spec.hygiene.decontaminate.action == "split"
     if cuts and spec.own is not None:
         raise UserError(
@@ -140,7 +144,7 @@ def _refuse_pieces_beside_features(spec: Select) -> None:
         )
 
 
-def _judged_rows(recipe: Recipe, spec: Select) -> list[Row]:
+def _evaluation_rows(recipe: Recipe, spec: Select) -> list[Row]:
     """Return the evaluation rows: dev and test of the recipe (held out by `data.holdout` if no file is named), and
     `select.eval`."""
     found: list[Row] = []
@@ -149,12 +153,14 @@ def _judged_rows(recipe: Recipe, spec: Select) -> list[Row]:
         splits = read_splits(recipe)
         found += [*splits.dev, *splits.test]
     else:
-        found += _read(recipe, data.dev, data.columns, data.bad_rows, "dev")
-        found += _read(recipe, data.test, data.columns, data.bad_rows, "test")
-    return found + _read(recipe, spec.eval, spec.columns, spec.bad_rows, "evaluation")
+        found += _read_split(recipe, data.dev, data.columns, data.bad_rows, "dev")
+        found += _read_split(recipe, data.test, data.columns, data.bad_rows, "test")
+    return found + _read_split(recipe, spec.eval, spec.columns, spec.bad_rows, "evaluation")
 
 
-def _read(recipe: Recipe, files: Files, columns: Columns, bad_rows: Literal["refuse", "skip"], what: str) -> list[Row]:
+def _read_split(
+    recipe: Recipe, files: Files, columns: Columns, bad_rows: Literal["refuse", "skip"], what: str
+) -> list[Row]:
     if not files.files:
         return []
     rows = read_rows(files.files, columns=columns, required=(), bad_rows=bad_rows)
@@ -177,7 +183,7 @@ def _kept_rows(rows: RowView, cleaned: CleaningResult) -> RowView:
     return kept.cut(cleaned.pieces.get(place) for place in cleaned.kept.tolist()) if cleaned.pieces else kept
 
 
-def _told(cleaned: CleaningResult) -> str:
+def _drop_summary(cleaned: CleaningResult) -> str:
     parts = [f"{count:,} {cause}" for cause, count in cleaned.counts().items()]
     if cleaned.pieces:
         pieces = sum(map(len, cleaned.pieces.values()))
@@ -185,7 +191,7 @@ def _told(cleaned: CleaningResult) -> str:
     return "dropped " + ", ".join(parts)
 
 
-def _say_limits(cleaned: CleaningResult, console: Console) -> None:
+def _print_limits(cleaned: CleaningResult, console: Console) -> None:
     """Print what the steps could not check."""
     ngrams = cleaned.diagnostics.get("decontaminate", {})
     if ngrams.get("too_short"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.select.outputs import plain
+from flatshift.experiments.select.outputs import to_json_values
 from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.selection.features import FeatureCache
 from flatshift.selection.features.cache import atomic_file
@@ -20,7 +20,7 @@ from flatshift.selection.methods.base import Selector
 _FILE = "scores.npz"
 
 
-class KeptScores:
+class ScoreCheckpoint:
     """Scores of a fitted selector in `directory`, tied to the exact texts they belong to.
 
     Selectors with transport potentials are not stored here: their solver keeps its own passes
@@ -38,7 +38,7 @@ class KeptScores:
             return
         arrays: dict[str, Any] = {
             "scores": selector.scores_,
-            "told": np.array(json.dumps(plain(selector.diagnostics_))),
+            "told": np.array(json.dumps(to_json_values(selector.diagnostics_))),
         }
         for name, part in (("nearest", selector.nearest_target_), ("readings", selector.readings_)):
             if part is not None:
@@ -74,14 +74,14 @@ class KeptScores:
         return digest.hexdigest()
 
 
-def kept_losses(
+def with_cached_losses(
     measure: Callable[[Sequence[str]], np.ndarray], directory: Path, key: str
 ) -> Callable[[Sequence[str]], np.ndarray]:
     """Return `measure` with the losses of each batch of texts kept in `directory`."""
 
     def losses(texts: Sequence[str]) -> np.ndarray:
         found = FeatureCache(directory).features(
-            texts, lambda some: _without_nan(measure(some)), key=key, shard_rows=len(texts)
+            texts, lambda some: _split_nan(measure(some)), key=key, shard_rows=len(texts)
         )
         values = np.asarray(found, dtype=np.float64)
         return np.where(values[:, 1] > 0, np.nan, values[:, 0])
@@ -89,7 +89,7 @@ def kept_losses(
     return losses
 
 
-def _without_nan(losses: np.ndarray) -> np.ndarray:
+def _split_nan(losses: np.ndarray) -> np.ndarray:
     """Return (n, 2): the losses with 0 in place of NaN, and a flag for each NaN."""
     none = np.isnan(losses)
     return np.stack([np.where(none, 0.0, losses), none], axis=1)

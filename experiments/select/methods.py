@@ -13,7 +13,7 @@ import numpy as np
 
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console, ProgressBar
-from flatshift.experiments.select.kept import kept_losses
+from flatshift.experiments.select.kept import with_cached_losses
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import LanguageModel
@@ -53,19 +53,19 @@ def check_method(spec: Select) -> None:
         )
 
 
-def vectors_needed(spec: Select) -> bool:
+def needs_vectors(spec: Select) -> bool:
     """Return True if pool and target get vectors: the method uses them, or they are given and serve the report."""
     return "features" in required_inputs(spec.method) or spec.own is not None
 
 
-def makes_vectors(spec: Select) -> bool:
+def embeds_texts(spec: Select) -> bool:
     """Return True if texts are embedded, even if only for the distances of domains."""
-    return spec.own is None and (vectors_needed(spec) or spec.relevance is not None)
+    return spec.own is None and (needs_vectors(spec) or spec.relevance is not None)
 
 
-def idle_setting(spec: Select) -> str | None:
+def unused_setting(spec: Select) -> str | None:
     """Return the first vector setting that has no effect because no vectors are made; None if there is none."""
-    if vectors_needed(spec) or makes_vectors(spec):
+    if needs_vectors(spec) or embeds_texts(spec):
         return None
     default = Select()
     settings = ("embedder", "cache", "feature_type")
@@ -81,7 +81,7 @@ def solver_device(recipe: Recipe) -> str:
     return str(resolve_device(recipe.train.device))
 
 
-def backbone_surprise(
+def backbone_nll(
     recipe: Recipe, method: Method, target: Sequence[str], state: Path | None = None
 ) -> Callable[[Sequence[str]], np.ndarray] | None:
     """Return texts → (n,) mean −log p per token under the recipe's backbone, NaN for a text without a token; or None.
@@ -92,11 +92,15 @@ def backbone_surprise(
     """
     inner = ranking_method(method)
     if isinstance(inner, LossGap):
-        from flatshift.experiments.select.adapted import loss_gap
+        from flatshift.experiments.select.adapted import loss_gap_scorer
 
-        gap = loss_gap(recipe, inner, target)
+        gap = loss_gap_scorer(recipe, inner, target)
         digest = hashlib.sha256("\0".join(target).encode("utf-8", "surrogatepass")).hexdigest()
-        return gap if state is None else kept_losses(gap, state / "losses", f"gap {recipe.backbone} {inner} {digest}")
+        return (
+            gap
+            if state is None
+            else with_cached_losses(gap, state / "losses", f"gap {recipe.backbone} {inner} {digest}")
+        )
     if not isinstance(inner, Perplexity):
         return None
     max_length = inner.max_length
@@ -104,13 +108,15 @@ def backbone_surprise(
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         if not loaded:
-            loaded.append(_surprise(recipe, max_length))
+            loaded.append(_build_nll(recipe, max_length))
         return loaded[0](texts)
 
-    return measure if state is None else kept_losses(measure, state / "losses", f"{recipe.backbone} {max_length}")
+    return (
+        measure if state is None else with_cached_losses(measure, state / "losses", f"{recipe.backbone} {max_length}")
+    )
 
 
-def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
+def _build_nll(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.compute.precision import infer_precision
     from flatshift.finetune.data.encoding import encode
@@ -137,7 +143,7 @@ def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.n
 
 
 @contextmanager
-def naming_memory(spec: Select) -> Iterator[None]:
+def report_memory_shortage(spec: Select) -> Iterator[None]:
     """Report too little memory for the transport solver by its setting. Raises UserError for TooLittleMemory."""
     try:
         yield
@@ -150,7 +156,7 @@ def naming_memory(spec: Select) -> Iterator[None]:
 
 
 @contextmanager
-def watched(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Show a selector's `progress(stage, done, total)` as consecutive tasks of the console."""
     start = time.monotonic()
     stage: tuple[str, int] | None = None

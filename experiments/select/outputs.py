@@ -32,7 +32,9 @@ _LARGEST = 1e30
 """Features beyond are drawn in units of the largest: coordinates are float32, their variances products."""
 
 
-def write_choice(recipe: Recipe, directory: Path, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> None:
+def write_selection(
+    recipe: Recipe, directory: Path, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray
+) -> None:
     """Write scores.parquet and selected.jsonl, and map.parquet if there are vectors.
 
     chosen: row numbers, repeated for a row that is to be trained on more than once.
@@ -50,7 +52,7 @@ def write_choice(recipe: Recipe, directory: Path, sides: PoolAndTarget, selector
         "rank": rank,
         "selected": selected,
         "times": times,
-        "nearest_target": None if nearest is None else _Named([row.id for row in sides.target.rows], nearest),
+        "nearest_target": None if nearest is None else _NameLookup([row.id for row in sides.target.rows], nearest),
         "domain": sides.domains[0],
     }
     _write_scores(directory, table)
@@ -60,10 +62,10 @@ def write_choice(recipe: Recipe, directory: Path, sides: PoolAndTarget, selector
     if sides.x is not None and sides.y is not None:
         _write_map(directory, sides.x, sides.y, selected, recipe.train.seed)
     if spec.pool.files == (_SHIPPED_POOL,):
-        _write_judged_domains(directory, set(rows.ids))
+        _write_hidden_domains(directory, set(rows.ids))
 
 
-class _Named:
+class _NameLookup:
     """Names by number, looked up a slice at a time."""
 
     def __init__(self, names: Sequence[str], numbers: np.ndarray):
@@ -122,7 +124,7 @@ def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: n
             moved = {key: record.pop(key) for key in sorted(collides)}
             if moved:
                 record["source"] = moved
-            handle.write(json_text(plain({**record, **added}), default=str) + "\n")
+            handle.write(json_text(to_json_values({**record, **added}), default=str) + "\n")
 
 
 def _write_targets(directory: Path, rows: Iterable[Row]) -> None:
@@ -194,7 +196,7 @@ def _float64(source: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.asarray(source[rows], dtype=np.float64)
 
 
-def _write_judged_domains(directory: Path, ids: set[str]) -> None:
+def _write_hidden_domains(directory: Path, ids: set[str]) -> None:
     """Write the shipped pool's hidden tags, for the report only and after the selection."""
     import lzma
 
@@ -206,14 +208,14 @@ def _write_judged_domains(directory: Path, ids: set[str]) -> None:
     (directory / "judged_domains.tsv").write_text(text, encoding="utf-8")
 
 
-def plain(value: Any) -> Any:
+def to_json_values(value: Any) -> Any:
     """Convert NumPy scalars and arrays to JSON values; non-finite numbers to null."""
     if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): to_json_values(v) for k, v in value.items()}
     if isinstance(value, np.ndarray):
-        return plain(value.tolist())
+        return to_json_values(value.tolist())
     if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
+        return [to_json_values(v) for v in value]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not np.isfinite(value):

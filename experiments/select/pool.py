@@ -74,9 +74,9 @@ class PoolAndTarget:
 def read_pool(spec: Select, seed: int, directory: Path, console: Console) -> PoolRecords:
     """Read the pool's rows into a temporary file in `directory` that is deleted with the view. Raises UserError."""
     skipped: list[str] = []
-    rows = _rows(spec.pool, spec, "pool", skipped)
+    rows = _read_rows(spec.pool, spec, "pool", skipped)
     view = spill_rows(
-        _told(rows, console), directory / ".pool.arrow", columns=spec.columns, domain_column=spec.domain_column
+        _with_progress(rows, console), directory / ".pool.arrow", columns=spec.columns, domain_column=spec.domain_column
     )
     if not len(view):
         require_rows([], files=spec.pool.files, what="pool", skipped=skipped)
@@ -89,13 +89,13 @@ def read_pool(spec: Select, seed: int, directory: Path, console: Console) -> Poo
 def read_records(files: Files, spec: Select, seed: int, name: str) -> Records:
     """Read the rows of a target, or of negative examples, into memory. Raises UserError."""
     skipped: list[str] = []
-    rows = _rows(files, spec, name, skipped)
+    rows = _read_rows(files, spec, name, skipped)
     kept = require_rows(rows, files=files.files, what=name, skipped=skipped)
     total = len(kept) + len(skipped)
     return Records(limit_rows(kept, files.limit, seed=derive_seed(seed, "limit", name)), skipped, total)
 
 
-def chunked(recipe: Recipe, view: RowView, console: Console) -> RowView:
+def cut_pool(recipe: Recipe, view: RowView, console: Console) -> RowView:
     """Cut the pool to the length of `select.chunk`; unchanged without it. Raises UserError."""
     spec = recipe.select
     assert spec is not None
@@ -106,7 +106,7 @@ def chunked(recipe: Recipe, view: RowView, console: Console) -> RowView:
             "select.chunk: pieces of a record have no row in features of your own; cut the pool first, "
             "then embed it and select from the pieces"
         )
-    pieces = view.cut(_spans(recipe, spec.chunk, view.texts))
+    pieces = view.cut(_piece_spans(recipe, spec.chunk, view.texts))
     console.say(f"pool cut to {spec.chunk.size} {spec.chunk.unit}: {len(view):,} records, {len(pieces):,} pieces")
     if not len(pieces):
         raise UserError(
@@ -115,7 +115,7 @@ def chunked(recipe: Recipe, view: RowView, console: Console) -> RowView:
     return pieces
 
 
-def _spans(recipe: Recipe, chunk: TextChunks, texts: Iterable[str]) -> Iterator[list[tuple[int, int]]]:
+def _piece_spans(recipe: Recipe, chunk: TextChunks, texts: Iterable[str]) -> Iterator[list[tuple[int, int]]]:
     """Yield the pieces of each text; none for a text without a unit."""
     if chunk.unit == "chars":
         for text in texts:
@@ -123,7 +123,7 @@ def _spans(recipe: Recipe, chunk: TextChunks, texts: Iterable[str]) -> Iterator[
         return
     if chunk.unit == "words":
         for text in texts:
-            yield _grouped([match.span() for match in _WORDS.finditer(text)], chunk.size)
+            yield _group_units([match.span() for match in _WORDS.finditer(text)], chunk.size)
         return
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -135,10 +135,10 @@ def _spans(recipe: Recipe, chunk: TextChunks, texts: Iterable[str]) -> Iterator[
     for text in texts:
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         # Byte-level tokens of one character share its span.
-        yield _grouped([(low, high) for low, high in found["offset_mapping"] if high > low], chunk.size)
+        yield _group_units([(low, high) for low, high in found["offset_mapping"] if high > low], chunk.size)
 
 
-def _grouped(units: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+def _group_units(units: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
     """Return the span from the first to the last character of every `size` units."""
     pieces: list[tuple[int, int]] = []
     for low in range(0, len(units), size):
@@ -147,21 +147,21 @@ def _grouped(units: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
     return [(start, end) for start, end in pieces if end > start]
 
 
-def domain_of(row: Row, spec: Select) -> str | None:
+def row_domain(row: Row, spec: Select) -> str | None:
     """Return the row's domain as a string, or None."""
     value = row.values.get(spec.domain_column)
     return None if value is None else str(value)
 
 
-def domains_of(records: Records, spec: Select) -> list[str | None] | None:
+def record_domains(records: Records, spec: Select) -> list[str | None] | None:
     """Return each record's domain, or None if no record has one."""
     if isinstance(records.rows, RowView):
         return records.rows.domains()
-    names = [domain_of(row, spec) for row in records.rows]
+    names = [row_domain(row, spec) for row in records.rows]
     return names if any(name is not None for name in names) else None
 
 
-def _rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Iterator[Row]:
+def _read_rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Iterator[Row]:
     if not files.files:
         raise UserError(f"select.{name}.files is empty: name the files of the {name}")
     return read_rows(
@@ -171,18 +171,18 @@ def _rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Iterator
         skipped=skipped,
         setting="select.columns",
         used=("id",) if name == "pool" else (),
-        named=_named_column(spec) if name == "pool" else None,
+        named=_required_column(spec) if name == "pool" else None,
     )
 
 
-def _named_column(spec: Select) -> dict[str, str]:
+def _required_column(spec: Select) -> dict[str, str]:
     """Return the domain column and the setting that names it, if set by the user or required by the method."""
     if spec.domain_column == Select().domain_column and not isinstance(spec.method, Domains):
         return {}
     return {spec.domain_column: "select.domain_column or --domain-column"}
 
 
-def _told(rows: Iterable[Row], console: Console) -> Iterator[Row]:
+def _with_progress(rows: Iterable[Row], console: Console) -> Iterator[Row]:
     """Yield the rows and print a line every ten seconds, because their number is unknown."""
     start = last = time.monotonic()
     for count, row in enumerate(rows, start=1):

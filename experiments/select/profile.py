@@ -33,7 +33,7 @@ _FEWER = 0.5
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
-def profile_choice(recipe: Recipe, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
+def profile_selection(recipe: Recipe, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
     """Return the entry `selection.profile` of manifest.json; its `warnings` are for the user.
 
     chosen: row numbers in selection order; repeated ones count once.
@@ -52,14 +52,14 @@ def profile_choice(recipe: Recipe, sides: PoolAndTarget, selector: Selector, cho
         "target": target[:: max(1, len(target) // _SAMPLE)],
         "pool": rows.take(some).texts[:],
     }
-    found: dict[str, Any] = {side: _side(part) for side, part in texts.items()}
-    known = {_plain(text) for text in target}
-    found["selection"]["also_in_target"] = sum(_plain(text) in known for text in texts["selection"])
+    found: dict[str, Any] = {side: _profile_texts(part) for side, part in texts.items()}
+    known = {_letters_only(text) for text in target}
+    found["selection"]["also_in_target"] = sum(_letters_only(text) in known for text in texts["selection"])
     if sides.domains[0] is not None:
         names = np.array([name or "(none)" for name in sides.domains[0]], dtype=object)
-        found["selection"]["sources"] = _shares(names[chosen].tolist())
-        found["pool"]["sources"] = _shares(names[some].tolist())
-    found["spoke"], found["first"] = _first(recipe, sides, selector, chosen[:_FIRST], texts)
+        found["selection"]["sources"] = _largest_shares(names[chosen].tolist())
+        found["pool"]["sources"] = _largest_shares(names[some].tolist())
+    found["spoke"], found["first"] = _explain_first(recipe, sides, selector, chosen[:_FIRST], texts)
     found["warnings"] = _warnings(found, len(target))
     if len(chosen) < _FEWER * readings:
         found["warnings"].append(
@@ -69,24 +69,24 @@ def profile_choice(recipe: Recipe, sides: PoolAndTarget, selector: Selector, cho
     return found
 
 
-def _side(texts: Sequence[str]) -> dict[str, Any]:
+def _profile_texts(texts: Sequence[str]) -> dict[str, Any]:
     """Return quantiles of lengths in words, scripts, and the share of texts that repeat another except for form."""
     words = np.array([len(text.split()) for text in texts])
-    plain = Counter(map(_plain, texts))
+    plain = Counter(map(_letters_only, texts))
     return {
         "texts": len(texts),
         "words": [float(q) for q in np.quantile(words, (0.1, 0.5, 0.9))],
-        "scripts": _shares([_script(text) for text in texts]),
+        "scripts": _largest_shares([_main_script(text) for text in texts]),
         "repeats": sum(count - 1 for count in plain.values()) / len(texts),
     }
 
 
-def _plain(text: str) -> str:
+def _letters_only(text: str) -> str:
     """Return only the letters, in lower case, so that texts differing in numbers, marks or spacing are equal."""
     return "".join(re.findall(r"[^\W\d_]+", text.lower())) or text
 
 
-def _script(text: str) -> str:
+def _main_script(text: str) -> str:
     """Return the script of most of a text's letters, by Unicode names in lower case: latin, cyrillic, cjk …"""
     letters = [c for c in text[:_CHARACTERS] if c.isalpha()]
     if not letters:
@@ -97,12 +97,12 @@ def _script(text: str) -> str:
     return names.most_common(1)[0][0].lower()
 
 
-def _shares(names: Sequence[str]) -> dict[str, float]:
+def _largest_shares(names: Sequence[str]) -> dict[str, float]:
     """Return the five largest shares."""
     return {name: count / len(names) for name, count in Counter(names).most_common(5)}
 
 
-def _first(
+def _explain_first(
     recipe: Recipe, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray, texts: dict[str, Sequence[str]]
 ) -> tuple[str, list[dict[str, Any]]]:
     """Return the kind of evidence, and the ids of the first choices with their words.
@@ -118,10 +118,10 @@ def _first(
         tokenizer = open_backbone(recipe.backbone).tokenizer
         tokens = sides.tokens[0].take(chosen)
         told = zip(rows.ids, tokens, judge.evidence(tokens), strict=True)
-        return "tokens", [{"id": id_, "words": _strongest(tokenizer, row, gains)} for id_, row, gains in told]
+        return "tokens", [{"id": id_, "words": _strongest_tokens(tokenizer, row, gains)} for id_, row, gains in told]
     if not judge.by_words:
         return "", [{"id": id_, "words": []} for id_ in rows.ids]
-    aims, pool = (_in_texts(texts[side]) for side in ("target", "pool"))
+    aims, pool = (_document_frequencies(texts[side]) for side in ("target", "pool"))
     out = []
     for id_, text in zip(rows.ids, rows.texts, strict=True):
         words = dict.fromkeys(_WORDS.findall(text))
@@ -131,13 +131,13 @@ def _first(
     return "words", out
 
 
-def _strongest(tokenizer: Any, tokens: np.ndarray, gains: Sequence[float]) -> list[str]:
+def _strongest_tokens(tokenizer: Any, tokens: np.ndarray, gains: Sequence[float]) -> list[str]:
     """Return the decoded tokens with the largest gains, each with the one before it."""
     best = [i for i in np.argsort(-np.asarray(gains), kind="stable")[:_SPOKE].tolist() if gains[i] > 0]
     return [tokenizer.decode(tokens[max(0, i - 1) : i + 1].tolist()).strip() for i in best]
 
 
-def _in_texts(texts: Sequence[str]) -> Counter[str]:
+def _document_frequencies(texts: Sequence[str]) -> Counter[str]:
     """Return the number of texts that contain each word."""
     return Counter(word for text in texts for word in set(_WORDS.findall(text)))
 

@@ -65,15 +65,15 @@ def select_on_ranks(
     consistency.check_ranks_agree(world, consistency.collect_job_facts(recipe))
     manifest = None
     if world.rank == 0:
-        manifest = select(resolved, out, quiet=quiet, draw=draw, fit=_Ranks(world).fit)
+        manifest = select(resolved, out, quiet=quiet, draw=draw, fit=_RankSolver(world).fit)
     else:
-        _Ranks(world).serve()
+        _RankSolver(world).serve()
     spawn.destroy_process_group(world)
     return manifest
 
 
 @dataclass
-class _Job:
+class _RankTask:
     """Part of the transport problem that one rank maps."""
 
     settings: dict[str, Any]
@@ -84,7 +84,7 @@ class _Job:
     target: Pool
 
 
-class _Ranks:
+class _RankSolver:
     def __init__(self, world: ProcessMesh):
         self.world = world
 
@@ -104,7 +104,7 @@ class _Ranks:
         weights = None if pool.weights is None else np.asarray(pool.weights, dtype=np.float64)
         parts = list(itertools.pairwise(edges))
         jobs = [
-            _Job(settings, sendable_rows(pool.features, a, b), None if weights is None else weights[a:b], seen)
+            _RankTask(settings, sendable_rows(pool.features, a, b), None if weights is None else weights[a:b], seen)
             for a, b in parts
         ]
         mine, figures = self._map(self._handed(jobs), progress)
@@ -117,7 +117,7 @@ class _Ranks:
         selector.scores_, selector.nearest_target_ = scores, nearest
         selector.potentials_ = replace(mine.potentials_, f=f, scores=scores, nearest=nearest)
         selector.diagnostics_ = mine.diagnostics_ | {"processes": size}
-        if size > 1 and (slow := _lagging(figures)) is not None:
+        if size > 1 and (slow := _slow_rank_warning(figures)) is not None:
             warnings.warn(slow, UserWarning, stacklevel=2)
 
     def serve(self) -> None:
@@ -132,12 +132,12 @@ class _Ranks:
         for part in (fitted.scores_, fitted.potentials_.f, fitted.nearest_target_):
             self._send(np.ascontiguousarray(part))
 
-    def _map(self, job: _Job, progress: Progress | None) -> tuple[GotDSelector, list[tuple[str, float]]]:
+    def _map(self, job: _RankTask, progress: Progress | None) -> tuple[GotDSelector, list[tuple[str, float]]]:
         """Return the selector of this rank's rows, and every rank's address with its CPU seconds per row of the
         passes."""
         import torch.distributed as dist
 
-        steps, pace = 0, _Pace()
+        steps, pace = 0, _CpuTimer()
 
         def told(stage: str, done: int, total: int) -> None:
             nonlocal steps
@@ -155,12 +155,12 @@ class _Ranks:
         dist.all_gather_object(figures, own)
         return selector, figures
 
-    def _handed(self, jobs: list[_Job] | None) -> _Job:
+    def _handed(self, jobs: list[_RankTask] | None) -> _RankTask:
         import torch.distributed as dist
 
         found: list[Any] = [None]
         dist.scatter_object_list(found, jobs, src=0)
-        assert isinstance(found[0], _Job)
+        assert isinstance(found[0], _RankTask)
         return found[0]
 
     def _send(self, array: np.ndarray) -> None:
@@ -178,7 +178,7 @@ class _Ranks:
         return found.numpy()
 
 
-class _Pace:
+class _CpuTimer:
     """CPU seconds per row of the solver's passes, the work that every rank does.
 
     Measured between two reports of the same pass, so that rank 0's extra work between passes does not count.
@@ -203,7 +203,7 @@ class _Pace:
         return self._spent / self._rows if self._rows else 0.0
 
 
-def _lagging(figures: list[tuple[str, float]]) -> str | None:
+def _slow_rank_warning(figures: list[tuple[str, float]]) -> str | None:
     """Return a sentence on the slowest rank if it is much slower than the others."""
     seconds = [each for _, each in figures]
     usual = float(np.median(seconds))

@@ -9,7 +9,7 @@ import numpy as np
 
 from flatshift.experiments.recipe.schema import Select
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.select.blank_rows import known_rows
+from flatshift.experiments.select.blank_rows import nonzero_rows
 from flatshift.experiments.select.embedding import Vectors
 from flatshift.experiments.select.pool import PoolRecords
 from flatshift.finetune.errors import UserError
@@ -34,13 +34,13 @@ def check_relevance(spec: Select) -> None:
         )
 
 
-def _cost(spec: Select) -> str:
+def _ranking_cost(spec: Select) -> str:
     """Return the cost of the ranking method, inside domains that of the inner one; the default is squared distances."""
     method = ranking_method(spec.method)
     return method.cost if isinstance(method, GotD | GotDContrast) else "sqeuclidean"
 
 
-def judge_domains(
+def apply_relevance(
     spec: Select, pool: PoolRecords, vectors: Vectors, seed: int, console: Console
 ) -> tuple[PoolRecords, np.ndarray | None, dict[str, Any] | None]:
     """Return the kept pool, its rows' weights (None: uniform), and the manifest entry (None: not requested).
@@ -68,9 +68,9 @@ def judge_domains(
     samples = {name: vectors.pool(view.take(rows), f"embed {name}") for name, rows in drawn.items()}
     near = vectors.target()
     if spec.own is None:
-        samples, near = _known(samples, near, console)
+        samples, near = _drop_unknown_texts(samples, near, console)
     distances = domain_distances(
-        samples, near, epsilon=settings.epsilon, seed=derive_seed(seed, "relevance"), cost=_cost(spec)
+        samples, near, epsilon=settings.epsilon, seed=derive_seed(seed, "relevance"), cost=_ranking_cost(spec)
     )
     shown = ", ".join(f"{name} {value:.4g}" for name, value in distances.items())
     about: dict[str, Any] = {
@@ -89,14 +89,16 @@ def judge_domains(
     return replace(pool, rows=view.take(kept)), None, about
 
 
-def _known(samples: dict[str, Any], near: np.ndarray, console: Console) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _drop_unknown_texts(
+    samples: dict[str, Any], near: np.ndarray, console: Console
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return samples of domains and target without texts whose tokens are all unknown, and without domains left empty.
 
     Raises UserError if nothing is left of either side.
     """
-    known = {name: np.asarray(x)[known_rows(x)] for name, x in samples.items()}
+    known = {name: np.asarray(x)[nonzero_rows(x)] for name, x in samples.items()}
     empty = [name for name, x in known.items() if not len(x)]
-    near = near[known_rows(near)]
+    near = near[nonzero_rows(near)]
     if len(empty) == len(known) or not len(near):
         side = "target" if not len(near) else "pool"
         raise UserError(f"select.relevance: the embedder knows no token of the {side}'s texts; choose another embedder")

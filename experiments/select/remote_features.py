@@ -30,7 +30,7 @@ _SOURCE = "source.json"
 
 
 @dataclass(frozen=True)
-class Copied:
+class LocalCopy:
     """Copied features. path: of the copy. about: source in the selection's manifest, `path, sha256, bytes, version`,
     for a directory those of its manifest, and `shards`."""
 
@@ -38,7 +38,7 @@ class Copied:
     about: dict[str, Any]
 
 
-def copied(address: str, cache: str, flag: str, console: Console) -> Copied:
+def copy_features(address: str, cache: str, flag: str, console: Console) -> LocalCopy:
     """Copy the array or directory of shards at `address` to this machine's disk, below the directory `cache`.
 
     Raises UserError for a missing object, a shard that differs from its manifest or a store that refuses access, and
@@ -47,11 +47,15 @@ def copied(address: str, cache: str, flag: str, console: Console) -> Copied:
     place = address.rstrip("/")
     root = user_path(cache)
     make_directory(root)
-    return _array(place, root, flag, console) if place.endswith(".npy") else _shards(place, root, flag, console)
+    return (
+        _copy_array(place, root, flag, console)
+        if place.endswith(".npy")
+        else _copy_shard_directory(place, root, flag, console)
+    )
 
 
-def _array(address: str, root: Path, flag: str, console: Console) -> Copied:
-    source = _object(address, flag)
+def _copy_array(address: str, root: Path, flag: str, console: Console) -> LocalCopy:
+    source = _find_object(address, flag)
     with source.open():  # fixes the version that every later read must see
         version = source.version
     key = hashlib.sha256(json.dumps([address, source.size, version], sort_keys=True).encode()).hexdigest()[:40]
@@ -62,17 +66,17 @@ def _array(address: str, root: Path, flag: str, console: Console) -> Copied:
         if not (version and to.is_file() and (folder / _SOURCE).is_file()):  # no version: a copy cannot be recognised
             (folder / f".{to.name}.part").unlink(missing_ok=True)  # nothing identifies the source of a partial copy
             with console.task(f"copy {flag.removeprefix('--')}, MiB", (source.size or 0) >> 20) as bar:
-                sha256 = _copy(source, to, lambda done: bar(done >> 20))
+                sha256 = _copy_object(source, to, lambda done: bar(done >> 20))
             write_json(folder / _SOURCE, {"path": address, "sha256": sha256, "bytes": to.stat().st_size})
         known = read_json_object(folder / _SOURCE, "sha256", "bytes", fix=f"delete {folder}, it is copied anew")
         if file_sha256(to) != known["sha256"]:
             raise UserError(f"{flag}: {to} is no longer the copy of {address}; delete {folder}, it is copied anew")
-    return Copied(to, {"path": address, "sha256": known["sha256"], "bytes": known["bytes"], "version": version})
+    return LocalCopy(to, {"path": address, "sha256": known["sha256"], "bytes": known["bytes"], "version": version})
 
 
-def _shards(address: str, root: Path, flag: str, console: Console) -> Copied:
+def _copy_shard_directory(address: str, root: Path, flag: str, console: Console) -> LocalCopy:
     try:
-        source = _object(f"{address}/{MANIFEST}", flag)
+        source = _find_object(f"{address}/{MANIFEST}", flag)
     except UserError as error:
         raise UserError(f"{error} (a directory of shards has one, a single array's address ends with .npy)") from error
     with source.open() as handle:
@@ -102,7 +106,7 @@ def _shards(address: str, root: Path, flag: str, console: Console) -> Copied:
                 f"{flag}: the copy of {address} in {folder} was damaged and is removed ({error}); start again"
             ) from None
     about = {"path": address, "sha256": sha256, "bytes": len(told), "version": source.version}
-    return Copied(folder, about | {"shards": len(found["shards"]), "rows": found["rows"]})
+    return LocalCopy(folder, about | {"shards": len(found["shards"]), "rows": found["rows"]})
 
 
 def _copy_shards(address: str, manifest: dict[str, Any], folder: Path, flag: str, console: Console) -> None:
@@ -113,7 +117,7 @@ def _copy_shards(address: str, manifest: dict[str, Any], folder: Path, flag: str
         for number, (name, sha256) in enumerate(wanted, start=1):
             if not (folder / name).is_file():
                 part = folder / f".{name}.part"
-                found = _copy(_object(f"{address}/{name}", flag), folder / name, lambda done: None, sha256)
+                found = _copy_object(_find_object(f"{address}/{name}", flag), folder / name, lambda done: None, sha256)
                 if found != sha256:
                     part.unlink()
                     raise UserError(
@@ -123,7 +127,7 @@ def _copy_shards(address: str, manifest: dict[str, Any], folder: Path, flag: str
             bar(number)
 
 
-def _object(address: str, flag: str) -> RemoteFile:
+def _find_object(address: str, flag: str) -> RemoteFile:
     try:
         files, directory = find_objects(address)
     except UserError as error:
@@ -133,7 +137,7 @@ def _object(address: str, flag: str) -> RemoteFile:
     return files[0]
 
 
-def _copy(source: RemoteFile, to: Path, told: Callable[[int], None], sha256: str | None = None) -> str:
+def _copy_object(source: RemoteFile, to: Path, told: Callable[[int], None], sha256: str | None = None) -> str:
     """Copy an object, resuming after the bytes of an earlier attempt; return its SHA-256.
 
     The file gets its final name unless the digest differs from `sha256`.

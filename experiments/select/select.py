@@ -22,25 +22,31 @@ from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.run.resumable_directory import open_resumable
-from flatshift.experiments.select.blank_rows import drops_blanks, without_blank, without_unknown
-from flatshift.experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows, tokenizer_of
-from flatshift.experiments.select.hygiene import clean_rows
-from flatshift.experiments.select.kept import KeptScores
-from flatshift.experiments.select.methods import (
-    backbone_surprise,
-    check_method,
-    idle_setting,
-    makes_vectors,
-    naming_memory,
-    solver_device,
-    vectors_needed,
-    watched,
+from flatshift.experiments.select.blank_rows import drop_blank_texts, drop_unknown_texts, skips_blank_texts
+from flatshift.experiments.select.embedding import (
+    Vectors,
+    backbone_tokenizer,
+    check_unused_features,
+    check_vectors,
+    report_bad_rows,
 )
-from flatshift.experiments.select.outputs import plain, write_choice
-from flatshift.experiments.select.pool import PoolAndTarget, chunked, domains_of, read_pool, read_records
-from flatshift.experiments.select.profile import profile_choice
-from flatshift.experiments.select.relevance import check_relevance, judge_domains
-from flatshift.experiments.select.selection_checks import can_check, check_choice, non_fatal
+from flatshift.experiments.select.hygiene import clean_rows
+from flatshift.experiments.select.kept import ScoreCheckpoint
+from flatshift.experiments.select.methods import (
+    backbone_nll,
+    check_method,
+    embeds_texts,
+    needs_vectors,
+    report_memory_shortage,
+    show_progress,
+    solver_device,
+    unused_setting,
+)
+from flatshift.experiments.select.outputs import to_json_values, write_selection
+from flatshift.experiments.select.pool import PoolAndTarget, cut_pool, read_pool, read_records, record_domains
+from flatshift.experiments.select.profile import profile_selection
+from flatshift.experiments.select.relevance import apply_relevance, check_relevance
+from flatshift.experiments.select.selection_checks import can_check, non_fatal, run_selection_checks
 from flatshift.experiments.select.target import check_target, read_target, target_record
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.data.files import describe_files
@@ -94,7 +100,7 @@ def select(
     with disk_full_interrupts(f"selecting into {out}"), exclusive_lock(out), open_resumable(out, recipe_yaml) as work:
         directory = work.directory
         write_provenance(directory, recipe_yaml=recipe_yaml)
-        console.log = _appender(directory / "log.txt")
+        console.log = _log_appender(directory / "log.txt")
         if work.continued:
             console.say(f"going on with the unfinished selection in {out}")
         manifest = select_into(recipe, directory, console, state=work.state, fit=fit)
@@ -105,7 +111,7 @@ def select(
     return manifest
 
 
-def _appender(path: Path) -> Callable[[str], None]:
+def _log_appender(path: Path) -> Callable[[str], None]:
     def append(line: str) -> None:
         with path.open("a", encoding="utf-8") as handle:
             handle.write(line + "\n")
@@ -127,14 +133,14 @@ def select_into(
     check_method(spec)
     check_relevance(spec)
     check_vectors(spec)
-    if (idle := idle_setting(spec)) is not None:
+    if (idle := unused_setting(spec)) is not None:
         console.say(f"note: select.{idle} has no effect: {spec.method.kind} looks at no vectors")
-    sides = _read(recipe, directory, console)
+    sides = _read_sides(recipe, directory, console)
     vectors = Vectors(recipe, sides.pool, sides.target, sides.negative, directory, console, state)
-    _embed(recipe, sides, vectors, console)
-    _tokenise(recipe, sides, directory, console)
+    _embed_sides(recipe, sides, vectors, console)
+    _tokenise_sides(recipe, sides, directory, console)
     embedded, peak = time.monotonic(), {"features": _peak_bytes()}
-    selector = _fitted(recipe, sides, vectors, console, state, fit)
+    selector = _fit_selector(recipe, sides, vectors, console, state, fit)
     chosen = np.asarray(selector.select(spec.budget))
     if getattr(spec.method, "repeats", 1) == 1:
         chosen, copies = _without_copies(selector, sides, chosen)
@@ -148,18 +154,20 @@ def select_into(
     peak["scores"] = _peak_bytes()
     checks = None
     if sides.x is not None and sides.y is not None and can_check(spec):
-        with watched(console) as progress:
-            checks = check_choice(spec, selector, sides, seed=recipe.train.seed, console=console, progress=progress)
+        with show_progress(console) as progress:
+            checks = run_selection_checks(
+                spec, selector, sides, seed=recipe.train.seed, console=console, progress=progress
+            )
     profile = None
     if spec.checks:
         with non_fatal(console):
-            profile = profile_choice(recipe, sides, selector, chosen)
+            profile = profile_selection(recipe, sides, selector, chosen)
             for sentence in profile["warnings"]:
                 console.say(f"warning: {sentence}")
     checked = time.monotonic()
     peak["checks"] = _peak_bytes()
-    write_choice(recipe, directory, sides, selector, chosen)
-    manifest = _manifest(spec, sides, selector, chosen)
+    write_selection(recipe, directory, sides, selector, chosen)
+    manifest = _build_manifest(spec, sides, selector, chosen)
     manifest["selection"]["seconds"] = {
         "features": round(embedded - started, 3),
         "scores": round(solved - embedded, 3),
@@ -169,9 +177,9 @@ def select_into(
     if ties:
         manifest["selection"]["ties"] = ties
     if checks is not None:
-        manifest["selection"]["checks"] = plain(checks)
+        manifest["selection"]["checks"] = to_json_values(checks)
     if profile is not None:
-        manifest["selection"]["profile"] = plain(profile)
+        manifest["selection"]["profile"] = to_json_values(profile)
     if sides.hygiene is not None:
         manifest["hygiene"] = sides.hygiene
     if spec.chunk is not None:
@@ -203,7 +211,7 @@ def select_into(
     return manifest
 
 
-def _read(recipe: Recipe, directory: Path, console: Console) -> PoolAndTarget:
+def _read_sides(recipe: Recipe, directory: Path, console: Console) -> PoolAndTarget:
     """Read pool, target and negative examples, without rows dropped by hygiene or blank ones, the pool cut to
     length."""
     spec = recipe.select
@@ -214,16 +222,16 @@ def _read(recipe: Recipe, directory: Path, console: Console) -> PoolAndTarget:
     target, judged = read_target(recipe, console)
     seen = target_record(recipe, target.skipped)
     negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
-    without = drops_blanks(spec)
+    without = skips_blank_texts(spec)
     if without:
-        target = without_blank(target, target_files, "target")
-        negative = None if negative is None else without_blank(negative, spec.negative.files, "negative")
+        target = drop_blank_texts(target, target_files, "target")
+        negative = None if negative is None else drop_blank_texts(negative, spec.negative.files, "negative")
     pool = read_pool(spec, seed, directory, console)
     kept, hygiene = clean_rows(recipe, pool.rows, target.rows, judged, directory, console)
-    pool = replace(pool, rows=chunked(recipe, kept, console))
+    pool = replace(pool, rows=cut_pool(recipe, kept, console))
     pieces = len(pool.rows)
     if without:
-        pool = without_blank(pool, spec.pool.files, "pool")
+        pool = drop_blank_texts(pool, spec.pool.files, "pool")
     sides = PoolAndTarget(pool, target, negative, target_files, len(kept), pieces, seen, hygiene)
     for name, records in sides.by_name.items():
         if records is not None and records.skipped:
@@ -235,34 +243,34 @@ def _read(recipe: Recipe, directory: Path, console: Console) -> PoolAndTarget:
     return sides
 
 
-def _embed(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console) -> None:
+def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console) -> None:
     """Weight or choose domains, embed if needed, and drop rows with zero vectors."""
     spec = recipe.select
     assert spec is not None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        with naming_rows(vectors, sides.by_name):
-            sides.pool, sides.weights, sides.relevance = judge_domains(
+        with report_bad_rows(vectors, sides.by_name):
+            sides.pool, sides.weights, sides.relevance = apply_relevance(
                 spec, sides.pool, vectors, recipe.train.seed, console
             )
         _check_budget(spec, len(sides.pool.rows))
-        if vectors_needed(spec):
+        if needs_vectors(spec):
             sides.x, sides.y, sides.z = vectors.pool(sides.pool.rows), vectors.target(), vectors.negative()
-    _say(caught, console)
-    if sides.x is not None and sides.y is not None and makes_vectors(spec):
-        sides.pool, sides.x, known = without_unknown(sides.pool, sides.x, spec.pool.files, "pool", console)
+    _print_warnings(caught, console)
+    if sides.x is not None and sides.y is not None and embeds_texts(spec):
+        sides.pool, sides.x, known = drop_unknown_texts(sides.pool, sides.x, spec.pool.files, "pool", console)
         if sides.weights is not None and known is not None:
             sides.weights = sides.weights[known]
-        sides.target, sides.y, _ = without_unknown(sides.target, sides.y, sides.target_files, "target", console)
+        sides.target, sides.y, _ = drop_unknown_texts(sides.target, sides.y, sides.target_files, "target", console)
         if sides.negative is not None:
-            sides.negative, sides.z, _ = without_unknown(
+            sides.negative, sides.z, _ = drop_unknown_texts(
                 sides.negative, sides.z, spec.negative.files, "negative", console
             )
         _check_budget(spec, len(sides.pool.rows))
-    sides.domains = domains_of(sides.pool, spec), domains_of(sides.target, spec)
+    sides.domains = record_domains(sides.pool, spec), record_domains(sides.target, spec)
 
 
-def _tokenise(recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Console) -> None:
+def _tokenise_sides(recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Console) -> None:
     """Tokenise both sides with the backbone's tokenizer if the method reads tokens; the pool's are stored on disk."""
     spec = recipe.select
     assert spec is not None
@@ -270,14 +278,14 @@ def _tokenise(recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Co
         return
     from flatshift.selection import TokenRows
 
-    tokenize, size = tokenizer_of(recipe)
+    tokenize, size = backbone_tokenizer(recipe)
     texts = sides.pool.rows.texts
     with console.task("tokenise pool", len(texts), "texts") as task:
         pool = TokenRows.spilled(texts, tokenize, size, directory / ".pool.tokens", task)
     sides.tokens = pool, TokenRows.of(tokenize([row.values["text"] for row in sides.target.rows]), size)
 
 
-def _fitted(
+def _fit_selector(
     recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console, state: Path | None, fit: Fit | None
 ) -> Selector:
     """Build and fit the recipe's selector, and print its warnings."""
@@ -304,19 +312,19 @@ def _fitted(
         spec.method,
         seed=derive_seed(recipe.train.seed, "select"),
         budget=spec.budget,
-        measure=backbone_surprise(recipe, spec.method, target.texts or (), state),
+        measure=backbone_nll(recipe, spec.method, target.texts or (), state),
         device=solver_device(recipe),
         state=None if state is None else str(state),
     )
     with (
         warnings.catch_warnings(record=True) as caught,
-        watched(console) as progress,
-        naming_rows(vectors, sides.by_name),
-        naming_memory(spec),
+        show_progress(console) as progress,
+        report_bad_rows(vectors, sides.by_name),
+        report_memory_shortage(spec),
     ):
         warnings.simplefilter("always", UserWarning)
-        check_unread(spec, sides.x, sides.y)
-        kept = None if state is None else KeptScores(state, sides)
+        check_unused_features(spec, sides.x, sides.y)
+        kept = None if state is None else ScoreCheckpoint(state, sides)
         if kept is None or not kept.restore(selector):
             began = time.monotonic()
             if fit is not None:
@@ -325,10 +333,10 @@ def _fitted(
                 selector.fit(pool, target, progress=progress, **more)
             if kept is not None and time.monotonic() - began > _LONG_S:
                 kept.save(selector)
-    _say(caught, console)
+    _print_warnings(caught, console)
     said = selector.diagnostics_
     if isinstance(spec.method, Auto):
-        _say_tried(said, console)
+        _print_compared_methods(said, console)
     rounds = spec.method.rounds if isinstance(spec.method, GotD) else 1
     if rounds > 1 and 1 <= (used := len(said["rounds"])) < min(rounds, spec.budget):
         counted = "the first alone counts" if used == 1 else f"only {used} count"
@@ -343,7 +351,7 @@ def _fitted(
     return selector
 
 
-def _say_tried(said: dict[str, Any], console: Console) -> None:
+def _print_compared_methods(said: dict[str, Any], console: Console) -> None:
     """Print the table of `--method auto`."""
     console.say(f"auto: nats per token of {said['held_out']:,} held-out target texts after each method's choice")
     for line in said["table"]:
@@ -371,9 +379,9 @@ def _say_tried(said: dict[str, Any], console: Console) -> None:
         )
 
 
-def _manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
+def _build_manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
     """Return the manifest: inputs, and the method's description of its solution."""
-    solver = plain(selector.diagnostics_)
+    solver = to_json_values(selector.diagnostics_)
     times = np.unique(chosen, return_counts=True)[1]
     files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
     return {
@@ -386,7 +394,7 @@ def _manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np
             "method": spec.method.kind,
             "embedder": spec.embedder.kind if sides.x is not None else None,
             "budget": spec.budget,
-            **(_repeated(times) if len(times) < len(chosen) else {}),
+            **(_repeat_counts(times) if len(times) < len(chosen) else {}),
             "pool": len(sides.pool.rows),
             "target": len(sides.target.rows),
             "skipped": {name: side.skipped for name, side in sides.by_name.items() if side is not None},
@@ -395,12 +403,12 @@ def _manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np
     }
 
 
-def _repeated(times: np.ndarray) -> dict[str, int]:
+def _repeat_counts(times: np.ndarray) -> dict[str, int]:
     """Count distinct and repeated records from the number of times each selected one is used."""
     return {"distinct": len(times), "again": int((times > 1).sum()), "most_times": int(times.max())}
 
 
-def _say(caught: Sequence[warnings.WarningMessage], console: Console) -> None:
+def _print_warnings(caught: Sequence[warnings.WarningMessage], console: Console) -> None:
     """Print a selector's warnings through the run's console and log."""
     for message in dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, UserWarning)):
         console.say(f"warning: {message}")

@@ -36,7 +36,7 @@ def can_check(spec: Select) -> bool:
     return spec.checks and "features" in wanted and not {"gradients", "tokens"} & wanted
 
 
-def check_choice(
+def run_selection_checks(
     spec: Select,
     selector: Selector,
     sides: PoolAndTarget,
@@ -66,7 +66,7 @@ def check_choice(
                 y,
                 np.argsort(selector.ranks()),
                 budget=spec.budget,
-                refit=_refit(spec, sides, seed),
+                refit=_refit_function(spec, sides, seed),
                 weights=sides.weights,
                 epsilon=potentials.epsilon if potentials is not None and potentials.epsilon > 0 else None,
                 cost=cost,
@@ -82,7 +82,7 @@ def check_choice(
         if potentials is not None and len(potentials.g) == len(y):
             rows, g = np.arange(len(y)), potentials.g
         coverage = target_coverage(x, y[rows], g, cost=cost, seed=seed, progress=progress)
-        about = _coverage(coverage, rows, sides)
+        about = _coverage_record(coverage, rows, sides)
         told = found.warnings()
         for sentence in told:
             console.say(f"warning: {sentence}")
@@ -118,7 +118,7 @@ def non_fatal(console: Console) -> Iterator[None]:
             console.log(traceback.format_exc().rstrip())
 
 
-def _refit(
+def _refit_function(
     spec: Select, sides: PoolAndTarget, seed: int
 ) -> Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]:
     """Return the recipe's own method as a function that refits on some rows of pool and target."""
@@ -126,16 +126,20 @@ def _refit(
     assert y is not None
     more: dict[str, Any] = {} if sides.z is None else {"negative": Pool(features=sides.z)}
     given = spec.method
-    method: Method = replace(given, inside=_roughly(given.inside)) if isinstance(given, Domains) else _roughly(given)
+    method: Method = (
+        replace(given, inside=_with_coarse_tolerance(given.inside))
+        if isinstance(given, Domains)
+        else _with_coarse_tolerance(given)
+    )
 
     def choose(rows: np.ndarray, targets: np.ndarray, mass: np.ndarray, budget: int) -> np.ndarray:
         part = Pool(
             ids=sides.pool.rows.take(rows).ids[:],
             features=np.asarray(x[rows]),
-            domains=_some(sides.domains[0], rows),
+            domains=_names_at(sides.domains[0], rows),
             weights=mass,
         )
-        aims = Pool(features=y[targets], domains=_some(sides.domains[1], targets))
+        aims = Pool(features=y[targets], domains=_names_at(sides.domains[1], targets))
         chooser = build_selector(method, seed=seed, budget=budget)
         chooser.fit(part, aims, **more)
         return chooser.select(budget)
@@ -143,18 +147,18 @@ def _refit(
     return choose
 
 
-def _some(names: Sequence[str | None] | None, rows: np.ndarray) -> list[str | None] | None:
+def _names_at(names: Sequence[str | None] | None, rows: np.ndarray) -> list[str | None] | None:
     return None if names is None else [names[row] for row in rows.tolist()]
 
 
-def _roughly(method: Any) -> Any:
+def _with_coarse_tolerance(method: Any) -> Any:
     """Return the method with a coarser tolerance that is enough for selecting."""
     if isinstance(method, GotD | GotDContrast):
         return replace(method, tolerance=max(method.tolerance or 0.0, _TOLERANCE))
     return method
 
 
-def _coverage(coverage: Any, rows: np.ndarray, sides: PoolAndTarget) -> dict[str, Any]:
+def _coverage_record(coverage: Any, rows: np.ndarray, sides: PoolAndTarget) -> dict[str, Any]:
     """Return counts, and the worst served targets with their ids, texts and nearest records."""
     unserved = coverage.unserved
     first = np.lexsort((-coverage.g, ~unserved))[:_SHOWN]
@@ -168,9 +172,9 @@ def _coverage(coverage: Any, rows: np.ndarray, sides: PoolAndTarget) -> dict[str
                 "g": float(coverage.g[place]),
                 "unserved": bool(unserved[place]),
                 "cost": float(coverage.costs[place]),
-                "text": _clipped(row.values["text"]),
+                "text": _truncate(row.values["text"]),
                 "nearest": record.id,
-                "nearest_text": _clipped(record.values["text"]),
+                "nearest_text": _truncate(record.values["text"]),
             }
         )
     return {
@@ -181,6 +185,6 @@ def _coverage(coverage: Any, rows: np.ndarray, sides: PoolAndTarget) -> dict[str
     }
 
 
-def _clipped(text: str) -> str:
+def _truncate(text: str) -> str:
     text = " ".join(text[: 4 * _CHARACTERS].split())
     return text if len(text) <= _CHARACTERS else text[: _CHARACTERS - 1] + "…"

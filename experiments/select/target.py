@@ -82,10 +82,10 @@ def target_record(recipe: Recipe, skipped: Sequence[str]) -> dict[str, Any]:
     spec, data = recipe.select, recipe.data
     assert spec is not None
     named = bool(spec.target.files)
-    apart = _share_apart(data) if not (named and data.train.all_files) else 0.0
+    apart = _held_out_share(data) if not (named and data.train.all_files) else 0.0
     files = spec.target.files if named else data.train.all_files
-    columns = _keys(spec.columns if named else data.columns)
-    return {"files": _contents(files), "apart": apart, "skipped": len(skipped), "columns": columns}
+    columns = _key_columns(spec.columns if named else data.columns)
+    return {"files": _file_digests(files), "apart": apart, "skipped": len(skipped), "columns": columns}
 
 
 def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
@@ -105,27 +105,27 @@ def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
         cure = f"select anew with --target {files} --data.holdout {data.holdout:g}, which sets the same rows apart"
     if not seen:
         return
-    own = _contents(data.train.all_files)
+    own = _file_digests(data.train.all_files)
     if not set(own) & set(seen["files"]):
         return
     same_draw = own == seen["files"] and data.train.first is None and len(skipped) == seen["skipped"]
-    same_draw = same_draw and _keys(data.columns) == seen["columns"]
-    if not same_draw or seen["apart"] < _share_apart(data):
+    same_draw = same_draw and _key_columns(data.columns) == seen["columns"]
+    if not same_draw or seen["apart"] < _held_out_share(data):
         raise UserError(
             f"data.holdout: the selection's target has rows of {data.train.all_files[0]} that are set apart for "
             f"judging; {cure}"
         )
 
 
-def _keys(columns: Columns) -> list[str]:
+def _key_columns(columns: Columns) -> list[str]:
     """Return the names of the columns that identify copies and classes."""
     return [columns.text, columns.text2, columns.label]
 
 
-def _share_apart(data: Data) -> float:
+def _held_out_share(data: Data) -> float:
     """Return the share of the training rows held out from training, for dev and test together."""
     return data.holdout * sum(not split.files for split in (data.dev, data.test))
 
 
-def _contents(files: Iterable[str]) -> list[str]:
+def _file_digests(files: Iterable[str]) -> list[str]:
     return [str(one["sha256"] or one["path"]) for one in describe_files(tuple(files))]

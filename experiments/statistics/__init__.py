@@ -1,8 +1,8 @@
 """Double descent in curves: a peak test that is valid with few seeds, verdicts with evidence, thresholds.
 
-    from flatshift.experiments.statistics import Curve, judge_curve
+    from flatshift.experiments.statistics import Curve, determine_verdict
 
-    verdict = judge_curve(Curve(axis="rank", values=ranks, test=errors, train_error=fitted, train_loss=losses))
+    verdict = determine_verdict(Curve(axis="rank", values=ranks, test=errors, train_error=fitted, train_loss=losses))
 
 `peak` tests and locates, `verdict` names, `curve_comparison` compares two curves, `emc` finds where training data
 stop being fitted; `intervals` has t-intervals, paired tests and Holm's correction. Arrays in, verdicts out: nothing
@@ -11,11 +11,17 @@ here knows of files or recipes, trains a network or imports torch.
 
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.curve_comparison import CurveComparison, compare_curves
-from flatshift.experiments.statistics.emc import EMC, Crossing, crossing, effective_model_complexity, emc_from_curve
+from flatshift.experiments.statistics.emc import (
+    EMC,
+    Crossing,
+    effective_model_complexity,
+    emc_from_curve,
+    find_crossing,
+)
 from flatshift.experiments.statistics.peak import (
-    Detectable,
-    Height,
-    Holdout,
+    DetectableHeight,
+    HoldoutResult,
+    PeakHeight,
     PeakTest,
     detectable_sd,
     holdout_test,
@@ -23,7 +29,7 @@ from flatshift.experiments.statistics.peak import (
     seeds_needed,
     thin,
 )
-from flatshift.experiments.statistics.verdict import CurveVerdict, Kind, judge_curve
+from flatshift.experiments.statistics.verdict import CurveVerdict, Kind, determine_verdict
 
 __all__ = [
     "EMC",
@@ -31,18 +37,18 @@ __all__ = [
     "Curve",
     "CurveComparison",
     "CurveVerdict",
-    "Detectable",
-    "Height",
-    "Holdout",
+    "DetectableHeight",
+    "HoldoutResult",
     "Kind",
+    "PeakHeight",
     "PeakTest",
     "compare_curves",
-    "crossing",
     "detectable_sd",
+    "determine_verdict",
     "effective_model_complexity",
     "emc_from_curve",
+    "find_crossing",
     "holdout_test",
-    "judge_curve",
     "peak_test",
     "seeds_needed",
     "thin",

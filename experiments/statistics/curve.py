@@ -10,7 +10,7 @@ import numpy as np
 
 from flatshift.experiments.statistics.emc import EPSILON
 from flatshift.experiments.statistics.peak import MOST_POINTS, thin
-from flatshift.experiments.statistics.scale import MetricScale, scale_of
+from flatshift.experiments.statistics.scale import MetricScale, choose_scale
 from flatshift.finetune.errors import UserError
 
 Lost = Literal["diverged", "failed", "stopped early", "ended early"]
@@ -83,7 +83,7 @@ class Curve:
     @property
     def scale(self) -> MetricScale:
         """Scale on which `test` is tested, chosen by its `metric`."""
-        return scale_of(self.metric, self.test, self.items)
+        return choose_scale(self.metric, self.test, self.items)
 
     def thinned(self, at_most: int = MOST_POINTS) -> Curve:
         """Return the curve at no more than `at_most` points, evenly spaced on a log axis and chosen without its

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from flatshift.experiments.statistics.curve import Curve
-from flatshift.experiments.statistics.emc import crossing
+from flatshift.experiments.statistics.emc import find_crossing
 from flatshift.experiments.statistics.intervals import Interval, paired_p, t_interval
 from flatshift.experiments.statistics.peak import PeakTest, highest_between, peak_test
-from flatshift.experiments.statistics.scale import MetricScale, scale_of
+from flatshift.experiments.statistics.scale import MetricScale, choose_scale
 from flatshift.finetune.errors import UserError
 
 FEWEST_SEEDS = 3
@@ -96,14 +96,20 @@ class CurveComparison:
             height = f"{both.detectable.height:.2g} at {curve.at(both.detectable.point)}"
             return f"No peak is shown in either ({tests}; one of {height} in both would be found in 80 % of cases)."
         assert self.peak is not None and self.left is not None
-        at, change = curve.at(self.triple[1]), _interval(self.peak)
+        at, change = curve.at(self.triple[1]), _format_interval(self.peak)
         if self.removed:
-            return f"It removes the peak at {at}: height {change}, left above its higher flank {_interval(self.left)}."
+            return (
+                f"It removes the peak at {at}: height {change}, left above its higher flank "
+                f"{_format_interval(self.left)}."
+            )
         if not self.peak.excludes_zero:
             return f"Whether it lowers the peak at {at} cannot be said: height {change}."
         verb = "lowers" if self.peak.value < 0 else "raises"
         rest = ", and is not shown to remove it" if verb == "lowers" else ""
-        return f"It {verb} the peak at {at}{rest}: height {change}, left above its higher flank {_interval(self.left)}."
+        return (
+            f"It {verb} the peak at {at}{rest}: height {change}, left above its higher flank "
+            f"{_format_interval(self.left)}."
+        )
 
     def _place(self, curve: Curve) -> list[str]:
         said = []
@@ -119,7 +125,7 @@ class CurveComparison:
             )
         if self.threshold is not None:
             does = "moves the interpolation threshold" if self.moved else "is not shown to move the threshold"
-            said.append(f"It {does}: position × {_interval(self.threshold)}.")
+            said.append(f"It {does}: position × {_format_interval(self.threshold)}.")
         elif not curve.training:
             said.append("The threshold cannot be compared: not every seed crosses it on the axis.")
         return said
@@ -156,11 +162,11 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Cur
     difference = mine - theirs
     each = 1 - (1 - confidence) / difference.shape[1]
     means = difference.mean(1).tolist()
-    scale = scale_of(base.metric, np.concatenate([mine, theirs]), base.items)
-    tests = (_peak((mine + theirs) / 2, scale), _peak(mine, scale), _peak(theirs, scale))
+    scale = choose_scale(base.metric, np.concatenate([mine, theirs]), base.items)
+    tests = (_try_peak_test((mine + theirs) / 2, scale), _try_peak_test(mine, scale), _try_peak_test(theirs, scale))
     both = tests[0]
     triple = both.triple if both is not None else None
-    heights = [] if triple is None else [height_at(curve, triple) for curve in (mine, theirs)]
+    heights = [] if triple is None else [peak_heights(curve, triple) for curve in (mine, theirs)]
     gap = (heights[0] - heights[1]).tolist() if heights else None
     return CurveComparison(
         mean=t_interval(means, confidence=confidence),
@@ -172,13 +178,13 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Cur
         peak_p=None if gap is None else paired_p(gap),
         left=None if triple is None else _above_flanks(mine, triple, confidence),
         was=None if triple is None else _above_flanks(theirs, triple, confidence),
-        places=_places(scale.to(mine), scale.to(theirs), tests[1], tests[2], 1 - confidence),
-        threshold=_threshold(ours, base, whole, confidence),
+        places=_peak_locations(scale.to(mine), scale.to(theirs), tests[1], tests[2], 1 - confidence),
+        threshold=_threshold_ratio(ours, base, whole, confidence),
         seeds=len(whole),
     )
 
 
-def height_at(curves: np.ndarray, triple: tuple[int, int, int]) -> np.ndarray:
+def peak_heights(curves: np.ndarray, triple: tuple[int, int, int]) -> np.ndarray:
     """Return [S]: y_j − (y_i + y_l)/2 of each row of `curves` [S, J]."""
     left, middle, right = triple
     return curves[:, middle] - (curves[:, left] + curves[:, right]) / 2
@@ -191,7 +197,7 @@ def _above_flanks(curves: np.ndarray, triple: tuple[int, int, int], confidence: 
     return min(sides, key=lambda side: side.value)
 
 
-def _places(
+def _peak_locations(
     mine: np.ndarray, theirs: np.ndarray, ours: PeakTest | None, base: PeakTest | None, level: float
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     if ours is None or base is None or ours.triple is None or base.triple is None:
@@ -201,7 +207,7 @@ def _places(
     return (before, now) if set(before) & set(base.location) and set(now) & set(ours.location) else None
 
 
-def _peak(curves: np.ndarray, scale: MetricScale) -> PeakTest | None:
+def _try_peak_test(curves: np.ndarray, scale: MetricScale) -> PeakTest | None:
     """Return the peak test; None with too few seeds or points, or too many points."""
     try:
         return peak_test(curves, scale=scale)
@@ -209,11 +215,11 @@ def _peak(curves: np.ndarray, scale: MetricScale) -> PeakTest | None:
         return None
 
 
-def _interval(found: Interval) -> str:
+def _format_interval(found: Interval) -> str:
     return f"{found.value:.3g}" + ("" if found.low is None else f" ({found.low:.3g} to {found.high:.3g})")
 
 
-def _threshold(ours: Curve, base: Curve, whole: np.ndarray, confidence: float) -> Interval | None:
+def _threshold_ratio(ours: Curve, base: Curve, whole: np.ndarray, confidence: float) -> Interval | None:
     """Return the ratio of the crossings of ε, from the t-interval of its logarithm over seeds."""
     if ours.train_error is None or base.train_error is None or not ours.values[0] > 0:
         return None
@@ -223,7 +229,7 @@ def _threshold(ours: Curve, base: Curve, whole: np.ndarray, confidence: float) -
         for curve in (ours, base):
             assert curve.train_error is not None
             row = curve.train_error[seed : seed + 1]
-            found.append(crossing(curve.values, row, curve.epsilon).value if np.isfinite(row).all() else None)
+            found.append(find_crossing(curve.values, row, curve.epsilon).value if np.isfinite(row).all() else None)
         if found[0] is None or found[1] is None:
             return None
         logs.append(math.log(found[0] / found[1]))

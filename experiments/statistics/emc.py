@@ -66,7 +66,7 @@ class EMC:
         return f"{self.value:.3g} rows ({low} to {high})"
 
 
-def crossing(
+def find_crossing(
     values: Sequence[float], train_error: np.ndarray, epsilon: float = EPSILON, *, level: float = 0.05
 ) -> Crossing:
     """Find where the mean of `train_error` [S, J] (finite rows only) crosses ε along `values` [J].
@@ -79,16 +79,16 @@ def crossing(
     Raises:
         UserError: values that do not ascend, a table of another width, no finite row, or ε not in (0, 1).
     """
-    x, table = _checked(values, train_error, epsilon)
+    x, table = _check_curve(values, train_error, epsilon)
     mean = table.mean(0)
     up, down = _isotonic(mean), _isotonic(mean[::-1])[::-1]
     rising = bool(np.square(up - mean).sum() < np.square(down - mean).sum())
     position = np.log(x) if x[0] > 0 else x
     back = (lambda p: float(np.exp(p))) if x[0] > 0 else float
     if rising:
-        found, low, high = _cross(position, table, epsilon, level)
+        found, low, high = _crossing_with_interval(position, table, epsilon, level)
     else:
-        found, high, low = _cross(-position[::-1], table[:, ::-1], epsilon, level)
+        found, high, low = _crossing_with_interval(-position[::-1], table[:, ::-1], epsilon, level)
         found, low, high = (None if p is None else -p for p in (found, low, high))
     fitted: Literal["some", "all", "none"] = (
         "all" if (mean <= epsilon).all() else "none" if (mean > epsilon).all() else "some"
@@ -102,12 +102,12 @@ def emc_from_curve(
 ) -> EMC:
     """Return the EMC of a curve over the number of rows: [S, J] training errors at `n_values` [J], made monotone in n.
 
-    Interval and errors as for `crossing`.
+    Interval and errors as for `find_crossing`.
     """
-    x, table = _checked(n_values, train_error, epsilon)
+    x, table = _check_curve(n_values, train_error, epsilon)
     if x[0] <= 0:
         raise UserError(f"numbers of rows must be positive, got {x[0]:g}")
-    found, low, high = _cross(np.log(x), table, epsilon, level)
+    found, low, high = _crossing_with_interval(np.log(x), table, epsilon, level)
     mean = table.mean(0)
     side: Side = "inside"
     if found is None:
@@ -170,7 +170,7 @@ def _check_epsilon(epsilon: float) -> None:
         raise UserError(f"epsilon must lie between 0 and 1, got {epsilon}")
 
 
-def _checked(values: Sequence[float], errors: np.ndarray, epsilon: float) -> tuple[np.ndarray, np.ndarray]:
+def _check_curve(values: Sequence[float], errors: np.ndarray, epsilon: float) -> tuple[np.ndarray, np.ndarray]:
     _check_epsilon(epsilon)
     x = np.asarray(values, dtype=np.float64)
     table = np.asarray(errors, dtype=np.float64)
@@ -184,20 +184,20 @@ def _checked(values: Sequence[float], errors: np.ndarray, epsilon: float) -> tup
     return x, table
 
 
-def _cross(
+def _crossing_with_interval(
     position: np.ndarray, table: np.ndarray, epsilon: float, level: float
 ) -> tuple[float | None, float | None, float | None]:
     """Return (crossing, low, high) of errors [S, J] that rise along `position`; None for ends that are not on the
     axis."""
     mean = table.mean(0)
-    found = _place(position, _isotonic(mean), epsilon)
+    found = _interpolate_crossing(position, _isotonic(mean), epsilon)
     n = len(table)
     if n < 2:
         return found, None, None
     half = t_quantile(1 - level / 2, n - 1) * table.std(0, ddof=1) / math.sqrt(n)
     upper = np.maximum.accumulate(mean + half)  # from the left, up to the first failure
     lower = np.minimum.accumulate((mean - half)[::-1])[::-1]  # from the right
-    low, high = _place(position, upper, epsilon), _place(position, lower, epsilon)
+    low, high = _interpolate_crossing(position, upper, epsilon), _interpolate_crossing(position, lower, epsilon)
     if low is not None and found is not None:
         low = min(low, found)  # the monotone fit may leave the limits if the means do not ascend
     if high is not None and found is not None:
@@ -205,7 +205,7 @@ def _cross(
     return found, low, high
 
 
-def _place(position: np.ndarray, rising: np.ndarray, epsilon: float) -> float | None:
+def _interpolate_crossing(position: np.ndarray, rising: np.ndarray, epsilon: float) -> float | None:
     """Return where the non-decreasing piecewise-linear curve exceeds ε; None if it does so everywhere or nowhere."""
     if rising[0] > epsilon or rising[-1] <= epsilon:
         return None

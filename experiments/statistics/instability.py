@@ -9,9 +9,9 @@ import numpy as np
 
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.intervals import t_interval
-from flatshift.experiments.statistics.peak import PeakTest, differing_test
-from flatshift.experiments.statistics.scale import scale_of
-from flatshift.experiments.statistics.shape import shape_of
+from flatshift.experiments.statistics.peak import PeakTest, checked_peak_test
+from flatshift.experiments.statistics.scale import choose_scale
+from flatshift.experiments.statistics.shape import build_shape
 from flatshift.finetune.errors import UserError
 
 SPIKE = 2.0
@@ -55,12 +55,12 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
     """
     if curve.train_loss is None:
         return Instability(None, evidence=["Training loss was not measured, so instability cannot be ruled out."])
-    scale = scale_of("training loss", curve.train_loss)
+    scale = choose_scale("training loss", curve.train_loss)
     try:
-        peak = differing_test(curve.train_loss, level=level, draws=draws, seed=seed, scale=scale)
+        peak = checked_peak_test(curve.train_loss, level=level, draws=draws, seed=seed, scale=scale)
     except UserError as error:
         return Instability(None, evidence=[f"Training loss cannot be judged: {error}."])
-    lasting, rise = _rise(curve, peak, level)
+    lasting, rise = _lasting_rise(curve, peak, level)
     if peak.triple is None:
         at = curve.at(peak.detectable.point)
         return Instability(
@@ -79,7 +79,7 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
         f"Training loss has a peak too: {mean[i]:.3g} at {curve.at(i)}, {mean[j]:.3g} at {curve.at(j)}, {mean[l]:.3g} "
         f"at {curve.at(l)} (p = {peak.p_value:.2g})."
     ]
-    gradient, sharp = _gradient(curve, peak.triple, level), _sharpness(curve, peak.triple, level)
+    gradient, sharp = _gradient_finding(curve, peak.triple, level), _sharpness_finding(curve, peak.triple, level)
     if gradient is None and sharp is None:
         evidence.append(
             "Neither gradient norms nor sharpness were recorded there: record one to tell instability apart."
@@ -91,11 +91,11 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
     return Instability(peak, spike, lasting, [*evidence, *rise])
 
 
-def _rise(curve: Curve, peak: PeakTest, level: float) -> tuple[bool, list[str]]:
+def _lasting_rise(curve: Curve, peak: PeakTest, level: float) -> tuple[bool, list[str]]:
     """Return (unstable, sentences) for a training loss that rises along the steps and does not come back."""
     if curve.axis not in ALONG_STEPS or curve.train_loss is None:
         return False, []
-    shape = shape_of(replace(curve, test=curve.train_loss, metric="training loss", items=None), peak)
+    shape = build_shape(replace(curve, test=curve.train_loss, metric="training loss", items=None), peak)
     sentence = shape.overfitting(level)
     if sentence is None:
         return False, []
@@ -107,7 +107,7 @@ def _rise(curve: Curve, peak: PeakTest, level: float) -> tuple[bool, list[str]]:
     return False, [f"{sentence} That is less than a fifth of its fall before."]
 
 
-def _gradient(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple[bool, str] | None:
+def _gradient_finding(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple[bool, str] | None:
     """Return (spike, sentence); None if not recorded at the left flank and between."""
     if curve.gradient_norm is None:
         return None
@@ -134,7 +134,7 @@ def _gradient(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple
     )
 
 
-def _sharpness(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple[bool, str] | None:
+def _sharpness_finding(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple[bool, str] | None:
     """Return (above its threshold, sentence); None if not recorded between the flanks."""
     if curve.sharpness is None:
         return None

@@ -79,17 +79,17 @@ def paired_p(differences: Sequence[float]) -> float | None:
         return None
     mean = math.fsum(differences) / n
     sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
-    if not _spread(differences, sd):
+    if not _has_spread(differences, sd):
         return 1.0 if mean == 0 else None
     return float(2 * stdtr(n - 1, -abs(mean) / (sd / math.sqrt(n))))
 
 
-def _spread(differences: Sequence[float], sd: float) -> bool:
+def _has_spread(differences: Sequence[float], sd: float) -> bool:
     """Return True if `sd` exceeds the rounding error of the differences."""
     return sd > 1e-9 * max(abs(d) for d in differences)
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+def holm_adjust(p_values: Mapping[str, float]) -> dict[str, float]:
     """Return Holm's step-down adjusted p-values (1979) by name."""
     adjusted, running = {}, 0.0
     for place, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
@@ -98,7 +98,7 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     return adjusted
 
 
-def detectable(differences: Sequence[float]) -> float | None:
+def detectable_effect(differences: Sequence[float]) -> float | None:
     """Return the effect that a two-sided 5 % test finds with a power of 80 %: (t.975 + t.80)·s_d/√S."""
     n = len(differences)
     if n < 2:
@@ -118,13 +118,18 @@ def paired_test(ours: Mapping[Any, float], base: Mapping[Any, float]) -> dict[st
         return None
     by_seed = {str(s): ours[s] - base[s] for s in sorted(set(ours) & set(base))}
     differences = list(by_seed.values())
-    result = {**asdict(found), "p": paired_p(differences), "detectable": detectable(differences), "by_seed": by_seed}
+    result = {
+        **asdict(found),
+        "p": paired_p(differences),
+        "detectable": detectable_effect(differences),
+        "by_seed": by_seed,
+    }
     if result["p"] is None:  # one difference, or several equal ones: no width to estimate
         result |= {"low": None, "high": None, "detectable": None}
     return result
 
 
-def seeds_by_items(
+def seed_item_bootstrap(
     differences: Sequence[np.ndarray], *, resamples: int, rng: np.random.Generator
 ) -> dict[str, float | int]:
     """Return the 95 % percentile interval of the mean of the tables' means, over resampled seeds × test rows.
@@ -146,7 +151,7 @@ def seeds_by_items(
     return {"low": float(low), "high": float(high), "resamples": resamples}
 
 
-def right_items(text: str) -> np.ndarray:
+def parse_correctness(text: str) -> np.ndarray:
     """Return (n,) float64: right (1) or wrong (0) by test row, from the text of 1 and 0 in a result."""
     import numpy as np
 

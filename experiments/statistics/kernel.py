@@ -61,7 +61,7 @@ def kernel_fits(kernel: np.ndarray, cross: np.ndarray, wanted: np.ndarray, ridge
     return fits
 
 
-def soonest(errors: np.ndarray, speeds: np.ndarray) -> int:
+def fastest_setting(errors: np.ndarray, speeds: np.ndarray) -> int:
     """Return the setting that gradient descent fits soonest among those with indistinguishable errors [S, J].
 
     Those are the settings whose mean error is at most one standard error above the least, paired by draw; the soonest

@@ -51,7 +51,7 @@ class PointPairs:
         return np.divide(self.difference, error, out=np.zeros_like(error), where=error > 0)
 
 
-def pairs_of(curves: np.ndarray, least: float = 0.0) -> PointPairs:
+def point_pairs(curves: np.ndarray, least: float = 0.0) -> PointPairs:
     """Return differences, variances and shrunken variances of `curves` [..., S, J] (finite, S ≥ 2, J ≥ 2).
 
     least: smallest variance of a point, such as the binomial one of n items: v̄ is then at least twice it.
@@ -99,7 +99,7 @@ _BLOCK = 2000
 """Draws per block: their arrays fit in the cache of a core."""
 
 
-class Null:
+class NullDistribution:
     """Draws of flat curves: S seeds, J points, independent errors."""
 
     def __init__(self, seeds: int, points: int, draws: int, seed: int):
@@ -124,9 +124,9 @@ class Null:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return max over i < j of t_ij, and of |t_ij|, each [draws], in the `first` draws (None: all).
 
-        least: as for `pairs_of`, in the units of `variances`.
+        least: as for `point_pairs`, in the units of `variances`.
         """
-        sd, known = self._sd(variances), _known(variances, least)
+        sd, known = self._sd(variances), _least_pair_variance(variances, least)
         count = first or self.draws
         rise, both = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.float32)
         for start in range(0, count, _BLOCK):
@@ -146,7 +146,7 @@ class Null:
 
         The standard deviation is that of the mean of `variances` [J] (None: all equal).
         """
-        difference, variance = self._moments(self._sd(variances), slice(first), _known(variances, least))
+        difference, variance = self._moments(self._sd(variances), slice(first), _least_pair_variance(variances, least))
         per_unit = np.sqrt(self.seeds / variance)
         return difference * per_unit, per_unit
 
@@ -172,15 +172,15 @@ class Null:
         return difference, variance
 
 
-def _known(variances: np.ndarray | None, least: float) -> float:
-    """Return the least variance of a pair in units of the mean of `variances`, as in `Null._sd`."""
+def _least_pair_variance(variances: np.ndarray | None, least: float) -> float:
+    """Return the least variance of a pair in units of the mean of `variances`, as in `NullDistribution._sd`."""
     return 0.0 if variances is None or not least else 2 * least / float(np.mean(variances))
 
 
 @functools.lru_cache(maxsize=8)
-def null(seeds: int, points: int, draws: int, seed: int) -> Null:
+def null_distribution(seeds: int, points: int, draws: int, seed: int) -> NullDistribution:
     """Return the draws for S and J, cached (some 10 MB for 20,000 draws of 10 points)."""
-    return Null(seeds, points, draws, seed)
+    return NullDistribution(seeds, points, draws, seed)
 
 
 def p_value(statistic: float, draws: np.ndarray) -> float:
@@ -188,7 +188,7 @@ def p_value(statistic: float, draws: np.ndarray) -> float:
     return (1 + int((draws >= statistic).sum())) / (1 + len(draws))
 
 
-def critical(draws: np.ndarray, level: float) -> float:
+def critical_value(draws: np.ndarray, level: float) -> float:
     """Return the value that a statistic must exceed for a p-value of at most `level`; inf with too few draws for
     that."""
     allowed = math.floor(level * (len(draws) + 1)) - 1

@@ -27,12 +27,12 @@ import numpy as np
 
 from flatshift.experiments.statistics.intervals import t_quantile
 from flatshift.experiments.statistics.pairs import (
-    Null,
+    NullDistribution,
     PointPairs,
-    critical,
-    null,
+    critical_value,
+    null_distribution,
     p_value,
-    pairs_of,
+    point_pairs,
     point_variances,
     rises_and_falls,
 )
@@ -70,7 +70,7 @@ class TooFewSeeds(UserError):
 
 
 @dataclass(frozen=True)
-class Height:
+class PeakHeight:
     """Height of a peak above the higher of its two flanks, in the units of the curve."""
 
     estimate: float
@@ -81,7 +81,7 @@ class Height:
 
 
 @dataclass(frozen=True)
-class Detectable:
+class DetectableHeight:
     """Height of a one-point peak found with a power of 80 % by this number of seeds and points.
 
     Uses the variances of the curve's own points, at the noisiest inner point: runs scatter most where an interpolation
@@ -111,11 +111,11 @@ class PeakTest:
     """Left flank, peak and right flank that attain the statistic; None if not rejected."""
     location: tuple[int, ...]
     """Points that may have the highest mean between the two flanks; () if not rejected."""
-    height: Height
+    height: PeakHeight
     """Height of the highest peak, with a two-sided interval at 1 − `level`."""
     ceiling: float
     """One-sided upper limit of the highest peak's height at 1 − `level`: any existing peak is lower."""
-    detectable: Detectable
+    detectable: DetectableHeight
     sd: float
     """Standard deviation of one run about its seed's curve, pooled over points; on the transformed scale if there is
     one."""
@@ -166,35 +166,39 @@ def peak_test(
     table = np.asarray(curves, dtype=np.float64)
     if not 0 < level < 0.5:
         raise UserError(f"peak_test: level must lie between 0 and 0.5, got {level}")
-    rows, points = finite_part(table)
+    rows, points = select_finite(table)
     diverged = tuple(sorted(set(range(len(table))) - set(rows)))
     scale = scale or MetricScale()
     kept = scale.to(table[np.ix_(rows, points)])
     seeds, count = kept.shape
-    moved, unit = scaled(kept)
+    moved, unit = normalise_curves(kept)
     least = scale.least(unit)
-    pairs = pairs_of(moved, least)
-    flat = null(seeds, count, draws, seed)
+    pairs = point_pairs(moved, least)
+    flat = null_distribution(seeds, count, draws, seed)
     spread = math.sqrt(float(pairs.variance.sum()) / (2 * count * (count - 1)))
     if spread * unit <= 8 * np.finfo(float).eps * float(np.abs(kept).max()):
         spread = 0.0  # seeds differ by rounding only
     t = pairs.t if spread else np.zeros((count, count))
     variances = point_variances(pairs.variance, seeds, least) if spread else None
     rising, both = flat.extremes(variances, least=least)
-    threshold = critical(rising, level)
+    threshold = critical_value(rising, level)
     rise, fall = rises_and_falls(t)
     middle = int(np.argmax(np.minimum(rise, fall)))
     statistic = float(min(rise[middle], fall[middle]))
     rejected = statistic > threshold
-    triple = _flanks(t, middle) if rejected else None
-    location = () if triple is None else _location(t, triple[0], triple[2], critical(both, level))
-    height = _height(pairs, triple, critical(both, level / 2), level) if spread else Height(0.0, 0.0, math.inf)
-    found_at = _needed(flat, threshold, variances, min(_POWER_DRAWS, draws), least)
+    triple = _find_flanks(t, middle) if rejected else None
+    location = () if triple is None else _location_set(t, triple[0], triple[2], critical_value(both, level))
+    height = (
+        _peak_height(pairs, triple, critical_value(both, level / 2), level)
+        if spread
+        else PeakHeight(0.0, 0.0, math.inf)
+    )
+    found_at = _detectable_heights(flat, threshold, variances, min(_POWER_DRAWS, draws), least)
     worst = int(np.argmax(found_at))
     even = detectable_sd(seeds, count, level=level, draws=draws, seed=seed)
     sd = spread * unit if spread else math.inf  # seeds without any difference detect nothing, however high
     means = kept.mean(0)
-    flanks = _valleys(means)  # of the inner points
+    flanks = _flank_levels(means)  # of the inner points
 
     def above(place: int, tall: float) -> float:
         return scale.above(float(flanks[place - 1]), tall)
@@ -206,7 +210,7 @@ def peak_test(
     def tallest(at_level: float) -> float:
         if not spread:
             return math.inf
-        return max(above(j, float(limit) * unit) for j, limit in enumerate(_uppers(pairs, at_level), start=1))
+        return max(above(j, float(limit) * unit) for j, limit in enumerate(_upper_limits(pairs, at_level), start=1))
 
     return PeakTest(
         statistic=statistic,
@@ -215,9 +219,9 @@ def peak_test(
         rejected=rejected,
         triple=None if triple is None else (points[triple[0]], points[triple[1]], points[triple[2]]),
         location=tuple(points[j] for j in location),
-        height=Height(above(at, height.estimate * unit), above(at, height.low * unit), tallest(level / 2)),
+        height=PeakHeight(above(at, height.estimate * unit), above(at, height.low * unit), tallest(level / 2)),
         ceiling=tallest(level),
-        detectable=Detectable(
+        detectable=DetectableHeight(
             above(worst + 1, float(found_at[worst]) * sd),
             float(found_at[worst]),
             points[worst + 1],
@@ -240,14 +244,14 @@ def highest_between(
     Like `PeakTest.location`, which uses the test's own flanks: curves to be compared need common ones. Misses the
     highest with probability at most `level`. All values must be finite.
     """
-    moved, _ = scaled(np.asarray(curves, dtype=np.float64))
-    pairs = pairs_of(moved)
+    moved, _ = normalise_curves(np.asarray(curves, dtype=np.float64))
+    pairs = point_pairs(moved)
     seeds, count = moved.shape
-    _, both = null(seeds, count, draws, seed).extremes(point_variances(pairs.variance, seeds))
-    return _location(pairs.t, left, right, critical(both, level))
+    _, both = null_distribution(seeds, count, draws, seed).extremes(point_variances(pairs.variance, seeds))
+    return _location_set(pairs.t, left, right, critical_value(both, level))
 
 
-def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int, scale: MetricScale) -> PeakTest:
+def checked_peak_test(curves: np.ndarray, *, level: float, draws: int, seed: int, scale: MetricScale) -> PeakTest:
     """Run `peak_test` for a verdict. Raises UserError as it does, and also if the seeds do not differ."""
     test = peak_test(curves, level=level, draws=draws, seed=seed, scale=scale)
     if not test.sd:
@@ -255,7 +259,7 @@ def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int, s
     return test
 
 
-def scaled(kept: np.ndarray) -> tuple[np.ndarray, float]:
+def normalise_curves(kept: np.ndarray) -> tuple[np.ndarray, float]:
     """Return (curves [S, J] minus their first points, in units of the largest; that unit), so that squares stay
     finite."""
     moved = kept - kept[:, :1]
@@ -263,7 +267,7 @@ def scaled(kept: np.ndarray) -> tuple[np.ndarray, float]:
     return moved / scale, scale
 
 
-def finite_part(curves: np.ndarray) -> tuple[list[int], list[int]]:
+def select_finite(curves: np.ndarray) -> tuple[list[int], list[int]]:
     """Return the rows and columns of `curves` [S, J] to test, by the policy for diverged runs in `peak_test`.
 
     Raises UserError as `peak_test` does.
@@ -299,9 +303,9 @@ def detectable_sd(seeds: int, points: int, *, level: float = 0.05, draws: int = 
     The peak is the middle point, with one low point on either side (as between a valley and a second descent) and equal
     variances.
     """
-    flat = null(seeds, points, draws, seed)
-    threshold = critical(flat.extremes()[0], level)
-    return float(_needed(flat, threshold)[(points - 1) // 2 - 1])
+    flat = null_distribution(seeds, points, draws, seed)
+    threshold = critical_value(flat.extremes()[0], level)
+    return float(_detectable_heights(flat, threshold)[(points - 1) // 2 - 1])
 
 
 def seeds_needed(height_sd: float, points: int, *, level: float = 0.05, most: int = 100) -> int | None:
@@ -347,8 +351,8 @@ def thin(values: Sequence[float], at_most: int = MOST_POINTS) -> tuple[int, ...]
 # --------------------------------------------------------------------------------------------- parts
 
 
-def _needed(
-    flat: Null,
+def _detectable_heights(
+    flat: NullDistribution,
     threshold: float,
     variances: np.ndarray | None = None,
     first: int | None = None,
@@ -367,30 +371,30 @@ def _needed(
     return np.quantile(np.maximum(up, down), POWER, axis=1)
 
 
-def _flanks(t: np.ndarray, middle: int) -> tuple[int, int, int]:
+def _find_flanks(t: np.ndarray, middle: int) -> tuple[int, int, int]:
     """Return the middle with the points from which it rises and to which it falls most clearly."""
     left = int(np.argmax(t[:middle, middle]))
     right = middle + 1 + int(np.argmax(t[middle + 1 :, middle]))
     return left, middle, right
 
 
-def _location(t: np.ndarray, left: int, right: int, threshold: float) -> tuple[int, ...]:
+def _location_set(t: np.ndarray, left: int, right: int, threshold: float) -> tuple[int, ...]:
     between = range(left + 1, right)
     return tuple(j for j in between if max(t[j, k] for k in between) <= threshold)
 
 
-def _height(pairs: PointPairs, triple: tuple[int, int, int] | None, threshold: float, level: float) -> Height:
-    high = float(_uppers(pairs, level / 2).max())
+def _peak_height(pairs: PointPairs, triple: tuple[int, int, int] | None, threshold: float, level: float) -> PeakHeight:
+    high = float(_upper_limits(pairs, level / 2).max())
     if triple is None:
         rise, fall = rises_and_falls(pairs.difference)
-        return Height(max(0.0, float(np.minimum(rise, fall).max())), 0.0, high)
+        return PeakHeight(max(0.0, float(np.minimum(rise, fall).max())), 0.0, high)
     i, j, l = triple
     differences = np.array([pairs.difference[i, j], pairs.difference[l, j]])
     errors = np.array([pairs.error[i, j], pairs.error[l, j]])
-    return Height(float(differences.min()), max(0.0, float((differences - threshold * errors).min())), high)
+    return PeakHeight(float(differences.min()), max(0.0, float((differences - threshold * errors).min())), high)
 
 
-def _uppers(pairs: PointPairs, level: float) -> np.ndarray:
+def _upper_limits(pairs: PointPairs, level: float) -> np.ndarray:
     """Return [J − 2]: upper limits (0 or more) of the height of a peak at each inner point.
 
     The largest is that of the highest peak at 1 − level, from exact paired t limits at level/2 each.
@@ -400,7 +404,7 @@ def _uppers(pairs: PointPairs, level: float) -> np.ndarray:
     return np.maximum(0.0, np.minimum(rise, fall)[1:-1])
 
 
-def _valleys(means: np.ndarray) -> np.ndarray:
+def _flank_levels(means: np.ndarray) -> np.ndarray:
     """Return [J − 2]: for each inner point, the higher of the lowest means on its two sides."""
     left = np.minimum.accumulate(means)[:-2]
     right = np.minimum.accumulate(means[::-1])[::-1][2:]
@@ -413,7 +417,7 @@ HOLDOUT_SEEDS = 8
 
 
 @dataclass(frozen=True)
-class Holdout:
+class HoldoutResult:
     """Two one-sided paired t-tests at a triple chosen on other seeds."""
 
     triple: tuple[int, int, int]
@@ -426,7 +430,7 @@ class Holdout:
     """Number of seeds in the tests."""
 
 
-def holdout_test(curves: np.ndarray, *, level: float = 0.05) -> Holdout:
+def holdout_test(curves: np.ndarray, *, level: float = 0.05) -> HoldoutResult:
     """Confirm a peak without the calibration of `peak_test`: no flat curves, no shrinkage, no search on the same seeds.
 
     curves: [S, J] as for `peak_test`, at least 8 seeds with finite values: three choose the triple, the others test it.
@@ -436,11 +440,11 @@ def holdout_test(curves: np.ndarray, *, level: float = 0.05) -> Holdout:
     from scipy.special import stdtr
 
     table = np.asarray(curves, dtype=np.float64)
-    rows, points = finite_part(table)
+    rows, points = select_finite(table)
     if len(rows) < HOLDOUT_SEEDS:
         raise UserError(f"the check on other seeds needs at least {HOLDOUT_SEEDS} seeds with values, got {len(rows)}")
     kept = table[np.ix_(rows, points)]
-    t = pairs_of(kept[:_CHOOSING]).t
+    t = point_pairs(kept[:_CHOOSING]).t
     rise, fall = rises_and_falls(t)
     j = int(np.argmax(np.minimum(rise, fall)))
     i, l = int(np.argmax(t[:j, j])), j + 1 + int(np.argmax(t[j + 1 :, j]))
@@ -451,7 +455,7 @@ def holdout_test(curves: np.ndarray, *, level: float = 0.05) -> Holdout:
     statistic = np.divide(mean * np.sqrt(n), sd, out=np.zeros(2), where=sd > 0)
     p = float(stdtr(n - 1, -statistic).max())
     confirmed = bool((statistic > t_quantile(1 - level, n - 1)).all())
-    return Holdout((points[i], points[j], points[l]), p, confirmed, n)
+    return HoldoutResult((points[i], points[j], points[l]), p, confirmed, n)
 
 
 # ----------------------------------------------------------------------------------- seeds added until a verdict stands
@@ -461,14 +465,14 @@ _GROWTH = 1.5
 
 
 @dataclass(frozen=True)
-class Look:
+class InterimLook:
     """Number of seeds at which verdicts are made, and the level of each test there."""
 
     seeds: int
     level: float
 
 
-def looks(budget: int, *, level: float = 0.05) -> tuple[Look, ...]:
+def plan_looks(budget: int, *, level: float = 0.05) -> tuple[InterimLook, ...]:
     """Return looks at 5 seeds, then at half as many again each time, up to `budget` seeds.
 
     Raises UserError for a budget below 5 seeds, which is too few for the test.
@@ -479,4 +483,6 @@ def looks(budget: int, *, level: float = 0.05) -> tuple[Look, ...]:
     while places[-1] < budget:
         places.append(min(budget, math.ceil(places[-1] * _GROWTH)))
     spent = [level * math.log1p((math.e - 1) * place / budget) for place in places]
-    return tuple(Look(place, now - before) for place, now, before in zip(places, spent, [0.0, *spent], strict=False))
+    return tuple(
+        InterimLook(place, now - before) for place, now, before in zip(places, spent, [0.0, *spent], strict=False)
+    )

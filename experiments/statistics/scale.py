@@ -73,7 +73,7 @@ class MetricScale:
         return None
 
 
-def scale_of(metric: str, values: np.ndarray, items: int | None = None) -> MetricScale:
+def choose_scale(metric: str, values: np.ndarray, items: int | None = None) -> MetricScale:
     """Return the scale for the metric `metric`: losses log, error rates arcsine, everything else plain.
 
     values: [S, J], used only to check if they can be such a metric at all (a loss below 0 or a rate outside 0 to 1 gets

@@ -8,12 +8,12 @@ import numpy as np
 
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.intervals import t_quantile
-from flatshift.experiments.statistics.pairs import PointPairs, pairs_of
-from flatshift.experiments.statistics.peak import PeakTest, finite_part, scaled
+from flatshift.experiments.statistics.pairs import PointPairs, point_pairs
+from flatshift.experiments.statistics.peak import PeakTest, normalise_curves, select_finite
 
 
 @dataclass(frozen=True)
-class Step:
+class SignificantChange:
     """Significant difference between two points of a curve."""
 
     curve: Curve
@@ -55,21 +55,21 @@ class CurveShape:
         """Mean over seeds by column, taken on the curve's scale."""
         self._pairs, self._unit, self._means, self._t = pairs, unit, means, pairs.t
 
-    def fall_before(self, column: int) -> Step | None:
+    def fall_before(self, column: int) -> SignificantChange | None:
         """Return the clearest significant fall that ends left of `column`."""
         end = self.points.index(column)
         return self._clearest(-self._t[:end, :end])
 
-    def rise_after(self, column: int) -> Step | None:
+    def rise_after(self, column: int) -> SignificantChange | None:
         """Return the clearest significant rise from `column` or a later point."""
         start = self.points.index(column)
         return self._clearest(self._t[start:, start:], start)
 
-    def largest_rise(self) -> Step | None:
+    def largest_rise(self) -> SignificantChange | None:
         """Return the clearest significant rise anywhere."""
         return self._clearest(self._t)
 
-    def fall_to_the_end(self) -> Step | None:
+    def fall_to_the_end(self) -> SignificantChange | None:
         """Return the fall from the first to the last point, if significant."""
         last = len(self.points) - 1
         return self._step(0, last, -self._t[0, last]) if -self._t[0, last] > self.test.critical else None
@@ -100,7 +100,7 @@ class CurveShape:
             f"limit), less than its rise of {self.curve.amount(back(means[top]) - back(means[low]))}."
         )
 
-    def _clearest(self, t: np.ndarray, offset: int = 0) -> Step | None:
+    def _clearest(self, t: np.ndarray, offset: int = 0) -> SignificantChange | None:
         left, right = np.triu_indices(len(t), 1)
         if not len(left):
             return None
@@ -112,14 +112,16 @@ class CurveShape:
             else None
         )
 
-    def _step(self, left: int, right: int, t: float) -> Step:
+    def _step(self, left: int, right: int, t: float) -> SignificantChange:
         start, end = self.points[left], self.points[right]
-        return Step(self.curve, start, end, (self.mean[start], self.mean[end]), float(t), self.test.critical)
+        return SignificantChange(
+            self.curve, start, end, (self.mean[start], self.mean[end]), float(t), self.test.critical
+        )
 
 
-def shape_of(curve: Curve, test: PeakTest) -> CurveShape:
+def build_shape(curve: Curve, test: PeakTest) -> CurveShape:
     """Return the rises and falls of `curve.test`, whose peak test is `test`."""
-    rows, points = finite_part(curve.test)
+    rows, points = select_finite(curve.test)
     kept = curve.scale.to(curve.test[np.ix_(rows, points)])
-    moved, unit = scaled(kept)
-    return CurveShape(curve, pairs_of(moved, curve.scale.least(unit)), unit, kept.mean(0), test)
+    moved, unit = normalise_curves(kept)
+    return CurveShape(curve, point_pairs(moved, curve.scale.least(unit)), unit, kept.mean(0), test)

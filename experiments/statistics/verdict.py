@@ -13,20 +13,20 @@ from typing import Literal
 import numpy as np
 
 from flatshift.experiments.statistics.curve import Curve
-from flatshift.experiments.statistics.emc import Crossing, crossing
+from flatshift.experiments.statistics.emc import Crossing, find_crossing
 from flatshift.experiments.statistics.instability import Instability, find_instability
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.experiments.statistics.peak import (
     HOLDOUT_SEEDS,
-    Holdout,
+    HoldoutResult,
     PeakTest,
     TooFewSeeds,
     check_points,
-    differing_test,
+    checked_peak_test,
     holdout_test,
     seeds_needed,
 )
-from flatshift.experiments.statistics.shape import CurveShape, shape_of
+from flatshift.experiments.statistics.shape import CurveShape, build_shape
 from flatshift.finetune.errors import UserError
 
 Kind = Literal["double descent", "instability", "overfitting", "mixed", "monotone", "undecided"]
@@ -50,14 +50,14 @@ class CurveVerdict:
     """Position where the mean training error crosses ε on the axis; None: not on it, or not measured."""
     crossing: Crossing | None = None
     """The same with its interval."""
-    holdout: Holdout | None = None
+    holdout: HoldoutResult | None = None
     """Confirmation on other seeds; only from eight seeds on, if the peak test rejects."""
     seeds_needed: int | None = None
     """Number of seeds that find a peak as high as the largest hump with a power of 80 %; None beyond 100, or if not
     computed."""
 
 
-def judge_curve(
+def determine_verdict(
     curve: Curve, *, level: float = 0.05, delta: float | None = None, draws: int = 20_000, seed: int = 0
 ) -> CurveVerdict:
     """Determine the verdict of one curve.
@@ -89,16 +89,16 @@ def judge_curve(
     if delta is not None and not delta > 0:
         raise UserError(f"judge_curve: delta must be positive, got {delta}")
     try:
-        peak = differing_test(curve.test, level=level, draws=draws, seed=seed, scale=curve.scale)
+        peak = checked_peak_test(curve.test, level=level, draws=draws, seed=seed, scale=curve.scale)
     except UserError as error:
-        threshold = _threshold(curve, np.flatnonzero(~np.isfinite(curve.test).all(1)), range(len(curve.values)))
+        threshold = _find_threshold(curve, np.flatnonzero(~np.isfinite(curve.test).all(1)), range(len(curve.values)))
         why = error.told(curve.planned) if isinstance(error, TooFewSeeds) else str(error)
-        said = [_capital(why) + ".", curve.lost_sentence(), _cannot_show(curve, threshold)]
+        said = [_capitalise(why) + ".", curve.lost_sentence(), _no_peak_reason(curve, threshold)]
         value = None if threshold is None else threshold.value
         return CurveVerdict("undecided", tuple(filter(None, said)), threshold=value, crossing=threshold)
     bump = find_instability(curve, level=level, draws=draws, seed=seed)
-    threshold = _threshold(curve, peak.diverged, peak.points)
-    judged = _Judged(curve, peak, shape_of(curve, peak), bump, threshold, level)
+    threshold = _find_threshold(curve, peak.diverged, peak.points)
+    judged = _CurveFindings(curve, peak, build_shape(curve, peak), bump, threshold, level)
     if curve.training:
         kind, evidence = judged.of_training(delta)
     else:
@@ -132,7 +132,7 @@ def judge_curve(
     )
 
 
-def _threshold(curve: Curve, diverged: Sequence[int] | np.ndarray, points: Sequence[int]) -> Crossing | None:
+def _find_threshold(curve: Curve, diverged: Sequence[int] | np.ndarray, points: Sequence[int]) -> Crossing | None:
     """Find the threshold on the seeds and points of the peak test; None if the training error was not measured
     there."""
     if curve.train_error is None or len(points) < 2:
@@ -140,10 +140,10 @@ def _threshold(curve: Curve, diverged: Sequence[int] | np.ndarray, points: Seque
     errors = np.delete(curve.train_error, list(diverged), axis=0)[:, list(points)]
     if not np.isfinite(errors).all(1).any():
         return None
-    return crossing([curve.values[j] for j in points], errors, curve.epsilon)
+    return find_crossing([curve.values[j] for j in points], errors, curve.epsilon)
 
 
-def _cannot_show(curve: Curve, found: Crossing | None) -> str | None:
+def _no_peak_reason(curve: Curve, found: Crossing | None) -> str | None:
     """Return a sentence if the axis cannot show an interpolation peak, else None."""
     if found is None or found.value is not None or found.fitted == "some" or curve.training:
         return None
@@ -157,7 +157,7 @@ def _cannot_show(curve: Curve, found: Crossing | None) -> str | None:
 
 
 @dataclass
-class _Judged:
+class _CurveFindings:
     """Findings on one curve, and the verdicts they earn."""
 
     curve: Curve
@@ -256,7 +256,7 @@ class _Judged:
             dict.fromkeys([f"{curve.values[peak.location[0]]:g}", f"{curve.values[peak.location[-1]]:g}"])
         )
         return (
-            f"{_capital(curve.metric)} has a peak at {curve.at(j)}: {curve.amount(mean[i])} at {curve.at(i)}, "
+            f"{_capitalise(curve.metric)} has a peak at {curve.at(j)}: {curve.amount(mean[i])} at {curve.at(i)}, "
             f"{curve.amount(mean[j])} at {curve.at(j)}, {curve.amount(mean[l])} at {curve.at(l)}; height "
             f"{curve.amount(peak.height.estimate)} ({peak.height.low:.3g} to {peak.height.high:.3g}), located at "
             f"{curve.axis} {where} (T = {peak.statistic:.3g}, critical {peak.critical:.3g}, p = {peak.p_value:.2g}, "
@@ -269,7 +269,7 @@ class _Judged:
         if found is None:
             return False, "Training error was not measured, so the interpolation threshold is unknown."
         if found.value is None:
-            return False, _cannot_show(curve, found) or (
+            return False, _no_peak_reason(curve, found) or (
                 f"Mean {curve.fit} is at most {curve.epsilon:g} at some points only, in no order: no one threshold."
             )
         points = self.peak.points
@@ -300,7 +300,7 @@ class _Judged:
         if not (first > top and right > curve.epsilon and rise.low is not None and rise.low > 0):
             return None
         return (
-            f"{_capital(curve.fit)} rises again from {top:.3g} at {curve.at(j)} to {right:.3g} at {curve.at(l)} (by "
+            f"{_capitalise(curve.fit)} rises again from {top:.3g} at {curve.at(j)} to {right:.3g} at {curve.at(l)} (by "
             f"at least {rise.low:.2g}): data are fitted less there, so that fall is no second descent of what "
             "interpolates."
         )
@@ -330,7 +330,7 @@ class _Judged:
         """Describe the missing peak, the smallest one that would be found, and if the axis can show one at all."""
         curve, peak = self.curve, self.peak
         found = peak.detectable
-        cannot = _cannot_show(curve, self.threshold) or self._open_end_sentence()
+        cannot = _no_peak_reason(curve, self.threshold) or self._open_end_sentence()
         return [
             f"No peak of {curve.metric} at the {peak.level:.0%} level (T = {peak.statistic:.3g}, critical "
             f"{peak.critical:.3g}, p = {peak.p_value:.2g}). {peak.seeds} seeds and {len(peak.points)} points find a "
@@ -354,5 +354,5 @@ class _Judged:
         return [f"{hump}."]
 
 
-def _capital(sentence: str) -> str:
+def _capitalise(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]

@@ -55,16 +55,16 @@ class Cell:
     @property
     def label(self) -> str:
         """Readable name."""
-        return f"{label_of(self.point)} seed={self.seed}".strip()
+        return f"{point_label(self.point)} seed={self.seed}".strip()
 
 
-def label_of(point: Mapping[str, Any]) -> str:
+def point_label(point: Mapping[str, Any]) -> str:
     """Format a point: `adapter.rank=4 train.steps=100`."""
     return " ".join(f"{key}={value}" for key, value in point.items())
 
 
 @dataclass(frozen=True)
-class Result:
+class CellResult:
     """Outcome of a cell (`flatshift.experiments.results.cells` defines each status)."""
 
     status: Status
@@ -80,7 +80,7 @@ class Result:
     """Findings of `data.checks` in its rows: kind → sentence."""
 
 
-def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mapping[str, Any] | None = None) -> Cell:
+def make_cell(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mapping[str, Any] | None = None) -> Cell:
     """Return the cell of a resolved recipe, with a key over everything its result depends on.
 
     That is every value except the sweep block, device and threads (`train.precision: auto` counts as its resolved
@@ -161,12 +161,12 @@ def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:
         # A directory without a result is left from a killed run.
         if directory.exists():
             shutil.rmtree(directory)
-        result, fit = result_of(lambda: train_cell(directory, cell, recipe), directory)
+        result, fit = capture_result(lambda: train_cell(directory, cell, recipe), directory)
         finish_cell(directory, cell, result)
     return fit
 
 
-def train_cell(directory: Path, cell: Cell, recipe: Recipe) -> Result:
+def train_cell(directory: Path, cell: Cell, recipe: Recipe) -> CellResult:
     """Train and judge a cell as `flatshift train` does, but for its report; its weights go when it is judged.
 
     recipe: the cell's own, for this process.
@@ -186,12 +186,12 @@ def train_cell(directory: Path, cell: Cell, recipe: Recipe) -> Result:
     with run_context(recipe, run, Console(quiet=True, log=run.log), cell=True, probe=probe) as context:
         metrics = execute_parts(context, rows)
     remove_weights(directory)
-    _refuse_broken(metrics)
+    _check_losses(metrics)
     figures = None if probe is None else probe.figures()
-    return Result("done", metrics=metrics, figures=figures, checks={one.kind: str(one) for one in rows.checks})
+    return CellResult("done", metrics=metrics, figures=figures, checks={one.kind: str(one) for one in rows.checks})
 
 
-def _refuse_broken(metrics: Mapping[str, Any]) -> None:
+def _check_losses(metrics: Mapping[str, Any]) -> None:
     from flatshift.finetune.train.divergence import Diverged
 
     for split, figures in metrics.items():
@@ -199,7 +199,7 @@ def _refuse_broken(metrics: Mapping[str, Any]) -> None:
             raise Diverged(f"the trained adapter's loss on the {split} rows is not a finite number")
 
 
-def result_of(measure: Callable[[], Result], directory: Path) -> tuple[Result, bool]:
+def capture_result(measure: Callable[[], CellResult], directory: Path) -> tuple[CellResult, bool]:
     """Call `measure`; return (result of the cell, True if this process can run another).
 
     An unexpected error goes into the cell's log.txt with its traceback. Interrupted and a full disk pass through.
@@ -214,17 +214,19 @@ def result_of(measure: Callable[[], Result], directory: Path) -> tuple[Result, b
     except ValueError as error:
         from flatshift.finetune.train.divergence import Diverged
 
-        result = Result("diverged" if isinstance(error, Diverged) else "failed", str(error))
+        result = CellResult("diverged" if isinstance(error, Diverged) else "failed", str(error))
     except Exception as error:
         fit = False
-        result = Result("failed", f"{'out of memory' if is_out_of_memory(error) else type(error).__name__}: {error}")
+        result = CellResult(
+            "failed", f"{'out of memory' if is_out_of_memory(error) else type(error).__name__}: {error}"
+        )
         directory.mkdir(parents=True, exist_ok=True)
         RunDirectory(directory).log(traceback.format_exc())
     gc.collect()  # a PEFT model refers to itself: without this, each cell's weights outlive it
     return dataclasses.replace(result, seconds=time.monotonic() - started), fit
 
 
-def finish_cell(directory: Path, cell: Cell, result: Result) -> None:
+def finish_cell(directory: Path, cell: Cell, result: CellResult) -> None:
     """Write a cell's result.json, creating `directory` if necessary; the cell is never run again after that."""
     directory.mkdir(parents=True, exist_ok=True)
     found = dataclasses.asdict(result)
@@ -243,7 +245,7 @@ def finish_cell(directory: Path, cell: Cell, result: Result) -> None:
             "flatshift": flatshift_version(),
             "code": source_digest(),
         },
-        beside=_records_of(directory),
+        beside=_record_files(directory),
     )
 
 
@@ -253,7 +255,7 @@ def drop_result(directory: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _records_of(directory: Path) -> list[Path]:
+def _record_files(directory: Path) -> list[Path]:
     """Return the files of a cell's directory that its metrics come from, except its result."""
     found = [file for end in ("*.json*", "*.yaml") for file in directory.glob(end) if file.name != RESULT]
     return [file for file in found if file.is_file() and not file.name.startswith(".")]

@@ -17,7 +17,7 @@ from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.studies.sweep import sweep
-from flatshift.experiments.studies.warmups import study
+from flatshift.experiments.studies.warmups import run_warmup_study
 from flatshift.experiments.workflows.train import resume, train
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.lock import exclusive_lock
@@ -91,10 +91,10 @@ def demo(out: Path, *, draw: Draw) -> Path:
     holds something else or is in use, Interrupted when stopped.
     """
     with exclusive_lock(out):
-        return _demo(out, draw)
+        return _run_demo(out, draw)
 
 
-def _demo(out: Path, draw: Draw) -> Path:
+def _run_demo(out: Path, draw: Draw) -> Path:
     marker = out / "demo.json"
     if not marker.is_file():
         check_empty(out)
@@ -117,22 +117,30 @@ def _demo(out: Path, draw: Draw) -> Path:
     if (out / "warmup").is_dir():
         resume(out / "warmup", draw=draw)
     elif encoder:
-        train(load_recipe("encoder-warmup", _laid(_ON_ENCODER)), out / "warmup", draw=draw)
+        train(load_recipe("encoder-warmup", _as_overrides(_ON_ENCODER)), out / "warmup", draw=draw)
     else:
-        train(load_recipe("warmup", _laid(_RUN)), out / "warmup", draw=draw)
+        train(load_recipe("warmup", _as_overrides(_RUN)), out / "warmup", draw=draw)
     console.say("2/3  Compare: cold, random and GOT-D warm-up, plain and GGPO, on paired seeds")
     console.say(
         f"     small: two seeds, {_STUDY['train.steps']} steps, {_STUDY['data.test.limit']} test rows cut to "
         f"{_STUDY['train.max_length']} tokens: the intervals are wide"
     )
-    study("warmup", out / "study", name="scicite", seeds=(0, 1), overrides=_laid(_STUDY), jobs=jobs, console=console)
+    run_warmup_study(
+        "warmup",
+        out / "study",
+        name="scicite",
+        seeds=(0, 1),
+        overrides=_as_overrides(_STUDY),
+        jobs=jobs,
+        console=console,
+    )
     console.say("3/3  Sweep: train and test error over the adapter's rank, with wrong labels")
     console.say(
         f"     small: three ranks, two seeds, {_SWEEP['data.train.limit']} rows, {_SWEEP['train.steps']} steps: "
         "too few for a verdict"
     )
     options = SweepOptions(grid=("adapter.rank=1,8,64",), seeds=2, jobs=jobs)
-    sweep("double-descent", _laid(_SWEEP), out / "sweep", options, draw=draw)
+    sweep("double-descent", _as_overrides(_SWEEP), out / "sweep", options, draw=draw)
     write_provenance(out)
     page = draw(out, out / "warmup", out / "study", out / "sweep")
     console.say(
@@ -141,5 +149,5 @@ def _demo(out: Path, draw: Draw) -> Path:
     return page
 
 
-def _laid(settings: Mapping[str, Any]) -> list[Branch]:
+def _as_overrides(settings: Mapping[str, Any]) -> list[Branch]:
     return [from_override(key, value) for key, value in settings.items()]

@@ -36,7 +36,7 @@ class DevicePlacement:
         return self.devices[worker % len(self.devices)] if self.devices else None
 
 
-def place(cell: Cell, device: str | None) -> Cell:
+def with_device(cell: Cell, device: str | None) -> Cell:
     """Return the cell with its device set to `device`, which is not part of its key."""
     if device is None:
         return cell
@@ -46,7 +46,7 @@ def place(cell: Cell, device: str | None) -> Cell:
     return dataclasses.replace(cell, resolved=resolved)
 
 
-def on_cuda(places: DevicePlacement, cells: Sequence[Cell]) -> bool:
+def uses_cuda(places: DevicePlacement, cells: Sequence[Cell]) -> bool:
     """Return True if any of the cells runs on a CUDA device."""
     from flatshift.finetune.planner.devices import detect_devices
 

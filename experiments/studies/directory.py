@@ -56,14 +56,14 @@ def await_orphans(out: Path) -> None:
         os.close(fd)
 
 
-def note_finished(out: Path, names: Iterable[str]) -> None:
+def write_done(out: Path, names: Iterable[str]) -> None:
     """Write done.json: SHA-256 of the existing files among `names`, and of the files of each cell
     (`flatshift.finetune.digests`)."""
     kept = [*(out / name for name in names), *(out / "cells").glob("*/*.json*"), *(out / "cells").glob("*/*.yaml")]
     write_json(out / DONE, {FILES: file_digests(out, [file for file in kept if file.is_file()])})
 
 
-def results_of(out: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
+def read_results(out: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
     """Return key → result, without metrics, of the cells that have one. Raises UserError for an unreadable one."""
     found = {}
     for key in dict.fromkeys(cell.key for cell in cells):
@@ -74,7 +74,7 @@ def results_of(out: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def stale(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+def stale_results(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Return key → `version code` of results from a different version of the code."""
     now = (flatshift_version(), source_digest())
     made = {key: (result.get("flatshift"), result.get("code")) for key, result in results.items()}
@@ -83,7 +83,7 @@ def stale(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 def stale_keys(results: dict[str, dict[str, Any]], console: Console, *, rerun: bool) -> set[str]:
     """Return the keys of finished cells from different code if they are to run again; print how many there are."""
-    made = stale(results)
+    made = stale_results(results)
     if made:
         versions = ", ".join(f"{count} by flatshift {name}" for name, count in Counter(made.values()).most_common())
         does = "they run anew" if rerun else "they are kept; --rerun-stale runs them anew"

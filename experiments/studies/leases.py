@@ -116,7 +116,7 @@ class Leases:
         told = False
         while not self.take(name):
             if not told and (path := self._newest(name)[1]) is not None:
-                waits(holder(path))
+                waits(claim_holder(path))
                 told = True
             self._later.pop(name, None)
             time.sleep(_PAUSE_S)
@@ -179,7 +179,7 @@ class Leases:
             return True
 
 
-def holder(claim: Path) -> str:
+def claim_holder(claim: Path) -> str:
     """Return the holder of a claim file, `process 12 on host-a`; `somebody` if it is unreadable."""
     try:
         words = claim.read_text(encoding="utf-8", errors="replace").split()
@@ -188,15 +188,16 @@ def holder(claim: Path) -> str:
     return f"process {words[1]} on {words[0]}" if len(words) >= 2 else "somebody"
 
 
-def claims_of(out: Path) -> list[Path]:
+def list_claims(out: Path) -> list[Path]:
     """Return the files of all claims in a study's directory, lapsed ones included."""
     return sorted((out / CLAIMS).glob("*-*"))
 
 
-def refuse_claims(out: Path) -> None:
+def check_unclaimed(out: Path) -> None:
     """Raise UserError if hosts that share the study's directory have claims in it."""
-    if found := claims_of(out):
+    if found := list_claims(out):
         raise UserError(
-            f"{out} is worked on by {holder(found[0])}, which shares it; add --shared to take part (it takes over what "
+            f"{out} is worked on by {claim_holder(found[0])}, which shares it; add --shared to take part (it takes "
+            "over what "
             "the dead have left), or name another --out"
         )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.studies.cell import Cell, label_of
+from flatshift.experiments.studies.cell import Cell, point_label
 
 _ENOUGH = 4
 """Fewest finished cells to fit the three coefficients of a `CostModel`; below, time is proportional to the tokens."""
@@ -23,7 +23,7 @@ _ROWS = 20
 """Most points in the live table; with more, active ones are shown."""
 
 
-def work_of(cell: Cell) -> tuple[float, float, float]:
+def cost_terms(cell: Cell) -> tuple[float, float, float]:
     """Return the terms of a cell's time: (1, tokens of all steps at most, those tokens · rank)."""
     recipe = cell.resolved.recipe
     train, warmup = recipe.train, recipe.warmup
@@ -50,9 +50,9 @@ class CostModel:
     def observe(self, cell: Cell, seconds: float) -> None:
         """Record that a cell took `seconds`."""
         if seconds > 0:
-            self._rows.append(work_of(cell))
+            self._rows.append(cost_terms(cell))
             self._seconds.append(seconds)
-            self._points[label_of(cell.point)].append(seconds)
+            self._points[point_label(cell.point)].append(seconds)
 
     def predict(self, cells: Iterable[Cell]) -> float | None:
         """Return the seconds of all `cells` together, one after another; None while nothing has finished."""
@@ -61,11 +61,11 @@ class CostModel:
         weights = self._weights()
         total = 0.0
         for cell in cells:
-            seen = self._points.get(label_of(cell.point))
+            seen = self._points.get(point_label(cell.point))
             if seen:
                 total += sum(seen) / len(seen)
             else:
-                total += sum(w * x for w, x in zip(weights, work_of(cell), strict=True))
+                total += sum(w * x for w, x in zip(weights, cost_terms(cell), strict=True))
         return total
 
     def _weights(self) -> tuple[float, float, float]:
@@ -105,7 +105,7 @@ class CellProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console, self.label, self.workers, self._clock = console, label, max(workers, 1), clock
-        self._point = {cell.key: label_of(cell.point) for cell in cells}
+        self._point = {cell.key: point_label(cell.point) for cell in cells}
         self._counts = {name: [0, 0, 0, 0] for name in dict.fromkeys(self._point.values())}  # of, done, running, failed
         self._left = {cell.key: cell for cell in cells}
         self._running: dict[str, Cell] = {}
@@ -165,7 +165,7 @@ class CellProgress:
         minutes = (self._clock() - self._start) / 60
         rate = f", {(now - self.before) / minutes:.3g} cells/min" if now > self.before and minutes > 0 else ""
         left = self.eta()
-        eta = f", ETA {_duration(left)}" if left is not None and now < self.total else ""
+        eta = f", ETA {_format_duration(left)}" if left is not None and now < self.total else ""
         failed = f", {self.failed} failed" if self.failed else ""
         return f"{self.label}: {now}/{self.total} cells{failed}{rate}{eta}{'  ' + note if note else ''}"
 
@@ -226,7 +226,7 @@ class CellProgress:
         return table
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = seconds / 60

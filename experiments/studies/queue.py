@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 from flatshift.experiments.results.cells import RESULT, read_result, source_digest
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.studies.cell import Cell, Result, drop_result, finish_cell, run_cell
-from flatshift.experiments.studies.devices import DevicePlacement, on_cuda, place
-from flatshift.experiments.studies.directory import await_orphans, results_of, study_lock
+from flatshift.experiments.studies.cell import Cell, CellResult, drop_result, finish_cell, run_cell
+from flatshift.experiments.studies.devices import DevicePlacement, uses_cuda, with_device
+from flatshift.experiments.studies.directory import await_orphans, read_results, study_lock
 from flatshift.experiments.studies.leases import Leases
 from flatshift.experiments.studies.progress import CellProgress
 from flatshift.finetune.atomic import remove_leftovers
@@ -80,26 +80,26 @@ def run_cells(
         await_orphans(out)
         remove_leftovers(out / "cells")
     unique = {cell.key: cell for cell in cells}
-    results = {key: found for key, found in results_of(out, cells).items() if key not in rerun}
+    results = {key: found for key, found in read_results(out, cells).items() if key not in rerun}
     todo = [cell for key, cell in unique.items() if key not in results]
     todo.sort(key=lambda cell: cell.seed)  # stable: a stopped sweep has complete seeds, which can be paired
     console.say(f"{label}: {len(unique)} cells, {len(results)} done before, {len(todo)} to run")
     if not todo:
         return
-    here = places.jobs == 1 and not on_cuda(places, todo)
+    here = places.jobs == 1 and not uses_cuda(places, todo)
     progress = CellProgress(list(unique.values()), results, console, label=label, workers=min(places.jobs, len(todo)))
     queue = _Queue(out, deque(todo), places, progress, run, on_result, rerun, leases)
     try:
         with progress.shown():
             queue.work_here() if here else queue.work()
-    except (KeyboardInterrupt, Stopped):
+    except (KeyboardInterrupt, StopRequested):
         done = progress.done + progress.failed
         raise Interrupted(
             f"the {label} stopped with {done} of {progress.total} cells finished; the same command goes on from there"
         ) from None
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """Raised when a signal asks a cell to stop."""
 
 
@@ -141,11 +141,11 @@ class _Queue:
             try:
                 self.run(self.out, cell, self.places.given)
             except Interrupted as error:
-                if was_signal(error):
+                if is_signal(error):
                     self._ended(cell)
-                    raise Stopped from error
+                    raise StopRequested from error
                 raise
-            _spare_garbage()
+            _freeze_imports()
             self._settle(cell)
 
     def work(self) -> None:
@@ -186,7 +186,7 @@ class _Queue:
     def _start(self, number: int) -> _Worker:
         context = get_context("spawn")
         here, there = context.Pipe()
-        process = context.Process(target=serve, args=(os.getpid(), self.places.threads, self.out, self.run, there))
+        process = context.Process(target=run_worker, args=(os.getpid(), self.places.threads, self.out, self.run, there))
         # The worker must not import a file of the user's that is named like a module.
         with without_cwd_imports():
             process.start()
@@ -230,7 +230,7 @@ class _Queue:
         if cell.key in self.rerun:
             drop_result(self.out / "cells" / cell.key)
         self.progress.began(cell)
-        return place(cell, device)
+        return with_device(cell, device)
 
     def _claimed(self) -> Cell | None:
         """The next cell that no other host works on."""
@@ -255,7 +255,7 @@ class _Queue:
 
     def _died(self, worker: _Worker, cell: Cell | None) -> None:
         """A worker is gone: count its cell's result, or take the cell back."""
-        how = _ending(worker.process.exitcode)
+        how = _describe_exit(worker.process.exitcode)
         if not worker.ready:
             self.stillborn += 1
             if self.stillborn >= _STILLBORN:
@@ -297,7 +297,7 @@ class _Queue:
         reason = f"its worker {how or 'left no result'}, {_DEATHS} times; perhaps it needs more memory than there is"
         directory = self.out / "cells" / cell.key
         with disk_full_interrupts(f"writing {directory}"):
-            finish_cell(directory, cell, Result("failed", reason))
+            finish_cell(directory, cell, CellResult("failed", reason))
         result = read_result(directory)
         assert result is not None
         self._count(cell, result)
@@ -315,7 +315,7 @@ class _Queue:
         self.progress.console.say(text)
 
 
-def _ending(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by signal {-code} ({signal.Signals(-code).name})"
@@ -339,7 +339,7 @@ class WorkerReply:
 READY = WorkerReply("done")
 
 
-def start_worker(parent: int, threads: int) -> None:
+def init_worker(parent: int, threads: int) -> None:
     """Give a worker its share of the cores, and end it if its parent is killed.
 
     The share must be in the environment before torch and BLAS are imported: pools of all cores in every worker wait for
@@ -355,9 +355,9 @@ def start_worker(parent: int, threads: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def serve(parent: int, threads: int, out: Path, run: RunCell, connection: Connection) -> None:
+def run_worker(parent: int, threads: int, out: Path, run: RunCell, connection: Connection) -> None:
     """The life of a worker: says that it is ready, then answers each cell, until told None or left alone."""
-    start_worker(parent, threads)
+    init_worker(parent, threads)
     source_digest()  # now: later edits are not the code that this worker runs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
     with study_lock(out):
@@ -366,8 +366,8 @@ def serve(parent: int, threads: int, out: Path, run: RunCell, connection: Connec
         connection.send(READY)
         try:
             while (cell := connection.recv()) is not None:
-                answer = _answer(out, cell, threads, run)
-                _spare_garbage()
+                answer = _reply_to_unit(out, cell, threads, run)
+                _freeze_imports()
                 connection.send(answer)
                 if not answer.fit:
                     return
@@ -376,19 +376,19 @@ def serve(parent: int, threads: int, out: Path, run: RunCell, connection: Connec
 
 
 @functools.cache
-def _spare_garbage() -> None:
+def _freeze_imports() -> None:
     """Once, after the first cell: what it imported stays, and is spared every later search for garbage (0.3 s each)."""
     gc.collect()
     gc.freeze()
 
 
-def _answer(out: Path, cell: Cell, threads: int, run: RunCell) -> WorkerReply:
+def _reply_to_unit(out: Path, cell: Cell, threads: int, run: RunCell) -> WorkerReply:
     try:
         return WorkerReply("done", fit=run(out, cell, threads))
     except Interrupted as error:
-        return WorkerReply("stopped" if was_signal(error) else "disk full", str(error), fit=False)
+        return WorkerReply("stopped" if is_signal(error) else "disk full", str(error), fit=False)
 
 
-def was_signal(error: Interrupted) -> bool:
+def is_signal(error: Interrupted) -> bool:
     """Return True if a signal ended a cell, not a full disk (which is the error's cause)."""
     return error.__cause__ is None or isinstance(error.__cause__, KeyboardInterrupt)

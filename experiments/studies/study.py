@@ -20,7 +20,7 @@ from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.devices import DevicePlacement
-from flatshift.experiments.studies.directory import WORKERS, note_finished
+from flatshift.experiments.studies.directory import WORKERS, write_done
 from flatshift.experiments.studies.queue import RunCell, run_cells, run_logged
 from flatshift.finetune.atomic import has_only_leftovers, make_directory, remove_leftovers, write_json, write_text
 from flatshift.finetune.digests import DONE
@@ -32,7 +32,7 @@ RECIPE = "study.recipe.yaml"
 Document = dict[str, Any]
 
 
-class Planned(Protocol):
+class StudyPlan(Protocol):
     """Plan of a kind of study."""
 
     @property
@@ -40,7 +40,7 @@ class Planned(Protocol):
         """Recipe of the study."""
 
 
-P = TypeVar("P", bound=Planned)
+P = TypeVar("P", bound=StudyPlan)
 
 
 def study_recipe(
@@ -75,7 +75,7 @@ def study_recipe(
     return resolved, dataclasses.replace(tree, children={k: v for k, v in tree.children.items() if k != block})
 
 
-def locate(name: str, data: Path | None, where: str) -> str:
+def locate_file(name: str, data: Path | None, where: str) -> str:
     """Return the file for `name`: relative to `data` (None: the working directory), a path, or `sample:NAME`.
 
     where: the recipe key, for the error message. Raises UserError if there is no such file.
@@ -96,7 +96,7 @@ def locate(name: str, data: Path | None, where: str) -> str:
     return place if elsewhere else str(found)
 
 
-def chosen(flag: str, given: Sequence[Any], known: Iterable[Any]) -> list[Any]:
+def filter_by_flag(flag: str, given: Sequence[Any], known: Iterable[Any]) -> list[Any]:
     """Filter `known` by the values of a flag (all if it has none). Raises UserError with the nearest match."""
     known = list(known)
     for name in given:
@@ -160,7 +160,7 @@ def run_study_cells(
         write_json(out / name, document)
         if page is not None:
             write_text(out / "report.html", page(document))
-        note_finished(out, (name, RECIPE, COMMAND, ENVIRONMENT, *kept))
+        write_done(out, (name, RECIPE, COMMAND, ENVIRONMENT, *kept))
         return document
 
 

@@ -15,7 +15,7 @@ from flatshift.experiments.recipe import Resolved, from_override, load_recipe
 from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.studies import Cell, cell_of, run_cells
+from flatshift.experiments.studies import Cell, make_cell, run_cells
 from flatshift.experiments.studies.devices import DevicePlacement
 from flatshift.experiments.workflows.build import evaluate_perplexity
 from flatshift.finetune.atomic import write_json
@@ -42,7 +42,7 @@ class Arm:
 ARMS = tuple(Arm(w, r) for w in ("cold", "random", "gotd") for r in ("plain", "ggpo"))  # type: ignore[arg-type]
 
 
-def study(
+def run_warmup_study(
     recipe: str,
     out: Path,
     *,
@@ -68,13 +68,13 @@ def study(
         for seed in seeds
     }
     run_cells(out, list(cells.values()), DevicePlacement(jobs), console, label=f"study {name}")
-    surprise, cold = _surprise(
+    surprise, cold = _test_perplexity(
         evaluate_perplexity(resolve_auto(load_recipe(recipe, overrides)).recipe, None, only=("test",))
     )
     rows = []
     floor = None
     for (arm, seed), cell in cells.items():
-        result = result_of(out, cell)
+        result = read_cell_result(out, cell)
         metrics = result["metrics"]
         floor = metrics["test"]["majority_floor"]["value"]
         rows.append(
@@ -108,10 +108,10 @@ def study(
 def arm_cell(recipe: str, overrides: Sequence[Branch], seed: int) -> Cell:
     """Return the cell of one arm under one seed."""
     resolved: Resolved = load_recipe(recipe, [*overrides, from_override("train.seed", seed)])
-    return cell_of(resolved, point={}, seed=seed)
+    return make_cell(resolved, point={}, seed=seed)
 
 
-def result_of(out: Path, cell: Cell) -> Mapping[str, Any]:
+def read_cell_result(out: Path, cell: Cell) -> Mapping[str, Any]:
     """Return the result of a cell. Raises UserError if it failed."""
     result = json.loads((out / "cells" / cell.key / "result.json").read_text(encoding="utf-8"))
     if result["status"] != "done":
@@ -122,10 +122,10 @@ def result_of(out: Path, cell: Cell) -> Mapping[str, Any]:
 def _warm_perplexity(out: Path, cell: Cell) -> float:
     """Return the perplexity of the target's test texts after the warm-up, before any label was seen."""
     path = out / "cells" / cell.key / "stages" / "warm-up" / "eval.json"
-    return _surprise(json.loads(path.read_text(encoding="utf-8")))[1]
+    return _test_perplexity(json.loads(path.read_text(encoding="utf-8")))[1]
 
 
-def _surprise(figures: Mapping[str, Any]) -> tuple[str, float]:
+def _test_perplexity(figures: Mapping[str, Any]) -> tuple[str, float]:
     """Return (metric name, perplexity of the test texts); for an encoder, which has none, the pseudo-perplexity."""
     name = next(name for name in ("perplexity", "pseudo_perplexity") if name in figures["test"])
     return name, float(figures["test"][name]["value"])

@@ -367,7 +367,8 @@ def format_result(result: Mapping[str, Any]) -> str:
     cache = result["cache"]
     if cache is not None:
         lines.append(
-            f"tokens     {cache['entries']} inputs kept, {_format_gib(cache['bytes'])} of at most {_format_gib(cache['limit'])}, in "
+            f"tokens     {cache['entries']} inputs kept, {_format_gib(cache['bytes'])} of at most "
+            f"{_format_gib(cache['limit'])}, in "
             f"{cache['path']}"
         )
     lines.append("")

@@ -30,8 +30,8 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.cells import CELLS, POINTS
 from flatshift.experiments.results.forecast import FORECAST
 from flatshift.experiments.run.console import Console, Draw
-from flatshift.experiments.statistics.emc import crossing
-from flatshift.experiments.statistics.kernel import KernelFit, extrapolate, kernel_fits, soonest
+from flatshift.experiments.statistics.emc import find_crossing
+from flatshift.experiments.statistics.kernel import KernelFit, extrapolate, fastest_setting, kernel_fits
 from flatshift.experiments.workflows.build import load_model
 from flatshift.finetune.atomic import atomic_directory, atomic_file, write_json, write_text
 from flatshift.finetune.compute.jacobian import jacobian
@@ -412,7 +412,7 @@ def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[s
     best = min(decays, key=lambda decay: float(by_decay(decay, column=f"left_out_{metric}")[:, -1].mean()))
     more = extrapolate(axes.rows, by_decay(best), axes.more) if len(axes.rows) > 2 else None
     fitted = by_decay(decays[0], "adapter.rank", "train.unexplained")
-    crossed = crossing(axes.ranks, fitted, 0.1).value if len(axes.ranks) > 1 else None
+    crossed = find_crossing(axes.ranks, fitted, 0.1).value if len(axes.ranks) > 1 else None
     said = None
     if crossed is None and len(axes.ranks) > 1:
         mean = fitted.mean(0)
@@ -444,6 +444,6 @@ def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[s
         "more_rows": axes.more,
         "more": None if more is None else dataclasses.asdict(more),
         "best_rank": axes.ranks[
-            soonest(by_decay(best, "adapter.rank"), by_decay(best, "adapter.rank", "speed").mean(0))
+            fastest_setting(by_decay(best, "adapter.rank"), by_decay(best, "adapter.rank", "speed").mean(0))
         ],
     }

@@ -53,7 +53,8 @@ def build_card(
     ]
     if form == "adapter" and base_model is None and _is_local(recipe.backbone):
         parts.append(
-            f"**To fill in:** the backbone was a local directory; put its hub name in place of {format_code_span(base)}, here and "
+            "**To fill in:** the backbone was a local directory; put its hub name in place of "
+            f"{format_code_span(base)}, here and "
             "in adapter_config.json (`flatshift export --base-model ORGANISATION/NAME` does both).\n"
         )
     parts += [
@@ -275,7 +276,8 @@ def _format_licence(base: str, license: str | None) -> str:
     return "\n".join(
         [
             *lines,
-            f"- **To fill in:** the licence of the backbone {format_code_span(base)}, which this adapter is of no use without.",
+            f"- **To fill in:** the licence of the backbone {format_code_span(base)}, which this adapter is of no "
+            "use without.",
             "- **To fill in:** the licence of each file under Data, and who is to be named for it.",
             "",
         ]

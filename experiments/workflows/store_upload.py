@@ -59,7 +59,9 @@ def require_finished(folder: Path) -> None:
     elif (folder / "README.md").is_file():
         files_to_upload(folder)
     elif next(folder.glob("*.npy"), None) is not None:
-        raise UserError(f"{folder} has shards and no {MANIFEST}; `flatshift.selection.features.seal` writes it")
+        raise UserError(
+            f"{folder} has shards and no {MANIFEST}; `flatshift.selection.features.write_manifest` writes it"
+        )
     else:
         raise UserError(f"{folder} is no run, selection, sweep, directory of feature shards or export; name one")
 

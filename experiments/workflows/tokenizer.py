@@ -206,7 +206,8 @@ def format_document(document: Mapping[str, Any]) -> str:
             label = f"{group} {document['names'].get(group, '')}".strip()
             lines.append(
                 f"  {label:24} tokens/word {_format_number(figures['tokens_per_word'])}  bytes/token "
-                f"{_format_number(figures['bytes_per_token'])}  words cut {_format_number(figures['continued_words'])}  byte tokens "
+                f"{_format_number(figures['bytes_per_token'])}  words cut "
+                f"{_format_number(figures['continued_words'])}  byte tokens "
                 f"{_format_number(figures['byte_tokens'])}  unknown {_format_number(figures['unknown'])}"
                 + (f"  parity {_format_number(parity)}" if parity is not None else "")
             )

@@ -534,7 +534,8 @@ def build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, t
             of = "of the longest rows, by the model of `flatshift plan`"
             count = "one update" if train.steps == 1 else f"{train.steps:,} updates"
             foretold = [
-                f"  about {format_duration(train.steps * planned.seconds)}: {count} of {format_duration(planned.seconds)}, "
+                f"  about {format_duration(train.steps * planned.seconds)}: {count} of "
+                f"{format_duration(planned.seconds)}, "
                 f"{of if engine.device.type == 'cuda' else 'one row was timed'}"
             ]
     else:

@@ -156,11 +156,13 @@ def check_same_settings(saved: SavedAdapter, tensors: Mapping[str, Tensor], mode
     both = sorted(theirs.keys() & live.keys())
     if any(theirs[name][0] != live[name][0] for name in both):
         odds.append(
-            f"its rank is {_format_range(theirs, both, 0)} and the recipe's {_format_range(live, both, 0)} (adapter.rank)"
+            f"its rank is {_format_range(theirs, both, 0)} and the recipe's {_format_range(live, both, 0)} "
+            "(adapter.rank)"
         )
     elif any(not math.isclose(theirs[name][1], live[name][1], rel_tol=1e-6) for name in both):
         odds.append(
-            f"its scale is {_format_range(theirs, both, 1)} and the recipe's {_format_range(live, both, 1)} (adapter.alpha)"
+            f"its scale is {_format_range(theirs, both, 1)} and the recipe's {_format_range(live, both, 1)} "
+            "(adapter.alpha)"
         )
     mine: Any = model.peft_config[ADAPTER]
     if bool(saved.settings.get("use_dora")) != mine.use_dora:

@@ -270,7 +270,8 @@ def _hub_directory(name: str) -> Path:
         return Path(snapshot_download(name, **files))
     except Exception as error:
         raise UserError(
-            f"backbone {name!r} could not be fetched from the model hub ({first_error_line(error)}); {_suggest_names(name)}"
+            f"backbone {name!r} could not be fetched from the model hub ({first_error_line(error)}); "
+            f"{_suggest_names(name)}"
         ) from error
 
 

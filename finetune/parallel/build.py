@@ -116,7 +116,8 @@ def check_mesh_support(model: Any) -> None:
         )
     if (found := find_generator_dropout(model)) is not None:
         raise UserError(
-            f"mesh: {canonical_name(found[0])} of this backbone is a {type(found[1]).__name__}, which drops by a generator, "
+            f"mesh: {canonical_name(found[0])} of this backbone is a {type(found[1]).__name__}, which drops by a "
+            "generator, "
             "on each rank something else; set train.backbone_dropout: 0, or train in one process"
         )
     from ..adapters.offsets import ADAPTER

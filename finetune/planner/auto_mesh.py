@@ -171,7 +171,10 @@ def _explain_axis_width(chosen: Layout, layouts: Sequence[Layout], axis: str, ro
     hint = ""
     if axis != "dp" and less.needs.activations > less.needs.total / 2:
         hint = "; train.checkpointing: full would make that small"
-    return f"with {axis} {getattr(less.mesh, axis)} a rank needs at least {format_bytes(less.needs.total)} ({less.needs}){hint}"
+    return (
+        f"with {axis} {getattr(less.mesh, axis)} a rank needs at least {format_bytes(less.needs.total)} "
+        f"({less.needs}){hint}"
+    )
 
 
 def _explain_idle_devices(chosen: Layout, layouts: Sequence[Layout], devices: Devices) -> Iterator[str]:

@@ -103,7 +103,8 @@ def calibrate(row: str | None, kind: str, ranks: int) -> tuple[RooflineConstants
     record: dict[str, Any] = {"constants": asdict(constants)}
     if kind == "cpu" and (slack := measure_overhead()) is not None:
         lines.append(
-            f"a process: {format_bytes(slack.libraries)} of libraries, and up to {format_bytes(slack.least)} and {slack.share:.0%} of an "
+            f"a process: {format_bytes(slack.libraries)} of libraries, and up to {format_bytes(slack.least)} and "
+            f"{slack.share:.0%} of an "
             "update's tensors that allocator and kernels keep besides"
         )
         record["slack"] = asdict(slack)

@@ -78,7 +78,8 @@ class Capacity:
         """Format both numbers in one line."""
         held, asked = BITS_OF_PARAMETER * self.parameters, self.each * self.labels
         said = (
-            f"capacity: {self.parameters:,} trained numbers hold some {_format_bits(held)} ({BITS_OF_PARAMETER:g} each); to "
+            f"capacity: {self.parameters:,} trained numbers hold some {_format_bits(held)} ({BITS_OF_PARAMETER:g} "
+            "each); to "
             f"know the run's {self.labels:,} supervised {self.counted} by heart takes up to {_format_bits(asked)} "
             f"({self.each:.3g} each)"
         )

@@ -390,7 +390,8 @@ def format_table(found: list[Layout], cluster: Cluster, sizes: BackboneSizes, *,
     for layout in shown:
         lines.append(
             f"  {layout.name:46} {f'{layout.train.batch_size} × {layout.train.accumulate}':>13} "
-            f"{layout.train.checkpointing:>10} {format_bytes(layout.needs.total):>10} {format_duration(layout.time.total):>9} "
+            f"{layout.train.checkpointing:>10} {format_bytes(layout.needs.total):>10} "
+            f"{format_duration(layout.time.total):>9} "
             f"{layout.tokens / layout.time.total:>10,.0f} {layout.mfu:>6.1%}"
         )
     if len(found) > len(fitting):

@@ -321,7 +321,8 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
         # in a ring each rank passes on all shards but its own: once for a reduce-scatter, twice for an all-reduce
         reduced = adapter * (n - 1) if mesh.adapters == "shard" else 2 * adapter * (n - 1) // n
         lines.append(
-            f"{format_bytes(gathered)} of weights gathered along {axes}, {format_bytes(reduced)} of adapter gradients reduced"
+            f"{format_bytes(gathered)} of weights gathered along {axes}, {format_bytes(reduced)} of adapter "
+            "gradients reduced"
         )
     if mesh.replicate > 1:
         lines.append(
@@ -352,7 +353,8 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
         pieces = round_up_pieces(cut * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
         idle = bubble_fraction(mesh.pp, stages, pieces, mesh.schedule)
         lines.append(
-            f"{format_bytes(2 * stages * _activation_bytes(engine, train) * train.accumulate)} of activations along pp; "
+            f"{format_bytes(2 * stages * _activation_bytes(engine, train) * train.accumulate)} of activations "
+            "along pp; "
             f"{pieces} pieces through {mesh.pp} × {stages} stages leave a bubble of {idle:.1%}"
         )
     return lines

@@ -89,7 +89,8 @@ class DivergenceGuard:
             state.skipped += 1
             state.skipped_in_a_row += 1
             self._run.log(
-                f"warning: {self._stage}: update {number} is left out, its {_non_finite_part(verdict)} is not a finite number "
+                f"warning: {self._stage}: update {number} is left out, its {_non_finite_part(verdict)} is not a "
+                "finite number "
                 f"({state.skipped} so far)"
             )
             return {"skipped": True, "skipped_updates": state.skipped}

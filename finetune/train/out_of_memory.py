@@ -63,7 +63,10 @@ class MemoryAtFailure:
         if self.reserved is None:
             return f"{format_bytes(self.held)} held by the process{of} on {self.place}"
         others = f", {format_bytes(self.others)} by other processes" if self.others > (self.total or 0) / 50 else ""
-        return f"{format_bytes(self.held)} allocated and {format_bytes(self.reserved)} reserved{others}{of} on {self.place}"
+        return (
+            f"{format_bytes(self.held)} allocated and {format_bytes(self.reserved)} reserved{others}{of} on "
+            f"{self.place}"
+        )
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
     flags: Flags = parse_flags(Flags, "compare", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make or continue")
-    from flatshift.experiments.report.chapters.comparison import page, summary
+    from flatshift.experiments.report.chapters.comparison import page, summary_lines
     from flatshift.experiments.studies.compare.run import compare
 
     document = compare(
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
         jobs=flags.jobs,
         page=page,
     )
-    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else "\n".join(summary(document)))
+    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else "\n".join(summary_lines(document)))
     if not flags.json:
         print(flags.out / "report.html")
         outcome.print_outcome("", [["flatshift", "report", str(flags.out)]])

@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
     overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
-    from flatshift.experiments.results.forecast import sentences
+    from flatshift.experiments.results.forecast import forecast_sentences
     from flatshift.experiments.workflows.error_forecast import forecast_into
 
     found = forecast_into(
@@ -58,5 +58,9 @@ def run(argv: list[str]) -> int:
         quiet=flags.json,
         draw=draw_report,
     )
-    print(json.dumps(found, indent=2) if flags.json else "\n".join([*sentences(found), str(flags.out / "report.html")]))
+    print(
+        json.dumps(found, indent=2)
+        if flags.json
+        else "\n".join([*forecast_sentences(found), str(flags.out / "report.html")])
+    )
     return 0

@@ -32,13 +32,13 @@ def run(argv: list[str]) -> int:
         raise UserError(f"--out {flags.out} is a directory; name an HTML file, for example {flags.out / 'report.html'}")
     from flatshift.experiments.report import build_report
     from flatshift.experiments.report.side_by_side import metric_lines
-    from flatshift.experiments.results.run import discover
+    from flatshift.experiments.results.run import find_runs
     from flatshift.finetune.lock import exclusive_lock
 
     out = flags.out or flags.runs[0] / "report.html"
     with exclusive_lock(out):
         page = build_report(flags.runs, out=out)
-    trained = [run for run in discover(flags.runs) if run.eval]
+    trained = [run for run in find_runs(flags.runs) if run.eval]
     if len(trained) > 1 and (lines := metric_lines(trained)):
         print(escape_control_characters(lines), file=sys.stderr)
     print(page)

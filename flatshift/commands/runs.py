@@ -24,10 +24,10 @@ class Flags:
 def run(argv: list[str]) -> int:
     """Run `flatshift runs`."""
     flags: Flags = parse_flags(Flags, "runs", argv)
-    from flatshift.experiments.report.formats import aligned, with_interval
-    from flatshift.experiments.results.listing import listing
+    from flatshift.experiments.report.formats import align_columns, with_interval
+    from flatshift.experiments.results.listing import list_directories
 
-    found = listing(flags.folder)
+    found = list_directories(flags.folder)
     if flags.json:
         print(json.dumps([one.record() for one in found], indent=2, ensure_ascii=False))
         return 0
@@ -39,5 +39,5 @@ def run(argv: list[str]) -> int:
         steps = "" if one.steps is None else f"{one.steps:,}" + (f" / {one.of:,}" if one.of is not None else "")
         figure = f"{one.metric} {with_interval(one.record())}" if one.metric else ""
         rows.append([one.path, one.kind, one.status, steps, figure, one.date.replace("T", " ").removesuffix("Z")[:16]])
-    print(aligned(["directory", "kind", "status", "done", "figure", "made (UTC)"], rows, right={3}))
+    print(align_columns(["directory", "kind", "status", "done", "figure", "made (UTC)"], rows, right={3}))
     return 0

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from flatshift.selection.checks.coverage import Coverage, target_coverage
 
 __all__ = [
-    "SelectionCheck",
     "Coverage",
     "MixtureTransport",
     "PoolSample",
     "Refit",
+    "SelectionCheck",
     "check_selection",
     "sample_pool",
     "target_coverage",

@@ -101,7 +101,8 @@ def open_directory(directory: str | Path, flag: str = "features") -> FeatureDire
         status = path.stat()
     except OSError:
         raise SelectionError(
-            f"{flag}: {root} has no {MANIFEST}; `flatshift.selection.features.seal` writes it when all shards are there"
+            f"{flag}: {root} has no {MANIFEST}; `flatshift.selection.features.write_manifest` writes it when all "
+            "shards are there"
         ) from None
     return _open_checked(root, flag, status.st_mtime_ns, status.st_size)
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = [
     "CleaningResult",
     "Decontaminate",
+    "DropList",
     "Hygiene",
     "Language",
     "LengthFilter",
-    "DropList",
     "NearDuplicates",
     "ReferenceTexts",
     "Repetition",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _HOME = {"ProgressPrinter": "progress", "Potentials": "solver", "sinkhorn_potentials": "solver"}
 
-__all__ = ["ProgressPrinter", "Potentials", "sinkhorn_potentials"]
+__all__ = ["Potentials", "ProgressPrinter", "sinkhorn_potentials"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.experiments.studies.cell import _adapter_digest, cell_of
+from flatshift.experiments.studies.cell import _adapter_digest, make_cell
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.initial_adapter import check_adapters_unchanged
 from flatshift.finetune.adapters.saved import SavedAdapter
@@ -123,15 +123,15 @@ def other_adapter(directory: Path) -> Path:
 def test_the_other_adapter_is_known_by_its_content_and_place(setting: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     other = other_adapter(tmp_path / "other")
-    plain = cell_of(load_recipe("classify"), point={}, seed=0)
+    plain = make_cell(load_recipe("classify"), point={}, seed=0)
     resolved = load_recipe("classify", [from_override(f"adapter.{setting}", "other")])
     assert getattr(resolved.recipe.adapter, setting) == str(other), "found again from another directory"
-    before = cell_of(resolved, point={}, seed=0)
+    before = make_cell(resolved, point={}, seed=0)
     known = {setting: {"path": str(other), "sha256": SavedAdapter.find(str(other), where="x").digest()}}
     check_adapters_unchanged(tmp_path, known)
     (other / "adapter_model.safetensors").write_bytes(b"second")
     _adapter_digest.cache_clear()
-    assert len({plain.key, before.key, cell_of(resolved, point={}, seed=0).key}) == 3
+    assert len({plain.key, before.key, make_cell(resolved, point={}, seed=0).key}) == 3
     with pytest.raises(UserError, match="other changed since the run began"):
         check_adapters_unchanged(tmp_path, known)
     (tmp_path / "initial").mkdir()  # the run has a copy of its own

@@ -146,7 +146,7 @@ def test_what_lies_before_every_text_is_refused(words: str, what: str, tmp_path:
     recipe = load_recipe(str(tmp_path / "own.yaml")).recipe
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: True if name == "lm_eval" else real(name, *a))
-    monkeypatch.setattr("flatshift.experiments.workflows.lm_eval.finished_recipe", lambda *_: recipe)
+    monkeypatch.setattr("flatshift.experiments.workflows.lm_eval.read_finished_recipe", lambda *_: recipe)
     with pytest.raises(
         UserError, match=f"--harness: lm-eval pads .*adapter.{what} puts before .*`flatshift eval RUN_D"
     ):

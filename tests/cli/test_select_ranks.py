@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flatshift import cli
-from flatshift.experiments.select.ranks import _lagging, _Pace
+from flatshift.experiments.select.ranks import _CpuTimer, _slow_rank_warning
 from flatshift.selection.transport.progress import ITERATIONS
 from tests.patience import HANG_S
 
@@ -67,9 +67,9 @@ def alone(inputs, tmp_path_factory):
 
 SLOW = """
 import sys, time
-from flatshift.selection.transport.large import _Large
-solved = _Large.begin
-_Large.begin = lambda self, drawn: (time.sleep(8), solved(self, drawn))[1]
+from flatshift.selection.transport.large import _LargeSolver
+solved = _LargeSolver.begin
+_LargeSolver.begin = lambda self, drawn: (time.sleep(8), solved(self, drawn))[1]
 from flatshift.cli import run
 sys.exit(run(sys.argv[1:]))
 """
@@ -153,7 +153,7 @@ def test_more_processes_than_blocks_and_bad_rows_are_told_by_record(inputs, tmp_
 def test_a_rank_that_lags_is_named(monkeypatch):
     clock = iter([0.0, 9.0, 11.0, 50.0, 53.0, 90.0])
     monkeypatch.setattr(time, "process_time", lambda: next(clock))
-    pace = _Pace()
+    pace = _CpuTimer()
     for stage, done in (
         ("pass 1", 1),
         ("pass 1", 2),
@@ -163,9 +163,9 @@ def test_a_rank_that_lags_is_named(monkeypatch):
         ("pass 2", 1),
     ):
         pace.note(stage, done)
-    assert pace.seconds == 11.0 / 3 and _Pace().seconds == 0.0
-    assert _lagging([("a:1", 0.0), ("b:2", 0.0), ("c:3", 1.0)]) is None
-    assert _lagging([("a:1", 1.0), ("b:2", 1.2), ("a:3", 1.1)]) is None
-    assert _lagging([("a:1", 1.0), ("b:2", 3.0), ("a:3", 1.0)]) == (
+    assert pace.seconds == 11.0 / 3 and _CpuTimer().seconds == 0.0
+    assert _slow_rank_warning([("a:1", 0.0), ("b:2", 0.0), ("c:3", 1.0)]) is None
+    assert _slow_rank_warning([("a:1", 1.0), ("b:2", 1.2), ("a:3", 1.1)]) is None
+    assert _slow_rank_warning([("a:1", 1.0), ("b:2", 3.0), ("a:3", 1.0)]) == (
         "rank 1 (b:2) lags: 3.0 times the CPU time a row of the median"
     )

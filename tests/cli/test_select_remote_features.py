@@ -52,13 +52,13 @@ def here(tmp_path: Path, place: str) -> Path:
 def read(monkeypatch) -> list[str]:
     """Names of what is copied, in order; each time as another process begins."""
     names: list[str] = []
-    copy = remote_features._copy
+    copy = remote_features._copy_object
 
     def noted(source: Any, *rest: Any) -> str:
         names.append(source.name)
         return copy(source, *rest)
 
-    monkeypatch.setattr(remote_features, "_copy", noted)
+    monkeypatch.setattr(remote_features, "_copy_object", noted)
     return names
 
 

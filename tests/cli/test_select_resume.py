@@ -50,13 +50,13 @@ def killed(words: list[str], out: Path, passes: int) -> None:
     """Run the command in a process that kills itself with SIGKILL once `passes` are on disk."""
     code = f"""
         import os, signal
-        from flatshift.selection.transport.state import Store
-        saved = Store.save
+        from flatshift.selection.transport.state import StateDirectory
+        saved = StateDirectory.save
         def save(self, standing):
             saved(self, standing)
             if standing.passes == {passes}:
                 os.kill(os.getpid(), signal.SIGKILL)
-        Store.save = save
+        StateDirectory.save = save
         from flatshift.cli import run
         run({[*words, "--out", str(out)]!r})
     """
@@ -154,7 +154,7 @@ def test_scores_that_took_long_are_kept_with_what_is_to_be_read_again(tmp_path: 
     assert manifest(tmp_path / "whole")["most_times"] > 1
     monkeypatch.setattr(journey, "_LONG_S", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(journey, "write_choice", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(journey, "write_selection", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run([*words, "--out", str(tmp_path / "out")]) == 3
     assert len(list((tmp_path / "out" / "state").rglob("scores.npz"))) == 1
     monkeypatch.setattr("selection.CynicalSelector.fit", lambda *_, **__: pytest.fail("fitted anew"))
@@ -283,11 +283,11 @@ def test_scores_that_took_long_are_taken_over(tmp_path: Path, monkeypatch, capsy
     words += ["--budget", "5", "--method", method, *(("--select.embedder.dim", "2") if method == "knn" else ())]
     assert run([*words, "--out", str(tmp_path / "whole")]) == 0
     monkeypatch.setattr(journey, "_LONG_S", -1.0)
-    writes = journey.write_choice
-    monkeypatch.setattr(journey, "write_choice", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    writes = journey.write_selection
+    monkeypatch.setattr(journey, "write_selection", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     out = tmp_path / "out"
     assert run([*words, "--out", str(out)]) == 3
-    monkeypatch.setattr(journey, "write_choice", writes)
+    monkeypatch.setattr(journey, "write_selection", writes)
     for fits in ("dsir.DSIRSelector", "knn.KNNSelector"):
         monkeypatch.setattr(f"flatshift.selection.methods.{fits}.fit", lambda *_, **__: pytest.fail("fitted again"))
     capsys.readouterr()

@@ -63,7 +63,8 @@ def course(engine: Engine, directory: str, kind: str, *, compiled: bool, backend
         RunDirectory.create(Path(directory))
     engine.world.wait()
     run = RunDirectory(Path(directory), writes=engine.is_main)
-    with mock.patch("flatshift.finetune.train.trainer.Compiled", lambda model: CompiledBlocks(model, backend=backend)):
+    compiled = partial(CompiledBlocks, backend=backend)
+    with mock.patch("flatshift.finetune.train.trainer.CompiledBlocks", compiled):
         Trainer(
             engine,
             PadOnly(),

@@ -16,8 +16,8 @@ from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import Resolved, load_recipe
 from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.studies.cell import cell_of, run_cell
-from flatshift.experiments.studies.compare.measures import Measures
+from flatshift.experiments.studies.cell import make_cell, run_cell
+from flatshift.experiments.studies.compare.measures import ComparisonProbe
 from flatshift.experiments.workflows.build import evaluate_splits, load_model
 from flatshift.experiments.workflows.train import train
 from flatshift.finetune.errors import UserError
@@ -80,8 +80,8 @@ def test_one_train_opens_its_backbone_once(counts: Counter[str], recipe: Resolve
 
 
 def test_a_cell_of_a_comparison_loads_its_backbone_once(counts: Counter[str], recipe: Resolved, tmp_path: Path) -> None:
-    probe = partial(Measures, final=True, sharpness=0.01)
-    cell = dataclasses.replace(cell_of(recipe, point={}, seed=0), probe=probe)
+    probe = partial(ComparisonProbe, final=True, sharpness=0.01)
+    cell = dataclasses.replace(make_cell(recipe, point={}, seed=0), probe=probe)
     run_cell(tmp_path / "cell", cell, 1)
     result = read_result(tmp_path / "cell")
     assert result["status"] == "done" and set(result["figures"]["items"]) <= {"0", "1"}

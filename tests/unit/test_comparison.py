@@ -16,20 +16,20 @@ from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.studies import Comparison, StudyMethod, StudyTask
 from flatshift.experiments.report.chapters.comparison import page
-from flatshift.experiments.statistics.intervals import detectable, holm, paired_p
-from flatshift.experiments.studies.compare.analysis import endpoint
-from flatshift.experiments.studies.compare.comparison_plan import Plan
-from flatshift.experiments.studies.compare.run import Outcome, compare
+from flatshift.experiments.statistics.intervals import detectable_effect, holm_adjust, paired_p
+from flatshift.experiments.studies.compare.analysis import compute_endpoint
+from flatshift.experiments.studies.compare.comparison_plan import ComparisonPlan
+from flatshift.experiments.studies.compare.run import ComparisonResults, compare
 from flatshift.experiments.studies.compare.tuning import (
     FAILED,
-    Score,
-    Setting,
-    best_of,
-    finalists,
+    TrialScore,
+    TrialSetting,
+    best_trial,
     first_trials,
+    is_on_edge,
+    mean_score,
     next_trial,
-    on_edge,
-    together,
+    select_finalists,
 )
 from flatshift.experiments.workflows.store_upload import require_finished
 from flatshift.finetune.errors import Interrupted, UserError
@@ -38,20 +38,20 @@ from tests.comparison_study import make_study
 # --------------------------------------------------------------------------------------------- trials
 
 
-def scored(**by_rate: float) -> dict[Setting, Score]:
-    return {Setting(float(rate)): Score(value, 0.0) for rate, value in by_rate.items()}
+def scored(**by_rate: float) -> dict[TrialSetting, TrialScore]:
+    return {TrialSetting(float(rate)): TrialScore(value, 0.0) for rate, value in by_rate.items()}
 
 
 def test_a_further_trial_goes_beyond_an_edge_by_the_grids_own_step() -> None:
     assert next_trial(scored(**{"1e-3": 0.5, "2e-3": 0.6, "4e-3": 0.7})).lr == 8e-3
     assert next_trial(scored(**{"1e-3": 0.7, "2e-3": 0.6, "4e-3": 0.5})).lr == 5e-4
-    assert on_edge(scored(**{"1e-3": 0.7, "2e-3": 0.6}), Setting(1e-3))
+    assert is_on_edge(scored(**{"1e-3": 0.7, "2e-3": 0.6}), TrialSetting(1e-3))
 
 
 def test_a_further_trial_halves_the_gap_to_the_better_neighbour() -> None:
     inside = scored(**{"1e-3": 0.5, "2e-3": 0.9, "8e-3": 0.6})
     assert next_trial(inside).lr == pytest.approx(math.sqrt(2e-3 * 8e-3), rel=1e-2)
-    assert not on_edge(inside, Setting(2e-3))
+    assert not is_on_edge(inside, TrialSetting(2e-3))
 
 
 def test_further_trials_never_repeat_one() -> None:
@@ -62,34 +62,37 @@ def test_further_trials_never_repeat_one() -> None:
     for _ in range(12):
         new = next_trial(scores)
         assert new not in scores
-        scores[new] = Score(accuracy(new.lr), 0.0)
-    best = best_of(scores)
-    assert best is not None and abs(math.log(best.lr / 3.3e-2)) < 0.1 and not on_edge(scores, best)
+        scores[new] = TrialScore(accuracy(new.lr), 0.0)
+    best = best_trial(scores)
+    assert best is not None and abs(math.log(best.lr / 3.3e-2)) < 0.1 and not is_on_edge(scores, best)
 
 
 def test_ties_are_settled_by_loss_and_diverged_trials_lose() -> None:
-    low, mid, high = Setting(1e-3), Setting(2e-3), Setting(4e-3)
-    assert best_of({low: Score(0.5, 0.9), mid: Score(0.5, 0.8), high: FAILED}) == mid
-    assert best_of({low: FAILED, mid: FAILED}) is None
+    low, mid, high = TrialSetting(1e-3), TrialSetting(2e-3), TrialSetting(4e-3)
+    assert best_trial({low: TrialScore(0.5, 0.9), mid: TrialScore(0.5, 0.8), high: FAILED}) == mid
+    assert best_trial({low: FAILED, mid: FAILED}) is None
     assert next_trial({low: FAILED, mid: FAILED}).lr == 5e-4
 
 
 def test_the_best_few_are_judged_by_their_mean_and_one_divergence_loses() -> None:
-    a, b, c, d = (Setting(rate) for rate in (1e-3, 2e-3, 4e-3, 8e-3))
-    scores = {a: Score(0.5, 1.0), b: Score(0.7, 1.0), c: Score(0.7, 0.9), d: FAILED}
-    assert finalists(scores, 2) == [c, b] and finalists(scores, 9) == [c, b, a]
-    assert together([Score(0.5, 1.0), Score(0.25, 3.0)]) == Score(0.375, 2.0)
-    assert together([Score(0.9, 0.1), FAILED]) == FAILED
-    assert best_of({c: together([scores[c], Score(0.2, 2.0)]), b: together([scores[b], Score(0.6, 1.0)])}) == b
+    a, b, c, d = (TrialSetting(rate) for rate in (1e-3, 2e-3, 4e-3, 8e-3))
+    scores = {a: TrialScore(0.5, 1.0), b: TrialScore(0.7, 1.0), c: TrialScore(0.7, 0.9), d: FAILED}
+    assert select_finalists(scores, 2) == [c, b] and select_finalists(scores, 9) == [c, b, a]
+    assert mean_score([TrialScore(0.5, 1.0), TrialScore(0.25, 3.0)]) == TrialScore(0.375, 2.0)
+    assert mean_score([TrialScore(0.9, 0.1), FAILED]) == FAILED
+    assert (
+        best_trial({c: mean_score([scores[c], TrialScore(0.2, 2.0)]), b: mean_score([scores[b], TrialScore(0.6, 1.0)])})
+        == b
+    )
 
 
 def test_only_rates_with_the_best_knobs_count_for_the_edge() -> None:
     a, b = (("regularizer.sigma", 0.05),), (("regularizer.sigma", 0.2),)
-    scores = {Setting(r, a): Score(0.5, 0.0) for r in (1e-3, 8e-3)} | {
-        Setting(1e-3, b): Score(0.4, 0.0),
-        Setting(2e-3, b): Score(0.9, 0.0),
+    scores = {TrialSetting(r, a): TrialScore(0.5, 0.0) for r in (1e-3, 8e-3)} | {
+        TrialSetting(1e-3, b): TrialScore(0.4, 0.0),
+        TrialSetting(2e-3, b): TrialScore(0.9, 0.0),
     }
-    assert next_trial(scores) == Setting(4e-3, b)
+    assert next_trial(scores) == TrialSetting(4e-3, b)
 
 
 def study(**changes: object) -> Comparison:
@@ -143,7 +146,7 @@ def test_paired_p_is_scipys() -> None:
 
 def test_holm_is_the_step_down_procedure() -> None:
     p = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}
-    assert holm(p) == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
+    assert holm_adjust(p) == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
     rng = np.random.default_rng(1)
     for _ in range(50):  # rejecting adjusted p ≤ α is rejecting step by step, from the smallest, at α/(m − i)
         values = {str(i): float(v) for i, v in enumerate(rng.uniform(0, 0.1, size=6))}
@@ -152,13 +155,13 @@ def test_holm_is_the_step_down_procedure() -> None:
             if value > 0.05 / (6 - i):
                 break
             rejected.add(name)
-        assert rejected == {name for name, value in holm(values).items() if value <= 0.05}
+        assert rejected == {name for name, value in holm_adjust(values).items() if value <= 0.05}
 
 
 def test_the_detectable_effect_is_the_protocols() -> None:
-    assert detectable([0, 1, 0, 1, 0.5]) == pytest.approx(1.66 * np.std([0, 1, 0, 1, 0.5], ddof=1), rel=5e-3)
+    assert detectable_effect([0, 1, 0, 1, 0.5]) == pytest.approx(1.66 * np.std([0, 1, 0, 1, 0.5], ddof=1), rel=5e-3)
     ten = list(np.random.default_rng(2).normal(size=10))
-    assert detectable(ten) == pytest.approx(0.99 * np.std(ten, ddof=1), rel=5e-3)
+    assert detectable_effect(ten) == pytest.approx(0.99 * np.std(ten, ddof=1), rel=5e-3)
 
 
 # --------------------------------------------------------------------------------------------- a whole study
@@ -246,7 +249,7 @@ def test_a_finished_comparison_is_sealed_and_its_next_start_is_unfinished(made, 
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flatshift.experiments.studies.compare.run._tune", killed)
+    monkeypatch.setattr("flatshift.experiments.studies.compare.run._tune_methods", killed)
     with pytest.raises(Interrupted):
         compare(str(recipe), copy, data=recipe.parent, jobs=1, quiet=True)
     with pytest.raises(UserError, match="is not finished"):
@@ -339,7 +342,7 @@ def test_what_train_can_do_can_be_compared(tmp_path: Path) -> None:
 
 
 def test_rows_that_a_killed_save_left_half_written_are_swept(made, tmp_path: Path) -> None:
-    plan = Plan(str(made[0]), [], data=made[0].parent)
+    plan = ComparisonPlan(str(made[0]), [], data=made[0].parent)
     plan.read_rows(tmp_path)
     plan.write_rows()
     folder = next((tmp_path / "rows").iterdir())
@@ -353,13 +356,13 @@ def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: 
     from flatshift.experiments.workflows.build import load_model
 
     recipe, _, _ = made
-    plan = Plan(str(recipe), [], data=recipe.parent)
+    plan = ComparisonPlan(str(recipe), [], data=recipe.parent)
     plan.read_rows(tmp_path)
     plan.write_rows()
     one, other, later = (
-        plan.run("final", m, "easy", s, Setting(1e-2)).cell for m, s in (("plain", 0), ("ggpo", 0), ("plain", 1))
+        plan.run("final", m, "easy", s, TrialSetting(1e-2)).cell for m, s in (("plain", 0), ("ggpo", 0), ("plain", 1))
     )
-    trial = plan.run("trial", "plain", "easy", 1_000_003, Setting(1e-2)).cell
+    trial = plan.run("trial", "plain", "easy", 1_000_003, TrialSetting(1e-2)).cell
     prepared = {cell.key: prepare_data(cell.resolved.recipe) for cell in (one, other, later, trial)}
     assert len(prepared) == 4
     rows = [[example.id for example in prepared[cell.key].train] for cell in (one, other, later)]
@@ -379,16 +382,16 @@ def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: 
 
 def test_a_diverged_run_counts_with_the_floor_and_a_failed_one_not(made) -> None:
     recipe, _, _ = made
-    plan = Plan(str(recipe), [], data=recipe.parent)
+    plan = ComparisonPlan(str(recipe), [], data=recipe.parent)
 
     def run(seed: int, accuracy: float, status: str = "done") -> dict:
         metrics = {"accuracy": accuracy, "majority_floor": 0.5} if status == "done" else {}
         return {"seed": seed, "status": status, "metrics": metrics}
 
-    outcome = Outcome()
+    outcome = ComparisonResults()
     outcome.finals["plain", "easy"] = [run(0, 0.9), run(1, 0.8), run(2, 0.8)]
     outcome.finals["ggpo", "easy"] = [run(0, 0.9), run(1, 0.0, "diverged"), run(2, 0.0, "failed")]
-    found = endpoint(plan, outcome, "ggpo", "plain", ["easy"])
+    found = compute_endpoint(plan, outcome, "ggpo", "plain", ["easy"])
     assert found is not None and found["by_seed"] == pytest.approx({"0": 0.0, "1": -0.3})
 
 
@@ -399,13 +402,13 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
     from flatshift.experiments.studies.compare.analysis import analyse
 
     recipe = make_study(tmp_path, seeds=6)
-    plan = Plan(str(recipe), [], data=tmp_path, tasks=["easy"])
+    plan = ComparisonPlan(str(recipe), [], data=tmp_path, tasks=["easy"])
     rng = np.random.default_rng(5)
-    outcome = Outcome(step_ratio={"plain": 1.0, "ggpo": 1.1})
+    outcome = ComparisonResults(step_ratio={"plain": 1.0, "ggpo": 1.1})
     shares = {}
     for method, share in (("plain", 0.8), ("ggpo", 0.93)):
         outcome.trials[method, "easy"] = []
-        setting = outcome.chosen[method, "easy"] = Setting(1e-2)
+        setting = outcome.chosen[method, "easy"] = TrialSetting(1e-2)
         outcome.edge[method, "easy"] = False
         finals = []
         for seed in range(6):
@@ -466,7 +469,7 @@ def test_the_shipped_study_resolves_in_every_setting(tmp_path: Path) -> None:
         file = tmp_path / task.file
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(lzma.compress(b""))
-    plan = Plan("flat-comparison", [], data=tmp_path)
+    plan = ComparisonPlan("flat-comparison", [], data=tmp_path)
     assert len(plan.pairs) == sum(len(study.runs_on(m)) for m in study.methods)
 
 

@@ -14,7 +14,7 @@ from flatshift.experiments.data.sources import count_source_epochs, format_sourc
 from flatshift.experiments.data.splits import prepare_data, read_splits
 from flatshift.experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
 from flatshift.experiments.recipe.rules import check_recipe
-from flatshift.experiments.studies.cell import cell_of
+from flatshift.experiments.studies.cell import make_cell
 from flatshift.experiments.workflows.run_parts import list_input_files
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.columns import ColumnarExamples
@@ -217,7 +217,7 @@ def test_train_rows_are_judged_whatever_the_files_order(folder):
 def test_a_cell_judges_training_rows_unless_its_recipe_says_otherwise():
     for given, found in ((None, 1000), (0, 0), (7, 7)):
         resolved = load_recipe("classify", [from_override("eval.train_limit", given)])
-        assert cell_of(resolved, point={}, seed=0).resolved.recipe.eval.train_limit == found
+        assert make_cell(resolved, point={}, seed=0).resolved.recipe.eval.train_limit == found
     assert load_recipe("classify").recipe.eval.train_limit is None
 
 

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom, ttest_rel
 
 from flatshift.experiments.statistics import Curve, compare_curves
-from flatshift.experiments.statistics.curve_comparison import height_at
+from flatshift.experiments.statistics.curve_comparison import peak_heights
 from flatshift.experiments.statistics.pairs import rises_and_falls
 from flatshift.finetune.errors import UserError
 
@@ -58,7 +58,7 @@ def test_without_a_difference_the_peak_is_seldom_said_to_change() -> None:
                 shown += found.peak is not None
             alone = highest_triple(base.mean(0))
             if alone is not None and not mean.any():
-                naive += ttest_rel(height_at(ours, alone), height_at(base, alone)).pvalue < 0.05
+                naive += ttest_rel(peak_heights(ours, alone), peak_heights(base, alone)).pvalue < 0.05
         most = binom.ppf(0.999, 200, 0.06)
         assert alarms <= most
         assert mean.any() or (naive > 0.08 * 2000 and shown <= most)

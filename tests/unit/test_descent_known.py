@@ -13,8 +13,8 @@ from benchmarks.curves.known import NAMED_NULLS, NULLS, bump, bumps, log_normal,
 from benchmarks.curves.random_features import LinearModel, random_features_curve, ridge_fit
 from benchmarks.curves.rates import rejections
 from flatshift.experiments.statistics import peak_test
-from flatshift.experiments.statistics.peak import looks
-from flatshift.experiments.statistics.scale import scale_of
+from flatshift.experiments.statistics.peak import plan_looks
+from flatshift.experiments.statistics.scale import choose_scale
 from flatshift.finetune.errors import UserError
 
 
@@ -186,12 +186,12 @@ def test_the_same_seed_gives_the_same_curves():
 def test_scales_go_there_and_back_and_have_the_variance_that_they_say():
     losses = np.array([[0.0, 0.5, 4.0], [0.1, 0.7, 9.0]])
     for metric, values, items in (("test loss", losses, None), ("test error", losses / 10, 50), ("bleu", losses, None)):
-        scale = scale_of(metric, values, items)
+        scale = choose_scale(metric, values, items)
         assert [scale.back(z) for z in scale.to(values).ravel()] == pytest.approx(values.ravel(), abs=1e-9)
-    assert scale_of("test loss", losses).name == "log" and scale_of("test error", losses / 10).name == "arcsine"
-    assert scale_of("test error", losses).name == "plain" and scale_of("test loss", -losses).name == "plain"
+    assert choose_scale("test loss", losses).name == "log" and choose_scale("test error", losses / 10).name == "arcsine"
+    assert choose_scale("test error", losses).name == "plain" and choose_scale("test loss", -losses).name == "plain"
     rates = np.random.default_rng(0).binomial(200, 0.1, (1, 20_000)) / 200
-    scale = scale_of("test error", rates, 200)
+    scale = choose_scale("test error", rates, 200)
     assert scale.to(rates).var() == pytest.approx(scale.variance, rel=0.03)
 
 
@@ -208,10 +208,10 @@ def test_many_curves_at_once_are_judged_as_one_is():
     metric, items, make = NAMED_NULLS["binomial error with runs of their own, rise, then plateau"]
     curves = make(np.random.default_rng(5), 12, 5, 9)
     curves[:6, :, 4] += 0.35
-    alone = [peak_test(y, scale=scale_of(metric, y, items)).rejected for y in curves]
+    alone = [peak_test(y, scale=choose_scale(metric, y, items)).rejected for y in curves]
     assert rejections(curves, metric=metric, items=items).tolist() == alone and any(alone)
     peaks = log_normal(log_normal_peak, 0.2)(np.random.default_rng(6), 1, 5, 9)[0]
-    test = peak_test(peaks, scale=scale_of("test loss", peaks))
+    test = peak_test(peaks, scale=choose_scale("test loss", peaks))
     assert test.rejected and 2 < test.height.estimate < 4.5 and test.height.low < 3 < test.height.high
 
 
@@ -220,19 +220,19 @@ def test_many_curves_at_once_are_judged_as_one_is():
 
 def test_looks_spend_the_level_once():
     for budget in (5, 8, 20, 33):
-        found = looks(budget)
+        found = plan_looks(budget)
         assert found[0].seeds == 5 and found[-1].seeds == budget
         assert sum(look.level for look in found) == pytest.approx(0.05)
         assert all(a.seeds < b.seeds and b.level > 0 for a, b in itertools.pairwise(found))
     with pytest.raises(UserError, match="a verdict needs 5"):
-        looks(4)
+        plan_looks(4)
 
 
 def test_seeds_added_until_decided_keep_the_level():
     """Looking at 5 % each time the seeds come in names more nulls than the whole level; shares of it do not."""
     curves = NULLS["rise, then plateau"](np.random.default_rng(11), 300, 16, 9)
     shared, naive = np.zeros(300, dtype=bool), np.zeros(300, dtype=bool)
-    for look in looks(16):
+    for look in plan_looks(16):
         shared |= rejections(curves[:, : look.seeds], level=look.level)
         naive |= rejections(curves[:, : look.seeds])
     assert shared.sum() <= binom.ppf(0.999, 300, 0.05) and naive.sum() > 1.3 * shared.sum()

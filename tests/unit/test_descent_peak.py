@@ -12,7 +12,13 @@ from scipy import stats
 from benchmarks.curves.known import NULLS, bump, bumps
 from benchmarks.curves.rates import rejections
 from flatshift.experiments.statistics import detectable_sd, holdout_test, peak_test, seeds_needed, thin
-from flatshift.experiments.statistics.pairs import critical, null, p_value, pairs_of, point_variances
+from flatshift.experiments.statistics.pairs import (
+    critical_value,
+    null_distribution,
+    p_value,
+    point_pairs,
+    point_variances,
+)
 from flatshift.finetune.errors import UserError
 
 POINTS = 9
@@ -66,30 +72,30 @@ def test_units_and_what_a_seed_does_to_all_points_do_not_matter():
 
 def test_critical_value_is_the_quantile_of_simulated_flat_curves():
     y = np.random.default_rng(1).standard_normal((20_000, 5, 7))
-    t = pairs_of(y).t
+    t = point_pairs(y).t
     left, right = np.triu_indices(7, 1)
-    assert critical(null(5, 7, 20_000, 0).extremes()[0], 0.05) == pytest.approx(
+    assert critical_value(null_distribution(5, 7, 20_000, 0).extremes()[0], 0.05) == pytest.approx(
         np.quantile(t[:, left, right].max(1), 0.95), abs=0.05
     )
     variances = np.array([1.0, 1, 4, 1, 9, 1, 1])
-    t = pairs_of(y * np.sqrt(variances)).t
-    rise, both = null(5, 7, 20_000, 0).extremes(variances)
-    assert critical(rise, 0.05) == pytest.approx(np.quantile(t[:, left, right].max(1), 0.95), abs=0.06)
-    assert critical(both, 0.05) == pytest.approx(np.quantile(np.abs(t[:, left, right]).max(1), 0.95), abs=0.06)
+    t = point_pairs(y * np.sqrt(variances)).t
+    rise, both = null_distribution(5, 7, 20_000, 0).extremes(variances)
+    assert critical_value(rise, 0.05) == pytest.approx(np.quantile(t[:, left, right].max(1), 0.95), abs=0.06)
+    assert critical_value(both, 0.05) == pytest.approx(np.quantile(np.abs(t[:, left, right]).max(1), 0.95), abs=0.06)
 
 
 def test_rejection_and_p_value_agree():
     draws = np.random.default_rng(2).normal(size=1999)
-    limit = critical(draws, 0.05)
+    limit = critical_value(draws, 0.05)
     for value in (limit - 1e-9, limit, limit + 1e-9, *draws[:50]):
         assert (value > limit) == (p_value(value, draws) <= 0.05)
-    assert critical(draws[:18], 0.05) == math.inf and p_value(1e9, draws[:18]) > 0.05
+    assert critical_value(draws[:18], 0.05) == math.inf and p_value(1e9, draws[:18]) > 0.05
 
 
 def test_point_variances_are_those_of_many_seeds():
     sd = np.array([1.0, 2, 3, 0.5, 1])
     y = np.random.default_rng(3).normal(size=(4000, 5)) * sd + np.random.default_rng(4).normal(size=(4000, 1)) * 10
-    np.testing.assert_allclose(point_variances(pairs_of(y).variance, 4000), sd**2, rtol=0.12, atol=0.06)
+    np.testing.assert_allclose(point_variances(point_pairs(y).variance, 4000), sd**2, rtol=0.12, atol=0.06)
 
 
 # --------------------------------------------------------------------------------------------- rates

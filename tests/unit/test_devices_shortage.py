@@ -133,12 +133,12 @@ def test_a_regularizer_is_detached_before_the_plan_is_measured(tmp_path, source,
 
 
 def test_a_dev_evaluation_is_named(tmp_path, source, monkeypatch):
-    from flatshift.finetune.train import loop
+    from flatshift.finetune.train import trainer
 
     def broken(*args, **how):
         raise type(CUDA)(*CUDA.args)
 
-    monkeypatch.setattr(loop, "dev_figures", broken)
+    monkeypatch.setattr(trainer, "dev_figures", broken)
     with pytest.raises(OutOfMemory, match="in the dev evaluation after update 3: "):
         fit(engine_of(source), tmp_path / "run", dev=[object()], eval_every=3)
 

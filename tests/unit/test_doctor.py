@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_this_environment_is_described_without_torch() -> None:
     code = (
-        "import sys, json; from flatshift.experiments.workflows.doctor import doctor; result = doctor();"
+        "import sys, json; from flatshift.experiments.workflows.doctor import diagnose; result = diagnose();"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; print(json.dumps(result))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -16,7 +16,7 @@ from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import Resolved, from_mapping, from_override, load_recipe, resume_recipe
 from flatshift.experiments.recipe.key import recipe_key
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.studies.sweep.sweep_plan import Base
+from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
 from flatshift.experiments.workflows.mesh_plan import plan_mesh
 from flatshift.finetune.config import Train
 from flatshift.finetune.errors import UserError
@@ -55,7 +55,7 @@ def test_written_and_read_again_it_is_the_same(tmp_path):
     assert loaded(one.to_yaml(), tmp_path).recipe == one.recipe
     assert _resolve_recipe(Recipe(train=Train(epochs=2.0)), None, "train").recipe.train.epochs == 2
     assert _resolve_recipe(one, {"train.steps": 5}, "train").recipe.train.epochs is None
-    assert Base.of(one, [from_override("train.steps", "5")]).recipe.train.steps == 5
+    assert SweepBase.of(one, [from_override("train.steps", "5")]).recipe.train.steps == 5
 
 
 def test_a_run_by_steps_keeps_its_name():

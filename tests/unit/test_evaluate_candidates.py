@@ -92,7 +92,8 @@ def test_worked_examples_are_named_draws_and_never_the_row_itself(monkeypatch):
     seen = []
     whole = candidates.tokenize_candidates
     monkeypatch.setattr(
-        "flatshift.experiments.workflows.few_shot.cut", lambda t, texts, b: seen.extend(texts) or whole(t, texts, b)
+        "flatshift.experiments.workflows.few_shot.tokenize_candidates",
+        lambda t, texts, b: seen.extend(texts) or whole(t, texts, b),
     )
     found = rank_rows(model, TOKENIZER, rows, rows, asked, HOW, window=4096)
     for place, one in enumerate(rows):

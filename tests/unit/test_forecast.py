@@ -12,7 +12,7 @@ import pytest
 from flatshift.api import draw_report
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.tree import from_override
-from flatshift.experiments.statistics.kernel import extrapolate, kernel_fits, soonest
+from flatshift.experiments.statistics.kernel import extrapolate, fastest_setting, kernel_fits
 from flatshift.experiments.workflows.error_forecast import forecast_into
 from flatshift.experiments.workflows.train import train
 from flatshift.finetune.errors import UserError
@@ -104,10 +104,10 @@ def test_what_is_not_linear_is_refused(tmp_path: Path, recipe, change, sentence)
 def test_of_ranks_that_draws_cannot_tell_apart_the_one_that_trains_soonest_is_named():
     speeds = np.array([2.0, 16.0, 4.0])
     alike = np.array([[0.30, 0.32, 0.31], [0.34, 0.33, 0.33], [0.32, 0.31, 0.33]])
-    assert soonest(alike, speeds) == 1
+    assert fastest_setting(alike, speeds) == 1
     worse = alike + np.array([0, 0.1, 0])  # in every draw
-    assert soonest(worse, speeds) == 2
-    assert soonest(alike[:1], speeds) == 0, "one draw tells of no scatter: the least error"
+    assert fastest_setting(worse, speeds) == 2
+    assert fastest_setting(alike[:1], speeds) == 0, "one draw tells of no scatter: the least error"
 
 
 def test_shares_of_wrong_labels_side_by_side_are_fitted_as_each_by_itself():

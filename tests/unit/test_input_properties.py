@@ -17,7 +17,7 @@ from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.resolve import Resolved
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import parse
-from flatshift.experiments.studies.sweep.axes import count_of, parse_grid, points_of
+from flatshift.experiments.studies.sweep.axes import count_points, generate_points, parse_grid
 from flatshift.finetune.config import Adapter, Columns, Data, Files, Optimizer, Source, Train, TrainFiles
 from flatshift.finetune.data.chat.conversation import read_conversation
 from flatshift.finetune.data.chat.template import ChatTemplate, TemplateRenderError
@@ -201,11 +201,11 @@ axis_values = st.sampled_from(["1", "2", "3", "0.5", "a", "1..3", "1e-4..1e-2:lo
 def test_a_grid_has_the_points_that_were_counted(grid: list, design: str, count: int | None, seed: int) -> None:
     try:
         axes = parse_grid([f"{key}={','.join(several)}" for key, several in grid])
-        points = list(points_of(axes, design, count=count, seed=seed))
+        points = list(generate_points(axes, design, count=count, seed=seed))
     except UserError as error:
         assert "--" in str(error)
         return
-    assert len(points) <= count_of(axes, design, count)
+    assert len(points) <= count_points(axes, design, count)
     assert len({repr(point) for point in points}) == len(points)
     assert all(point.keys() == axes.keys() for point in points)
 

@@ -13,7 +13,7 @@ import pytest
 
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.tree import parse
-from flatshift.experiments.studies.sweep.axes import parse_grid, points_of
+from flatshift.experiments.studies.sweep.axes import generate_points, parse_grid
 from flatshift.finetune.adapters.saved import SavedAdapter
 from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.config import Adapter, Mesh, Optimizer
@@ -344,7 +344,7 @@ def test_weights_in_a_pipe_are_none(llama: Path) -> None:
 def test_a_range_that_is_used_up_is_refused() -> None:
     axes = parse_grid(["optimizer.lr=1..1.0000001"])
     with pytest.raises(UserError, match="--points 50: the axes gave only 1 different points"):
-        list(points_of(axes, "random", count=50, seed=0))
+        list(generate_points(axes, "random", count=50, seed=0))
     with pytest.raises(UserError, match="goes beyond"):
         parse_grid(["optimizer.lr=1..1e400"])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flatshift.experiments.studies.leases import CLAIMS, Leases, claims_of, holder, refuse_claims
+from flatshift.experiments.studies.leases import CLAIMS, Leases, check_unclaimed, claim_holder, list_claims
 from flatshift.finetune.errors import UserError
 
 
@@ -68,7 +68,7 @@ def test_who_was_held_up_learns_that_his_claim_is_anothers(tmp_path):
         while not lost and time.monotonic() < deadline:
             time.sleep(0.02)
     assert lost and set(lost) == {"cell"}
-    assert claims_of(tmp_path.parent) == [] and theirs.take("cell")
+    assert list_claims(tmp_path.parent) == [] and theirs.take("cell")
 
 
 def test_one_of_many_takes_over(tmp_path):
@@ -93,17 +93,17 @@ def test_one_of_many_takes_over(tmp_path):
 def test_claims_are_renewed_while_the_context_lasts_and_gone_after_it(tmp_path):
     with Leases(tmp_path / CLAIMS, seconds=0.4) as leases:
         assert leases.take("cell")
-        (claim,) = claims_of(tmp_path)
+        (claim,) = list_claims(tmp_path)
         before = claim.read_bytes()
-        assert holder(claim).startswith(f"process {os.getpid()} on ")
+        assert claim_holder(claim).startswith(f"process {os.getpid()} on ")
         with pytest.raises(UserError, match=r"is worked on by process .* add --shared to take part"):
-            refuse_claims(tmp_path)
+            check_unclaimed(tmp_path)
         deadline = time.monotonic() + 60
         while claim.read_bytes() in (before, b"") and time.monotonic() < deadline:
             time.sleep(0.02)
         assert claim.read_bytes() != before
     assert not (tmp_path / CLAIMS).exists()
-    refuse_claims(tmp_path)
+    check_unclaimed(tmp_path)
 
 
 def test_waiting_for_a_name_says_for_whom(tmp_path):

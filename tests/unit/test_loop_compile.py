@@ -35,7 +35,7 @@ def fit(source, directory, config, *, compiled, backend, monkeypatch, steps=3):
             super().__init__(model, backend=backend)
             made.append(self)
 
-    monkeypatch.setattr("flatshift.finetune.train.trainer.Compiled", Chosen)
+    monkeypatch.setattr("flatshift.finetune.train.trainer.CompiledBlocks", Chosen)
     model = attach_adapter(load_backbone(source, task=LM), Adapter(rank=4), task=LM, seed=0)
     run = RunDirectory.create(directory)
     Trainer(

@@ -64,7 +64,7 @@ def test_rank_0_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("RANK", "0")
     first = mesh_flags(asked)
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr("flatshift.experiments.recipe.auto.resolve", None)
+    monkeypatch.setattr("flatshift.experiments.recipe.auto.resolve_mesh", None)
     assert mesh_flags(asked) == first and axes(first) == {"replicate": 4}
 
 

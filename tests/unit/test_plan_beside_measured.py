@@ -12,7 +12,7 @@ import torch
 from flatshift import cli
 from flatshift.experiments.report.blocks import Bars, Notes
 from flatshift.experiments.report.chapters.run import training_sections
-from flatshift.experiments.results.run import discover
+from flatshift.experiments.results.run import find_runs
 from flatshift.experiments.workflows import train as workflow
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.figures import compare_plan
@@ -42,7 +42,7 @@ def test_the_log_tells_both(tmp_path, capsys):
     plan = json.loads((out / "stages" / "fine-tune" / "done.json").read_text(encoding="utf-8"))["plan"]
     assert plan["predicted"] == sum(plan["bytes"][name] for name in ("gradients", "activations", "work", "regularizer"))
     assert plan["what"] == "growth" and plan["measured"] > 0 and plan["measured_s"] > 0 and plan["predicted_s"] > 0
-    found = [section for section in training_sections(discover([out])[0]) if section.title == "Predicted and measured"]
+    found = [section for section in training_sections(find_runs([out])[0]) if section.title == "Predicted and measured"]
     bars, notes = found[0].blocks
     assert isinstance(bars, Bars) and [name for name, _, _ in bars.items] == [
         f"fine-tune: {name}" for name in plan["bytes"]

@@ -226,14 +226,14 @@ def test_a_name_holds_what_auto_came_to_and_a_precision_by_name_is_the_same_run(
 
 
 def test_cells_are_settled_when_they_are_planned(monkeypatch, tmp_path):
-    from flatshift.experiments.studies.sweep.sweep_plan import Base
+    from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
 
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
     from flatshift.experiments.recipe import auto
 
     auto._choose_precision.cache_clear()
     said: list[str] = []
-    base = Base.of("double-descent", []).settled(kept=tmp_path / "nothing.yaml", say=said.append)
+    base = SweepBase.of("double-descent", []).settled(kept=tmp_path / "nothing.yaml", say=said.append)
     cells = list(base.cells([{"adapter.rank": 1}], 2))
     auto._choose_precision.cache_clear()
     assert said == [f"precision: fp32 (auto: {WIDE})"]

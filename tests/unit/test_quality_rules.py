@@ -83,11 +83,11 @@ def test_accuracy_that_holds_for_these_rows_only_is_told() -> None:
 
 
 def test_a_bootstrap_over_seeds_and_rows_is_the_naive_one() -> None:
-    from flatshift.experiments.statistics.intervals import seeds_by_items
+    from flatshift.experiments.statistics.intervals import seed_item_bootstrap
 
     rng = np.random.default_rng(0)
     tables = [rng.choice([-1.0, 0.0, 1.0], size=(5, 40), p=[0.2, 0.5, 0.3]), rng.choice([0.0, 1.0], size=(5, 60))]
-    found = seeds_by_items(tables, resamples=4000, rng=np.random.default_rng(1))
+    found = seed_item_bootstrap(tables, resamples=4000, rng=np.random.default_rng(1))
     naive = []
     for _ in range(4000):
         seeds = rng.integers(0, 5, 5)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.chapters.study import contrasts, study_finding
-from flatshift.experiments.report.figure import PALETTE, RAMP, Canvas, colour, ramp, spread
+from flatshift.experiments.report.chapters.study import arm_contrasts, study_finding
+from flatshift.experiments.report.figure import PALETTE, RAMP, Canvas, colour, ramp_tokens, spread_apart
 from flatshift.experiments.results.run import read_run
 from flatshift.experiments.select.outputs import project
 from tests import report_runs
@@ -18,7 +18,7 @@ from tests import report_runs
 def test_contrasts_pair_by_seed_and_leave_out_the_same_run(tmp_path):
     report_runs.study(tmp_path / "s", seeds=5)
     study = read_run(tmp_path / "s").study
-    found = {c.name: c.interval for c in contrasts(study, "perplexity")}
+    found = {c.name: c.interval for c in arm_contrasts(study, "perplexity")}
     assert "GGPO − plain, cold" not in found  # the cold backbone is the same for both: nothing to compare
     ours, base = study.values("gotd", "plain", "perplexity"), study.values("random", "plain", "perplexity")
     expected = np.mean([ours[s] - base[s] for s in range(5)])
@@ -107,10 +107,10 @@ def test_estimates_line_up():
 
 
 def test_spread_keeps_order_and_gap():
-    placed = spread([1.0, 1.1, 0.9, 5.0], 1.0)
+    placed = spread_apart([1.0, 1.1, 0.9, 5.0], 1.0)
     order = np.argsort([1.0, 1.1, 0.9, 5.0])
     assert (np.diff(np.array(placed)[order]) >= 1.0 - 1e-6).all()
-    assert spread([0.0, 10.0], 1.0) == [0.0, 10.0]
+    assert spread_apart([0.0, 10.0], 1.0) == [0.0, 10.0]
 
 
 def test_every_light_colour_stands_for_one_token():
@@ -135,7 +135,7 @@ def test_text_colours_have_contrast(theme, token):
 def test_the_ramp_is_ordered_by_luminance_alone(theme):
     values = [luminance(PALETTE[token][theme]) for token in RAMP]
     assert values == sorted(values) and len(set(values)) == len(RAMP)
-    assert ramp(1)[0] in RAMP and ramp(2) == [RAMP[0], RAMP[-1]] and ramp(len(RAMP)) == list(RAMP)
+    assert ramp_tokens(1)[0] in RAMP and ramp_tokens(2) == [RAMP[0], RAMP[-1]] and ramp_tokens(len(RAMP)) == list(RAMP)
 
 
 def test_texts_that_look_like_colours_or_mathematics_stay_texts():

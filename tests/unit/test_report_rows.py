@@ -106,7 +106,7 @@ def test_empty_columns_are_left_out() -> None:
 
 
 def test_a_caption_of_verdicts_explains_the_columns_that_are_there(monkeypatch) -> None:
-    monkeypatch.setattr(sweep_verdicts, "_row", lambda judged: judged)
+    monkeypatch.setattr(sweep_verdicts, "_verdict_row", lambda judged: judged)
     bare = sweep_verdicts.verdict_table([["rank", "–", "undecided", *["–"] * 6]], 0.01)
     assert bare.columns == ["along", "verdict"] and bare.caption.startswith("One verdict per curve")
     words = ("Height", "80 % power", "Threshold", "Training loss p")

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flatshift.cli import run
-from flatshift.experiments.report.chapters.sweep import one_more
-from flatshift.experiments.results.analysis import Analysis
+from flatshift.experiments.report.chapters.sweep import next_value_effects
+from flatshift.experiments.results.analysis import SweepAnalysis
 from flatshift.experiments.results.sweep import read_sweep
 
 
@@ -47,5 +47,5 @@ def test_a_sweep_at_work_has_its_page(tmp_path: Path) -> None:
 def test_one_more_of_an_axis_is_the_paired_change(tmp_path: Path) -> None:
     data = read_sweep(sweep_at(tmp_path / "s"))
     assert data is not None
-    said = one_more(data, Analysis(data))
+    said = next_value_effects(data, SweepAnalysis(data))
     assert "rank r 4 → 16 changes it by 0.1" in said and "that is before the point where training rows" in said

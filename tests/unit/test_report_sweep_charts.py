@@ -11,8 +11,8 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.chapters.sweep import sweep_sections
 from flatshift.experiments.report.charts import heat_map
 from flatshift.experiments.report.charts.capacity import capacity_charts
-from flatshift.experiments.report.charts.facets import LineSeries, Panel, facets, scale
-from flatshift.experiments.results.analysis import Analysis, axes_of, main_axis
+from flatshift.experiments.report.charts.facets import LineSeries, Panel, axis_scale, facet_chart
+from flatshift.experiments.results.analysis import SweepAnalysis, main_axis, plotted_axes
 from flatshift.experiments.results.table import SweepTable
 from flatshift.experiments.statistics.intervals import Interval
 from tests.sweep_tables import cells, rows
@@ -26,8 +26,8 @@ def test_the_axis_of_curves_is_the_rank_and_panels_are_the_rest(tmp_path):
         for kind in ("plain", "ggpo")
     ]
     data = cells(tmp_path / "s", table, {"regularizer.kind": [], "data.train.limit": [], "adapter.rank": []})
-    assert main_axis(data) == "adapter.rank" and axes_of(data) == ["adapter.rank", "data.train.limit"]
-    ranks = Analysis(data).directions[0]
+    assert main_axis(data) == "adapter.rank" and plotted_axes(data) == ["adapter.rank", "data.train.limit"]
+    ranks = SweepAnalysis(data).directions[0]
     assert len(ranks.drawn) == ranks.total == 6
     assert {tuple(sorted(w)) for w in ranks.drawn} == {("data.train.limit", "regularizer.kind")}
 
@@ -36,7 +36,7 @@ def test_the_axis_of_curves_is_the_rank_and_panels_are_the_rest(tmp_path):
 def test_of_many_settings_some_are_drawn_and_as_long_as_it_lasts_all_are_judged(tmp_path, count, judged):
     many = [{**row, "optimizer.lr": i * 1e-3} for row in rows({1: 0.5, 2: 0.4}) for i in range(1, count + 1)]
     data = cells(tmp_path / "m", many, {"optimizer.lr": [], "adapter.rank": []})
-    ranks = Analysis(data).directions[0]
+    ranks = SweepAnalysis(data).directions[0]
     assert (ranks.total, len(ranks.settings), len(ranks.drawn)) == (count, judged, 6)
     assert ranks.drawn[0]["optimizer.lr"] == 0.001 and ranks.drawn[-1]["optimizer.lr"] == count / 1000
 
@@ -51,7 +51,7 @@ def test_every_regularizer_is_drawn_at_the_same_rates(tmp_path):
         for kind in kinds
     ]
     data = cells(tmp_path / "s", table, {"adapter.rank": [], "optimizer.lr": [], "regularizer": list(kinds)})
-    analysis = Analysis(data)
+    analysis = SweepAnalysis(data)
     drawn = analysis.directions[0].drawn
     assert [(w["optimizer.lr"], w["regularizer"]) for w in drawn] == [(lr, k) for lr in (1e-3, 3e-2) for k in kinds]
     (notes,) = [b for b in sweep_sections(data, analysis)[1].blocks if b.kind == "notes"]
@@ -62,7 +62,7 @@ def test_words_stand_in_small_panels_in_the_order_of_the_grid():
     """Not in the order of a set, which changes from process to process: the same files give the same page."""
     words = ["plain", "ggpo", "mgpo", "sam", "bar"]
     points = [(word, Interval(0.1 * i, None, None, 1)) for i, word in enumerate(words)]
-    chart = facets(
+    chart = facet_chart(
         [Panel("a", [LineSeries("test", "blue", points)])],
         "regularizer",
         columns=1,
@@ -89,7 +89,7 @@ def test_settings_are_counted_also_where_their_product_is_beyond_all_integers():
 def test_words_as_axis_and_one_seed(tmp_path):
     table = rows({"plain": 0.5, "ggpo": 0.4}, seeds=1, axis="regularizer.kind")
     data = cells(tmp_path / "s", table, {"regularizer.kind": ["plain", "ggpo"]})
-    sections = sweep_sections(data, Analysis(data))
+    sections = sweep_sections(data, SweepAnalysis(data))
     charts = [c for s in sections for b in s.blocks if b.kind == "figures" for c in b.charts]
     assert "One seed" in charts[0].caption and ">plain<" in charts[0].raw and not charts[0].verdict
 
@@ -104,7 +104,7 @@ def test_words_as_axis_and_one_seed(tmp_path):
     ],
 )
 def test_ticks_are_round_values_that_fit(values, width, shown):
-    place = scale("adapter.rank", values)
+    place = axis_scale("adapter.rank", values)
     assert tuple(place.ticks(width)) == shown
     assert place.log == (values[0] > 0)
     if place.log:
@@ -154,7 +154,7 @@ def test_the_contour_runs_between_the_cells_on_either_side(monkeypatch):
 
     ax = Figure().add_subplot()
     train = np.array([[0.3, 0.3, 0.0], [0.3, 0.0, 0.0]])
-    assert heat_map._contour(ax, train, 0.1)
+    assert heat_map._draw_contour(ax, train, 0.1)
     points = np.concatenate([path.vertices for path in ax.collections[0].get_paths()])
     # On the lower row between the second and third centre, at two thirds of the way down from 0.3 to 0.
     lower = points[np.isclose(points[:, 1], 0.0)]
@@ -169,7 +169,7 @@ def test_errors_over_capacity_are_joined_in_the_order_of_the_rank(tmp_path):
     for row in table:
         row["effective_params"] = used[row["adapter.rank"]] * (1 + 0.01 * row["seed"])
     data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2, 4, 8]})
-    (fold, bought), said = capacity_charts(data, "adapter.rank", Analysis(data))
+    (fold, bought), said = capacity_charts(data, "adapter.rank", SweepAnalysis(data))
     assert not said, "all are drawn"
     assert "effective parameters" in fold.title and "along rank" in bought.title
     means = [data.at("effective_params", {"adapter.rank": r}).value for r in (1, 2, 4, 8)]
@@ -184,7 +184,7 @@ def test_errors_over_capacity_are_joined_in_the_order_of_the_rank(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figure.Canvas, "axes", axes)
-        capacity_charts(data, "adapter.rank", Analysis(data))
+        capacity_charts(data, "adapter.rank", SweepAnalysis(data))
     line = max(drawn[0].lines, key=lambda ln: len(ln.get_xdata()))
     np.testing.assert_allclose(line.get_xdata(), means)
     level = [ln for ln in drawn[0].lines if len(set(ln.get_ydata())) == 1 and len(ln.get_xdata()) == 2]
@@ -198,13 +198,13 @@ def test_facets_have_one_panel_per_setting_and_a_log_axis_where_it_is_needed():
         return LineSeries("a", "blue", [(v, Interval(top / v, None, None, 1)) for v in (1, 2, 4, 100)])
 
     shared = dict(columns=2, y="loss (nats)", name="f", title="t", caption="c", rule=1.0)
-    chart = facets([Panel(f"lr = {i}", [line(1.0 + i)]) for i in range(3)], "step", **shared)
+    chart = facet_chart([Panel(f"lr = {i}", [line(1.0 + i)]) for i in range(3)], "step", **shared)
     assert len(re.findall(r"M \S+ \S+", chart.raw.partition('id="rule"')[2].partition("</g>")[0])) == 3
     assert "(log scale)" in chart.raw and ">lr = 2<" in chart.raw
-    flat = facets(
+    flat = facet_chart(
         [Panel("p", [LineSeries("a", "blue", [(1, Interval(1, None, None, 1)), (2, Interval(2, None, None, 1))])])],
         "step",
         **shared,
     )
     assert "loss (nats) (log" not in flat.raw
-    assert facets([Panel("p", [LineSeries("a", "blue", [])])], "step", **shared) is None
+    assert facet_chart([Panel("p", [LineSeries("a", "blue", [])])], "step", **shared) is None

@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.experiments.report.chapters.sweep import sweep_finding, sweep_sections, sweep_tiles
-from flatshift.experiments.results.analysis import Analysis
+from flatshift.experiments.results.analysis import SweepAnalysis
 from flatshift.experiments.results.run import read_run
-from flatshift.experiments.results.sweep import only_planned, rows_planned
+from flatshift.experiments.results.sweep import filter_planned_cells, filter_planned_rows
 from tests.sweep_tables import cells, result, rows, words
 
 
@@ -26,9 +26,9 @@ def test_results_stand_in_for_tables_that_are_not_there_yet(tmp_path):
     assert data.at("test.error", {"adapter.rank": 2}).value == 0.25  # 1 − accuracy
     assert data.trace.at("train.loss", {"adapter.rank": 2, "step": 4}).value == 3.0  # the last line of a step
     assert (data.planned, data.unfinished) == (3, 1)
-    said = words(sweep_sections(data, Analysis(data)))
+    said = words(sweep_sections(data, SweepAnalysis(data)))
     assert "1 of 3 cells have no result yet" in said and "they take 3.0" in said
-    assert sweep_tiles(data, Analysis(data))[-1].value == "2 / 3"
+    assert sweep_tiles(data, SweepAnalysis(data))[-1].value == "2 / 3"
 
 
 def test_cells_that_finished_after_the_table_are_added(tmp_path):
@@ -61,8 +61,8 @@ def test_tables_of_an_earlier_plan_are_cut_to_the_plan(tmp_path):
 def test_cells_are_the_plans_by_their_keys_alone():
     table = pa.table({"cell": ["a", "b"], "x": ["[0.9, 0.95]", "rank"]})
     for plan, left in (({}, ["a", "b"]), ({"keys": frozenset("b")}, ["b"]), ({"keys": frozenset()}, [])):
-        assert only_planned(table, plan).column("cell").to_pylist() == left
-        assert [row["cell"] for row in rows_planned(table.to_pylist(), plan)] == left
+        assert filter_planned_cells(table, plan).column("cell").to_pylist() == left
+        assert [row["cell"] for row in filter_planned_rows(table.to_pylist(), plan)] == left
 
 
 def test_a_paired_design_has_one_axis_and_a_random_one_has_dots(tmp_path):
@@ -70,7 +70,7 @@ def test_a_paired_design_has_one_axis_and_a_random_one_has_dots(tmp_path):
     grid = {"adapter.alpha": ["2", "4", "8"], "adapter.rank": ["1", "2", "4"]}
     data = cells(tmp_path / "p", table, grid, design="paired", seeds=4)
     assert data.axes == ("adapter.rank",) and data.planned == 12
-    analysis = Analysis(data)
+    analysis = SweepAnalysis(data)
     sections = sweep_sections(data, analysis)
     assert "adapter.alpha moves with adapter.rank (1: 2, 2: 4, 4: 8); what is seen may come from" in words(sections)
     (settings,) = [b for s in sections if s.title == "All settings" for b in s.blocks]
@@ -81,7 +81,7 @@ def test_a_paired_design_has_one_axis_and_a_random_one_has_dots(tmp_path):
     assert "rank = 4, alpha = 8" in sweep_finding(data, analysis)
     assert "adapter.alpha = 8" in sweep_tiles(data, analysis)[0].note
     free = cells(tmp_path / "r", table, grid, design="random", seeds=4)
-    sections = sweep_sections(free, Analysis(free))
+    sections = sweep_sections(free, SweepAnalysis(free))
     charts = [c for s in sections for b in s.blocks if b.kind == "figures" for c in b.charts]
     assert len(charts) == 2 and all("Every dot is a cell" in c.caption for c in charts)
 
@@ -98,7 +98,7 @@ def test_a_paired_design_has_one_axis_and_a_random_one_has_dots(tmp_path):
 def test_an_unfinished_sweep_with_enough_seeds_is_told_to_go_on(tmp_path, waits, said, tile):
     table = [row for row in rows({2: 0.5, 4: 0.4, 8: 0.3}, seeds=5) if not waits(row["adapter.rank"], row["seed"])]
     data = cells(tmp_path / "s", table, {"adapter.rank": ["2", "4", "8"]}, seeds=5)
-    analysis = Analysis(data)
+    analysis = SweepAnalysis(data)
     found = words(sweep_sections(data, analysis))
     assert said in found and "go on with the same command" in found and "--seeds" not in found
     assert sweep_tiles(data, analysis)[-1].note == tile
@@ -106,16 +106,16 @@ def test_an_unfinished_sweep_with_enough_seeds_is_told_to_go_on(tmp_path, waits,
 
 def test_an_unfinished_sweep_with_too_few_seeds_is_told_how_many_it_takes(tmp_path):
     data = cells(tmp_path / "s", rows({2: 0.5, 4: 0.4, 8: 0.3})[:-1], {"adapter.rank": ["2", "4", "8"]}, seeds=4)
-    found = words(sweep_sections(data, Analysis(data)))
+    found = words(sweep_sections(data, SweepAnalysis(data)))
     assert "got 3 of 3: sweep with --seeds 5" in found and "go on with the same" not in found
 
 
 def test_a_grid_point_without_a_number_is_said_not_to_be_on_the_axis(tmp_path):
     table = rows({None: 0.2, 50: 0.5, 100: 0.4}, axis="data.train.limit")
     data = cells(tmp_path / "s", table, {"data.train.limit": ["null", "50", "100"]})
-    assert "limit = none is not on the axis" in words(sweep_sections(data, Analysis(data)))
+    assert "limit = none is not on the axis" in words(sweep_sections(data, SweepAnalysis(data)))
     whole = cells(tmp_path / "w", table[4:], {"data.train.limit": ["50", "100"]})
-    assert "not on the axis" not in words(sweep_sections(whole, Analysis(whole)))
+    assert "not on the axis" not in words(sweep_sections(whole, SweepAnalysis(whole)))
 
 
 def _cells(out, grid, ends, *, overrides=(), seeds=2):
@@ -124,23 +124,23 @@ def _cells(out, grid, ends, *, overrides=(), seeds=2):
     from flatshift.experiments.recipe.studies import SweepOptions
     from flatshift.experiments.studies.cell import finish_cell
     from flatshift.experiments.studies.sweep.axes import parse_grid
-    from flatshift.experiments.studies.sweep.command import _asked
-    from flatshift.experiments.studies.sweep.directory import claim
-    from flatshift.experiments.studies.sweep.sweep_plan import Base, plan_cells
+    from flatshift.experiments.studies.sweep.command import _parse_request
+    from flatshift.experiments.studies.sweep.directory import claim_directory
+    from flatshift.experiments.studies.sweep.sweep_plan import SweepBase, plan_cells
 
-    asked = _asked(Base.of("double-descent", overrides), SweepOptions(grid=tuple(grid), seeds=seeds))
+    asked = _parse_request(SweepBase.of("double-descent", overrides), SweepOptions(grid=tuple(grid), seeds=seeds))
     planned = list(plan_cells("double-descent", overrides, parse_grid(grid), seeds))
     out.mkdir()
-    claim(out, asked.document(planned), load_recipe("double-descent", overrides))
+    claim_directory(out, asked.document(planned), load_recipe("double-descent", overrides))
     for cell in planned:
         finish_cell(out / "cells" / cell.key, cell, ends(cell))
     return planned
 
 
 def _done(cell):
-    from flatshift.experiments.studies.cell import Result
+    from flatshift.experiments.studies.cell import CellResult
 
-    return Result("done", metrics={"test": {"accuracy": {"value": 0.5}}, "train": {"loss": {"value": 1.0}}})
+    return CellResult("done", metrics={"test": {"accuracy": {"value": 0.5}}, "train": {"loss": {"value": 1.0}}})
 
 
 def test_cells_whose_values_are_resolved_otherwise_than_written_are_all_shown(tmp_path):
@@ -165,12 +165,12 @@ def test_cells_whose_values_are_resolved_otherwise_than_written_are_all_shown(tm
 
 
 def test_a_diverged_cell_keeps_its_lines_and_has_empty_ones_for_the_steps_it_did_not_reach(tmp_path):
-    from flatshift.experiments.studies.cell import Result
+    from flatshift.experiments.studies.cell import CellResult
     from flatshift.experiments.studies.sweep.table import write_table
 
     def ends(cell):
         if cell.point["adapter.rank"] == 8 and cell.seed == 1:
-            return Result("diverged", "the loss is not a finite number")
+            return CellResult("diverged", "the loss is not a finite number")
         return _done(cell)
 
     out = tmp_path / "s"
@@ -190,7 +190,9 @@ def test_a_diverged_cell_keeps_its_lines_and_has_empty_ones_for_the_steps_it_did
         assert row.sum() >= 4 and not found.lost[found.seeds.index(0)].any()
         assert data.trace.lost({"adapter.rank": 8}) == data.lost({"adapter.rank": 8}) == "diverged"
         (failure,) = data.failed
-        assert failure.diverged and "1 of 2 seeds diverged at rank = 8." in words(sweep_sections(data, Analysis(data)))
+        assert failure.diverged and "1 of 2 seeds diverged at rank = 8." in words(
+            sweep_sections(data, SweepAnalysis(data))
+        )
     assert pq.read_table(out / "cells.parquet").column("test.error").null_count == 1
 
 
@@ -199,13 +201,13 @@ _GONE = "adapter.rank=4 seed=5"
 
 def test_a_run_that_stopped_early_costs_its_seed_the_curve_along_the_steps_and_says_so(tmp_path):
     """Its last step, where no other run was measured, is no point of the curve."""
-    from flatshift.experiments.results.analysis import judge
-    from flatshift.experiments.studies.cell import Result
+    from flatshift.experiments.results.analysis import analyse_curve
+    from flatshift.experiments.studies.cell import CellResult
     from flatshift.experiments.studies.sweep.table import write_table
     from flatshift.finetune.train.trace.files import recorded_steps
 
     out = tmp_path / "s"
-    diverged = Result("diverged", "the loss is not a finite number")
+    diverged = CellResult("diverged", "the loss is not a finite number")
     planned = _cells(out, ["adapter.rank=2,4"], lambda c: diverged if c.label == _GONE else _done(c), seeds=7)
     due = recorded_steps(planned[0].resolved.recipe.record, 100)
     for cell in planned:
@@ -223,7 +225,7 @@ def test_a_run_that_stopped_early_costs_its_seed_the_curve_along_the_steps_and_s
             (2, 6, "1 of 7 seeds stopped early at step"),
             (4, 5, "2 of 7 seeds ended early at step"),
         ):
-            judged = judge(data.trace, "step", {"adapter.rank": rank}, test="test.error")
+            judged = analyse_curve(data.trace, "step", {"adapter.rank": rank}, test="test.error")
             assert judged.verdict.peak.seeds == seeds and said in " ".join(judged.evidence)
         assert data.trace.matrix("test.error", "step", {"adapter.rank": 4}).diverged.any(1).tolist() == [
             seed == 5 for seed in range(7)

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.experiments.report.chapters.sweep import sweep_sections, sweep_tiles
-from flatshift.experiments.results.analysis import Analysis
+from flatshift.experiments.results.analysis import SweepAnalysis
 from flatshift.experiments.results.run import read_run
-from flatshift.experiments.results.sweep import SweepData, derive
+from flatshift.experiments.results.sweep import SweepData, add_derived_metrics
 from flatshift.experiments.results.table import SweepTable
 from flatshift.experiments.statistics.intervals import t_interval
 from tests import report_runs
@@ -75,7 +75,7 @@ def test_sweep_means_threshold_and_failures(tmp_path):
     data = cells(tmp_path / "s", [*table, failed], {"adapter.rank": [1, 4, 16], "train.steps": [60]})
     assert data.axes == ("adapter.rank",) and data.fixed == {"train.steps": 60}
     assert data.at("test.error", {"adapter.rank": 4}).n == 4 and data.done == 12
-    assert Analysis(data).crossing("adapter.rank", {}).value == pytest.approx(4)
+    assert SweepAnalysis(data).crossing("adapter.rank", {}).value == pytest.approx(4)
     assert [(f.cell, f.reason, f.seed) for f in data.failed] == [("x", "no", 9)]
     assert data.error_columns() == ("test.error", "train.error")
     where, best = data.best("test.error")
@@ -96,7 +96,7 @@ def test_sweep_means_threshold_and_failures(tmp_path):
 def test_the_threshold_is_the_crossing_of_the_verdict_wherever_it_is_shown(tmp_path, train, found):
     table = [{**row, "test.error": 0.5} for row in rows(train, axis="data.train.limit", split="train", spread=0.0)]
     data = cells(tmp_path / "s", table, {"data.train.limit": []})
-    analysis = Analysis(data)
+    analysis = SweepAnalysis(data)
     said = words(sweep_sections(data, analysis))
     (tile,) = [t for t in sweep_tiles(data, analysis) if t.label == "interpolation threshold"]
     dashed = f"Dashed: data.train.limit = {tile.value}, where the mean train error crosses 0.1"
@@ -118,7 +118,7 @@ def test_the_threshold_is_the_crossing_of_the_verdict_wherever_it_is_shown(tmp_p
 def test_what_is_no_axis_of_capacity_has_no_threshold(tmp_path, axis, levels):
     table = [{**row, "train.error": 0.05} for row in rows(dict.fromkeys(levels, 0.3), axis=axis)]
     data = cells(tmp_path / "s", table, {axis: []})
-    analysis = Analysis(data)
+    analysis = SweepAnalysis(data)
     said = words(sweep_sections(data, analysis))
     assert "interpol" not in said and "Dashed" not in said
     assert [t.label for t in sweep_tiles(data, analysis)] == ["lowest test error", "cells finished"]
@@ -130,7 +130,7 @@ def test_errors_of_classes_are_shown_beside_the_commonest_class(tmp_path, shares
     for row, share in zip(table, shares, strict=False):
         row["test.majority_floor"] = share
     data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2]})
-    found = [tile for tile in sweep_tiles(data, Analysis(data)) if tile.label == "majority floor"]
+    found = [tile for tile in sweep_tiles(data, SweepAnalysis(data)) if tile.label == "majority floor"]
     assert [tile.value for tile in found] == (["0.700"] if shares else [])
 
 
@@ -154,7 +154,7 @@ def test_the_steps_that_a_failed_cell_did_not_reach_are_left_out_without_a_warni
     data = SweepData(pa.table({"cell": ["a", "b"], "status": ["done", "failed"]}), (), trace=trace)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        derive(data)
+        add_derived_metrics(data)
     np.testing.assert_array_equal(data.column("grad.norm"), [2.0, math.nan])
 
 
@@ -177,7 +177,7 @@ def test_a_sweep_is_judged_by_the_metric_that_its_plan_names(tmp_path):
     column = data.error_columns()[0]
     where, best = data.best(column)
     assert where == {"adapter.rank": 4} and best.value == pytest.approx(0.4), "the highest F1, not the lowest error"
-    analysis = Analysis(data)
+    analysis = SweepAnalysis(data)
     assert all(direction.test == column for direction in analysis.directions)
     (tile, *_) = sweep_tiles(data, analysis)
     assert tile.label == "lowest test 1 − macro F1"

@@ -6,8 +6,8 @@ import pytest
 
 from flatshift.experiments.report import build_report
 from flatshift.experiments.report.chapters.sweep import sweep_finding, sweep_sections
-from flatshift.experiments.report.charts.curve import curve_chart, train_and_test
-from flatshift.experiments.results.analysis import Analysis
+from flatshift.experiments.report.charts.curve import curve_chart, train_test_series
+from flatshift.experiments.results.analysis import SweepAnalysis
 from flatshift.experiments.results.run import read_run
 from tests import report_runs
 from tests.sweep_tables import cells, rows, words
@@ -33,11 +33,11 @@ def test_the_page_of_a_laboratory(laboratory, tmp_path):
 
 def test_a_planted_peak_is_found_shaded_and_put_into_words(laboratory):
     data = read_run(laboratory).sweep
-    analysis = Analysis(data)
+    analysis = SweepAnalysis(data)
     judged = [j for j in analysis.judged if j.axis == "adapter.rank"]
     assert len(judged) == 2 and all(j.verdict.peak.rejected and 8 in j.location for j in judged)
     direction = next(d for d in analysis.directions if d.axis == "adapter.rank")
-    lines = train_and_test(data, "error")
+    lines = train_test_series(data, "error")
     where = direction.settings[0]
     shared = dict(name="x", title="t", unit="error (share wrong)")
     chart = curve_chart(data, "adapter.rank", where, lines, judged=judged[0], **shared)
@@ -53,7 +53,7 @@ def test_a_planted_peak_is_found_shaded_and_put_into_words(laboratory):
 def test_a_curve_without_a_peak_gets_no_location(tmp_path):
     report_runs.laboratory(tmp_path / "s", rates=(0.002,), kinds=("plain",), seeds=8, bump=0.0)
     data = read_run(tmp_path / "s").sweep
-    (judged,) = [j for j in Analysis(data).judged if j.axis == "adapter.rank"]
+    (judged,) = [j for j in SweepAnalysis(data).judged if j.axis == "adapter.rank"]
     assert not judged.verdict.peak.rejected and judged.location == ()
     assert judged.verdict.kind not in ("double descent", "instability", "mixed")
 
@@ -72,7 +72,7 @@ def test_effective_model_complexity_from_a_curve_and_from_a_search(tmp_path):
     search = {"format": 1, "key": "data.train.limit", "points": [{**point, "tried": tried}]}
     (tmp_path / "s" / "emc.json").write_text(json.dumps(search))
     data = read_run(tmp_path / "s").sweep
-    sections = sweep_sections(data, Analysis(data))
+    sections = sweep_sections(data, SweepAnalysis(data))
     tables = [b for s in sections for b in s.blocks if b.kind == "table" and "complexity" in b.columns[1]]
     searched, curve = tables
     assert list(searched.rows) == [["rank = 4", "1,234 (below 1,000 to 1,500)", "1,000, 2,000"]]
@@ -92,7 +92,7 @@ def test_a_search_with_its_own_epsilon_is_shown_with_that_one(tmp_path):
         cells(tmp_path / name, table, {"data.train.limit": ["8", "12"]}, **plan)
         (tmp_path / name / "emc.json").write_text(emc)
         data = read_run(tmp_path / name).sweep
-        said = words(sections := sweep_sections(data, Analysis(data)))
+        said = words(sections := sweep_sections(data, SweepAnalysis(data)))
         tables = [b for s in sections for b in s.blocks if b.kind == "table" and "complexity" in b.columns[1]]
         assert [t.rows[0][1] for t in tables] == ["at least 12", "at least 12"]
         assert all("error of 0.9" in t.caption for t in tables)
@@ -110,7 +110,7 @@ def test_a_regularizer_is_set_beside_the_plain_arm_on_the_same_seeds(tmp_path):
         for i, row in enumerate(rows(curve, seeds=5, spread=0.02))
     ]
     data = cells(tmp_path / "s", table, {"adapter.rank": [*map(str, plain)], "regularizer": [*arms]})
-    sections = sweep_sections(data, Analysis(data))
+    sections = sweep_sections(data, SweepAnalysis(data))
     (found,) = [b for s in sections for b in s.blocks if b.kind == "table" and b.columns[1] == "beside"]
     ((setting, base, mean, p, at, height, peak_p),) = found.rows
     assert (setting, base, at) == ("regularizer = ggpo", "plain", "8")
@@ -121,7 +121,7 @@ def test_a_regularizer_is_set_beside_the_plain_arm_on_the_same_seeds(tmp_path):
 def test_too_few_seeds_are_said(tmp_path):
     report_runs.sweep(tmp_path / "s", seeds=2)
     data = read_run(tmp_path / "s").sweep
-    analysis = Analysis(data)
+    analysis = SweepAnalysis(data)
     (judged,) = analysis.judged
     assert judged.verdict.kind == "undecided" and data.trace is None
     said = sweep_finding(data, analysis)
@@ -143,7 +143,7 @@ def test_failures_versions_and_long_tables(tmp_path):
     for row in table[:60]:
         row |= {"status": "failed", "reason": f"<b>out of rows {row['cell']}</b>", "test.error": None}
     data = cells(tmp_path / "s", table, {"adapter.rank": [], "optimizer.lr": []})
-    sections = sweep_sections(data, Analysis(data))
+    sections = sweep_sections(data, SweepAnalysis(data))
     said = words(sections)
     assert "60 cells failed; the first 50 are listed" in said and "57 more cells failed" in said
     assert "different code: 0.3.0 (232 cells), 0.2.0 (8 cells)" in said
@@ -157,12 +157,12 @@ def test_an_axis_that_cannot_show_a_peak_is_named(tmp_path):
     for row in table:
         row["train.error"] = 0.05
     data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2, 4]})
-    said = words(sweep_sections(data, Analysis(data)))
+    said = words(sweep_sections(data, SweepAnalysis(data)))
     assert "this axis cannot show an interpolation peak" in said and "all points fitted" in said
     both = [{**row, "optimizer.lr": 0.1} for row in table]
     both += [{**row, "optimizer.lr": 0.2, "train.error": 0.5} for row in table]
     data = cells(tmp_path / "b", both, {"adapter.rank": [1, 2, 4], "optimizer.lr": [0.1, 0.2]})
-    said = words(sweep_sections(data, Analysis(data)))
+    said = words(sweep_sections(data, SweepAnalysis(data)))
     assert "fewer steps (lr = 0.1)" in said and "no peak there (lr = 0.2)" in said and "no point fitted" in said
 
 

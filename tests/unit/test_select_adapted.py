@@ -25,9 +25,9 @@ def recipe(tmp_path_factory) -> Recipe:
 
 
 def test_gradients_of_single_texts_are_autograds(recipe: Recipe) -> None:
-    model, tokenizer, device = adapted._opened(recipe, 2, 5)
+    model, tokenizer, device = adapted._load_adapted_backbone(recipe, 2, 5)
     gradients = adapted.SampleGradients(model, device, pad_id=0, batch_size=3)
-    examples = adapted._encoded(TEXTS, tokenizer, 24)
+    examples = adapted._encode_texts(TEXTS, tokenizer, 24)
     found, numbers = gradients.of(examples)
     assert sorted(numbers) == [0, 2, 3, 4] and found.shape == (4, gradients.width)
     factors = [m.weight for n, m in sorted(model.named_modules()) if ".lora_B." in n and hasattr(m, "weight")]
@@ -54,6 +54,6 @@ def test_projected_gradients_keep_products_and_do_not_see_their_neighbours(recip
 
 def test_the_gap_is_negative_for_what_the_adapter_read(recipe: Recipe) -> None:
     target = ["the cat sat on the mat"] * 8
-    gap = adapted.loss_gap(recipe, LossGap(steps=15, batch_size=4, lr=1e-2, rank=2, max_length=32), target)
+    gap = adapted.loss_gap_scorer(recipe, LossGap(steps=15, batch_size=4, lr=1e-2, rank=2, max_length=32), target)
     values = gap(["the cat sat on a mat", "ZQXJ 9917 ####", ""])
     assert values[0] < values[1] and values[0] < -0.05 and np.isnan(values[2])

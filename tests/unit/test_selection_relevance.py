@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flatshift.experiments.recipe.schema import Select
-from flatshift.experiments.select.relevance import judge_domains
+from flatshift.experiments.select.relevance import apply_relevance
 from flatshift.selection import SelectionError
 from flatshift.selection.config import KNN, Domains, GotD, GotDContrast, Relevance
 from flatshift.selection.methods.relevance import (
@@ -104,6 +104,6 @@ def test_domains_are_judged_by_the_methods_cost(method, cost):
     vectors = SimpleNamespace(pool=lambda index, _: x[index], target=lambda: x[:5])
     spec = Select(relevance=Relevance(use="weight", sample=10), method=method)
     console = SimpleNamespace(say=lambda _: None)
-    about = judge_domains(spec, SimpleNamespace(rows=rows), vectors, 0, console)[2]
+    about = apply_relevance(spec, SimpleNamespace(rows=rows), vectors, 0, console)[2]
     wanted = domain_distances({"a": x[:10], "b": x[10:]}, x[:5], epsilon=Relevance().epsilon, cost=cost)
     assert about["distances"] == pytest.approx(wanted, rel=1e-6)

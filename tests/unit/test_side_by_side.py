@@ -12,10 +12,10 @@ import pytest
 
 from flatshift.cli import run as flatshift
 from flatshift.experiments.report import build_report
-from flatshift.experiments.report.side_by_side import side_by_side
-from flatshift.experiments.results.listing import listing
-from flatshift.experiments.results.predictions import Predictions, RunEvaluation, differences
-from flatshift.experiments.results.run import discover
+from flatshift.experiments.report.side_by_side import side_by_side_chapter
+from flatshift.experiments.results.listing import list_directories
+from flatshift.experiments.results.predictions import Predictions, RunEvaluation, metric_differences
+from flatshift.experiments.results.run import find_runs
 from flatshift.finetune.errors import UserError
 
 RECIPE = """backbone: flatshift-5m
@@ -62,25 +62,27 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 def test_differences_of_the_same_rows_are_paired(runs: list[Path]) -> None:
-    one, two, old = discover(runs)
-    found = differences(two.judged("test"), one.judged("test"))["accuracy"]
+    one, two, old = find_runs(runs)
+    found = metric_differences(two.judged("test"), one.judged("test"))["accuracy"]
     right = np.array([[True, False, False, False, True, True], [True, True, True, True, True, False]])
     assert found.paired and found.n == 6 and found.value == pytest.approx(right[1].mean() - right[0].mean())
     rng = np.random.default_rng(0)  # a plain bootstrap of the same statistic
     drawn = rng.integers(0, 6, size=(20_000, 6))
     naive = np.quantile(right[1][drawn].mean(1) - right[0][drawn].mean(1), [0.025, 0.975])
     assert (found.low, found.high) == pytest.approx(tuple(naive), abs=0.17)  # a step of six rows
-    apart = differences(old.judged("test"), one.judged("test"))["accuracy"]
+    apart = metric_differences(old.judged("test"), one.judged("test"))["accuracy"]
     assert not apart.paired and apart.value == 0.5 and apart.high - apart.low == pytest.approx(np.hypot(0.3, 0.3) + 0.3)
-    assert "majority_floor" not in differences(old.judged("test"), one.judged("test"))
+    assert "majority_floor" not in metric_differences(old.judged("test"), one.judged("test"))
 
 
 def test_other_files_or_other_rows_are_not_paired(runs: list[Path], tmp_path: Path) -> None:
-    one = discover(runs[:1])[0].judged("test")
-    elsewhere = discover([make_run(tmp_path / "w", ["x"] * 6, rank=4, data="w.jsonl")])[0].judged("test")
-    assert not differences(elsewhere, one)["accuracy"].paired
+    one = find_runs(runs[:1])[0].judged("test")
+    elsewhere = find_runs([make_run(tmp_path / "w", ["x"] * 6, rank=4, data="w.jsonl")])[0].judged("test")
+    assert not metric_differences(elsewhere, one)["accuracy"].paired
     few = {"row": ["test.jsonl:0", "test.jsonl:9"], "label": ["x", "x"], "predicted": ["x", "y"]}
-    assert not differences(RunEvaluation(one.metrics, Predictions(pa.table(few)), one.digest), one)["accuracy"].paired
+    assert not metric_differences(RunEvaluation(one.metrics, Predictions(pa.table(few)), one.digest), one)[
+        "accuracy"
+    ].paired
 
 
 def test_sums_over_counts_are_paired_as_ratios() -> None:
@@ -90,7 +92,7 @@ def test_sums_over_counts_are_paired_as_ratios() -> None:
     rows = [f"f:{i}" for i in range(40)]
     sides = [Predictions(pa.table({"row": rows, "loss": n, "loss.count": tokens})) for n in nats]
     metrics = {name: {"value": 1.0} for name in ("loss", "perplexity")}
-    found = differences(RunEvaluation(metrics, sides[0], "d"), RunEvaluation(metrics, sides[1], "d"))
+    found = metric_differences(RunEvaluation(metrics, sides[0], "d"), RunEvaluation(metrics, sides[1], "d"))
     means = nats.sum(1) / tokens.sum()
     assert found["loss"].value == pytest.approx(means[0] - means[1])
     assert found["perplexity"].value == pytest.approx(np.exp(means[0]) - np.exp(means[1]))
@@ -98,14 +100,14 @@ def test_sums_over_counts_are_paired_as_ratios() -> None:
 
 
 def test_the_page_puts_them_side_by_side(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = side_by_side(discover(runs))
+    made = side_by_side_chapter(find_runs(runs))
     assert made is not None and "old" in made.finding and made.sections[0].title == "Settings that differ"
     settings = {row[0]: list(row[1:]) for row in made.sections[0].blocks[0].rows}
     assert settings == {"adapter.rank": ["1", "2", "3"]}
     rows = [list(row) for row in made.sections[1].blocks[0].rows]
     assert [row[1] for row in rows] == ["one", "two", "old"] and rows[0][3] == "" and rows[2][3].endswith("†")
     assert "the same 6 rows" in made.sections[1].blocks[0].caption
-    assert side_by_side(discover(runs[:1])) is None
+    assert side_by_side_chapter(find_runs(runs[:1])) is None
     assert flatshift(["report", *map(str, runs), "--out", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr()
     assert said.out.strip() == str(tmp_path / "page.html") and "minus one" in said.err
@@ -120,7 +122,7 @@ def test_runs_are_listed(runs: list[Path], tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "deep" / "er").mkdir(parents=True)
     make_run(tmp_path / "deep" / "er" / "torn", ["x"] * 6, rank=5)
     (tmp_path / "deep" / "er" / "torn" / "eval.json").write_text("{")
-    found = {one.path: one for one in listing(tmp_path)}
+    found = {one.path: one for one in list_directories(tmp_path)}
     assert list(found) == ["one", "two", "old", "deep/er/torn"], "oldest first"
     assert (found["one"].kind, found["one"].status, found["one"].steps, found["one"].of) == (
         "training",
@@ -136,4 +138,4 @@ def test_runs_are_listed(runs: list[Path], tmp_path: Path, capsys: pytest.Captur
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and "4 / 4" in lines[1] and "2026-01-01" in lines[1]
     with pytest.raises(UserError, match="is no directory"):
-        listing(tmp_path / "nowhere")
+        list_directories(tmp_path / "nowhere")

@@ -16,12 +16,12 @@ import pytest
 
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.resolve import get_dotted
-from flatshift.experiments.studies import Result, cell_of, finish_cell
-from flatshift.experiments.studies.cell import _backbone_digests, result_of
+from flatshift.experiments.studies import CellResult, finish_cell, make_cell
+from flatshift.experiments.studies.cell import _backbone_digests, capture_result
 from flatshift.experiments.studies.sweep import parse_grid, plan_cells, write_table
-from flatshift.experiments.studies.sweep.axes import Range, points_of
+from flatshift.experiments.studies.sweep.axes import ValueRange, generate_points
 from flatshift.experiments.studies.sweep.bisection import _train_error, parse_bisection
-from flatshift.experiments.studies.sweep.sweep_plan import Base
+from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
 from flatshift.experiments.studies.sweep.table import ColumnTable
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.train.divergence import Diverged
@@ -33,24 +33,24 @@ from tests.counted_calls import python_calls
 
 def test_grid_and_paired_points() -> None:
     axes = parse_grid(["adapter.rank=1, 2,4", "optimizer.lr=1e-3,1e-2,0.1"])
-    grid = list(points_of(axes, "grid", count=None, seed=0))
+    grid = list(generate_points(axes, "grid", count=None, seed=0))
     product = itertools.product(["1", "2", "4"], ["1e-3", "1e-2", "0.1"])
     assert [tuple(point.values()) for point in grid] == list(product)
-    paired = list(points_of(axes, "paired", count=None, seed=0))
+    paired = list(generate_points(axes, "paired", count=None, seed=0))
     assert [tuple(point.values()) for point in paired] == [("1", "1e-3"), ("2", "1e-2"), ("4", "0.1")]
 
 
 def test_random_points_are_distinct_and_grow() -> None:
     axes = {
-        "adapter.rank": Range(1, 256, log=True, whole=True),
-        "optimizer.lr": Range(1e-4, 1e-2, log=True),
+        "adapter.rank": ValueRange(1, 256, log=True, whole=True),
+        "optimizer.lr": ValueRange(1e-4, 1e-2, log=True),
         "x": ["a", "b"],
     }
-    few = list(points_of(axes, "random", count=20, seed=3))
-    many = list(points_of(axes, "random", count=400, seed=3))
+    few = list(generate_points(axes, "random", count=20, seed=3))
+    many = list(generate_points(axes, "random", count=400, seed=3))
     assert many[:20] == few, "a larger sweep keeps the cells of a smaller one"
     assert len({repr(p) for p in many}) == 400
-    assert list(points_of(axes, "random", count=20, seed=4)) != few
+    assert list(generate_points(axes, "random", count=20, seed=4)) != few
     ranks = [p["adapter.rank"] for p in many]
     assert all(isinstance(r, int) and 1 <= r <= 256 for r in ranks)
     assert all(isinstance(p["optimizer.lr"], float) and 1e-4 <= p["optimizer.lr"] <= 1e-2 for p in many)
@@ -61,11 +61,11 @@ def test_random_points_are_distinct_and_grow() -> None:
 
 
 def test_small_random_space_is_exhausted_without_repeats() -> None:
-    axes = {"n": Range(1, 4, whole=True), "x": ["a", "b"]}
-    points = list(points_of(axes, "random", count=8, seed=0))
+    axes = {"n": ValueRange(1, 4, whole=True), "x": ["a", "b"]}
+    points = list(generate_points(axes, "random", count=8, seed=0))
     assert {tuple(p.values()) for p in points} == set(itertools.product([1, 2, 3, 4], ["a", "b"]))
     with pytest.raises(UserError, match="only 8 different points"):
-        list(points_of(axes, "random", count=9, seed=0))
+        list(generate_points(axes, "random", count=9, seed=0))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_cells_are_those_of_single_recipes() -> None:
         values = zip(axes, (rank, sigma, alpha), strict=True)
         more = [from_override(key, value, f"--grid {key}") for key, value in values]
         resolved = load_recipe("double-descent", [*laid, *more, from_override("train.seed", seed, "--seeds")])
-        expected.append(cell_of(resolved, point={k: get_dotted(resolved.recipe, k) for k in axes}, seed=seed))
+        expected.append(make_cell(resolved, point={k: get_dotted(resolved.recipe, k) for k in axes}, seed=seed))
     assert [(c.key, c.point, c.seed) for c in cells] == [(c.key, c.point, c.seed) for c in expected]
     assert [c.resolved.to_yaml() for c in cells] == [c.resolved.to_yaml() for c in expected]
     assert len({c.key for c in cells}) == len(cells) == 16
@@ -171,7 +171,7 @@ def test_a_kind_with_settings_may_be_written_on_the_command_line() -> None:
     cells = list(plan_cells("double-descent", [], axes, 1))
     assert [c.point["regularizer"] for c in cells][::2] == ["plain", "ggpo beta=0", "ggpo beta=0.5"]
     assert cells[2].laid == {"regularizer": "{kind: ggpo, beta: 0}", "adapter.targets": "[q,k]"}
-    (again,) = Base.of("double-descent", []).cells([cells[2].laid], 1)
+    (again,) = SweepBase.of("double-descent", []).cells([cells[2].laid], 1)
     assert again == cells[2]
 
 
@@ -265,11 +265,11 @@ def test_only_a_diverged_cell_has_fitted_nothing(tmp_path: Path) -> None:
     def diverge() -> dict:
         raise Diverged("the loss at step 3 is not a finite number")
 
-    (cell,) = Base.of("double-descent", []).cells([{"adapter.rank": 1}], 1)
+    (cell,) = SweepBase.of("double-descent", []).cells([{"adapter.rank": 1}], 1)
     directory = tmp_path / "cells" / cell.key
-    finish_cell(directory, cell, result_of(diverge, directory)[0])
+    finish_cell(directory, cell, capture_result(diverge, directory)[0])
     assert math.isnan(_train_error(tmp_path, cell))
-    finish_cell(directory, cell, Result("failed", "limit: 400 is above the 300 rows"))
+    finish_cell(directory, cell, CellResult("failed", "limit: 400 is above the 300 rows"))
     with pytest.raises(UserError, match=rf"{cell.key} \(adapter\.rank=1 seed=0\) failed: limit: 400"):
         _train_error(tmp_path, cell)
 
@@ -284,7 +284,7 @@ def trace(step: int, **figures: float | None) -> str:
 
 
 def test_tables(tmp_path: Path) -> None:
-    base = Base.of("double-descent", [])
+    base = SweepBase.of("double-descent", [])
     cells = list(
         base.cells([{"adapter.rank": r, "adapter.targets": t} for r, t in ((1, "all-linear"), (2, ("q", "k")))], 2)
     )
@@ -302,7 +302,9 @@ def test_tables(tmp_path: Path) -> None:
             stopped = trace(5, **{"train.error": 1.25, "stable_rank": 2.5}) + "\n"
             (directory / "trace.jsonl").write_text("\n".join(lines) + "\n" + stopped, encoding="utf-8")
         metrics = {} if failed else {"test": {"accuracy": {"value": 0.75}, "loss": {"value": place}}}
-        finish_cell(directory, cell, Result("failed" if failed else "done", "boom" if failed else None, metrics, 1.5))
+        finish_cell(
+            directory, cell, CellResult("failed" if failed else "done", "boom" if failed else None, metrics, 1.5)
+        )
     rows = write_table(tmp_path, cells, more={cells[0].key: {"emc": 44.5}})
     assert [row["cell"] for row in rows] == [cell.key for cell in cells[:3]], "cells without a result are left out"
     table = pq.read_table(tmp_path / "cells.parquet").to_pydict()
@@ -327,14 +329,14 @@ def test_tables(tmp_path: Path) -> None:
 
 
 def test_row_takes_the_trace_of_the_judged_step(tmp_path: Path) -> None:
-    cells = list(Base.of("double-descent", []).cells([{"adapter.rank": r} for r in (1, 2)], 1))
+    cells = list(SweepBase.of("double-descent", []).cells([{"adapter.rank": r} for r in (1, 2)], 1))
     for cell, best in zip(cells, (2, 3), strict=True):
         stage = tmp_path / "cells" / cell.key / "stages" / "fine-tune"
         stage.mkdir(parents=True)
         (stage / "done.json").write_text(json.dumps({"steps": 4, "best_step": best}), encoding="utf-8")
         lines = [trace(2, **{"train.error": 0.2}), trace(4, **{"train.error": 0.4})]
         (stage.parent.parent / "trace.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        finish_cell(stage.parent.parent, cell, Result("done", None, {"test": {"loss": {"value": 1.0}}}))
+        finish_cell(stage.parent.parent, cell, CellResult("done", None, {"test": {"loss": {"value": 1.0}}}))
     rows = write_table(tmp_path, cells)
     assert [row.get("train.error") for row in rows] == [0.2, None], "step 3 was judged and not recorded"
     assert [row["test.loss"] for row in rows] == [1.0, 1.0]
@@ -349,15 +351,17 @@ def test_columns_fill_what_rows_lack() -> None:
 
 
 def test_tables_without_traces_have_no_curves(tmp_path: Path) -> None:
-    cells = list(Base.of("double-descent", []).cells([{"adapter.rank": 1}], 1))
+    cells = list(SweepBase.of("double-descent", []).cells([{"adapter.rank": 1}], 1))
     (tmp_path / "curves.parquet").write_bytes(b"of an older plan")
-    finish_cell(tmp_path / "cells" / cells[0].key, cells[0], Result("done", None, {"test": {"loss": {"value": None}}}))
+    finish_cell(
+        tmp_path / "cells" / cells[0].key, cells[0], CellResult("done", None, {"test": {"loss": {"value": None}}})
+    )
     (row,) = write_table(tmp_path, cells)
     assert row["test.loss"] is None and not (tmp_path / "curves.parquet").exists()
 
 
 def test_every_form_of_result_ends_in_one_of_three_ways(tmp_path: Path) -> None:
-    from flatshift.experiments.results.cells import ended, read_result
+    from flatshift.experiments.results.cells import read_result, unreached_status
 
     forms: list[tuple[dict, str]] = [
         ({"status": "done"}, "done"),
@@ -371,4 +375,8 @@ def test_every_form_of_result_ends_in_one_of_three_ways(tmp_path: Path) -> None:
         (tmp_path / f"{place}.json").write_text(json.dumps(found | {"reason": None}), encoding="utf-8")
         result = read_result(tmp_path / str(place))
         assert result is not None and result["status"] == status
-    assert (ended("done"), ended("diverged"), ended("failed")) == ("stopped early", "diverged", "failed")
+    assert (unreached_status("done"), unreached_status("diverged"), unreached_status("failed")) == (
+        "stopped early",
+        "diverged",
+        "failed",
+    )

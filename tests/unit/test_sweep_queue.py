@@ -18,12 +18,12 @@ from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.results.cells import RESULT, read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import run_cells
-from flatshift.experiments.studies.cell import Result, finish_cell
-from flatshift.experiments.studies.devices import DevicePlacement, choose_devices, on_cuda, place
-from flatshift.experiments.studies.directory import await_orphans, results_of, stale, study_lock
-from flatshift.experiments.studies.progress import CellProgress, CostModel, work_of
+from flatshift.experiments.studies.cell import CellResult, finish_cell
+from flatshift.experiments.studies.devices import DevicePlacement, choose_devices, uses_cuda, with_device
+from flatshift.experiments.studies.directory import await_orphans, read_results, stale_results, study_lock
+from flatshift.experiments.studies.progress import CellProgress, CostModel, cost_terms
 from flatshift.experiments.studies.sweep import sweep
-from flatshift.experiments.studies.sweep.directory import check_directory, claim, write_marker
+from flatshift.experiments.studies.sweep.directory import check_directory, claim_directory, write_marker
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.lock import exclusive_lock
 from tests.kill_points import kill_points
@@ -92,24 +92,26 @@ def test_a_cuda_device_has_processes_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
     cells = cells_that(["ok"])
     monkeypatch.setattr(devices, "_cuda_devices", lambda: ([1 << 30], None))
-    assert on_cuda(DevicePlacement(1, ("cuda:0",)), cells) and on_cuda(DevicePlacement(1), cells), "auto is that device"
-    assert not on_cuda(DevicePlacement(1, ("cpu",)), cells)
+    assert uses_cuda(DevicePlacement(1, ("cuda:0",)), cells) and uses_cuda(DevicePlacement(1), cells), (
+        "auto is that device"
+    )
+    assert not uses_cuda(DevicePlacement(1, ("cpu",)), cells)
     monkeypatch.setattr(devices, "_cuda_devices", lambda: ([], None))
-    assert not on_cuda(DevicePlacement(1), cells)
+    assert not uses_cuda(DevicePlacement(1), cells)
 
 
 def test_tables_survive_the_same_bisection_and_no_other_plan(tmp_path: Path) -> None:
     base = load_recipe("double-descent")
     search = {"key": "data.train.limit", "low": 8, "high": 90, "epsilon": 0.1}
     plan = {"recipe": "x", "grid": {"data.train.limit": []}, "design": "grid", "seeds": 2, "bisection": search}
-    claim(tmp_path, plan, base)
+    claim_directory(tmp_path, plan, base)
     write_marker(tmp_path, {**plan, "grid": {"data.train.limit": ["8", "27"]}, "cells": 4})
     made = [tmp_path / name for name in ("cells.parquet", "points.csv", "emc.json")]
     for path in made:
         path.touch()
-    claim(tmp_path, plan, base)
+    claim_directory(tmp_path, plan, base)
     assert all(path.exists() for path in made)
-    claim(tmp_path, {**plan, "bisection": {**search, "high": 91}}, base)
+    claim_directory(tmp_path, {**plan, "bisection": {**search, "high": 91}}, base)
     assert not any(path.exists() for path in made)
 
 
@@ -133,7 +135,7 @@ def test_full_disk_ends_the_sweep_and_keeps_what_was_finished(tmp_path: Path, jo
     cells = cells_that(["ok", "ok", "full", "ok"])
     with pytest.raises(Interrupted, match="the disk is full"):
         run_cells(tmp_path, cells[:3], DevicePlacement(jobs), QUIET, run=behave)
-    kept = results_of(tmp_path, cells)
+    kept = read_results(tmp_path, cells)
     assert cells[2].key not in kept and kept.keys() <= {cells[0].key, cells[1].key}
     assert jobs == 2 or len(kept) == 2
     assert not list(tmp_path.rglob(".*.tmp"))
@@ -175,7 +177,7 @@ def test_a_sweep_that_ends_before_it_has_its_marker_can_be_begun_again(tmp_path:
     def begin(out: Path) -> None:
         with exclusive_lock(out):
             check_directory(out)
-            claim(out, plan, base)
+            claim_directory(out, plan, base)
 
     ended = 0
     for out in kill_points(begin, tmp_path, error=error):
@@ -215,14 +217,14 @@ def test_results_of_other_code_are_kept_and_run_anew_only_when_asked(tmp_path: P
         found = json.loads(path.read_text(encoding="utf-8")) | other
         del found["seal"]  # as results were before they had one
         path.write_text(json.dumps(found), encoding="utf-8")
-    made = stale(results_of(tmp_path, cells))
+    made = stale_results(read_results(tmp_path, cells))
     assert made.keys() == {cells[0].key, cells[1].key}
     assert made[cells[0].key].endswith("0" * 12) and made[cells[1].key].startswith("0.0.1 ")
     run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave)
     assert len(starts(tmp_path)) == 3
     run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave, rerun=set(made))
     assert Counter(starts(tmp_path)) == {cells[0].key: 2, cells[1].key: 2, cells[2].key: 1}
-    assert not stale(results_of(tmp_path, cells))
+    assert not stale_results(read_results(tmp_path, cells))
 
 
 def test_damaged_result_is_named(tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_a_changed_byte_of_a_finished_cell_is_noticed(tmp_path: Path, name: str)
     cells = cells_that(["ok", "ok"])
     (folder := tmp_path / "cells" / cells[0].key).mkdir(parents=True)
     (folder / "trace.jsonl").write_text('{"stage": "fine-tune", "step": 1, "seconds": 0.25}\n')
-    finish_cell(folder, cells[0], Result("done", metrics={"test": {"loss": {"value": 1.5, 2: "an int key"}}}))
+    finish_cell(folder, cells[0], CellResult("done", metrics={"test": {"loss": {"value": 1.5, 2: "an int key"}}}))
     assert read_result(folder)["metrics"]["test"]["loss"]["value"] == 1.5  # type: ignore[index]
     file = folder / name
     file.write_text(file.read_text().replace("1.5" if name == RESULT else "0.25", "9.5"))
@@ -264,9 +266,9 @@ def test_devices() -> None:
             choose_devices(flag, "auto", count=lambda: 2)
     assert [DevicePlacement(4, ("cuda:0", "cuda:1")).device(worker) for worker in range(4)] == ["cuda:0", "cuda:1"] * 2
     (cell,) = cells_that(["ok"])
-    moved = place(cell, "cuda:1")
+    moved = with_device(cell, "cuda:1")
     assert moved.resolved.recipe.train.device == "cuda:1" and moved.key == cell.key
-    assert place(cell, None) is cell
+    assert with_device(cell, None) is cell
 
 
 # ------------------------------------------------------------------------------------------- what is said
@@ -274,16 +276,16 @@ def test_devices() -> None:
 
 def test_cost_is_learned() -> None:
     from flatshift.experiments.recipe import from_override
-    from flatshift.experiments.studies.sweep.sweep_plan import Base
+    from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
 
-    base = Base.of("double-descent", [from_override("train.max_length", 64)])
+    base = SweepBase.of("double-descent", [from_override("train.max_length", 64)])
     points = [{"adapter.rank": r, "train.steps": s} for r in (1, 4, 16, 64) for s in (50, 200)]
     cells = list(base.cells(points, 1))
-    truth = {c.key: 2 + 3e-5 * work_of(c)[1] + 4e-6 * work_of(c)[2] for c in cells}
+    truth = {c.key: 2 + 3e-5 * cost_terms(c)[1] + 4e-6 * cost_terms(c)[2] for c in cells}
     model = CostModel()
     assert model.predict(cells) is None
     model.observe(cells[0], truth[cells[0].key])
-    ratio = work_of(cells[1])[1] / work_of(cells[0])[1]
+    ratio = cost_terms(cells[1])[1] / cost_terms(cells[0])[1]
     assert model.predict([cells[1]]) == pytest.approx(truth[cells[0].key] * ratio)
     for cell in cells[1:6]:
         model.observe(cell, truth[cell.key])

@@ -16,7 +16,13 @@ from benchmarks.studies.selection_quality.answers import answers
 from benchmarks.studies.selection_quality.plan import Plan
 from benchmarks.studies.selection_quality.protocol import protocol
 from benchmarks.studies.selection_quality.runner import Outcome
-from flatshift.experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
+from flatshift.experiments.statistics.intervals import (
+    holm_adjust,
+    paired_test,
+    parse_correctness,
+    seed_item_bootstrap,
+    t_interval,
+)
 from flatshift.finetune.seeds import numpy_generator
 
 BySeed = dict[int, float]
@@ -135,10 +141,10 @@ def _bootstrap(
         sides = []
         for arm in (ours, base):
             runs = {r["seed"]: r for r in outcome.finals[_point(plan, arm, target, budget)] if r["status"] == "done"}
-            sides.append(np.stack([right_items(runs[seed]["items"]["right"]) for seed in seeds]))
+            sides.append(np.stack([parse_correctness(runs[seed]["items"]["right"]) for seed in seeds]))
         differences.append(sides[0] - sides[1])
     rng = numpy_generator(0, "quality", "bootstrap", ours, base)
-    return seeds_by_items(differences, resamples=_RESAMPLES, rng=rng)
+    return seed_item_bootstrap(differences, resamples=_RESAMPLES, rng=rng)
 
 
 def _against(plan: Plan, outcome: Outcome, budget: int | None) -> dict[str, Any]:
@@ -153,7 +159,7 @@ def _against(plan: Plan, outcome: Outcome, budget: int | None) -> dict[str, Any]
 def _correct(found: Sequence[dict[str, Any] | None]) -> None:
     """Holm's p over one family, written into it; a member without a p counts as 1, so that it stays as large."""
     family = {str(i): f["p"] if f is not None and f["p"] is not None else 1.0 for i, f in enumerate(found)}
-    for i, p in holm(family).items():
+    for i, p in holm_adjust(family).items():
         member = found[int(i)]
         if member is not None and member["p"] is not None:
             member["p_holm"] = p

@@ -23,7 +23,7 @@ from benchmarks.studies.selection_quality.features import pool_vectors, vectors
 from benchmarks.studies.selection_quality.form import shapes
 from benchmarks.studies.selection_quality.pool import StoredPool, open_pool
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.select.embedding import tokenizer_of
+from flatshift.experiments.select.embedding import backbone_tokenizer
 from flatshift.finetune.atomic import atomic_file
 from flatshift.finetune.data.rows import Row, limit_rows
 from flatshift.finetune.errors import UserError
@@ -124,7 +124,7 @@ def _lines(cell: SelectionCell, orders: list[np.ndarray], counts: dict[int, int]
 @functools.lru_cache(maxsize=1)
 def pool_tokens(root: Path, key: str, backbone: str) -> TokenRows:
     """The tokens of a study's pool."""
-    tokenize, size = tokenizer_of(Recipe(backbone=backbone))
+    tokenize, size = backbone_tokenizer(Recipe(backbone=backbone))
     return TokenRows.of(tokenize(open_pool(root, key).texts), size)
 
 
@@ -153,7 +153,7 @@ def _selected(
     if cell.unit == "tokens" or "tokens" in required_inputs(method):
         tokens = pool_tokens(root, cell.pool.key, cell.recipe.backbone)
         tokens = tokens if whole else tokens.take(rows)
-        tokenize, size = tokenizer_of(cell.recipe)
+        tokenize, size = backbone_tokenizer(cell.recipe)
         pool, target = replace(pool, tokens=tokens), replace(target, tokens=TokenRows.of(tokenize(texts), size))
         lengths = tokens.lengths + 1  # a passage ends with a token of its own
         if cell.unit == "tokens":

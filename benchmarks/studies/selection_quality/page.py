@@ -10,14 +10,14 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import (
     Block,
     Chapter,
-    Figures,
-    KernelBlock,
+    ChartGroup,
+    KeyFigure,
     NameValuePairs,
     Notes,
     Section,
     Table,
 )
-from flatshift.experiments.report.charts.intervals import corrected_effects
+from flatshift.experiments.report.charts.intervals import effect_chart
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.report.html import render
 
@@ -91,20 +91,20 @@ def perplexity(found: Found) -> str:
 def bootstrap(found: Mapping[str, Any], scale: float) -> str:
     """The interval of an accuracy endpoint over seeds and test rows."""
     boot = found["bootstrap"]
-    return formats.effect({"value": found["value"], **boot}, scale)[1] if boot else "–"
+    return formats.mean_and_interval({"value": found["value"], **boot}, scale)[1] if boot else "–"
 
 
-def _tile(name: str, arm: Mapping[str, Any]) -> KernelBlock:
-    mean, interval = formats.effect(arm["nats"])
+def _tile(name: str, arm: Mapping[str, Any]) -> KeyFigure:
+    mean, interval = formats.mean_and_interval(arm["nats"])
     p = arm["nats"]["p_holm"]
     note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {arm['nats']['n']}"
-    return KernelBlock(f"{name}, nats", mean, interval, note)
+    return KeyFigure(f"{name}, nats", mean, interval, note)
 
 
 def _tests(pairs: Sequence[tuple[str, Mapping[str, Any], str]], scale: float, unit: str) -> list[list[str]]:
     rows = []
     for name, found, note in pairs:
-        mean, interval = formats.effect(found, scale)
+        mean, interval = formats.mean_and_interval(found, scale)
         row = [name, mean, interval, str(found["n"]), formats.number(found["p"]), formats.number(found["p_holm"])]
         detectable = found["detectable"]
         row.append(formats.number(None if detectable is None else scale * detectable))
@@ -131,7 +131,7 @@ def _primary(document: Document) -> list[Block]:
         return [Notes(["No two arms ran at one budget: there is no endpoint."])]
     base, budget = document["baseline"], document["primary_budget"]
     blocks: list[Block] = [
-        Figures([forest(document)]),
+        ChartGroup([forest(document)]),
         _table(
             _tests([(name, arm["nats"], arm["note"]) for name, arm in arms], 1.0, "nats"),
             "arm",
@@ -174,7 +174,7 @@ def _unit(document: Document) -> str:
 
 def forest(document: Document) -> Chart:
     """Every arm's primary endpoint with its t-interval; filled selectors, hollow controls."""
-    return corrected_effects(
+    return effect_chart(
         "quality-forest",
         [(name, arm["nats"], arm["source"] != "selector") for name, arm in ranked(document)],
         title="Perplexity after the warm-up, every arm",
@@ -236,14 +236,14 @@ def _target_section(document: Document, name: str) -> Section:
     for title, arms in groups:
         rows = []
         for arm, cell in arms.items():
-            own, interval = formats.effect(cell["nats_difference"])
-            mine, spread = formats.effect(cell["accuracy_difference"], 100.0)
+            own, interval = formats.mean_and_interval(cell["nats_difference"])
+            mine, spread = formats.mean_and_interval(cell["accuracy_difference"], 100.0)
             rows.append(
                 [
                     arm,
                     perplexity(cell["nats"]),
                     f"{own} ({interval})" if own != "–" else "–",
-                    formats.effect(cell["nats_focus"])[0],
+                    formats.mean_and_interval(cell["nats_focus"])[0],
                     level(cell["accuracy"], 100.0),
                     f"{mine} ({spread})" if mine != "–" else "–",
                     _share(cell.get("words")),
@@ -280,7 +280,7 @@ def _embedders(document: Document) -> list[Block]:
     first = next(iter(found))
     rows = []
     for name, e in found.items():
-        mean, interval = formats.effect(e["difference"])
+        mean, interval = formats.mean_and_interval(e["difference"])
         rows.append(
             [
                 name, _share(e["recall"]), perplexity(e["nats"]), mean, interval, str(e["dim"]),

@@ -17,7 +17,7 @@ from flatshift.experiments.recipe.resolve import resolve_tree
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.studies.cell import file_digest as digest
-from flatshift.experiments.studies.study import chosen, locate, study_recipe
+from flatshift.experiments.studies.study import filter_by_flag, locate_file, study_recipe
 from flatshift.finetune.digests import file_sha256 as file_digest
 from flatshift.finetune.errors import UserError
 from flatshift.selection.config import (
@@ -68,7 +68,7 @@ class Plan:
         assert isinstance(recipe, StudyRecipe) and recipe.quality is not None
         whole = recipe.quality
         check_study(recipe, whole)
-        files = {name: locate(t.file, data, f"quality.targets.{name}.file") for name, t in whole.targets.items()}
+        files = {name: locate_file(t.file, data, f"quality.targets.{name}.file") for name, t in whole.targets.items()}
         self._rows = {
             name: TargetRows(
                 file, digest(file)[0], t.texts, t.labels, t.validation, t.test, t.test_split, tuple(t.domains)
@@ -81,7 +81,7 @@ class Plan:
             "targets": [name for name in whole.targets if name not in self.study.targets],
         }
         """What the recipe has and this part of it leaves out: names of arms and targets, and budgets."""
-        kept = chosen("--budgets", budgets, _budgets(self.study))
+        kept = filter_by_flag("--budgets", budgets, _budgets(self.study))
         self.budgets = {
             name: tuple(budget for budget in self.study.budgets_of(name) if budget in kept)
             for name in self.study.targets
@@ -226,7 +226,7 @@ class Plan:
     def _pool(self, whole: Quality, data: Path | None) -> PoolCell:
         from flatshift.finetune.assets import pool_tags_path
 
-        file = locate(whole.pool, data, "quality.pool")
+        file = locate_file(whole.pool, data, "quality.pool")
         if whole.tags:
             tags = whole.tags if Path(whole.tags).is_absolute() else str(((data or Path()) / whole.tags).absolute())
             if not Path(tags).is_file():
@@ -276,14 +276,14 @@ class Plan:
 
 def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Quality:
     """The study cut down to some arms (the baseline stays) and targets."""
-    wanted = chosen("--selectors", selectors, whole.arms)
+    wanted = filter_by_flag("--selectors", selectors, whole.arms)
     arms = {name: arm for name, arm in whole.arms.items() if name in wanted or name == whole.baseline}
     for name, arm in arms.items():
         if arm.source == "matched" and arm.like not in arms:
             raise UserError(f"--selectors: {name} follows {arm.like}; name that too")
     if len(arms) < 2:
         raise UserError(f"nothing to compare with {whole.baseline!r}: name another arm with --selectors")
-    kept = {name: whole.targets[name] for name in chosen("--targets", targets, whole.targets)}
+    kept = {name: whole.targets[name] for name in filter_by_flag("--targets", targets, whole.targets)}
     focus = whole.focus if whole.focus in arms else whole.baseline
     embedders = whole.embedders if whole.focus in arms else {}
     return dataclasses.replace(whole, arms=arms, targets=kept, focus=focus, embedders=embedders)

@@ -80,7 +80,7 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         )
     sentences += [
         f"Target {name} has settings of its own, the same for every arm: "
-        + ", ".join(f"{key} {formats.plain(value)}" for key, value in target.set.items())
+        + ", ".join(f"{key} {formats.json_value(value)}" for key, value in target.set.items())
         + "."
         for name, target in study.targets.items()
         if target.set

@@ -18,7 +18,14 @@ from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, S
 from benchmarks.studies.selection_quality.plan import Plan
 from flatshift.experiments.recipe.build import suggest_nearest
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.studies.compare.tuning import FAILED, Score, Setting, best_of, next_trial, on_edge
+from flatshift.experiments.studies.compare.tuning import (
+    FAILED,
+    TrialScore,
+    TrialSetting,
+    best_trial,
+    is_on_edge,
+    next_trial,
+)
 from flatshift.experiments.studies.study import claim_study
 from flatshift.finetune.atomic import remove_leftovers
 from flatshift.finetune.errors import UserError
@@ -152,7 +159,8 @@ class _Stages:
             for domain in target.domains:
                 if domain not in there:
                     raise UserError(
-                        f"quality.targets.{name}.domains: the pool has no domain {domain!r}{suggest_nearest(domain, there)}"
+                        f"quality.targets.{name}.domains: the pool has no domain "
+                        f"{domain!r}{suggest_nearest(domain, there)}"
                     )
             if (largest := study.budgets_of(name)[-1]) > kept and study.unit == "passages":
                 raise UserError(
@@ -170,7 +178,7 @@ class _Stages:
         """Equal trials of every arm's warm-up on every target, and of the fine-tune on every target."""
         plan, study = self.plan, self.study
         pairs = [(arm, target) for arm in plan.warm_arms() for target in study.targets]
-        cells = {pair: {Setting(lr): plan.trial(*pair, lr) for lr in study.lr} for pair in pairs}
+        cells = {pair: {TrialSetting(lr): plan.trial(*pair, lr) for lr in study.lr} for pair in pairs}
         labelled = {
             target: {lr: plan.fine_tune_trial(target, lr) for lr in study.fine_tune_lr} for target in study.targets
         }
@@ -183,19 +191,19 @@ class _Stages:
             self._run([cells[pair][setting] for pair, setting in new.items()])
         for pair, grid in cells.items():
             scores = self._scores(grid)
-            best = best_of(scores)
+            best = best_trial(scores)
             self.outcome.trials[pair] = {s.lr: self.runner.result(cell) for s, cell in grid.items()}
             if best is None:
                 raise UserError(f"every trial of {pair[0]} on {pair[1]} failed: {self._reason(grid.values())}")
-            self.outcome.chosen[pair], self.outcome.edge[pair] = best.lr, on_edge(scores, best)
+            self.outcome.chosen[pair], self.outcome.edge[pair] = best.lr, is_on_edge(scores, best)
         for target, some in labelled.items():
             results = {lr: self.runner.result(cell) for lr, cell in some.items()}
-            done = {Setting(lr): _accuracy(result) for lr, result in results.items()}
-            best = best_of(done)
+            done = {TrialSetting(lr): _accuracy(result) for lr, result in results.items()}
+            best = best_trial(done)
             if best is None:
                 raise UserError(f"every trial of the fine-tune on {target} failed: {self._reason(some.values())}")
             self.outcome.fine_tune[target], self.outcome.fine_tune_trials[target] = best.lr, results
-            self.outcome.fine_tune_edge[target] = on_edge(done, best)
+            self.outcome.fine_tune_edge[target] = is_on_edge(done, best)
 
     def finals(self) -> None:
         """Final runs, seed by seed."""
@@ -277,22 +285,22 @@ class _Stages:
             raise UserError(f"{cell.label}: {result['reason']}")
         return result
 
-    def _scores(self, grid: Mapping[Setting, TrainingCell]) -> dict[Setting, Score]:
+    def _scores(self, grid: Mapping[TrialSetting, TrainingCell]) -> dict[TrialSetting, TrialScore]:
         return {setting: _nats(self.runner.result(cell)) for setting, cell in grid.items()}
 
     def _reason(self, cells: Any) -> str:
         return next(str(self.runner.result(cell)["reason"]) for cell in cells)
 
 
-def _nats(result: Result) -> Score:
+def _nats(result: Result) -> TrialScore:
     """How a warm-up trial did on validation texts."""
     if result["status"] != "done":
         return FAILED
-    return Score(-result["metrics"]["nats"], result["metrics"]["nats"])
+    return TrialScore(-result["metrics"]["nats"], result["metrics"]["nats"])
 
 
-def _accuracy(result: Result) -> Score:
+def _accuracy(result: Result) -> TrialScore:
     """How a fine-tune trial did on validation rows."""
     if result["status"] != "done":
         return FAILED
-    return Score(result["metrics"]["accuracy"], result["metrics"]["loss"])
+    return TrialScore(result["metrics"]["accuracy"], result["metrics"]["loss"])

@@ -7,7 +7,15 @@ kind. To add one, write a module here and list it in `PARTS`.
 from __future__ import annotations
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Bars, Chapter, Figures, NameValuePairs, Pre, Section, Table
+from flatshift.experiments.report.blocks import (
+    Bars,
+    Chapter,
+    ChartGroup,
+    NameValuePairs,
+    PreformattedText,
+    Section,
+    Table,
+)
 from flatshift.experiments.report.chapters import (
     checks,
     comparison,
@@ -52,9 +60,9 @@ def chapter(run: RunResults) -> Chapter:
         kind=" with ".join(kinds) or "run",
         finding=said[0] if said else "",
         details=said[1:],
-        facts=[*_facts(run), *(fact for _, part in found for fact in part.facts)],
+        facts=[*_run_facts(run), *(fact for _, part in found for fact in part.facts)],
         tiles=[tile for _, part in found for tile in part.tiles][:8],
-        sections=[*(section for _, part in found for section in part.sections), *_circumstances(run)],
+        sections=[*(section for _, part in found for section in part.sections), *_provenance_sections(run)],
         command=run.command,
         weight=max((len(PARTS) - place for place, part in found if part.kind), default=0),
     )
@@ -63,11 +71,15 @@ def chapter(run: RunResults) -> Chapter:
 def charts_of(made: Chapter) -> list[Chart]:
     """Return every chart of a chapter in page order."""
     return [
-        c for section in made.sections for block in section.blocks if isinstance(block, Figures) for c in block.charts
+        c
+        for section in made.sections
+        for block in section.blocks
+        if isinstance(block, ChartGroup)
+        for c in block.charts
     ]
 
 
-def _facts(run: RunResults) -> list[tuple[str, str]]:
+def _run_facts(run: RunResults) -> list[tuple[str, str]]:
     versions = run.environment.get("versions")
     version = versions.get("flatshift") if isinstance(versions, dict) else None
     regularizer = run.recipe.get("regularizer")
@@ -104,7 +116,7 @@ def _recipe_name(run: RunResults) -> str:
     return "" if name.startswith("-") else name.rpartition("/")[2]
 
 
-def _circumstances(run: RunResults) -> list[Section]:
+def _provenance_sections(run: RunResults) -> list[Section]:
     sections = []
     if run.stage_seconds:
         longest = max(run.stage_seconds.values()) or 1.0
@@ -136,5 +148,5 @@ def _circumstances(run: RunResults) -> list[Section]:
                 pairs.append((key, str(value)))
         folded.append(Section("Environment", [NameValuePairs(pairs)], folded=True))
     if run.recipe_text:
-        folded.append(Section("Recipe, resolved", [Pre(run.recipe_text.strip())], folded=True))
+        folded.append(Section("Recipe, resolved", [PreformattedText(run.recipe_text.strip())], folded=True))
     return sections + folded

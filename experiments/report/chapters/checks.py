@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, ChapterPart, Figures, Notes, Section, Table
-from flatshift.experiments.report.charts.selection import distance_change, other_arm, relative
+from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, Notes, Section, Table
+from flatshift.experiments.report.charts.selection import distance_chart, relative_changes, third_arm
 from flatshift.experiments.results.run import RunResults
 
 
@@ -15,15 +15,15 @@ def part(run: RunResults) -> ChapterPart | None:
     found = run.selection.about.get("checks") if run.selection is not None else None
     if not isinstance(found, dict):
         return None
-    return ChapterPart(sections=[*_distance(found), *_coverage(found.get("coverage"))])
+    return ChapterPart(sections=[*_distance_sections(found), *_coverage_sections(found.get("coverage"))])
 
 
-def _distance(found: dict[str, Any]) -> list[Section]:
+def _distance_sections(found: dict[str, Any]) -> list[Section]:
     blocks: list[Block] = []
     if found["warnings"]:
         blocks.append(Notes([sentence[:1].upper() + sentence[1:] + "." for sentence in found["warnings"]]))
     sampled = found["rows"] < found["of"] or found["targets"] < found["of_targets"]
-    blocks += [Figures([distance_change(found)]), _table(found, sampled)]
+    blocks += [ChartGroup([distance_chart(found)]), _distance_table(found, sampled)]
     told = (
         f"Measured on {found['rows']:,} of {found['of']:,} records, drawn by seed and half of them among the best "
         f"ranks ({found['budget_rows']:,} stand for the selection), and {found['targets']:,} of "
@@ -38,10 +38,10 @@ def _distance(found: dict[str, Any]) -> list[Section]:
     return [Section("Does the selection bring the pool nearer to the target?", blocks, lead)]
 
 
-def _table(found: dict[str, Any], sampled: bool) -> Table:
+def _distance_table(found: dict[str, Any], sampled: bool) -> Table:
     """Build a row for each λ. sampled: the best possible value is an estimate, a bound for the sampled rows only."""
     distance = found["distance"]
-    other = other_arm(found)
+    other = third_arm(found)
     held = found["held_out"]
     columns = ["share λ", "promised", "realised", "ratio", "best possible", "divergence"]
     columns += [f"unseen: {name}" for name in ("selection", "random", other)] if held else []
@@ -49,14 +49,14 @@ def _table(found: dict[str, Any], sampled: bool) -> Table:
     for place, share in enumerate(found["shares"]):
         own = found["fitted"]["selection"][place]
         cells = [
-            _change(own["predicted"] / distance),
-            _change(own["realised"] / distance),
+            _format_change(own["predicted"] / distance),
+            _format_change(own["realised"] / distance),
             "–" if own["ratio"] is None else formats.number(float(own["ratio"]), 2),
-            f"{'≈' if sampled else '≥'} {_change((own['realised'] - own['gap']) / distance)}",
-            _change(own["debiased"] / distance),
+            f"{'≈' if sampled else '≥'} {_format_change((own['realised'] - own['gap']) / distance)}",
+            _format_change(own["debiased"] / distance),
         ]
         if held:
-            cells += [_range(relative(found, name, place)) for name in ("selection", "random", other)]
+            cells += [_format_range(relative_changes(found, name, place)) for name in ("selection", "random", other)]
         rows.append([f"{share:g}", *cells])
     bound = "an estimate from the sample, no bound for the whole pool" if sampled else "a bound"
     caption = (
@@ -71,25 +71,27 @@ def _table(found: dict[str, Any], sampled: bool) -> Table:
     return Table(columns, rows, caption, frozenset(range(1, len(columns))))
 
 
-def _change(share: float) -> str:
+def _format_change(share: float) -> str:
     return f"{100 * share:+.1f} %".replace("-", "−")
 
 
-def _range(values: list[float]) -> str:
-    return f"{_change(sum(values) / len(values))} ({_change(min(values))} to {_change(max(values))})"
+def _format_range(values: list[float]) -> str:
+    return (
+        f"{_format_change(sum(values) / len(values))} ({_format_change(min(values))} to {_format_change(max(values))})"
+    )
 
 
 _WORDS = ("target", "id", "served", "nearest record")
 
 
-def _coverage(found: Any) -> list[Section]:
+def _coverage_sections(found: Any) -> list[Section]:
     if not isinstance(found, dict) or not found["worst"]:
         return []
     rows = [
         {
             "target": worst["text"] or "(no text)",
             "id": worst["id"],
-            "potential g": formats.signed(float(worst["g"])),
+            "potential g": formats.signed_number(float(worst["g"])),
             "cost of nearest record": formats.number(float(worst["cost"])),
             "served": "no" if worst["unserved"] else "yes" if found["limit"] is not None else "–",
             "nearest record": worst["nearest_text"] or worst["nearest"],

@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Chapter, ChapterPart, Figures, KernelBlock, Notes, Section, Table
-from flatshift.experiments.report.charts.intervals import corrected_effects
+from flatshift.experiments.report.blocks import (
+    Block,
+    Chapter,
+    ChapterPart,
+    ChartGroup,
+    KeyFigure,
+    Notes,
+    Section,
+    Table,
+)
+from flatshift.experiments.report.charts.intervals import effect_chart
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.report.html import render
 from flatshift.experiments.results.run import RunResults
@@ -39,13 +48,15 @@ def page(document: Document) -> str:
 
 def _part(document: Document) -> ChapterPart:
     """Build the chapter part of a comparison."""
-    ranked = compared(document)
+    ranked = ranked_methods(document)
     clear = [name for name, m in ranked if m["primary"]["p_holm"] is not None and m["primary"]["p_holm"] < 0.05]
     base = document["baseline"]
     if not ranked:
         finding = "No informative task: the primary endpoint cannot be computed."
     elif clear:
-        finding = f"After Holm's correction {_and(clear)} {'differs' if len(clear) == 1 else 'differ'} from {base}."
+        finding = (
+            f"After Holm's correction {_join_names(clear)} {'differs' if len(clear) == 1 else 'differ'} from {base}."
+        )
     else:
         finding = f"After Holm's correction no method differs from {base}."
     facts = [
@@ -55,28 +66,30 @@ def _part(document: Document) -> ChapterPart:
         ("CPU time", formats.seconds(document["cpu_s"])),
     ]
     sections = [
-        Section("Primary endpoint", _primary(document)),
+        Section("Primary endpoint", _primary_blocks(document)),
         *(_task_section(document, task) for task in document["tasks"]),
         Section(
             "Costs",
-            [_costs(document)],
+            [_cost_table(document)],
             "CPU time of a step relative to the baseline's on the same task and seed. Cells run one after another and "
             "not in turns, so a drift of the machine is in these ratios.",
         ),
-        Section("Equal trials", [_trials(document)], "Chosen on validation rows under the tuning seeds.", folded=True),
-        Section("Runs that failed", [_failed(document)], folded=not document["diverged"]),
+        Section(
+            "Equal trials", [_trial_table(document)], "Chosen on validation rows under the tuning seeds.", folded=True
+        ),
+        Section("Runs that failed", [_failed_run_block(document)], folded=not document["diverged"]),
         Section("Protocol", [Notes(document["protocol"])]),
     ]
-    tiles = [_tile(name, m, document["metric"]) for name, m in ranked if m["confirmatory"]][:4]
+    tiles = [_method_tile(name, m, document["metric"]) for name, m in ranked if m["confirmatory"]][:4]
     return ChapterPart("comparison", [finding], tiles, [s for s in sections if s.blocks], facts)
 
 
-def summary(document: Document) -> list[str]:
+def summary_lines(document: Document) -> list[str]:
     """Return the primary endpoint as lines for a terminal."""
     lines, metric = [], document["metric"]
-    what, unit = find_metric(metric).title, _unit(metric)
-    for name, m in compared(document):
-        mean, interval = formats.effect(m["primary"], _scale(metric))
+    what, unit = find_metric(metric).title, _difference_unit(metric)
+    for name, m in ranked_methods(document):
+        mean, interval = formats.mean_and_interval(m["primary"], _display_factor(metric))
         p = m["primary"]["p_holm"]
         shown = "–" if p is None else f"{p:.3g}"
         kind = "confirmatory" if m["confirmatory"] else "exploratory"
@@ -84,47 +97,47 @@ def summary(document: Document) -> list[str]:
     return lines or ["no informative task: no primary endpoint"]
 
 
-def compared(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def ranked_methods(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Return the methods that have a primary endpoint: confirmatory first, then by effect."""
     found = [(name, m) for name, m in document["methods"].items() if m["primary"] is not None]
     sign = 1 if find_metric(document["metric"]).lower else -1
     return sorted(found, key=lambda item: (not item[1]["confirmatory"], sign * item[1]["primary"]["value"]))
 
 
-def _scale(metric: str) -> float:
+def _display_factor(metric: str) -> float:
     """Return the factor for displayed values: 100 for shares, which are shown as points."""
     return 100.0 if find_metric(metric).shown_as_share else 1.0
 
 
-def _unit(metric: str) -> str:
+def _difference_unit(metric: str) -> str:
     """Return the unit of a difference."""
     return "points" if find_metric(metric).shown_as_share else find_metric(metric).unit
 
 
-def _and(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _times(value: float | None, scale: float) -> float | None:
+def _multiply(value: float | None, scale: float) -> float | None:
     return None if value is None else scale * value
 
 
-def _tile(name: str, m: Mapping[str, Any], metric: str) -> KernelBlock:
-    mean, interval = formats.effect(m["primary"], _scale(metric))
+def _method_tile(name: str, m: Mapping[str, Any], metric: str) -> KeyFigure:
+    mean, interval = formats.mean_and_interval(m["primary"], _display_factor(metric))
     p = m["primary"]["p_holm"]
     note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {m['primary']['n']}"
-    return KernelBlock(f"{name}, {_unit(metric)}", mean, interval, note)
+    return KeyFigure(f"{name}, {_difference_unit(metric)}", mean, interval, note)
 
 
-def _primary(document: Document) -> list[Block]:
-    ranked = compared(document)
+def _primary_blocks(document: Document) -> list[Block]:
+    ranked = ranked_methods(document)
     if not ranked:
         return [Notes(["No task of the endpoint is informative, or none was run."])]
     metric, rows = document["metric"], []
-    scale, unit = _scale(metric), _unit(metric)
+    scale, unit = _display_factor(metric), _difference_unit(metric)
     for name, m in ranked:
         primary = m["primary"]
-        mean, interval = formats.effect(primary, scale)
+        mean, interval = formats.mean_and_interval(primary, scale)
         boot = primary.get("bootstrap")
         rows.append(
             {
@@ -134,10 +147,12 @@ def _primary(document: Document) -> list[Block]:
                 "tasks": ", ".join(primary["tasks"]),
                 unit: mean,
                 "95 % t": interval,
-                "95 % bootstrap": formats.effect({"value": primary["value"], **boot}, scale)[1] if boot else "–",
+                "95 % bootstrap": formats.mean_and_interval({"value": primary["value"], **boot}, scale)[1]
+                if boot
+                else "–",
                 "p": formats.number(primary["p"]),
                 "p (Holm)": formats.number(primary["p_holm"]),
-                "detectable": formats.number(_times(primary["detectable"], scale)),
+                "detectable": formats.number(_multiply(primary["detectable"], scale)),
                 "seeds won": f"{primary['wins']}/{primary['n']}",
             }
         )
@@ -147,11 +162,11 @@ def _primary(document: Document) -> list[Block]:
         "effect found with 80 % power at these seeds. With five seeds a sign-flip p cannot go below 0.0625.",
         words=("method", "kind", "tasks"),
     )
-    blocks: list[Block] = [Figures([forest(document)]), table]
+    blocks: list[Block] = [ChartGroup([forest_plot(document)]), table]
     if document["controls"]:
         body = []
         for control in document["controls"]:
-            mean, interval = formats.effect(control["difference"], scale)
+            mean, interval = formats.mean_and_interval(control["difference"], scale)
             found = control["difference"]
             contrast = f"{control['method']} − {control['control']}"
             p = formats.number(found["p"]) if found else "–"
@@ -161,31 +176,31 @@ def _primary(document: Document) -> list[Block]:
     return blocks
 
 
-def forest(document: Document) -> Chart:
+def forest_plot(document: Document) -> Chart:
     """Draw every method's primary endpoint with its t-interval; filled: confirmatory, hollow: exploratory."""
     metric = document["metric"]
-    return corrected_effects(
+    return effect_chart(
         "comparison-forest",
-        [(name, m["primary"], not m["confirmatory"]) for name, m in compared(document)],
+        [(name, m["primary"], not m["confirmatory"]) for name, m in ranked_methods(document)],
         title="Primary endpoint of every method",
         caption="Mean over informative tasks, seed-paired, with 95 % t-intervals. Filled: confirmatory; hollow: "
         "exploratory. In colour where Holm's correction leaves p below 0.05 (blue better, orange worse).",
-        x=f"test {find_metric(metric).title} minus {document['baseline']}, {_unit(metric)}",
+        x=f"test {find_metric(metric).title} minus {document['baseline']}, {_difference_unit(metric)}",
         left=170,
-        scale=_scale(metric),
+        scale=_display_factor(metric),
         lower_is_better=find_metric(metric).lower,
     )
 
 
 def _task_section(document: Document, task: str) -> Section:
     found = document["tasks"][task]
-    metric, scale, classes = find_metric(found["metric"]), _scale(found["metric"]), found["floor"] is not None
+    metric, scale, classes = find_metric(found["metric"]), _display_factor(found["metric"]), found["floor"] is not None
     rows = []
     for name, m in found["methods"].items():
-        difference = formats.effect(m["difference"], scale)
-        row = [name, *formats.effect(m["mean"], scale, plus=False), *difference]
+        difference = formats.mean_and_interval(m["difference"], scale)
+        row = [name, *formats.mean_and_interval(m["mean"], scale, plus=False), *difference]
         row.append(formats.number(m["difference"]["p"]) if m["difference"] else "–")
-        row.append(formats.number(_times(m["f1_macro"], 100.0)) if classes else "–")
+        row.append(formats.number(_multiply(m["f1_macro"], 100.0)) if classes else "–")
         row += [formats.number(m["loss"]), formats.number(m["sharpness"])]
         rows.append(row)
     sizes = found["rows"]
@@ -193,7 +208,7 @@ def _task_section(document: Document, task: str) -> Section:
     if classes:
         verdict = "informative" if found["informative"] else "not informative, left out of the endpoint"
         lead += (
-            f"Majority floor {formats.number(_times(found['floor'], 100.0))} %; the accuracy of the tuned "
+            f"Majority floor {formats.number(_multiply(found['floor'], 100.0))} %; the accuracy of the tuned "
             f"{document['baseline']} is {formats.number(found['margin_se'])} standard errors above it: {verdict}."
         )
     else:
@@ -218,7 +233,7 @@ def _task_section(document: Document, task: str) -> Section:
     return Section(f"Task {task}", [table], lead)
 
 
-def _costs(document: Document) -> Block:
+def _cost_table(document: Document) -> Block:
     rows = []
     for name, m in document["methods"].items():
         sharp = m["sharpness"]
@@ -227,13 +242,17 @@ def _costs(document: Document) -> Block:
             [
                 name,
                 formats.number(m["step_ratio"]),
-                *(formats.effect(equal, _scale(document["metric"])) if equal else ("as above", "–")),
+                *(
+                    formats.mean_and_interval(equal, _display_factor(document["metric"]))
+                    if equal
+                    else ("as above", "–")
+                ),
                 formats.number(sharp["ratio"]) if sharp else "–",
                 f"{formats.number(sharp['low'])} to {formats.number(sharp['high'])}" if sharp and sharp["low"] else "–",
                 m["note"],
             ]
         )
-    equal_time = f"equal time, {_unit(document['metric'])}"
+    equal_time = f"equal time, {_difference_unit(document['metric'])}"
     return Table(
         ["method", "step time ÷", equal_time, "95 % t", "sharpness ÷", "95 % t", "what it is"],
         rows,
@@ -243,7 +262,7 @@ def _costs(document: Document) -> Block:
     )
 
 
-def _trials(document: Document) -> Block:
+def _trial_table(document: Document) -> Block:
     rows = []
     for trial in document["trials"]:
         own = [f"{key.rpartition('.')[2]} = {value}" for key, value in trial["chosen"].items() if key != "optimizer.lr"]
@@ -264,7 +283,7 @@ def _trials(document: Document) -> Block:
     return Table.of(rows, words=words)
 
 
-def _failed(document: Document) -> Block:
+def _failed_run_block(document: Document) -> Block:
     if not document["diverged"]:
         return Notes(["None: every trial and every final run ended."])
     rows = [

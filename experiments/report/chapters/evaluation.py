@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Chapter, ChapterPart, Figures, KernelBlock, Notes, Section, Table
+from flatshift.experiments.report.blocks import (
+    Block,
+    Chapter,
+    ChapterPart,
+    ChartGroup,
+    KeyFigure,
+    Notes,
+    Section,
+    Table,
+)
 from flatshift.experiments.report.charts.intervals import IntervalRow, interval_chart
 from flatshift.experiments.report.figure import WIDE, Chart
 from flatshift.experiments.report.html import render
@@ -40,12 +49,12 @@ def page(document: Document) -> str:
 
 def _part(document: Document) -> ChapterPart:
     grouped = document.get("group_by")
-    sections = [Section(f"Figures on {split}", _figures(document, split)) for split in document["rows"]]
+    sections = [Section(f"Figures on {split}", _metric_blocks(document, split)) for split in document["rows"]]
     if document.get("few_shot"):
-        sections.append(_few_shot(document["few_shot"]))
+        sections.append(_few_shot_section(document["few_shot"]))
     if grouped:
         for split in document["rows"]:
-            sections += _by_group(document, grouped, split)
+            sections += _group_sections(document, grouped, split)
     if document["notes"]:
         sections.append(Section("What to know", [Notes(document["notes"])]))
     facts = [
@@ -56,7 +65,7 @@ def _part(document: Document) -> ChapterPart:
     return ChapterPart("evaluation", _findings(document), _tiles(document), sections, facts)
 
 
-def _headline(metrics: Mapping[str, Any]) -> str | None:
+def _headline_metric(metrics: Mapping[str, Any]) -> str | None:
     return next((name for name in ("bits_per_byte", *sort_for_headline(metrics)) if name in metrics), None)
 
 
@@ -65,7 +74,7 @@ def _findings(document: Document) -> list[str]:
     said = []
     for name, splits in document["differences"].items():
         for split, metrics in splits.items():
-            metric = _headline(metrics)
+            metric = _headline_metric(metrics)
             if metric is None:
                 continue
             found = metrics[metric]
@@ -80,18 +89,18 @@ def _findings(document: Document) -> list[str]:
     return said
 
 
-def _tiles(document: Document) -> list[KernelBlock]:
+def _tiles(document: Document) -> list[KeyFigure]:
     split = next(iter(document["rows"]))
     tiles = []
     for name, splits in document["figures"].items():
-        metric = _headline(splits[split])
+        metric = _headline_metric(splits[split])
         if metric is not None:
             value, interval = formats.estimate(*(splits[split][metric][k] for k in ("value", "low", "high")))
-            tiles.append(KernelBlock(f"{find_metric(metric).title}, {split}", value, interval, name))
+            tiles.append(KeyFigure(f"{find_metric(metric).title}, {split}", value, interval, name))
     return tiles[:6]
 
 
-def _figures(document: Document, split: str) -> list[Block]:
+def _metric_blocks(document: Document, split: str) -> list[Block]:
     trees = {**document["figures"], **document["differences"]}
     metrics = list(dict.fromkeys(name for splits in trees.values() for name in splits.get(split, {})))
     rows = []
@@ -107,7 +116,7 @@ def _figures(document: Document, split: str) -> list[Block]:
     return [Table(columns, rows, caption, frozenset(range(1, len(columns))))]
 
 
-def _few_shot(asked: Document) -> Section:
+def _few_shot_section(asked: Document) -> Section:
     """Describe the prompt, and how accuracy changes with the score and the draw of worked examples."""
     scores = list(
         dict.fromkeys(s for parts in asked["subjects"].values() for found in parts.values() for s in found["by_score"])
@@ -136,7 +145,7 @@ def _few_shot(asked: Document) -> Section:
     return Section("How it was asked", blocks, lead)
 
 
-def _by_group(document: Document, grouped: Document, split: str) -> list[Section]:
+def _group_sections(document: Document, grouped: Document, split: str) -> list[Section]:
     sections = []
     families = grouped["families"]
     ordered = [(family, group) for family, members in families.items() for group in members] or [
@@ -144,14 +153,14 @@ def _by_group(document: Document, grouped: Document, split: str) -> list[Section
     ]
     for name, splits in grouped["differences"].items():
         if any(splits[split].values()):
-            sections.append(_change(grouped, name, split, ordered))
+            sections.append(_change_section(grouped, name, split, ordered))
     first = next(iter(grouped["figures"].values()))[split]
     metrics = list(dict.fromkeys(metric for group in first.values() for metric in group))
     for subject, splits in grouped["figures"].items():
         rows = []
         for family, group in ordered:
             cells = [formats.with_interval(splits[split][group].get(metric)) for metric in metrics]
-            words = [family, _named(grouped, group)] if families else [_named(grouped, group)]
+            words = [family, _group_label(grouped, group)] if families else [_group_label(grouped, group)]
             rows.append([*words, f"{grouped['rows'][group]:,}", *cells])
         macro = grouped["macro"][subject].get(split, {})
         cells = [formats.with_interval(macro.get(metric)) for metric in metrics]
@@ -163,21 +172,21 @@ def _by_group(document: Document, grouped: Document, split: str) -> list[Section
     return sections
 
 
-def _named(grouped: Document, group: str) -> str:
+def _group_label(grouped: Document, group: str) -> str:
     name = grouped["names"].get(group)
     return f"{group} {name}" if name else group
 
 
-def _change(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, str]]) -> Section:
+def _change_section(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, str]]) -> Section:
     """Chart the change in each group by family; groups not trained on are marked, as they may be forgotten."""
     found = grouped["differences"][name][split]
-    metric = next(m for m in map(_headline, found.values()) if m is not None)
+    metric = next(m for m in map(_headline_metric, found.values()) if m is not None)
     about = find_metric(metric)
-    chart = _map(grouped, name, split, ordered, metric)
+    chart = _change_chart(grouped, name, split, ordered, metric)
     macro = grouped["macro_differences"][name][split]
     rows = [[kind, formats.with_interval(metrics.get(metric), plus=True)] for kind, metrics in macro.items()]
     blocks: list[Block] = [
-        Figures([chart]),
+        ChartGroup([chart]),
         Table(["mean over", f"change in {about.title}"], rows, numeric=frozenset([1])),
     ]
     if grouped["trained"]:
@@ -190,7 +199,7 @@ def _change(grouped: Document, name: str, split: str, ordered: Sequence[tuple[st
             and (cell["low"] > 0 if about.lower else cell["high"] < 0)
         ]
         others = len(ordered) - len(grouped["trained"])
-        told = ", ".join(_named(grouped, group) for group in lost) or "none"
+        told = ", ".join(_group_label(grouped, group) for group in lost) or "none"
         blocks.append(
             Notes([f"Forgotten: of {others} groups that were not trained on, {len(lost)} are clearly worse: {told}."])
         )
@@ -200,7 +209,7 @@ def _change(grouped: Document, name: str, split: str, ordered: Sequence[tuple[st
     return Section(f"{name}: the map by {grouped['column']}, {split}", blocks, lead)
 
 
-def _map(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, str]], metric: str) -> Chart:
+def _change_chart(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, str]], metric: str) -> Chart:
     found, rows, family = grouped["differences"][name][split], list[IntervalRow | str](), ""
     lower = find_metric(metric).lower
     for of, group in ordered:
@@ -213,8 +222,10 @@ def _map(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, 
         clear = cell["low"] is not None and not cell["low"] <= 0 <= cell["high"]
         token = ("blue" if (cell["value"] < 0) == lower else "orange") if clear else "muted"
         hollow = bool(grouped["trained"]) and group not in grouped["trained"]
-        said = formats.signed(cell["value"])
-        rows.append(IntervalRow(_named(grouped, group), cell["value"], cell["low"], cell["high"], said, token, hollow))
+        said = formats.signed_number(cell["value"])
+        rows.append(
+            IntervalRow(_group_label(grouped, group), cell["value"], cell["low"], cell["high"], said, token, hollow)
+        )
     return interval_chart(
         f"map-{split}",
         rows,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatshift.experiments.report.blocks import ChapterPart, Notes, Section
-from flatshift.experiments.results.forecast import FORECAST, sentences
+from flatshift.experiments.results.forecast import FORECAST, forecast_sentences
 from flatshift.experiments.results.run import RunResults, read_object
 
 
@@ -12,7 +12,7 @@ def part(run: RunResults) -> ChapterPart | None:
     found = read_object(run.path / FORECAST)
     if not found:
         return None
-    said = sentences(found)
+    said = forecast_sentences(found)
     note = (
         "Everything below that looks measured is computed: the model is linearised where it starts and solved in "
         "closed form; each seed on this page is a draw of rows and of starting values, not a training run. Weight "

@@ -20,11 +20,11 @@ def part(run: RunResults) -> ChapterPart | None:
     if selection is None or not isinstance(told, dict):
         return None
     records = told["records"]
-    rows = [[cause, f"{count:,}", _share(count, records)] for cause, count in told["dropped"].items()]
+    rows = [[cause, f"{count:,}", _format_share(count, records)] for cause, count in told["dropped"].items()]
     if told["cut"]:
-        rows.append([f"cut (into {told['pieces']:,} pieces)", f"{told['cut']:,}", _share(told["cut"], records)])
+        rows.append([f"cut (into {told['pieces']:,} pieces)", f"{told['cut']:,}", _format_share(told["cut"], records)])
     blocks: list[Block] = [Table(["cause", "records", "share of the pool"], rows, numeric=frozenset({1, 2}))]
-    examples = _examples(selection)
+    examples = _read_examples(selection)
     if examples:
         caption = f"The first {len(examples)} with a match; drops.jsonl has every one."
         blocks.append(Table(["record", "cause", "repeats", "in", "similarity"], examples, caption, frozenset({4})))
@@ -35,11 +35,11 @@ def part(run: RunResults) -> ChapterPart | None:
     return ChapterPart(sections=[Section("Removed from the pool", blocks, lead)])
 
 
-def _share(count: int, of: int) -> str:
+def _format_share(count: int, of: int) -> str:
     return f"{100 * count / of:.2f} %" if of else "–"
 
 
-def _examples(selection: SelectionResults) -> list[list[str]]:
+def _read_examples(selection: SelectionResults) -> list[list[str]]:
     path = selection.path / "drops.jsonl"
     found: list[list[str]] = []
     if not path.is_file():

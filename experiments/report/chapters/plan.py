@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Bars, Chapter, KernelBlock, Notes, Pre, Section, Table
+from flatshift.experiments.report.blocks import Bars, Chapter, KeyFigure, Notes, PreformattedText, Section, Table
 from flatshift.experiments.report.html import render
 from flatshift.finetune.figures import format_bytes, format_duration
 from flatshift.finetune.planner.layouts import CAUSES
@@ -26,13 +26,17 @@ def page(document: Mapping[str, Any]) -> str:
     else:
         finding = f"It does not fit: the nearest mesh, {best['name']}, is short of {best['short_gib']:g} GiB a device."
     sections = [
-        Section("Memory by cause", [_bars(_held(best), format_bytes)], f"Of the fullest rank of {best['name']}."),
-        Section("Time by cause", [_bars(best["seconds"], format_duration)], f"Of an update on {best['name']}."),
-        _meshes(document["layouts"], document["best"]),
+        Section(
+            "Memory by cause",
+            [_cause_bars(_coexisting_bytes(best), format_bytes)],
+            f"Of the fullest rank of {best['name']}.",
+        ),
+        Section("Time by cause", [_cause_bars(best["seconds"], format_duration)], f"Of an update on {best['name']}."),
+        _mesh_section(document["layouts"], document["best"]),
         Section("How far to trust this", [Notes(document["notes"])]),
     ]
     if document["recipe"]:
-        sections.insert(2, Section("For the recipe", [Pre(document["recipe"])]))
+        sections.insert(2, Section("For the recipe", [PreformattedText(document["recipe"])]))
     facts = [("backbone", f"{document['frozen']:,} frozen values"), ("adapter", f"{document['trained']:,} trained")]
     chapter = Chapter(
         name=what, kind="plan", finding=finding, facts=facts, tiles=_tiles(document, best), sections=sections,
@@ -41,7 +45,7 @@ def page(document: Mapping[str, Any]) -> str:
     return render([chapter])
 
 
-def _held(best: Mapping[str, Any]) -> dict[str, int]:
+def _coexisting_bytes(best: Mapping[str, Any]) -> dict[str, int]:
     """Return bytes by cause at the memory peak: logits of an evaluation and activations of training never coexist."""
     causes = best["bytes"] | {cause: int(ends[1] * 2**30) for cause, ends in best["outside_gib"].items()}
     training = causes["activations"] + causes["work"]
@@ -49,32 +53,32 @@ def _held(best: Mapping[str, Any]) -> dict[str, int]:
     return {name: value for name, value in causes.items() if name not in absent}
 
 
-def _bars(values: Mapping[str, float], said: Any) -> Bars:
+def _cause_bars(values: Mapping[str, float], said: Any) -> Bars:
     kept = sorted(((value, name) for name, value in values.items() if value > 0), reverse=True)
     longest = kept[0][0] if kept else 1.0
     return Bars([(CAUSES[name], said(value), value / longest) for value, name in kept])
 
 
-def _tiles(document: Mapping[str, Any], best: Mapping[str, Any]) -> list[KernelBlock]:
+def _tiles(document: Mapping[str, Any], best: Mapping[str, Any]) -> list[KeyFigure]:
     low, high = best["nvidia_smi_gib"]
     shown = f"nvidia-smi shows {low:g} to {high:g}" if document["kind"] == "cuda" else ""
     tiles = [
-        KernelBlock("fullest device", f"{best['allocated_gib']:g} GiB", note=shown),
-        KernelBlock("an update", format_duration(best["update_s"]), note=f"{best['tokens_per_s']:,.0f} tokens/s"),
-        KernelBlock("MFU", formats.percent(best["mfu"]), note="of the devices' bf16 peak"),
+        KeyFigure("fullest device", f"{best['allocated_gib']:g} GiB", note=shown),
+        KeyFigure("an update", format_duration(best["update_s"]), note=f"{best['tokens_per_s']:,.0f} tokens/s"),
+        KeyFigure("MFU", formats.percent(best["mfu"]), note="of the devices' bf16 peak"),
     ]
     if document["hours"] is not None:
         cost = "" if document["cost"] is None else f"costs {document['cost']:,.2f}"
-        tiles.append(KernelBlock(f"{document['tokens']:,.0f} tokens", f"{document['hours']:,.3g} h", note=cost))
+        tiles.append(KeyFigure(f"{document['tokens']:,.0f} tokens", f"{document['hours']:,.3g} h", note=cost))
     return tiles
 
 
-def _meshes(layouts: Sequence[Mapping[str, Any]], best: int) -> Section:
+def _mesh_section(layouts: Sequence[Mapping[str, Any]], best: int) -> Section:
     fitting = [layout for layout in layouts if layout["fits"]]
     others = [layout for layout in layouts if not layout["fits"]]
     rows = [
         {
-            "mesh": layout["name"] + _remark(layout, layouts[best]),
+            "mesh": layout["name"] + _mesh_remark(layout, layouts[best]),
             "rows × micro": f"{layout['batch_size']} × {layout['accumulate']}",
             "recompute": layout["checkpointing"],
             "GiB": f"{layout['allocated_gib']:.2f}",
@@ -94,7 +98,7 @@ def _meshes(layouts: Sequence[Mapping[str, Any]], best: int) -> Section:
     return Section("Meshes", [Table.of(rows, words=("mesh", "recompute"))], lead)
 
 
-def _remark(layout: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+def _mesh_remark(layout: Mapping[str, Any], best: Mapping[str, Any]) -> str:
     if not layout["trainable"]:
         return " (not in training yet)"
     return " (chosen)" if layout is best and layout["fits"] else ""

@@ -24,15 +24,15 @@ def part(run: RunResults) -> ChapterPart | None:
     rows = run.predictions[split]
     sections = []
     if rows.of_classes:
-        sections = [*_classes(rows, split), _examples(rows, split)]
+        sections = [*_class_sections(rows, split), _example_section(rows, split)]
     elif any(row.get("answer") is not None for row in rows.shown):
-        sections = [_samples(rows, split)]
+        sections = [_answer_section(rows, split)]
     elif "loss.count" in rows:
-        sections = [_hardest(rows, split)]
+        sections = [_extreme_loss_section(rows, split)]
     return ChapterPart(sections=[section for section in sections if section is not None])
 
 
-def _classes(rows: Predictions, split: str) -> list[Section]:
+def _class_sections(rows: Predictions, split: str) -> list[Section]:
     names, found = rows.classes, rows.confusion
     shown = names[:_CLASSES]
     lead = f"Rows of {split} by their class, and what was said of them."
@@ -62,7 +62,7 @@ def _classes(rows: Predictions, split: str) -> list[Section]:
     return [Section("Confusion matrix", blocks, lead), by_class]
 
 
-def _examples(rows: Predictions, split: str) -> Section | None:
+def _example_section(rows: Predictions, split: str) -> Section | None:
     order = sorted(rows.shown, key=lambda row: -(row.get("probability") or 0.0))
     wrong = [row for row in order if row["label"] != row["predicted"]]
     right = [row for row in order if row["label"] == row["predicted"]]
@@ -83,7 +83,7 @@ def _examples(rows: Predictions, split: str) -> Section | None:
     return Section("Rows, wrong and right", [Cards(cards)], lead)
 
 
-def _samples(rows: Predictions, split: str) -> Section | None:
+def _answer_section(rows: Predictions, split: str) -> Section | None:
     """Show generated answers next to the references, wrong ones first."""
     having = [row for row in rows.shown if row["answer"] is not None]
     wrong = [row for row in having if not row.get("exact_match")][: _SAMPLES - _RIGHT]
@@ -92,7 +92,7 @@ def _samples(rows: Predictions, split: str) -> Section | None:
         Card(
             mark,
             str(row["text"]),
-            [("written", _clip(row["answer"])), ("right", _clip(row["reference"])), ("row", str(row["row"]))],
+            [("written", _truncate(row["answer"])), ("right", _truncate(row["reference"])), ("row", str(row["row"]))],
         )
         for mark, some in (("✗", wrong), ("✓", right))
         for row in some
@@ -103,12 +103,12 @@ def _samples(rows: Predictions, split: str) -> Section | None:
     return Section("Answers beside references", [Cards(cards)], lead)
 
 
-def _clip(text: object, most: int = 300) -> str:
+def _truncate(text: object, most: int = 300) -> str:
     flat = " ".join(str(text).split()) or "(nothing)"
     return flat if len(flat) <= most else flat[: most - 1] + "…"
 
 
-def _hardest(rows: Predictions, split: str) -> Section | None:
+def _extreme_loss_section(rows: Predictions, split: str) -> Section | None:
     each = [(row["loss"] / row["loss.count"] if row["loss.count"] else 0.0, row) for row in rows.shown]
     order = sorted(each, key=lambda one: -one[0])
     if len(order) < 2:

@@ -9,16 +9,21 @@ from flatshift.experiments.report.blocks import (
     Bars,
     Block,
     ChapterPart,
-    Figures,
-    KernelBlock,
-    Lookup,
+    ChartGroup,
+    KeyFigure,
     Notes,
+    SearchableTable,
     Section,
     Table,
 )
-from flatshift.experiments.report.charts.training import evaluation, preferences, small_multiples, training
-from flatshift.experiments.results.predictions import RunEvaluation, differences
-from flatshift.experiments.results.run import RunResults, best_split, headline
+from flatshift.experiments.report.charts.training import (
+    evaluation_charts,
+    loss_charts,
+    preference_charts,
+    small_multiples,
+)
+from flatshift.experiments.results.predictions import RunEvaluation, metric_differences
+from flatshift.experiments.results.run import RunResults, best_split, headline_metric
 from flatshift.finetune.evaluate.metrics import find_metric, tile_metrics
 from flatshift.finetune.figures import compare_plan, format_bytes, format_throughput
 from flatshift.finetune.run_directory import SPIKE
@@ -41,7 +46,7 @@ def train_finding(run: RunResults) -> str:
     if split is None:
         steps = max((ln["step"] for ln in run.metrics.lines), default=0)
         return f"Not evaluated yet; {steps:,} updates logged." if steps else ""
-    metric = headline(run.eval[split])
+    metric = headline_metric(run.eval[split])
     if metric is None:
         return ""
     cell = run.eval[split][metric]
@@ -59,7 +64,7 @@ def train_finding(run: RunResults) -> str:
     return sentence + "."
 
 
-def training_tiles(run: RunResults) -> list[KernelBlock]:
+def training_tiles(run: RunResults) -> list[KeyFigure]:
     tiles = []
     split = best_split(run.eval)
     if split is not None:
@@ -74,7 +79,7 @@ def training_tiles(run: RunResults) -> list[KernelBlock]:
             if floor is not None:
                 named = find_metric(find_metric(metric).floor or "").title
                 note = ", ".join(filter(None, [f"{named} {formats.number(floor)}", note]))
-            tiles.append(KernelBlock(f"{split} {find_metric(metric).title}", value, interval, note))
+            tiles.append(KeyFigure(f"{split} {find_metric(metric).title}", value, interval, note))
     before, after = run.shift
     split = best_split(before)
     for metric in ("perplexity", "pseudo_perplexity"):
@@ -85,7 +90,7 @@ def training_tiles(run: RunResults) -> list[KernelBlock]:
         cold = before[split][metric]
         shown_cold = formats.estimate(cold["value"], cold.get("low"), cold.get("high"))[0]
         name = f"target {find_metric(metric).title} after warm-up"
-        tiles.append(KernelBlock(name, value, interval, f"cold backbone {shown_cold}"))
+        tiles.append(KeyFigure(name, value, interval, f"cold backbone {shown_cold}"))
     for stage, done in run.stages.items():
         if done.get("steps") and stage != "warm-up":
             asked, attempts = done.get("target_steps", 0), done.get("attempts", 1)
@@ -97,7 +102,7 @@ def training_tiles(run: RunResults) -> list[KernelBlock]:
                     f"{name} {formats.number(float(value))}" for name, value in figures if value is not None
                 )
                 note = f"best on dev after {done.get('best_step')} ({best})" + (f", {note}" if note else "")
-            tiles.append(KernelBlock(f"{stage} updates", formats.number(int(done["steps"])), "", note))
+            tiles.append(KeyFigure(f"{stage} updates", formats.number(int(done["steps"])), "", note))
     return tiles
 
 
@@ -108,13 +113,13 @@ def evaluation_sections(run: RunResults) -> list[Section]:
             Section(
                 "Evaluation",
                 [
-                    Figures(evaluation(run.eval, loss_unit=run.loss_unit("fine-tune"))),
+                    ChartGroup(evaluation_charts(run.eval, loss_unit=run.loss_unit("fine-tune"))),
                     _metric_table(run.eval),
                 ],
             )
         )
     for split, cold in run.cold.items():
-        table = _beside_cold(run, split, cold)
+        table = _baseline_comparison(run, split, cold)
         found += [Section("Beside the backbone without the adapter", [table])] if table is not None else []
     before, after = run.shift
     if before and after:
@@ -142,9 +147,9 @@ def evaluation_sections(run: RunResults) -> list[Section]:
     return found
 
 
-def _beside_cold(run: RunResults, split: str, cold: RunEvaluation) -> Table | None:
+def _baseline_comparison(run: RunResults, split: str, cold: RunEvaluation) -> Table | None:
     """Tabulate what the adapter changed, on the rows that the base model was evaluated on too."""
-    changed = {name: one for name, one in differences(run.judged(split), cold).items() if one.paired}
+    changed = {name: one for name, one in metric_differences(run.judged(split), cold).items() if one.paired}
     if not changed:
         return None
     rows = []
@@ -182,30 +187,32 @@ def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
 
 
 def training_sections(run: RunResults) -> list[Section]:
-    curves, small = training(run.metrics, loss_unit=run.loss_unit), small_multiples(run.metrics)
+    curves, small = loss_charts(run.metrics, loss_unit=run.loss_unit), small_multiples(run.metrics)
     if not curves:
         return []
     notes = []
     if run.metrics.unreadable:
         notes.append(f"{run.metrics.unreadable} torn lines of metrics.jsonl were left out (a writer was killed there).")
-    notes += _mishaps(run)
+    notes += _incident_notes(run)
     attempts = {ln.get("attempt") for ln in run.metrics.lines if ln.get("attempt") is not None}
     if len(attempts) > 1:
         notes.append(
             f"The run was resumed or went back: {len(attempts)} attempts; where steps overlap, the last one is shown."
         )
-    blocks: list[Block] = [Figures(curves)]
-    if rewards := preferences(run.metrics):
-        blocks.append(Figures(rewards))
+    blocks: list[Block] = [ChartGroup(curves)]
+    if rewards := preference_charts(run.metrics):
+        blocks.append(ChartGroup(rewards))
     first = [chart for chart in small if chart.name.startswith(_FIRST)]
     if first:
-        blocks.append(Figures(first, small=True))
+        blocks.append(ChartGroup(first, small=True))
     if notes:
         blocks.append(Notes(notes))
     found = [Section("Training", blocks)]
     found += _plan_sections(run)
     if rest := [chart for chart in small if chart not in first]:
-        found.append(Section("Counters of the regularizer and the machine", [Figures(rest, small=True)], folded=True))
+        found.append(
+            Section("Counters of the regularizer and the machine", [ChartGroup(rest, small=True)], folded=True)
+        )
     return found
 
 
@@ -237,12 +244,14 @@ def data_sections(run: RunResults) -> list[Section]:
         rows = [{"found": str(one["text"]), "examples": "; ".join(one["examples"][:3])} for one in found]
         blocks.append(Table.of(rows, words=("found", "examples")))
     if counts := checks.get("classes"):
-        blocks.append(Lookup(["class", "training rows"], [[n, f"{c:,}"] for n, c in counts.items()], frozenset({1})))
+        blocks.append(
+            SearchableTable(["class", "training rows"], [[n, f"{c:,}"] for n, c in counts.items()], frozenset({1}))
+        )
     lead = "What the check of the rows found before step 1 (data.checks)." if found else ""
     return [Section("Rows", blocks, lead)] if blocks else []
 
 
-def _mishaps(run: RunResults) -> list[str]:
+def _incident_notes(run: RunResults) -> list[str]:
     """Return sentences on skipped steps, on rollbacks after loss spikes, and on each stage's throughput."""
     found = []
     for stage, done in run.stages.items():

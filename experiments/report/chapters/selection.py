@@ -10,15 +10,15 @@ from flatshift.experiments.report.blocks import (
     Card,
     Cards,
     ChapterPart,
-    Figures,
-    KernelBlock,
-    Lookup,
+    ChartGroup,
+    KeyFigure,
     NameValuePairs,
     Notes,
+    SearchableTable,
     Section,
     Table,
 )
-from flatshift.experiments.report.charts.selection import domain_mix, histogram, projection_map
+from flatshift.experiments.report.charts.selection import domain_chart, projection_map, score_histogram
 from flatshift.experiments.results.run import RunResults, SelectionResults
 from flatshift.selection.config import Method
 
@@ -98,24 +98,24 @@ def method_name(selection: SelectionResults) -> str:
     return titles.get(str(kind), "The selector")
 
 
-def selection_tiles(selection: SelectionResults) -> list[KernelBlock]:
+def selection_tiles(selection: SelectionResults) -> list[KeyFigure]:
     about = selection.about
     tiles = []
     if selection.table is not None and selection.table.num_rows:
         total, taken = selection.table.num_rows, selection.taken
         tiles.append(
-            KernelBlock("chosen", formats.number(taken), "", f"of {total:,} records, {formats.percent(taken / total)}")
+            KeyFigure("chosen", formats.number(taken), "", f"of {total:,} records, {formats.percent(taken / total)}")
         )
     checks = about.get("checks")
     if isinstance(checks, dict) and 0.1 in checks["shares"]:
         place = checks["shares"].index(0.1)
         share = checks["fitted"]["selection"][place]["realised"] / checks["distance"]
         change = f"{100 * share:+.1f} %".replace("-", "−")
-        tiles.append(KernelBlock("distance to the target", change, "", "with the selection as a tenth"))
+        tiles.append(KeyFigure("distance to the target", change, "", "with the selection as a tenth"))
     error = about.get("marginal_error")
     if isinstance(error, int | float):
         tiles.append(
-            KernelBlock(
+            KeyFigure(
                 "marginal L1 error", formats.number(float(error)), "", "how far the transport plan is from converged"
             )
         )
@@ -126,18 +126,18 @@ def selection_sections(run: RunResults, selection: SelectionResults) -> list[Sec
     blocks: list[Block] = []
     charts = []
     if selection.table is not None and selection.table.num_rows:
-        charts = [c for c in (histogram(selection), domain_mix(selection)) if c]
+        charts = [c for c in (score_histogram(selection), domain_chart(selection)) if c]
     mapped = projection_map(selection)
     if mapped:
         charts.append(mapped)
     if charts:
-        blocks.append(Figures(charts))
+        blocks.append(ChartGroup(charts))
     notes = _selection_notes(selection)
     if notes:
         blocks.append(Notes(notes))
     about = {k: v for k, v in selection.about.items() if k not in _ELSEWHERE}
     order = [k for k in _DIAGNOSTICS if k in about] + [k for k in about if k not in _DIAGNOSTICS]
-    facts = [(_DIAGNOSTICS.get(k, k.replace("_", " ")), formats.plain(about[k])) for k in order]
+    facts = [(_DIAGNOSTICS.get(k, k.replace("_", " ")), formats.json_value(about[k])) for k in order]
     peaks = selection.about.get("peak_bytes")
     if isinstance(peaks, dict):
         told = ", ".join(f"{formats.size(value)} after {stage}" for stage, value in peaks.items())
@@ -146,7 +146,7 @@ def selection_sections(run: RunResults, selection: SelectionResults) -> list[Sec
     if isinstance(profile := selection.about.get("profile"), dict):
         sections.append(_profile_section(profile))
     if isinstance(tried := selection.about.get("table"), list):
-        sections.append(_tried_section(tried, str(selection.about.get("chosen"))))
+        sections.append(_compared_methods_section(tried, str(selection.about.get("chosen"))))
     cards = _cards(run, selection)
     if cards:
         known = any(name == "nearest target" for card in cards for name, _ in card.facts)
@@ -162,18 +162,18 @@ def selection_sections(run: RunResults, selection: SelectionResults) -> list[Sec
             title = f"The first {len(selection.top):,} of {taken:,} choices"
             lead = f"In rank order, to be searched. The other {taken - len(selection.top):,} are not on this page; "
             lead += f"{where} all of them, whole."
-        sections.append(Section(title, [_lookup(run, selection)], lead, folded=True))
+        sections.append(Section(title, [_search_table(run, selection)], lead, folded=True))
     if facts:
         sections.append(Section("Solver and features", [NameValuePairs(facts)], folded=True))
     return sections
 
 
-def _tried_section(tried: list[dict[str, Any]], chosen: str) -> Section:
+def _compared_methods_section(tried: list[dict[str, Any]], chosen: str) -> Section:
     """Tabulate the methods that `auto` compared."""
     rows = []
     for line in tried:
         error = line.get("error")
-        beside = formats.effect({"value": line["difference"], "low": line["difference"] - 2 * error,
+        beside = formats.mean_and_interval({"value": line["difference"], "low": line["difference"] - 2 * error,
                                  "high": line["difference"] + 2 * error}) if error else ("–", "")  # fmt: skip
         name = f"{line['method']} (taken)" if line["method"] == chosen else str(line["method"])
         rows.append([name, formats.number(line.get("nats"), 4), *beside, str(line.get("reason") or "")])
@@ -225,7 +225,7 @@ def _selection_notes(selection: SelectionResults) -> list[str]:
     return notes
 
 
-def _records(run: RunResults, selection: SelectionResults) -> list[tuple[dict[str, Any], str, str, str, str]]:
+def _top_records(run: RunResults, selection: SelectionResults) -> list[tuple[dict[str, Any], str, str, str, str]]:
     """Return (record, text, domain, id and text of the nearest target) of the loaded top records, in rank order."""
     column = "text"
     select = run.recipe.get("select")
@@ -253,12 +253,12 @@ def _records(run: RunResults, selection: SelectionResults) -> list[tuple[dict[st
     return found
 
 
-def _score(record: dict[str, Any]) -> str:
+def _format_score(record: dict[str, Any]) -> str:
     score = record.get("score")
     return formats.number(float(score)) if isinstance(score, int | float) else ""
 
 
-def _clip(text: str, most: int) -> str:
+def _truncate(text: str, most: int) -> str:
     return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " …"
 
 
@@ -267,28 +267,30 @@ def _cards(run: RunResults, selection: SelectionResults) -> list[Card]:
     first = profile.get("first", []) if isinstance(profile, dict) else []
     spoke = {str(one.get("id")): ", ".join(map(str, one.get("words", ()))) for one in first if isinstance(one, dict)}
     cards = []
-    for position, (record, text, domain, near, told) in enumerate(_records(run, selection)[:9], 1):
-        facts = [("score", _score(record)), ("domain", domain), ("id", str(record.get("id", "")))]
-        facts.append(("nearest target", f"{near}: {_clip(told, 160)}" if told else near))
+    for position, (record, text, domain, near, told) in enumerate(_top_records(run, selection)[:9], 1):
+        facts = [("score", _format_score(record)), ("domain", domain), ("id", str(record.get("id", "")))]
+        facts.append(("nearest target", f"{near}: {_truncate(told, 160)}" if told else near))
         facts.append(("to be read", record["times"]))
         facts.append(("spoke for it", spoke.get(str(record.get("id", "")), "")))
-        cards.append(Card(str(record.get("rank", position)), _clip(text, 360), [(k, v) for k, v in facts if v]))
+        cards.append(Card(str(record.get("rank", position)), _truncate(text, 360), [(k, v) for k, v in facts if v]))
     return cards
 
 
-def _lookup(run: RunResults, selection: SelectionResults) -> Lookup:
+def _search_table(run: RunResults, selection: SelectionResults) -> SearchableTable:
     rows = [
         [
             str(record.get("rank", "")),
-            _score(record),
+            _format_score(record),
             record["times"],
             domain,
-            _clip(text, 240),
-            _clip(told, 240) or near,
+            _truncate(text, 240),
+            _truncate(told, 240) or near,
         ]
-        for record, text, domain, near, told in _records(run, selection)
+        for record, text, domain, near, told in _top_records(run, selection)
     ]
     kept = [place for place in range(6) if any(row[place] for row in rows)]
     columns = ["rank", "score", "to be read", "domain", "text", "nearest target"]
     numeric = frozenset(new for new, old in enumerate(kept) if old < 2)
-    return Lookup([columns[place] for place in kept], [[row[place] for place in kept] for row in rows], numeric)
+    return SearchableTable(
+        [columns[place] for place in kept], [[row[place] for place in kept] for row in rows], numeric
+    )

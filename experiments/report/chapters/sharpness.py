@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, ChapterPart, Figures, Notes, Section, Table
-from flatshift.experiments.report.charts.sharpness import SPACES, line, plane, rise
+from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, Notes, Section, Table
+from flatshift.experiments.report.charts.sharpness import SPACES, contour_chart, line_chart, rise_chart
 from flatshift.experiments.results.run import RunResults
 from flatshift.finetune.digests import adapter_digest
 from flatshift.regularizers.sharpness.sharpness_config import measure_name
@@ -19,16 +19,16 @@ def part(run: RunResults) -> ChapterPart | None:
         return None
     unit = run.loss_unit("fine-tune")
     measures, about = found["measures"], found["about"]
-    charts = [chart for chart in [rise(measures, loss_unit=unit)] if chart]
+    charts = [chart for chart in [rise_chart(measures, loss_unit=unit)] if chart]
     for kind in ("line", "plane"):
         for space, slices in found["slices"].items():
             if kind in slices:
-                draw = line if kind == "line" else plane
+                draw = line_chart if kind == "line" else contour_chart
                 made = draw(space, slices[kind], loss_unit=unit)
                 charts += [made] if made else []
-    blocks: list[Block] = [_table(found, unit)]
+    blocks: list[Block] = [_measure_table(found, unit)]
     if charts:
-        blocks.append(Figures(charts))
+        blocks.append(ChartGroup(charts))
     if notes := _notes(run, found):
         blocks.append(Notes(notes))
     lead = (
@@ -39,7 +39,7 @@ def part(run: RunResults) -> ChapterPart | None:
     return ChapterPart(sections=[Section("Sharpness", blocks, lead)])
 
 
-def _table(found: dict[str, Any], unit: str) -> Table:
+def _measure_table(found: dict[str, Any], unit: str) -> Table:
     measures = found["measures"]
     rows = []
     for name in dict.fromkeys(name for cells in measures.values() for name in cells):

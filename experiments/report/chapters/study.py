@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, ChapterPart, Figures, KernelBlock, Notes, Section, Table
+from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
 from flatshift.experiments.report.charts.intervals import IntervalRow, interval_chart
-from flatshift.experiments.report.charts.training import slug
+from flatshift.experiments.report.charts.training import slugify
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.results.run import RunResults, Study
 from flatshift.experiments.statistics.intervals import Interval, paired_difference, t_interval, t_quantile
@@ -57,7 +57,7 @@ def study_finding(study: Study) -> str:
     for metric, d in differences[:2]:
         name = find_metric(metric).title
         if d.low is None:
-            parts.append(f"{name} differs by {formats.signed(d.value)} on a single seed, which proves nothing")
+            parts.append(f"{name} differs by {formats.signed_number(d.value)} on a single seed, which proves nothing")
         elif not d.excludes_zero:
             parts.append(f"shows no clear difference in {name} ({formats.with_interval(d, plus=True)})")
         else:
@@ -78,7 +78,7 @@ def arm_name(warmup: str, regularizer: str) -> str:
     return f"{WARMUPS.get(warmup, warmup)}, {REGULARIZERS.get(regularizer, regularizer)}"
 
 
-def arms(study: Study) -> list[tuple[str, str]]:
+def sorted_arms(study: Study) -> list[tuple[str, str]]:
     """Return (warm-up, regularizer) pairs in the order cold, random, gotd × plain, ggpo; others after."""
     found = dict.fromkeys((c["warmup"], c["regularizer"]) for c in study.cells)
     order, regs = list(WARMUPS), list(REGULARIZERS)
@@ -97,14 +97,14 @@ class Contrast:
     interval: Interval
 
 
-def contrasts(study: Study, metric: str) -> list[Contrast]:
+def arm_contrasts(study: Study, metric: str) -> list[Contrast]:
     """Compare every arm with cold/plain, then isolate each part: GOT-D − random per regularizer, GGPO − plain per
     warm-up.
 
     Pairs whose differences are all exactly zero (the same runs evaluated twice) are left out.
     """
     found: list[Contrast] = []
-    names = arms(study)
+    names = sorted_arms(study)
     base = names[0] if ("cold", "plain") not in names else ("cold", "plain")
     plan: list[tuple[str, str, tuple[str, str], tuple[str, str]]] = []
     plan += [(arm_name(*arm), f"against {arm_name(*base)}", arm, base) for arm in names if arm != base]
@@ -120,7 +120,7 @@ def contrasts(study: Study, metric: str) -> list[Contrast]:
     return found
 
 
-def study_tiles(study: Study) -> list[KernelBlock]:
+def study_tiles(study: Study) -> list[KeyFigure]:
     question = study_question(study)
     if question is None:
         return []
@@ -131,7 +131,7 @@ def study_tiles(study: Study) -> list[KernelBlock]:
         note = f"{ours} − {base}, {d.n} paired seeds" if d.n > 1 else f"{ours} − {base}, one seed: no interval"
         if d.low is not None and not d.excludes_zero:
             note += "; the interval holds zero"
-        tiles.append(KernelBlock(f"Δ {find_metric(metric).title}", value, interval, note))
+        tiles.append(KeyFigure(f"Δ {find_metric(metric).title}", value, interval, note))
     return tiles
 
 
@@ -139,7 +139,7 @@ def study_sections(study: Study) -> list[Section]:
     metrics = sort_for_headline(study.metrics)
     charts = [c for m in metrics[:3] for c in study_charts(study, m)]
     rows = []
-    for arm in arms(study):
+    for arm in sorted_arms(study):
         row = [arm_name(*arm)]
         count = 0
         for metric in metrics:
@@ -154,7 +154,7 @@ def study_sections(study: Study) -> list[Section]:
     )
     differences = []
     for metric in metrics:
-        for c in contrasts(study, metric):
+        for c in arm_contrasts(study, metric):
             value, interval = formats.estimate(c.interval.value, c.interval.low, c.interval.high, plus=True)
             said = "excludes zero" if c.interval.excludes_zero else "holds zero"
             against = c.group.removeprefix("against ") if c.group.startswith("against") else ""
@@ -168,11 +168,15 @@ def study_sections(study: Study) -> list[Section]:
                     "pairs": str(c.interval.n),
                 }
             )
-    blocks: list[Block] = [Figures(charts), table]
+    blocks: list[Block] = [ChartGroup(charts), table]
     blocks.append(Notes(_study_notes(study, differences)))
     target = study.about.get("target")
     title = f"Cold, random and GOT-D warm-up × plain and GGPO{f' on {target}' if target else ''}"
-    found = [Section(title, [b for b in blocks if not (isinstance(b, Notes) and not b.sentences)], _described(study))]
+    found = [
+        Section(
+            title, [b for b in blocks if not (isinstance(b, Notes) and not b.sentences)], _metric_descriptions(study)
+        )
+    ]
     if differences:
         caption = "Seed-paired differences. Not corrected for the number of comparisons."
         paired = Table.of(differences, caption, words=("metric", "difference", "it"))
@@ -180,14 +184,16 @@ def study_sections(study: Study) -> list[Section]:
     tuned = study.about.get("tuned")
     if isinstance(tuned, dict) and tuned:
         keys = list(dict.fromkeys(k for v in tuned.values() if isinstance(v, dict) for k in v))
-        cells = [[arm, *(formats.plain(v.get(k)) for k in keys)] for arm, v in tuned.items() if isinstance(v, dict)]
+        cells = [
+            [arm, *(formats.json_value(v.get(k)) for k in keys)] for arm, v in tuned.items() if isinstance(v, dict)
+        ]
         names, numeric = ["arm", *(k.replace("_", " ") for k in keys)], frozenset(range(1, len(keys) + 1))
         rates = Table(names, cells, "Equal trials for every arm.", numeric)
         found.append(Section("Learning rates, tuned on dev with a seed of their own", [rates], folded=True))
     return found
 
 
-def _described(study: Study) -> str:
+def _metric_descriptions(study: Study) -> str:
     """Describe how each metric was measured, if the study records it."""
     said = study.about.get("describe")
     return (
@@ -212,7 +218,7 @@ def _study_notes(study: Study, differences: list[dict[str, str]]) -> list[str]:
             "read this as a demonstration, not as evidence."
         )
     for metric, floor in study.floor.items():
-        values = [v for arm in arms(study) for v in study.values(*arm, metric).values()]
+        values = [v for arm in sorted_arms(study) for v in study.values(*arm, metric).values()]
         if values and max(values) <= floor:
             notes.append(
                 f"No run rises above the majority {metric} of {formats.number(floor)}: the task is uninformative here."
@@ -222,14 +228,14 @@ def _study_notes(study: Study, differences: list[dict[str, str]]) -> list[str]:
 
 def study_charts(study: Study, metric: str) -> list[Chart]:
     """Draw the arms and, next to them at the same height, their paired differences."""
-    shown = [c for c in contrasts(study, metric) if c.interval.low is not None]
-    height = max(66 + 27 * (len(shown) + len({c.group for c in shown})), 66 + 30 * len(arms(study)))
-    return [c for c in (_means(study, metric, height), _differences(shown, metric, height)) if c]
+    shown = [c for c in arm_contrasts(study, metric) if c.interval.low is not None]
+    height = max(66 + 27 * (len(shown) + len({c.group for c in shown})), 66 + 30 * len(sorted_arms(study)))
+    return [c for c in (_arm_chart(study, metric, height), _difference_chart(shown, metric, height)) if c]
 
 
-def _means(study: Study, metric: str, height: int) -> Chart | None:
+def _arm_chart(study: Study, metric: str, height: int) -> Chart | None:
     """Draw every arm's seeds, mean and interval; filled: plain, hollow: GGPO."""
-    found = {arm: values for arm in arms(study) if (values := list(study.values(*arm, metric).values()))}
+    found = {arm: values for arm in sorted_arms(study) if (values := list(study.values(*arm, metric).values()))}
     if not found:
         return None
     means = {arm: t_interval(values, bounds=find_metric(metric).bounds) for arm, values in found.items()}
@@ -247,7 +253,7 @@ def _means(study: Study, metric: str, height: int) -> Chart | None:
     better = "lower is better" if find_metric(metric).lower else "higher is better"
     name = find_metric(metric).title
     return interval_chart(
-        f"study-{slug(metric)}",
+        f"study-{slugify(metric)}",
         rows,
         title=f"{name[:1].upper()}{name[1:]} of every arm",
         caption=f"Mean over {count} with its 95 % t-interval; small dots are the seeds; hollow marks are GGPO; "
@@ -262,7 +268,7 @@ def _means(study: Study, metric: str, height: int) -> Chart | None:
     )
 
 
-def _differences(shown: list[Contrast], metric: str, height: int) -> Chart | None:
+def _difference_chart(shown: list[Contrast], metric: str, height: int) -> Chart | None:
     """Draw seed-paired differences with intervals; those that exclude zero are coloured."""
     if not shown:
         return None
@@ -279,7 +285,7 @@ def _differences(shown: list[Contrast], metric: str, height: int) -> Chart | Non
     n = {c.interval.n for c in shown}
     seeds = f"{min(n)}" if len(n) == 1 else f"{min(n)} to {max(n)}"
     return interval_chart(
-        f"study-{slug(metric)}-differences",
+        f"study-{slugify(metric)}-differences",
         rows,
         title=f"Paired differences in {find_metric(metric).title}",
         caption=f"Mean difference over {seeds} paired seeds with its 95 % t-interval. Green: better, orange: worse, "

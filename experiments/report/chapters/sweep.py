@@ -10,25 +10,40 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, ChapterPart, Figures, KernelBlock, Notes, Section, Table
+from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
 from flatshift.experiments.report.chapters.sweep_verdicts import (
-    beside_table,
-    crossing_words,
+    bisection_table,
     emc_table,
-    searched_table,
-    short_of,
+    format_crossing,
+    regularizer_table,
     verdict_notes,
+    verdict_shortfall,
     verdict_table,
 )
 from flatshift.experiments.report.charts.capacity import capacity_charts
-from flatshift.experiments.report.charts.curve import Series, curve_chart, scatter_chart, span, train_and_test, unit_of
-from flatshift.experiments.report.charts.dynamics import dynamics
-from flatshift.experiments.report.charts.facets import LineSeries, Panel, facets
+from flatshift.experiments.report.charts.curve import (
+    Series,
+    curve_chart,
+    metric_unit,
+    scatter_chart,
+    train_test_series,
+    y_limits,
+)
+from flatshift.experiments.report.charts.dynamics import dynamics_charts
+from flatshift.experiments.report.charts.facets import LineSeries, Panel, facet_chart
 from flatshift.experiments.report.charts.heat_map import heat_maps
 from flatshift.experiments.report.figure import Chart
-from flatshift.experiments.results.analysis import PANELS, Analysis, Direction, chosen, is_judged, left_out, main_axis
+from flatshift.experiments.results.analysis import (
+    PANELS,
+    AxisAnalysis,
+    SweepAnalysis,
+    is_capacity_axis,
+    main_axis,
+    sample_settings,
+    undrawn_note,
+)
 from flatshift.experiments.results.run import RunResults
-from flatshift.experiments.results.sweep import Failure, SweepData, Together
+from flatshift.experiments.results.sweep import CoupledAxis, FailedCell, SweepData
 from flatshift.experiments.results.traces import STEP
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.finetune.evaluate.metrics import find_metric
@@ -50,12 +65,12 @@ def part(run: RunResults) -> ChapterPart | None:
     """Return the part for a directory of `flatshift sweep`."""
     if run.sweep is None:
         return None
-    analysis = Analysis(run.sweep)
-    findings = [sweep_finding(run.sweep, analysis), one_more(run.sweep, analysis), sweep_details(analysis)]
+    analysis = SweepAnalysis(run.sweep)
+    findings = [sweep_finding(run.sweep, analysis), next_value_effects(run.sweep, analysis), other_verdicts(analysis)]
     return ChapterPart("sweep", findings, sweep_tiles(run.sweep, analysis), sweep_sections(run.sweep, analysis))
 
 
-def sweep_finding(data: SweepData, analysis: Analysis) -> str:
+def sweep_finding(data: SweepData, analysis: SweepAnalysis) -> str:
     """Return a sentence on the lowest mean test error and the verdict along the first axis that has one."""
     axis = main_axis(data)
     test, _ = data.error_columns()
@@ -67,17 +82,17 @@ def sweep_finding(data: SweepData, analysis: Analysis) -> str:
     whole = data.done == len(data)
     begin = "Mean" if whole else f"With {data.done:,} of {len(data):,} cells finished, mean"
     sentence = f"{begin} {formats.figure_name(test)} is lowest at {formats.setting(data.whole(where))}: {mean}"
-    lacking = [said for direction in analysis.directions if (said := short_of(direction))]
+    lacking = [said for direction in analysis.directions if (said := verdict_shortfall(direction))]
     if lacking and not any(j.verdict.peak is not None for j in analysis.judged):
         return f"{sentence}; {lacking[0]}."
     judged = [d for d in analysis.directions if d.judged]
     if judged:
-        return f"{sentence}; along {formats.axis_name(judged[0].axis)}: {_kinds(judged[0])}."
+        return f"{sentence}; along {formats.axis_name(judged[0].axis)}: {_format_verdicts(judged[0])}."
     refused = any(d.refused for d in analysis.directions)
     return sentence + ("; too few seeds or values for a verdict." if refused else ".")
 
 
-def one_more(data: SweepData, analysis: Analysis) -> str:
+def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
     """Describe what the next larger value of each axis changes at the best setting, paired by seed, and on which side
     of the interpolation threshold that setting is."""
     test, _ = data.error_columns()
@@ -104,19 +119,19 @@ def one_more(data: SweepData, analysis: Analysis) -> str:
     crossing = analysis.crossing(main, {k: v for k, v in where.items() if k != main}) if main is not None else None
     if said and crossing is not None and main is not None and crossing.value is not None:
         side = "before" if (where[main] < crossing.value) != crossing.rising else "past"
-        words = f"{formats.axis_name(main)} {crossing_words(crossing)}"
+        words = f"{formats.axis_name(main)} {format_crossing(crossing)}"
         said.append(f"that is {side} the point where training rows become fitted ({words})")
     return f"One more from there: {'; '.join(said)}." if said else ""
 
 
-def sweep_details(analysis: Analysis) -> str:
+def other_verdicts(analysis: SweepAnalysis) -> str:
     """Return the verdicts along the other axes."""
     judged = [d for d in analysis.directions if d.judged][1:]
-    said = "; ".join(f"along {formats.axis_name(d.axis)}: {_kinds(d)}" for d in judged)
+    said = "; ".join(f"along {formats.axis_name(d.axis)}: {_format_verdicts(d)}" for d in judged)
     return f"{said[:1].upper()}{said[1:]}." if said else ""
 
 
-def _kinds(direction: Direction) -> str:
+def _format_verdicts(direction: AxisAnalysis) -> str:
     """Format verdicts: `double descent` for one curve, `2 × double descent, 1 × undecided` for several."""
     kinds = Counter(j.verdict.kind for j in direction.judged)
     if len(direction.judged) == 1:
@@ -124,7 +139,7 @@ def _kinds(direction: Direction) -> str:
     return ", ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items(), key=lambda item: (-item[1], item[0])))
 
 
-def sweep_tiles(data: SweepData, analysis: Analysis) -> list[KernelBlock]:
+def sweep_tiles(data: SweepData, analysis: SweepAnalysis) -> list[KeyFigure]:
     """Return tiles: lowest held-out error, majority baseline, interpolation threshold and progress."""
     axis = main_axis(data)
     test = data.error_columns()[0]
@@ -136,31 +151,31 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[KernelBlock]:
         split, _, metric = test.partition(".")
         shown, interval = formats.estimate(best.value, best.low, best.high)
         tiles.append(
-            KernelBlock(f"lowest {split} {find_metric(metric).title}", shown, interval, f"at {at}; {best.n} runs")
+            KeyFigure(f"lowest {split} {find_metric(metric).title}", shown, interval, f"at {at}; {best.n} runs")
         )
         floor = data.majority_error(test)
         if floor is not None:
             note = f"{split} error of always the commonest class"
-            tiles.append(KernelBlock("majority floor", formats.number(floor), "", note))
+            tiles.append(KeyFigure("majority floor", formats.number(floor), "", note))
         crossing = analysis.crossing(axis, {}) if len(data.axes) == 1 else None
         if crossing is not None:
             note = f"{axis} at which train error crosses {data.epsilon:g}"
-            tiles.append(KernelBlock("interpolation threshold", crossing_words(crossing), "", note))
+            tiles.append(KeyFigure("interpolation threshold", format_crossing(crossing), "", note))
     fewest, most = data.seeds_each()
     note = f"{fewest} to {most} seeds" if fewest < most else f"{most} seed{'s' * (most != 1)} each"
     note += f", {len(data.failed)} failed" if data.failed else ""
     total = data.planned if data.planned is not None else len(data)
-    tiles.append(KernelBlock("cells finished", f"{data.done:,} / {max(total, len(data)):,}", "", note))
+    tiles.append(KeyFigure("cells finished", f"{data.done:,} / {max(total, len(data)):,}", "", note))
     return tiles
 
 
-def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:
+def sweep_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
     """Return all sections of a sweep, the verdicts first."""
-    sections = [_overview(data, analysis)]
-    top = _top(analysis)
-    sections += [s for d in analysis.directions if (s := _along(data, d, verdicts=d not in top)) is not None]
-    sections += _random(data)
-    sections += _maps(data)
+    sections = [_overview_section(data, analysis)]
+    top = _top_directions(analysis)
+    sections += [s for d in analysis.directions if (s := _axis_section(data, d, verdicts=d not in top)) is not None]
+    sections += _random_cell_sections(data)
+    sections += _map_sections(data)
     axis = main_axis(data)
     if axis is not None and data.design != "random":
         folds, said = capacity_charts(data, axis, analysis)
@@ -170,30 +185,30 @@ def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:
                 f"back on itself, {axis} is more than one axis of capacity, and a peak along it may be no more than "
                 f"the turn.{said}"
             )
-            sections.append(Section("Effective parameters", [Figures(folds)], lead))
-        sections += _memorised(data, analysis)
-    along = dynamics(data)
+            sections.append(Section("Effective parameters", [ChartGroup(folds)], lead))
+        sections += _memorisation_sections(data, analysis)
+    along = dynamics_charts(data)
     if along:
-        sections.append(Section("Training dynamics", [Figures(along)]))
+        sections.append(Section("Training dynamics", [ChartGroup(along)]))
     return [s for s in [*sections, *sweep_tables(data)] if s.blocks]
 
 
-def _overview(data: SweepData, analysis: Analysis) -> Section:
+def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
     blocks: list[Block] = []
-    table = verdict_table([j for direction in _top(analysis) for j in direction.judged], data.epsilon)
+    table = verdict_table([j for direction in _top_directions(analysis) for j in direction.judged], data.epsilon)
     if table is not None:
         blocks.append(table)
-    searched = searched_table(data)
+    searched = bisection_table(data)
     if searched is not None:
         blocks.append(searched)
-    notes = _progress(data)
+    notes = _progress_notes(data)
     if data.fixed:
         fixed = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.fixed.items())
         notes.append(f"The same in every cell: {fixed}.")
-    notes += [_together(one) for one in data.together]
+    notes += [_coupled_axis_note(one) for one in data.together]
     notes += _threshold_notes(analysis)
     notes += verdict_notes(analysis)
-    notes += _lost_notes(data)
+    notes += _failed_seed_notes(data)
     notes += [f"Cell {f.cell} failed: {f.reason}" for f in data.failed[:3]]
     if len(data.failed) > 3:
         notes.append(f"{len(data.failed) - 3:,} more cells failed; their reasons are listed at the end.")
@@ -206,13 +221,13 @@ def _overview(data: SweepData, analysis: Analysis) -> Section:
     return Section("Sweep", blocks)
 
 
-def _top(analysis: Analysis) -> list[Direction]:
+def _top_directions(analysis: SweepAnalysis) -> list[AxisAnalysis]:
     """Return the directions whose verdicts are at the top: all, or only the first if there are too many verdicts."""
     found = [direction for direction in analysis.directions if direction.judged]
     return found if len(analysis.judged) <= _TOGETHER else found[:1]
 
 
-def _progress(data: SweepData) -> list[str]:
+def _progress_notes(data: SweepData) -> list[str]:
     """Describe the cells that an unfinished sweep still lacks."""
     if not data.unfinished:
         return []
@@ -223,16 +238,16 @@ def _progress(data: SweepData) -> list[str]:
     return [said + ". `flatshift sweep` with the same arguments goes on."]
 
 
-def _together(one: Together) -> str:
+def _coupled_axis_note(one: CoupledAxis) -> str:
     """Note that an axis of a paired design moves with the plotted one."""
     pairs = [f"{formats.axis_value(v)}: {formats.axis_value(other)}" for v, other in one.at.items()]
     shown = ", ".join(pairs[:_PAIRS]) + (", …" if len(pairs) > _PAIRS else "")
     return f"Paired: {one.axis} moves with {one.first} ({shown}); what is seen may come from either."
 
 
-def _lost_notes(data: SweepData) -> list[str]:
+def _failed_seed_notes(data: SweepData) -> list[str]:
     """Count the seeds of each setting that diverged or failed otherwise: curves over the steps lose these seeds."""
-    lost: dict[tuple[Any, ...], list[Failure]] = {}
+    lost: dict[tuple[Any, ...], list[FailedCell]] = {}
     for failure in data.failed:
         lost.setdefault(tuple(failure.setting.items()), []).append(failure)
     said = []
@@ -246,7 +261,7 @@ def _lost_notes(data: SweepData) -> list[str]:
     return said
 
 
-def _threshold_notes(analysis: Analysis) -> list[str]:
+def _threshold_notes(analysis: SweepAnalysis) -> list[str]:
     """Note axes that cannot show an interpolation peak: a curve must start above the threshold and end below it."""
     data, axis = analysis.data, main_axis(analysis.data)
     direction = next((d for d in analysis.directions if d.axis == axis), None)
@@ -273,22 +288,22 @@ def _threshold_notes(analysis: Analysis) -> list[str]:
     return said
 
 
-def _along(data: SweepData, direction: Direction, *, verdicts: bool) -> Section | None:
+def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -> Section | None:
     """Build the charts of error and loss along one axis. verdicts: add their table as well."""
     axis, table = direction.axis, direction.table
     named = formats.axis_name(axis)
     first = data.error_columns()[0].partition(".")[2]
-    kinds = [kind for kind in dict.fromkeys((first, "error", "loss")) if train_and_test(table, kind)]
+    kinds = [kind for kind in dict.fromkeys((first, "error", "loss")) if train_test_series(table, kind)]
     charts: list[Chart] = []
     for kind in kinds:
-        lines = train_and_test(table, kind)
+        lines = train_test_series(table, kind)
         words = f"{' and '.join(line.name for line in lines).capitalize()} {find_metric(kind).title} along {named}"
-        if len(direction.drawn) > 1 and (kind != kinds[0] or not is_judged(axis)):
+        if len(direction.drawn) > 1 and (kind != kinds[0] or not is_capacity_axis(axis)):
             name = f"sweep-{axis.rpartition('.')[2].replace('_', '-')}-{kind}"
-            made = _faceted(direction, lines, name, words, unit_of(kind))
+            made = _faceted_chart(direction, lines, name, words, metric_unit(kind))
             charts += [made] if made is not None else []
             continue
-        limits = _limits(direction, lines, kind)
+        limits = _shared_y_limits(direction, lines, kind)
         for number, where in enumerate(direction.drawn):
             chart = curve_chart(
                 table,
@@ -297,7 +312,7 @@ def _along(data: SweepData, direction: Direction, *, verdicts: bool) -> Section 
                 lines,
                 name=f"sweep-{axis.rpartition('.')[2].replace('_', '-')}-{kind}-{number}",
                 title=words + (f", {formats.setting(where)}" if where else ""),
-                unit=unit_of(kind),
+                unit=metric_unit(kind),
                 limits=limits,
                 judged=direction.judged_at(where) if kind == kinds[0] else None,
                 crossing=direction.crossing_at(where),
@@ -307,13 +322,13 @@ def _along(data: SweepData, direction: Direction, *, verdicts: bool) -> Section 
             charts += [chart] if chart is not None else []
     if not charts:
         return None
-    blocks: list[Block] = [Figures(charts)]
+    blocks: list[Block] = [ChartGroup(charts)]
     if verdicts and (judged := verdict_table(direction.judged, data.epsilon)) is not None:
         blocks.append(judged)
     if axis.endswith("limit"):
         found = emc_table(direction)
         blocks += [found] if found is not None else []
-    against, notes = beside_table(direction)
+    against, notes = regularizer_table(direction)
     blocks += [against] if against is not None else []
     if direction.total > len(direction.drawn):
         notes.append(
@@ -331,14 +346,14 @@ def _along(data: SweepData, direction: Direction, *, verdicts: bool) -> Section 
     return Section(f"{direction.kind}: along {named}", blocks)
 
 
-def _limits(direction: Direction, lines: Sequence[Series], kind: str) -> tuple[float, float] | None:
+def _shared_y_limits(direction: AxisAnalysis, lines: Sequence[Series], kind: str) -> tuple[float, float] | None:
     """Return one y range for all settings, so that their charts are comparable."""
     curves = [direction.table.curve(line.column, direction.axis, w) for line in lines for w in direction.drawn]
     curves = [[(v, p) for v, p in c if not (direction.axis == STEP and v == 0)] for c in curves]
-    return span([c for c in curves if c], zero=kind == "error") if any(curves) else None
+    return y_limits([c for c in curves if c], zero=kind == "error") if any(curves) else None
 
 
-def _faceted(direction: Direction, lines: Sequence[Series], name: str, title: str, y: str) -> Chart | None:
+def _faceted_chart(direction: AxisAnalysis, lines: Sequence[Series], name: str, title: str, y: str) -> Chart | None:
     """Draw a small panel for each chosen setting."""
     panels = [
         Panel(
@@ -350,7 +365,7 @@ def _faceted(direction: Direction, lines: Sequence[Series], name: str, title: st
         )
         for where in direction.drawn
     ]
-    return facets(
+    return facet_chart(
         panels,
         direction.axis,
         columns=3 if len(panels) > 4 else 2,
@@ -362,20 +377,20 @@ def _faceted(direction: Direction, lines: Sequence[Series], name: str, title: st
     )
 
 
-def _random(data: SweepData) -> list[Section]:
+def _random_cell_sections(data: SweepData) -> list[Section]:
     if data.design != "random":
         return []
     kind = data.error_columns()[0].partition(".")[2]
-    lines = train_and_test(data, kind)
+    lines = train_test_series(data, kind)
     charts = [
-        scatter_chart(data, axis, lines, name=f"sweep-cells-{number}", unit=unit_of(kind))
+        scatter_chart(data, axis, lines, name=f"sweep-cells-{number}", unit=metric_unit(kind))
         for number, axis in enumerate(a for a in data.axes if data.numeric(a))
     ]
     drawn = [c for c in charts if c is not None]
-    return [Section("Cells", [Figures(drawn)])] if drawn else []
+    return [Section("Cells", [ChartGroup(drawn)])] if drawn else []
 
 
-def _maps(data: SweepData) -> list[Section]:
+def _map_sections(data: SweepData) -> list[Section]:
     """Draw rank × steps from the trace, then every pair of numeric axes; word axes only if there are just two axes."""
     if data.design == "random":
         return []
@@ -386,8 +401,8 @@ def _maps(data: SweepData) -> list[Section]:
     if data.trace is not None and axis is not None and len(data.levels(axis)) > 1:
         rest = [a for a in data.axes if a != axis]
         every = data.trace.settings(rest)
-        drawn = chosen(data.trace, every, PANELS)
-        said = left_out(drawn, every)
+        drawn = sample_settings(data.trace, every, PANELS)
+        said = undrawn_note(drawn, every)
         for number, where in enumerate(drawn):
             charts += heat_maps(
                 data.trace,
@@ -404,7 +419,7 @@ def _maps(data: SweepData) -> list[Section]:
         if y == axis or not data.numeric(x):
             x, y = y, x
         rest = [a for a in data.axes if a not in (x, y)]
-        for number, where in enumerate(chosen(data, data.settings(rest), 1 if len(pairs) > 1 else PANELS)):
+        for number, where in enumerate(sample_settings(data, data.settings(rest), 1 if len(pairs) > 1 else PANELS)):
             names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
             charts += heat_maps(
                 data, x, y, where, (test, train), name=f"sweep-map-{names}-{number}", epsilon=data.epsilon
@@ -412,10 +427,10 @@ def _maps(data: SweepData) -> list[Section]:
     if not charts:
         return []
     lead = f"The line is the interpolation threshold, a mean train error of {data.epsilon:g}.{said}"
-    return [Section("Maps", [Figures(charts)], lead)]
+    return [Section("Maps", [ChartGroup(charts)], lead)]
 
 
-def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
+def _memorisation_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
     """Draw train error on clean and on noisy labels: learning compared with memorisation."""
     split = [
         Series("train.error_clean", "blue", "clean"),
@@ -430,7 +445,7 @@ def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
         title = f"Clean and noisy labels along {formats.axis_name(direction.axis)}"
         unit = "share of the clean or of the noisy rows"
         if lines and len(direction.drawn) > 1:
-            charts.append(_faceted(direction, lines, name, title, unit))
+            charts.append(_faceted_chart(direction, lines, name, title, unit))
         elif lines:
             (where,) = direction.drawn
             crossing = direction.crossing_at(where)
@@ -454,7 +469,7 @@ def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
         "Errors against the label that was trained on, on rows with clean and with noisy labels. Memorised: noisy rows "
         "predicted as their wrong label; recovered: predicted as their true one."
     )
-    return [Section("Memorised labels", [Figures(drawn)], lead)]
+    return [Section("Memorised labels", [ChartGroup(drawn)], lead)]
 
 
 def sweep_tables(data: SweepData) -> list[Section]:

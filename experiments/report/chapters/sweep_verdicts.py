@@ -10,7 +10,7 @@ import numpy as np
 
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import Table
-from flatshift.experiments.results.analysis import AnalysedCurve, Analysis, Direction, compared
+from flatshift.experiments.results.analysis import AnalysedCurve, AxisAnalysis, SweepAnalysis, compare_settings
 from flatshift.experiments.results.sweep import SweepData
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.curve_comparison import CurveComparison
@@ -23,7 +23,7 @@ def verdict_table(judged: Sequence[AnalysedCurve], epsilon: float) -> Table | No
     """Build one row per curve with a verdict; None without any."""
     if not judged:
         return None
-    rows = [_row(j) for j in judged]
+    rows = [_verdict_row(j) for j in judged]
     table = Table(
         [
             "along", "setting", "verdict", "peak test p", "peak at", "height", "found with 80 % power", "threshold",
@@ -43,17 +43,17 @@ def verdict_table(judged: Sequence[AnalysedCurve], epsilon: float) -> Table | No
         "One verdict per curve of the mean held-out figure; curves of more than 10 points are judged at 10 of them, "
         "evenly spread on a log axis."
     )
-    return _captioned(table, of_columns, caption)
+    return _with_caption(table, of_columns, caption)
 
 
-def _row(judged: AnalysedCurve) -> list[str]:
+def _verdict_row(judged: AnalysedCurve) -> list[str]:
     peak, train = judged.verdict.peak, judged.verdict.train_peak
     row = [judged.axis.rpartition(".")[2], formats.setting(judged.where) or "–", judged.verdict.kind]
-    row += _peak(peak, judged) if peak is not None else ["–"] * 4
-    return [*row, crossing_words(judged.verdict.crossing), "–" if train is None else _p(train)]
+    row += _peak_cells(peak, judged) if peak is not None else ["–"] * 4
+    return [*row, format_crossing(judged.verdict.crossing), "–" if train is None else _format_p(train)]
 
 
-def crossing_words(found: Crossing | None) -> str:
+def format_crossing(found: Crossing | None) -> str:
     """Format the threshold: the point where the mean train error crosses it, or on which side every point is."""
     if found is None:
         return "–"
@@ -62,25 +62,25 @@ def crossing_words(found: Crossing | None) -> str:
     return formats.number(float(found.value))
 
 
-def _p(test: PeakTest) -> str:
+def _format_p(test: PeakTest) -> str:
     return f"{test.p_value:.2g}" if test.p_value >= 1e-4 else "< 0.0001"
 
 
-def _peak(peak: PeakTest, judged: AnalysedCurve) -> list[str]:
-    p = _p(peak)
+def _peak_cells(peak: PeakTest, judged: AnalysedCurve) -> list[str]:
+    p = _format_p(peak)
     if not peak.rejected:
         return [p, "–", "–", formats.number(peak.detectable.height, 2)]
     low, high = peak.height.low, peak.height.high
     shown, interval = formats.estimate(peak.height.estimate, low, high if math.isfinite(high) else None)
-    at = ", ".join(_number(v) for v in judged.location)
+    at = ", ".join(_format_position(v) for v in judged.location)
     return [p, at, f"{shown} ({interval})" if interval else shown, formats.number(peak.detectable.height, 2)]
 
 
-def _number(value: float) -> str:
+def _format_position(value: float) -> str:
     return formats.axis_value(int(value) if float(value).is_integer() else float(value))
 
 
-def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
+def regularizer_table(direction: AxisAnalysis) -> tuple[Table | None, list[str]]:
     """Compare every regularizer setting with the first value of its axis, on the same seeds.
 
     Returns a table and sentences: for drawn settings, and for any with a peak or a moved threshold. The reference is
@@ -95,7 +95,7 @@ def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
             if where.get(axis, base) == base:
                 continue
             try:
-                curve, found = compared(
+                curve, found = compare_settings(
                     direction.table, direction.axis, where, {**where, axis: base}, test=direction.test,
                     epsilon=direction.data.epsilon,
                 )  # fmt: skip
@@ -103,7 +103,7 @@ def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
                 if where in drawn:
                     said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: cannot be said, {error}.")
                 continue
-            rows.append([formats.setting(where), formats.axis_value(base), *_beside(curve, found)])
+            rows.append([formats.setting(where), formats.axis_value(base), *_comparison_cells(curve, found)])
             if where in drawn or found.peak is not None or found.moved:
                 said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: {found.sentence(curve)}")
     if not rows:
@@ -121,23 +121,23 @@ def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
         "threshold ÷": f"Threshold: where the train error crosses {direction.data.epsilon:g}, as a ratio of positions.",
         "p": "No p is corrected for the number of rows.",
     }
-    return _captioned(table, of_columns), said
+    return _with_caption(table, of_columns), said
 
 
-def _captioned(table: Table, of_columns: Mapping[str, str], first: str = "") -> Table:
+def _with_caption(table: Table, of_columns: Mapping[str, str], first: str = "") -> Table:
     """Return the table with a caption that explains only the columns it has."""
     told = [sentence for column, sentence in of_columns.items() if column in table.columns]
     return dataclasses.replace(table, caption=" ".join(filter(None, [first, *told])))
 
 
-def _beside(curve: Curve, found: CurveComparison) -> list[str]:
-    at = "–" if found.triple is None else _number(curve.values[found.triple[1]])
+def _comparison_cells(curve: Curve, found: CurveComparison) -> list[str]:
+    at = "–" if found.triple is None else _format_position(curve.values[found.triple[1]])
     p, peak_p = ("–" if value is None else f"{value:.2g}" for value in (found.p, found.peak_p))
     mean, peak = (formats.with_interval(interval, plus=True) for interval in (found.mean, found.peak))
     return [mean, p, at, peak, peak_p, formats.with_interval(found.threshold)]
 
 
-def short_of(direction: Direction) -> str:
+def verdict_shortfall(direction: AxisAnalysis) -> str:
     """Explain what is missing for a verdict along the axis and what the runs show anyway; empty if nothing is missing.
 
     `a verdict along rank r needs 5 seeds, but rank = 16 is lower than rank = 1 by 0.26, in each of 2 seeds`: compares
@@ -172,7 +172,7 @@ def short_of(direction: Direction) -> str:
     )
 
 
-def verdict_notes(analysis: Analysis) -> list[str]:
+def verdict_notes(analysis: SweepAnalysis) -> list[str]:
     """Note how many verdicts were tested, and how many would be positive by chance."""
     judged = analysis.judged
     if not judged:
@@ -192,7 +192,7 @@ def verdict_notes(analysis: Analysis) -> list[str]:
     return notes
 
 
-def emc_table(direction: Direction) -> Table | None:
+def emc_table(direction: AxisAnalysis) -> Table | None:
     """Tabulate each setting's effective model complexity from its sample-wise curve; None without one."""
     if not direction.table.has("train.error"):
         return None
@@ -203,7 +203,7 @@ def emc_table(direction: Direction) -> Table | None:
             emc = emc_from_curve(found.values, np.where(found.diverged, 1.0, found.y), direction.data.epsilon)
         except UserError:  # too few sizes, or no seed that finished at all of them
             continue
-        said = _complexity(emc.value, emc.low, emc.high, emc.side, (emc.points[0][0], emc.points[-1][0]))
+        said = _format_complexity(emc.value, emc.low, emc.high, emc.side, (emc.points[0][0], emc.points[-1][0]))
         rows.append([formats.setting(where) or "all cells", said, str(len(found.seeds))])
     if not rows:
         return None
@@ -216,14 +216,14 @@ def emc_table(direction: Direction) -> Table | None:
     )
 
 
-def searched_table(data: SweepData) -> Table | None:
+def bisection_table(data: SweepData) -> Table | None:
     """Tabulate the effective model complexity found by bisection, per point; None without a bisection."""
     if not data.searched:
         return None
     rows = []
     for p in data.searched:
         tried = [t["rows"] for t in p["tried"]]
-        said = _complexity(p["emc"], p["low"], p["high"], p["side"], (tried[0], tried[-1]))
+        said = _format_complexity(p["emc"], p["low"], p["high"], p["side"], (tried[0], tried[-1]))
         rows.append([formats.setting(p["point"]) or "the recipe", said, ", ".join(f"{n:,}" for n in tried)])
     return Table(
         ["setting", "effective model complexity (training examples)", "sizes tried"],
@@ -233,7 +233,7 @@ def searched_table(data: SweepData) -> Table | None:
     )
 
 
-def _complexity(
+def _format_complexity(
     value: float | None, low: float | None, high: float | None, side: str, tried: tuple[float, float]
 ) -> str:
     """Format as `464 (411 to 518)`; open sides end at the fewest and the most rows that were tried."""

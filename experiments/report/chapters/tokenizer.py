@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Bars, Block, Chapter, ChapterPart, KernelBlock, Notes, Section, Table
+from flatshift.experiments.report.blocks import Bars, Block, Chapter, ChapterPart, KeyFigure, Notes, Section, Table
 from flatshift.experiments.report.html import render
 from flatshift.experiments.results.run import RunResults
 
@@ -46,7 +46,7 @@ def _part(document: Document) -> ChapterPart:
     alike = tokens.count(formats.number(found[best]["all"]["bytes_per_token"])) > 1
     finding += "." if len(found) == 1 else ", as many a byte as others." if alike else ", the fewest a byte."
     tiles = [
-        KernelBlock("bytes per token", formats.number(figures["all"]["bytes_per_token"]), note=name)
+        KeyFigure("bytes per token", formats.number(figures["all"]["bytes_per_token"]), note=name)
         for name, figures in found.items()
     ]
     head = ["tokenizer", "vocabulary", "of it used", *(title for _, title in _FIGURES)]
@@ -55,16 +55,16 @@ def _part(document: Document) -> ChapterPart:
             name,
             f"{figures['vocabulary']:,}",
             formats.percent(figures["used"] / figures["vocabulary"]),
-            *_cells(figures["all"]),
+            *_metric_cells(figures["all"]),
         ]
         for name, figures in found.items()
     ]
     sections = [Section("All texts", [Table(head, rows, numeric=frozenset(range(1, len(head))))])]
     if document.get("models"):
-        sections.insert(0, _models(document))
-        finding = _best(document["models"])
+        sections.insert(0, _model_section(document))
+        finding = _best_finding(document["models"])
     if document["group_by"]:
-        sections += [_groups(document, name) for name in found]
+        sections += [_group_section(document, name) for name in found]
     scripts: list[Block] = []
     for name, figures in found.items():
         total = figures["vocabulary"]
@@ -80,13 +80,13 @@ def _part(document: Document) -> ChapterPart:
     return ChapterPart("tokenizers", [finding], tiles[:6], sections, [("texts", f"{sum(document['rows'].values()):,}")])
 
 
-def _best(models: Document) -> str:
+def _best_finding(models: Document) -> str:
     ranked = sorted(models, key=lambda name: models[name]["bits_per_byte"]["value"])
     told = f"{ranked[0]} has the fewest bits per byte: {formats.number(models[ranked[0]]['bits_per_byte']['value'])}"
     return told + (f", before {ranked[1]}." if len(ranked) > 1 else ".")
 
 
-def _models(document: Document) -> Section:
+def _model_section(document: Document) -> Section:
     """Tabulate the bits per byte of the small models by scheme."""
     models, trained = document["models"], document["trained"]
     first = next(iter(models))
@@ -112,16 +112,16 @@ def _models(document: Document) -> Section:
     return Section("Small models trained alike", [Table(head, rows, caption, frozenset(range(1, len(head))))])
 
 
-def _cells(figures: Mapping[str, Any]) -> list[str]:
+def _metric_cells(figures: Mapping[str, Any]) -> list[str]:
     return [(formats.percent if name in _SHARES else formats.number)(figures[name]) for name, _ in _FIGURES]
 
 
-def _groups(document: Document, name: str) -> Section:
+def _group_section(document: Document, name: str) -> Section:
     rows = []
     groups = document["tokenizers"][name]["groups"]
     for group in sorted(groups, key=lambda g: (document["families"].get(g, ""), g)):
         figures, (low, high) = groups[group], groups[group]["interval"]
-        cells = _cells(figures)
+        cells = _metric_cells(figures)
         cells[0] = formats.with_interval({"value": figures["tokens_per_word"], "low": low, "high": high})
         label = f"{group} {document['names'].get(group, '')}".strip()
         parity = [formats.number(figures["parity"])] if document["reference"] else []

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.charts.curve import Series, curve_chart, span, train_and_test, unit_of
+from flatshift.experiments.report.charts.curve import Series, curve_chart, metric_unit, train_test_series, y_limits
 from flatshift.experiments.report.figure import Canvas, Chart, colour, label_ends
-from flatshift.experiments.results.analysis import PANELS, Analysis, chosen, curves_along, left_out
+from flatshift.experiments.results.analysis import (
+    PANELS,
+    SweepAnalysis,
+    plottable_settings,
+    sample_settings,
+    undrawn_note,
+)
 from flatshift.experiments.results.sweep import SweepData
 from flatshift.experiments.statistics.intervals import Interval
 
@@ -46,27 +52,27 @@ CAPACITIES = (
 )
 
 
-def capacity_charts(data: SweepData, axis: str, analysis: Analysis) -> tuple[list[Chart], str]:
+def capacity_charts(data: SweepData, axis: str, analysis: SweepAnalysis) -> tuple[list[Chart], str]:
     """Return (charts of the metrics over each recorded capacity measure and of the first measure over `axis`, a note on
     which settings are drawn)."""
     measured = [c for c in CAPACITIES if data.has(c.column)]
     kind = data.error_columns()[0].partition(".")[2]
-    lines = train_and_test(data, kind)
+    lines = train_test_series(data, kind)
     if not measured or not lines:
         return [], ""
     charts = []
-    every = curves_along(data, axis, measured[0].column)
-    drawn = chosen(data, every, PANELS)
+    every = plottable_settings(data, axis, measured[0].column)
+    drawn = sample_settings(data, every, PANELS)
     for number, where in enumerate(drawn):
         # The other measures mostly show the same; one setting is enough to see that.
         for capacity in measured if number == 0 else measured[:1]:
-            made = [_folded(data, axis, where, capacity, lines, kind, number)]
-            made += [_bought(analysis, axis, where, capacity, number)] if capacity is measured[0] else []
+            made = [_metric_over_capacity_chart(data, axis, where, capacity, lines, kind, number)]
+            made += [_capacity_chart(analysis, axis, where, capacity, number)] if capacity is measured[0] else []
             charts += [chart for chart in made if chart is not None]
-    return charts, left_out(drawn, every)
+    return charts, undrawn_note(drawn, every)
 
 
-def _folded(
+def _metric_over_capacity_chart(
     data: SweepData,
     axis: str,
     where: dict[str, Any],
@@ -83,21 +89,21 @@ def _folded(
         return None
     log = _is_log([p.value for p in across.values()])
     with Canvas(540, 320) as canvas:
-        ax = canvas.axes(y=unit_of(kind), x=capacity.name + (" (log scale)" if log else ""), right=104)
+        ax = canvas.axes(y=metric_unit(kind), x=capacity.name + (" (log scale)" if log else ""), right=104)
         if log:
-            _plain_log(ax, list(across.values()))
+            _set_log_axis(ax, list(across.values()))
         ends = []
         for line, curve in curves.items():
             xs, ys = [across[v].value for v, _ in curve], [p.value for _, p in curve]
             ax.plot(xs, ys, color=colour(line.token), linewidth=1.3, alpha=0.6)
             for v, p in curve:
-                _cross(ax, across[v], p, line.token)
+                _draw_intervals(ax, across[v], p, line.token)
             ax.plot(xs, ys, "o", color=colour(line.token), markersize=6, markeredgecolor=colour("surface"))
             if line is list(curves)[-1]:
-                _name(ax, [(formats.axis_value(v), across[v].value, p.value) for v, p in curve])
+                _label_points(ax, [(formats.axis_value(v), across[v].value, p.value) for v, p in curve])
             far = max(range(len(xs)), key=lambda i: xs[i])
             ends.append((xs[far], ys[far], line.name, line.token))
-        ax.set_ylim(*span(curves.values(), zero=kind == "error"))
+        ax.set_ylim(*y_limits(curves.values(), zero=kind == "error"))
         label_ends(ax, ends, height=canvas.height - 74)
         caption = (
             f"Points joined in the order of {axis}, whose value stands beside the held-out ones; bars: 95 % "
@@ -111,8 +117,8 @@ def _folded(
         )
 
 
-def _bought(
-    analysis: Analysis, axis: str, where: dict[str, Any], capacity: CapacityMeasure, number: int
+def _capacity_chart(
+    analysis: SweepAnalysis, axis: str, where: dict[str, Any], capacity: CapacityMeasure, number: int
 ) -> Chart | None:
     """Draw capacity over `axis`: the gain from a larger rank."""
     return curve_chart(
@@ -133,7 +139,7 @@ def _is_log(values: Sequence[float]) -> bool:
     return min(values) > 0 and max(values) / min(values) >= 8
 
 
-def _plain_log(ax: Axes, points: Sequence[Interval]) -> None:
+def _set_log_axis(ax: Axes, points: Sequence[Interval]) -> None:
     """Set a logarithmic x axis whose ticks are plain numbers."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
@@ -147,7 +153,7 @@ def _plain_log(ax: Axes, points: Sequence[Interval]) -> None:
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.axis_value(float(f"{value:.3g}"))))
 
 
-def _cross(ax: Axes, x: Interval, y: Interval, token: str) -> None:
+def _draw_intervals(ax: Axes, x: Interval, y: Interval, token: str) -> None:
     """Draw the horizontal and vertical interval of one point."""
     if x.low is not None and x.high is not None:
         ax.plot([x.low, x.high], [y.value] * 2, color=colour(token), linewidth=2.2, alpha=0.4)
@@ -155,7 +161,7 @@ def _cross(ax: Axes, x: Interval, y: Interval, token: str) -> None:
         ax.plot([x.value] * 2, [y.low, y.high], color=colour(token), linewidth=2.2, alpha=0.4)
 
 
-def _name(ax: Axes, points: Sequence[tuple[str, float, float]]) -> None:
+def _label_points(ax: Axes, points: Sequence[tuple[str, float, float]]) -> None:
     for text, x, y in points:
         ax.annotate(
             text,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.charts.facets import AxisScale, scale
-from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, dots, label_ends
+from flatshift.experiments.report.charts.facets import AxisScale, axis_scale
+from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, draw_dots, label_ends
 from flatshift.experiments.results.sweep import INTERPOLATION, SweepData
 from flatshift.experiments.results.table import SweepTable, Where
 from flatshift.experiments.statistics.intervals import Interval
@@ -34,14 +34,14 @@ class Series:
     name: str
 
 
-def train_and_test(table: SweepTable, kind: str) -> list[Series]:
+def train_test_series(table: SweepTable, kind: str) -> list[Series]:
     """Return the train and the held-out line (test, else dev) of a metric, as far as `table` has them."""
     held = "test" if table.has(f"test.{kind}") else "dev"
     lines = [Series(f"train.{kind}", "blue", "train"), Series(f"{held}.{kind}", "orange", held)]
     return [line for line in lines if table.has(line.column)]
 
 
-def unit_of(kind: str) -> str:
+def metric_unit(kind: str) -> str:
     """Return the unit of a metric for an axis."""
     return {"error": "error (share wrong)", "loss": "loss (nats)"}.get(kind, find_metric(kind).title)
 
@@ -75,22 +75,22 @@ def curve_chart(
     values = [v for v in table.values(axis) if v in shown and not (axis == "step" and v == 0)]
     if not values:
         return None
-    place = scale(axis, values)
+    place = axis_scale(axis, values)
     width = WIDE if wide else 540
     with Canvas(width, 360 if wide else 300) as canvas:
         ax = canvas.axes(y=unit, x=place.title, right=104)
         threshold = crossing.value if crossing is not None else None
         said = []
         if judged is not None:
-            said += _shade(ax, judged, place)
+            said += _shade_peak(ax, judged, place)
         if threshold is not None:
-            _mark(ax, place, threshold, epsilon)
+            _draw_threshold(ax, place, threshold, epsilon)
         ends = []
         for line, curve in curves.items():
             points = [(place.at[v], p) for v, p in curve if v in place.at]
             if not points:
                 continue
-            band(ax, points, line.token)
+            draw_band(ax, points, line.token)
             ax.plot(
                 [x for x, _ in points],
                 [p.value for _, p in points],
@@ -102,13 +102,15 @@ def curve_chart(
             if table.seeds > 1 and len(table.rows(where)) <= _SINGLE_RUNS:
                 xs, ys = table.points(line.column, axis, where)
                 kept = [(place.at[x], y) for x, y in zip(xs, ys, strict=True) if x in place.at]
-                dots(ax, [x for x, _ in kept], [y for _, y in kept], token=line.token, size=2.6, alpha=0.5, gid="runs")
+                draw_dots(
+                    ax, [x for x, _ in kept], [y for _, y in kept], token=line.token, size=2.6, alpha=0.5, gid="runs"
+                )
             last = points[-1][1].value
             _, most = find_metric(line.column.partition(".")[2]).bounds or (0.0, math.inf)
             figure = f"{last:.2f}" if math.isfinite(most) else formats.number(last, 2)
             ends.append((points[-1][0], last, f"{line.name} {figure}", line.token))
         place.draw(ax, width - 152)
-        low, high = limits if limits is not None else span(curves.values(), zero="error" in unit)
+        low, high = limits if limits is not None else y_limits(curves.values(), zero="error" in unit)
         ax.set_ylim(low, high)
         label_ends(ax, ends, height=canvas.height - 74)
         counts = [p.n for curve in curves.values() for _, p in curve]
@@ -123,35 +125,35 @@ def scatter_chart(data: SweepData, axis: str, lines: Sequence[Series], *, name: 
     found = [(line, xs, ys) for line, xs, ys in found if xs]
     if not found:
         return None
-    place = scale(axis, sorted({x for _, xs, _ in found for x in xs}))
+    place = axis_scale(axis, sorted({x for _, xs, _ in found for x in xs}))
     with Canvas(540, 300) as canvas:
         ax = canvas.axes(y=unit, x=place.title)
         x = 48.0
         for line, xs, ys in found:
-            dots(ax, [place.at[v] for v in xs], ys, token=line.token, size=4, alpha=0.45, gid=line.name)
+            draw_dots(ax, [place.at[v] for v in xs], ys, token=line.token, size=4, alpha=0.45, gid=line.name)
             canvas.text(x, 275, f"● {line.name}", colour=line.token, weight="bold")
             x += 30 + 7 * len(line.name)
         place.draw(ax, 476)
         every = [y for _, _, ys in found for y in ys]
-        ax.set_ylim(*_padded(min([0.0, *every]) if "error" in unit else min(every), max(every)))
+        ax.set_ylim(*_pad_limits(min([0.0, *every]) if "error" in unit else min(every), max(every)))
         caption = "Every dot is a cell; the other axes vary with it at random, so this shows a range, not a curve."
         return canvas.chart(name, title=f"Cells over {formats.axis_name(axis)}", caption=caption)
 
 
-def span(curves: Any, *, zero: bool) -> tuple[float, float]:
+def y_limits(curves: Any, *, zero: bool) -> tuple[float, float]:
     """Return y limits that contain every mean and interval of `curves`, and 0 if `zero`."""
     points = [p for curve in curves for _, p in curve]
     top = max(p.high if p.high is not None else p.value for p in points)
     bottom = min([0.0 if zero else math.inf, *(p.low if p.low is not None else p.value for p in points)])
-    return _padded(bottom, top)
+    return _pad_limits(bottom, top)
 
 
-def _padded(low: float, high: float) -> tuple[float, float]:
+def _pad_limits(low: float, high: float) -> tuple[float, float]:
     pad = 0.06 * ((high - low) or 1.0)
     return low - pad, high + pad
 
 
-def band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str, alpha: float = 0.16) -> None:
+def draw_band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str, alpha: float = 0.16) -> None:
     """Draw the intervals of a line where they exist."""
     bounded = [(x, p) for x, p in points if p.low is not None and p.high is not None]
     if bounded:
@@ -159,7 +161,7 @@ def band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str, alpha: 
         ax.fill_between([x for x, _ in bounded], lows, highs, color=colour(token), alpha=alpha, linewidth=0)
 
 
-def _mark(ax: Axes, place: AxisScale, value: float, epsilon: float) -> None:
+def _draw_threshold(ax: Axes, place: AxisScale, value: float, epsilon: float) -> None:
     """Draw the interpolation threshold as a labelled vertical line."""
     x, (first, last) = place.place(value), (min(place.at.values()), max(place.at.values()))
     left = x < first + 0.3 * (last - first)  # near the y axis the label would not fit on the left
@@ -176,7 +178,7 @@ def _mark(ax: Axes, place: AxisScale, value: float, epsilon: float) -> None:
     )
 
 
-def _shade(ax: Axes, judged: AnalysedCurve, place: AxisScale) -> list[str]:
+def _shade_peak(ax: Axes, judged: AnalysedCurve, place: AxisScale) -> list[str]:
     """Shade the peak's location set, halfway to the neighbours; return the sentence for the caption."""
     inside = [v for v in judged.location if v in place.at]
     if not inside:

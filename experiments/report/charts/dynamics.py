@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.charts.facets import LineSeries, Panel, facets
-from flatshift.experiments.report.figure import RAMP, Chart, ramp
-from flatshift.experiments.results.analysis import evenly, main_axis
+from flatshift.experiments.report.charts.facets import LineSeries, Panel, facet_chart
+from flatshift.experiments.report.figure import RAMP, Chart, ramp_tokens
+from flatshift.experiments.results.analysis import main_axis, sample_evenly
 from flatshift.experiments.results.sweep import GRADIENT, SHARPNESS, SweepData
 from flatshift.experiments.results.table import SweepTable
 from flatshift.experiments.results.traces import STEP
@@ -31,7 +31,7 @@ class Quantity:
     said: str = ""
 
 
-def quantities(trace: SweepTable, stability: float) -> list[Quantity]:
+def recorded_quantities(trace: SweepTable, stability: float) -> list[Quantity]:
     """Return the recorded quantities. stability: threshold of the sharpness, for the caption."""
     error, loss = (next((s for s in ("test", "dev") if trace.has(f"{s}.{k}")), "test") for k in ("error", "loss"))
     known = [
@@ -71,20 +71,20 @@ class _Layout:
     rest: list[str]
 
 
-def dynamics(data: SweepData) -> list[Chart]:
+def dynamics_charts(data: SweepData) -> list[Chart]:
     """Draw one figure per quantity and setting of the axes that neither lines nor panels show; none without a trace."""
     if data.trace is None:
         return []
-    layout = _layout(data)
+    layout = _choose_layout(data)
     charts = []
     for number, where in enumerate(data.trace.settings(layout.rest)[:_FIGURES] if layout.rest else [{}]):
-        for quantity in quantities(data.trace, data.stability):
-            chart = _figure(data.trace, quantity, layout, where, number)
+        for quantity in recorded_quantities(data.trace, data.stability):
+            chart = _quantity_chart(data.trace, quantity, layout, where, number)
             charts += [chart] if chart is not None else []
     return charts
 
 
-def _layout(data: SweepData) -> _Layout:
+def _choose_layout(data: SweepData) -> _Layout:
     """Assign ranks to lines, learning rates to rows, words to columns; a random design has one panel, its mean."""
     if data.design == "random":
         return _Layout(None, None, None, [])
@@ -96,12 +96,14 @@ def _layout(data: SweepData) -> _Layout:
     return _Layout(lines, rows, columns, [a for a in rest if a not in (rows, columns)])
 
 
-def _figure(trace: SweepTable, quantity: Quantity, layout: _Layout, where: dict[str, Any], number: int) -> Chart | None:
-    across = evenly(trace.levels(layout.columns), 4) if layout.columns else [None]
-    down = evenly(trace.levels(layout.rows), max(_PANELS // len(across), 1)) if layout.rows else [None]
-    levels = evenly(trace.values(layout.lines), len(RAMP)) if layout.lines else [None]
+def _quantity_chart(
+    trace: SweepTable, quantity: Quantity, layout: _Layout, where: dict[str, Any], number: int
+) -> Chart | None:
+    across = sample_evenly(trace.levels(layout.columns), 4) if layout.columns else [None]
+    down = sample_evenly(trace.levels(layout.rows), max(_PANELS // len(across), 1)) if layout.rows else [None]
+    levels = sample_evenly(trace.values(layout.lines), len(RAMP)) if layout.lines else [None]
     ordered = layout.lines is None or trace.numeric(layout.lines)
-    tokens = ramp(len(levels)) if ordered else [_KINDS[i % len(_KINDS)] for i in range(len(levels))]
+    tokens = ramp_tokens(len(levels)) if ordered else [_KINDS[i % len(_KINDS)] for i in range(len(levels))]
     panels = []
     for row, column in itertools.product(down, across):
         at = {a: v for a, v in ((layout.rows, row), (layout.columns, column)) if a is not None}
@@ -119,7 +121,7 @@ def _figure(trace: SweepTable, quantity: Quantity, layout: _Layout, where: dict[
     shown = [a for a in (layout.rows, layout.columns, layout.lines) if a]
     if len(across) * len(down) * len(levels) < len(trace.settings(shown)):
         caption += " Some settings are left out; curves.parquet has all."
-    return facets(
+    return facet_chart(
         panels,
         STEP,
         columns=len(across) if len(across) > 1 else min(len(panels), 3),

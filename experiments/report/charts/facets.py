@@ -42,7 +42,7 @@ class Panel:
     lines: Sequence[LineSeries]
 
 
-def facets(
+def facet_chart(
     panels: Sequence[Panel],
     axis: str,
     *,
@@ -67,9 +67,9 @@ def facets(
     if len(values) < 2:
         return None
     numbers = all(isinstance(v, int | float) for v in values)
-    place = scale(axis, sorted(values) if numbers else values)
+    place = axis_scale(axis, sorted(values) if numbers else values)
     shown = [(v, p) for panel in panels for line in panel.lines for v, p in line.points if v in place.at]
-    level = _level([p for _, p in shown], rule, linear=linear)
+    level = _choose_y_axis([p for _, p in shown], rule, linear=linear)
     columns = max(min(columns, len(panels)), 1)
     rows = math.ceil(len(panels) / columns)
     width = WIDE if columns > 1 else 540
@@ -83,7 +83,7 @@ def facets(
         for number, panel in enumerate(panels):
             row, column = divmod(number, columns)
             left, bottom = _LEFT + column * (wide + _GAP), height - _HEAD - (row + 1) * tall + 20
-            box = _Box(left, bottom, wide, tall - 38)
+            box = _PanelBox(left, bottom, wide, tall - 38)
             canvas.text(left, bottom + tall - 28, panel.title, size=10.5, weight="bold")
             across = {v: left + wide * (0.03 + 0.94 * (at - low) / (high - low)) for v, at in place.at.items()}
             for line in panel.lines:
@@ -105,12 +105,12 @@ def facets(
         sheet.draw(canvas)
         canvas.text(4, height - 13, y + (" (log scale)" if level.log else ""), colour="muted")
         canvas.text(width - _RIGHT, 9, place.title, colour="muted", ha="right")
-        _legend(canvas, panels, legend)
+        _draw_legend(canvas, panels, legend)
         return canvas.chart(name, title=title, caption=caption)
 
 
 @dataclass(frozen=True)
-class _Level:
+class _YAxis:
     """y axis: limits, log flag and ticks."""
 
     low: float
@@ -128,7 +128,7 @@ class _Level:
 
 
 @dataclass(frozen=True)
-class _Box:
+class _PanelBox:
     """Position of a panel in px from the lower left of the figure."""
 
     left: float
@@ -150,7 +150,7 @@ class _Sheet:
     bands: dict[str, list[list[Point]]] = field(default_factory=dict)
     lines: dict[str, list[list[Point]]] = field(default_factory=dict)
 
-    def line(self, line: LineSeries, across: dict[Any, float], level: _Level, box: _Box) -> None:
+    def line(self, line: LineSeries, across: dict[Any, float], level: _YAxis, box: _PanelBox) -> None:
         points = [(across[v], p) for v, p in line.points if v in across]
         if not points:
             return
@@ -169,16 +169,18 @@ class _Sheet:
         ax.set_axis_off()
         ax.set_xlim(0, canvas.width)
         ax.set_ylim(0, canvas.height)
-        _path(ax, self.grid, edgecolor=colour("grid"), linewidth=1.0, gid="grid")
+        _draw_path(ax, self.grid, edgecolor=colour("grid"), linewidth=1.0, gid="grid")
         for token, polygons in self.bands.items():
-            _path(ax, polygons, facecolor=colour(token), alpha=0.13, linewidth=0, gid="bands")
-        _path(ax, self.frame, edgecolor=colour("faint"), linewidth=1.0, gid="frame")
-        _path(ax, self.rule, edgecolor=colour("muted"), linewidth=1.2, linestyle=(0, (3, 2)), gid="rule")
+            _draw_path(ax, polygons, facecolor=colour(token), alpha=0.13, linewidth=0, gid="bands")
+        _draw_path(ax, self.frame, edgecolor=colour("faint"), linewidth=1.0, gid="frame")
+        _draw_path(ax, self.rule, edgecolor=colour("muted"), linewidth=1.2, linestyle=(0, (3, 2)), gid="rule")
         for token, lines in self.lines.items():
-            _path(ax, lines, edgecolor=colour(token), linewidth=1.7, joinstyle="round", capstyle="round", gid="lines")
+            _draw_path(
+                ax, lines, edgecolor=colour(token), linewidth=1.7, joinstyle="round", capstyle="round", gid="lines"
+            )
 
 
-def _path(ax: Axes, parts: Sequence[Sequence[Point]], **style: Any) -> None:
+def _draw_path(ax: Axes, parts: Sequence[Sequence[Point]], **style: Any) -> None:
     """Draw many open lines or filled polygons as one path."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
@@ -192,7 +194,7 @@ def _path(ax: Axes, parts: Sequence[Sequence[Point]], **style: Any) -> None:
     ax.add_artist(PathPatch(path, **{"facecolor": "none", **style}))  # `add_patch` would change the limits
 
 
-def _level(points: Sequence[Interval], rule: float | None, *, linear: bool) -> _Level:
+def _choose_y_axis(points: Sequence[Interval], rule: float | None, *, linear: bool) -> _YAxis:
     """Return an axis that contains all means, and intervals up to one range of the means beyond them."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -201,14 +203,14 @@ def _level(points: Sequence[Interval], rule: float | None, *, linear: bool) -> _
     if not linear and low > 0 and high / low >= 50:
         low, high = low / 1.4, high * 1.4
         ticks = [t for t in LogLocator(numticks=6).tick_values(low, high) if low <= t <= high]
-        return _Level(low, high, True, ticks)
+        return _YAxis(low, high, True, ticks)
     room = (high - low) or abs(high) or 1.0
     low = min([low, *(max(p.low, low - room) for p in points if p.low is not None)]) - 0.05 * room
     high = max([high, *(min(p.high, high + room) for p in points if p.high is not None)]) + 0.05 * room
-    return _Level(low, high, False, [t for t in MaxNLocator(nbins=4).tick_values(low, high) if low <= t <= high])
+    return _YAxis(low, high, False, [t for t in MaxNLocator(nbins=4).tick_values(low, high) if low <= t <= high])
 
 
-def _legend(canvas: Canvas, panels: Sequence[Panel], legend: str) -> None:
+def _draw_legend(canvas: Canvas, panels: Sequence[Panel], legend: str) -> None:
     """Write the line names in their colours, in one row above the panels."""
     names = list({line.name: line.token for panel in panels for line in panel.lines}.items())
     if len(names) < 2 and not legend:
@@ -271,7 +273,7 @@ class AxisScale:
         return all(places[i + 1] - places[i] >= (wide[i] + wide[i + 1]) / 2 + 4 for i in range(len(shown) - 1))
 
 
-def scale(axis: str, values: Sequence[Any]) -> AxisScale:
+def axis_scale(axis: str, values: Sequence[Any]) -> AxisScale:
     """Build the scale of an axis with these values, in their order; None and words count as words."""
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     if numeric and min(values) > 0 and max(values) / min(values) >= 8:

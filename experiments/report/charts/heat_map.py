@@ -45,7 +45,7 @@ def heat_maps(
     low, high = float(finite.min()), float(finite.max())
     fitted = table.grid("train.error", x, y, where)[:, first:] if table.has("train.error") else None
     return [
-        _map(
+        _heat_map(
             grid,
             xs,
             ys,
@@ -62,7 +62,7 @@ def heat_maps(
     ]
 
 
-def _map(
+def _heat_map(
     grid: np.ndarray,
     xs: list[Any],
     ys: list[Any],
@@ -87,12 +87,12 @@ def _map(
         ax.grid(visible=False)
         for spine in ax.spines.values():
             spine.set_visible(False)
-        share = _share(grid, limits)
-        _shades(ax, share)
+        share = _scale_values(grid, limits)
+        _draw_cells(ax, share)
         written = len(xs) <= (18 if wide else 9) and len(ys) <= 12
         if written:
-            _write(ax, grid, lowest="train" not in column)
-        drawn = fitted is not None and _contour(ax, fitted, epsilon)
+            _write_values(ax, grid, lowest="train" not in column)
+        drawn = fitted is not None and _draw_contour(ax, fitted, epsilon)
         ax.set_xlim(0, len(xs))
         ax.set_ylim(0, len(ys))
         room = (width - left - right) / max(len(xs), 1)
@@ -100,7 +100,7 @@ def _map(
         ax.set_xticks([i + 0.5 for i in range(len(xs))][::every], [formats.axis_value(v) for v in xs][::every])
         ax.set_yticks([j + 0.5 for j in range(len(ys))], [formats.axis_value(v) for v in ys])
         ax.tick_params(bottom=False)
-        _bar(canvas, limits, width - right + 18, 48, height - 30)
+        _draw_colour_bar(canvas, limits, width - right + 18, 48, height - 30)
         caption = f"Mean {formats.figure_name(column)} over seeds; stronger colour is higher"
         caption += "; the frame marks the lowest mean." if written and "train" not in column else "."
         if drawn:
@@ -112,17 +112,17 @@ def _map(
         return canvas.chart(name, title=title + (f", {formats.setting(where)}" if where else ""), caption=caption)
 
 
-def _share(grid: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
+def _scale_values(grid: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
     """Scale values to 0–1 between the lowest and the highest."""
     low, high = limits
     return (grid - low) / (high - low) if high > low else grid * 0.0
 
 
-def _alpha(level: int) -> float:
+def _shade_alpha(level: int) -> float:
     return 0.05 + 0.75 * level / (_LEVELS - 1)
 
 
-def _shades(ax: Axes, share: np.ndarray) -> None:
+def _draw_cells(ax: Axes, share: np.ndarray) -> None:
     """Draw the cells, those of one shade as one path."""
     import numpy as np
     from matplotlib.patches import PathPatch
@@ -137,10 +137,10 @@ def _shades(ax: Axes, share: np.ndarray) -> None:
             continue
         vertices = [(i + dx, j + dy) for j, i in zip(rows.tolist(), columns.tolist(), strict=True) for dx, dy in box]
         path = Path(vertices, codes * len(rows))
-        ax.add_patch(PathPatch(path, facecolor=colour("orange"), alpha=_alpha(level), linewidth=0, gid="cells"))
+        ax.add_patch(PathPatch(path, facecolor=colour("orange"), alpha=_shade_alpha(level), linewidth=0, gid="cells"))
 
 
-def _write(ax: Axes, grid: np.ndarray, *, lowest: bool) -> None:
+def _write_values(ax: Axes, grid: np.ndarray, *, lowest: bool) -> None:
     """Write the values into the cells and frame the lowest one."""
     import numpy as np
     from matplotlib.patches import Rectangle
@@ -165,7 +165,7 @@ def _write(ax: Axes, grid: np.ndarray, *, lowest: bool) -> None:
             ax.add_patch(frame)
 
 
-def _contour(ax: Axes, fitted: np.ndarray, epsilon: float) -> bool:
+def _draw_contour(ax: Axes, fitted: np.ndarray, epsilon: float) -> bool:
     """Draw the line train error = ε through the cell centres up to the border; return True if it was drawn."""
     import numpy as np
 
@@ -184,7 +184,7 @@ def _contour(ax: Axes, fitted: np.ndarray, epsilon: float) -> bool:
     return True
 
 
-def _bar(canvas: Canvas, limits: tuple[float, float], x: float, bottom: float, top: float) -> None:
+def _draw_colour_bar(canvas: Canvas, limits: tuple[float, float], x: float, bottom: float, top: float) -> None:
     """Draw the colour scale next to a map, from `bottom` to `top` px."""
     from matplotlib.patches import Rectangle
 
@@ -194,7 +194,7 @@ def _bar(canvas: Canvas, limits: tuple[float, float], x: float, bottom: float, t
     for level in range(_LEVELS):
         ax.add_patch(
             Rectangle(
-                (0, level / _LEVELS), 1, 1 / _LEVELS, facecolor=colour("orange"), alpha=_alpha(level), linewidth=0
+                (0, level / _LEVELS), 1, 1 / _LEVELS, facecolor=colour("orange"), alpha=_shade_alpha(level), linewidth=0
             )
         )
     ax.set_axis_off()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour
-from flatshift.experiments.report.formats import effect
+from flatshift.experiments.report.formats import mean_and_interval
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def interval_chart(
     """
     with Canvas(width, height) as canvas:
         ax = canvas.axes(left=left, right=right, top=20, bottom=42, x=x)
-        horizontal(ax)
+        use_vertical_grid(ax)
         if zero:
             ax.axvline(0, color=colour("muted"), linewidth=1.3)
         for y, row in enumerate(rows):
@@ -70,7 +70,7 @@ def interval_chart(
         return canvas.chart(key, title=title, caption=caption)
 
 
-def corrected_effects(
+def effect_chart(
     key: str,
     effects: Sequence[tuple[str, Mapping[str, Any], bool]],
     *,
@@ -90,7 +90,9 @@ def corrected_effects(
         p, better = found["p_holm"], (found["value"] < 0) == lower_is_better
         token = "muted" if p is None or p >= 0.05 else "blue" if better else "orange"
         low, high = (None if found[k] is None else scale * found[k] for k in ("low", "high"))
-        rows.append(IntervalRow(name, scale * found["value"], low, high, effect(found, scale)[0], token, hollow))
+        rows.append(
+            IntervalRow(name, scale * found["value"], low, high, mean_and_interval(found, scale)[0], token, hollow)
+        )
     note = ("← better" if lower_is_better else "better →", "blue")
     return interval_chart(
         key, rows, title=title, caption=caption, x=x, width=WIDE, height=70 + 27 * len(rows), left=left, right=90,
@@ -98,7 +100,7 @@ def corrected_effects(
     )  # fmt: skip
 
 
-def horizontal(ax: Any) -> None:
+def use_vertical_grid(ax: Any) -> None:
     """Draw vertical grid lines only, because rows are read across."""
     ax.grid(axis="x")
     ax.grid(visible=False, axis="y")
@@ -113,10 +115,10 @@ def draw_row(ax: Any, row: IntervalRow, y: float) -> None:
     ax.plot([row.value], [y], "o", markersize=8, markerfacecolor=face, markeredgecolor=token, markeredgewidth=2)
     if row.singles:
         ax.plot(list(row.singles), [y + 0.3] * len(row.singles), "o", markersize=3, color=token, alpha=0.7)
-    say(ax, y, row.said, row.token, fontweight="bold")
+    annotate_row(ax, y, row.said, row.token, fontweight="bold")
 
 
-def say(ax: Any, y: float, text: str, token: str, **style: Any) -> None:
+def annotate_row(ax: Any, y: float, text: str, token: str, **style: Any) -> None:
     """Write a text at the right end of row `y`."""
     ax.annotate(
         text, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points", va="center",

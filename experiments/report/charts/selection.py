@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.charts.intervals import horizontal, label_rows, say
-from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, dots, label_ends
+from flatshift.experiments.report.charts.intervals import annotate_row, label_rows, use_vertical_grid
+from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, draw_dots, label_ends
 from flatshift.experiments.results.run import SelectionResults
 
 
-def histogram(selection: SelectionResults) -> Chart | None:
+def score_histogram(selection: SelectionResults) -> Chart | None:
     """Draw the pool's scores with the selected part filled and the threshold marked."""
     import numpy as np
 
@@ -57,7 +57,7 @@ def histogram(selection: SelectionResults) -> Chart | None:
         return canvas.chart("selection-scores", title="Scores and the budget", caption=caption)
 
 
-def domain_mix(selection: SelectionResults) -> Chart | None:
+def domain_chart(selection: SelectionResults) -> Chart | None:
     """Draw the share of each domain in the pool and in the selection."""
     counts = selection.domains
     pool, taken = sum(p for p, _ in counts.values()), sum(t for _, t in counts.values())
@@ -70,13 +70,13 @@ def domain_mix(selection: SelectionResults) -> Chart | None:
         rows.append((f"{len(rest)} more", sum(p for _, (p, _) in rest) / pool, sum(t for _, (_, t) in rest) / taken))
     with Canvas(540, 74 + 25 * len(rows)) as canvas:
         ax = canvas.axes(left=150, right=62, top=32, bottom=40, x="share of records")
-        horizontal(ax)
+        use_vertical_grid(ax)
         for y, (_, before, after) in enumerate(rows):
             ax.plot([before, after], [y, y], color=colour("blue"), linewidth=3, alpha=0.35, solid_capstyle="round")
             ax.plot([before], [y], "o", markersize=7, color=colour("faint"))
             ax.plot([after], [y], "o", markersize=8, color=colour("blue"))
             lift = f"× {formats.number(after / before, 2)}" if before else "–"
-            say(ax, y, lift, "ink" if after > before else "muted")
+            annotate_row(ax, y, lift, "ink" if after > before else "muted")
         label_rows(ax, [name if len(name) <= 20 else name[:19] + "…" for name, _, _ in rows])
         ax.set_xlim(left=-0.01)
         ax.xaxis.set_major_formatter(lambda v, _: f"{100 * v:g} %")
@@ -107,7 +107,7 @@ def projection_map(selection: SelectionResults) -> Chart | None:
             ("target", "orange", 5.4, 0.75),
         ):
             rows = groups[kind]
-            dots(
+            draw_dots(
                 ax,
                 [points["x"][i] for i in rows],
                 [points["y"][i] for i in rows],
@@ -140,19 +140,19 @@ def projection_map(selection: SelectionResults) -> Chart | None:
 _COLOURS = {"selection": "blue", "random": "orange"}
 
 
-def other_arm(found: dict[str, Any]) -> str:
+def third_arm(found: dict[str, Any]) -> str:
     """Return the third arm besides selection and random draw: "rounds" or "one step"."""
     return next(name for name in found["fitted"] if name not in _COLOURS)
 
 
-def relative(found: dict[str, Any], arm: str, place: int) -> list[float]:
+def relative_changes(found: dict[str, Any], arm: str, place: int) -> list[float]:
     """Return the change at the λ with index `place`, as a share of the distance before, one number per split."""
     return [
         values[place] / before for values, before in zip(found["held_out"][arm], found["held_distance"], strict=True)
     ]
 
 
-def distance_change(found: dict[str, Any]) -> Chart:
+def distance_chart(found: dict[str, Any]) -> Chart:
     """Draw the promised change over λ, and the change each arm causes on held-out halves of the target."""
     shares, distance = found["shares"], found["distance"]
     held = found["held_out"]
@@ -170,7 +170,7 @@ def distance_change(found: dict[str, Any]) -> Chart:
         for arm, readings in found["fitted"].items():
             token = _COLOURS.get(arm, "green")
             if held:
-                lists = [[100 * v for v in relative(found, arm, place)] for place in range(len(shares))]
+                lists = [[100 * v for v in relative_changes(found, arm, place)] for place in range(len(shares))]
                 ax.fill_between(
                     [0, *shares],
                     [0, *(min(values) for values in lists)],

@@ -14,7 +14,7 @@ SPACES = {"adapter": ("adapter", "blue"), "full": ("full weights", "orange")}
 _RISE = "rise_sigma_"
 
 
-def rise(measures: dict[str, dict[str, Any]], *, loss_unit: str) -> Chart | None:
+def rise_chart(measures: dict[str, dict[str, Any]], *, loss_unit: str) -> Chart | None:
     """Draw E[L(w+ε)] − L(w) over σ, one line per space, with intervals; None with fewer than two values of σ."""
     curves = {
         space: sorted(
@@ -53,7 +53,7 @@ def rise(measures: dict[str, dict[str, Any]], *, loss_unit: str) -> Chart | None
         )
 
 
-def line(space: str, found: dict[str, Any], *, loss_unit: str) -> Chart:
+def line_chart(space: str, found: dict[str, Any], *, loss_unit: str) -> Chart:
     """Draw the loss along each random direction, and their mean."""
     name, token = SPACES[space]
     at, losses = found["at"], found["losses"]
@@ -80,7 +80,7 @@ def line(space: str, found: dict[str, Any], *, loss_unit: str) -> Chart:
         )
 
 
-def plane(space: str, found: dict[str, Any], *, loss_unit: str) -> Chart | None:
+def contour_chart(space: str, found: dict[str, Any], *, loss_unit: str) -> Chart | None:
     """Draw contours of the loss in the plane of two random directions; None if any value is not finite or all are
     equal."""
     import numpy as np

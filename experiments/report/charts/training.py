@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.charts.intervals import IntervalRow, draw_row, horizontal
+from flatshift.experiments.report.charts.intervals import IntervalRow, draw_row, use_vertical_grid
 from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, label_ends
 from flatshift.experiments.results.run import Metrics
 from flatshift.finetune.evaluate.metrics import METRICS, find_metric
@@ -26,7 +26,7 @@ def _running_mean(values: list[float], width: int) -> list[float]:
     ]
 
 
-def training(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Chart]:
+def loss_charts(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Chart]:
     """Draw one loss chart per stage: train loss, its running mean, dev and test points."""
     charts = []
     shown = [s for s in metrics.stages if any(metrics.series(s, split, "loss") for split in SPLIT_COLOUR)]
@@ -77,12 +77,12 @@ def training(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Chart
             if broken:
                 said.append(f"{broken} values that were not finite are left out: the run diverged there.")
             title = f"Loss during {stage}"
-            charts.append(canvas.chart(f"loss-{slug(stage)}", title=title, caption=" ".join(said)))
+            charts.append(canvas.chart(f"loss-{slugify(stage)}", title=title, caption=" ".join(said)))
     return charts
 
 
 @dataclass(frozen=True)
-class _OfAnswers:
+class _PreferenceChart:
     """Chart of preference metrics; `lines`: label and colour of each metric, `dotted`: level of a reference line."""
 
     name: str
@@ -93,17 +93,17 @@ class _OfAnswers:
 
 
 _OF_ANSWERS = (
-    _OfAnswers(
+    _PreferenceChart(
         "rewards",
         "Rewards of dev answers",
         {"chosen_reward": ("chosen", "blue"), "rejected_reward": ("rejected", "orange")},
         0.0,
         "Both sides may fall while their distance grows. Dotted: 0.",
     ),
-    _OfAnswers(
+    _PreferenceChart(
         "accuracy", "Preference accuracy on dev", {"preference_accuracy": ("accuracy", "green")}, 0.5, "Dotted: chance."
     ),
-    _OfAnswers(
+    _PreferenceChart(
         "distance",
         "Distance of dev answers from the backbone",
         {"reference_distance": ("distance", "purple")},
@@ -113,7 +113,7 @@ _OF_ANSWERS = (
 )
 
 
-def preferences(metrics: Metrics) -> list[Chart]:
+def preference_charts(metrics: Metrics) -> list[Chart]:
     """Draw preference metrics on dev along the steps: rewards of both sides, accuracy, distance from the base model.
 
     Empty if no stage was evaluated on preferences.
@@ -138,7 +138,7 @@ def preferences(metrics: Metrics) -> list[Chart]:
                 ax.margins(x=0.01, y=0.08)
                 label_ends(ax, ends, height=226)
                 title = f"{drawn.title} · {stage}"
-                charts.append(canvas.chart(f"{drawn.name}-{slug(stage)}", title=title, caption=drawn.caption))
+                charts.append(canvas.chart(f"{drawn.name}-{slugify(stage)}", title=title, caption=drawn.caption))
     return charts
 
 
@@ -146,7 +146,9 @@ _TOKENS = ("blue", "orange", "green", "purple", "amber", "ink")
 """Colours of overlaid runs, in turn; from the seventh on, lines are dashed."""
 
 
-def overlaid(curves: Mapping[str, Sequence[tuple[int, float]]], *, stage: str, split: str, unit: str) -> Chart | None:
+def overlaid_loss_chart(
+    curves: Mapping[str, Sequence[tuple[int, float]]], *, stage: str, split: str, unit: str
+) -> Chart | None:
     """Draw the losses of several runs over the steps of a stage; None if fewer than two have any."""
     shown = {name: [(t, v) for t, v in curve if math.isfinite(v)] for name, curve in curves.items()}
     shown = {name: curve for name, curve in shown.items() if curve}
@@ -173,7 +175,7 @@ def overlaid(curves: Mapping[str, Sequence[tuple[int, float]]], *, stage: str, s
         label_ends(ax, ends, height=226)
         smooth = f" Centred means over up to {span} updates." if span > 1 else ""
         return canvas.chart(
-            f"beside-{slug(stage)}-{split}",
+            f"beside-{slugify(stage)}-{split}",
             title=f"{split.capitalize()} loss during {stage}",
             caption=f"One line a run.{smooth}",
         )
@@ -186,7 +188,7 @@ def small_multiples(metrics: Metrics) -> list[Chart]:
         names = dict.fromkeys(k for ln in metrics.lines if ln["stage"] == stage and ln["split"] == "train" for k in ln)
         for key in ["lr", *sorted(k for k in names if k not in _KNOWN)]:
             curve = [(t, v) for t, v in metrics.series(stage, "train", key) if math.isfinite(v)]
-            if len(curve) < 2 or (key != "lr" and _is_dull([v for _, v in curve])):
+            if len(curve) < 2 or (key != "lr" and _is_constant_or_counter([v for _, v in curve])):
                 continue
             name = "learning rate" if key == "lr" else key.replace("_", " ").replace("/", ": ")
             with Canvas(260, 150) as canvas:
@@ -203,41 +205,41 @@ def small_multiples(metrics: Metrics) -> list[Chart]:
                 ax.locator_params(nbins=4)
                 ax.ticklabel_format(axis="y", scilimits=(-2, 4), useMathText=False)
                 ax.yaxis.get_offset_text().set_visible(False)
-                power = _power(max(abs(v) for _, v in curve))
+                power = _tick_exponent(max(abs(v) for _, v in curve))
                 if power:
-                    ax.yaxis.set_major_formatter(_in_units(10.0**power))
+                    ax.yaxis.set_major_formatter(_unit_formatter(10.0**power))
                     canvas.text(4, 141, f"×10{str(power).translate(formats.SUPERSCRIPT)}", colour="muted")
-                title = f"{capitalised(name)} · {stage}"
+                title = f"{capitalise(name)} · {stage}"
                 last = formats.number(curve[-1][1])
-                charts.append(canvas.chart(f"{slug(key)}-{slug(stage)}", title=title, caption=f"Ends at {last}."))
+                charts.append(canvas.chart(f"{slugify(key)}-{slugify(stage)}", title=title, caption=f"Ends at {last}."))
     return charts[:12]
 
 
-def _is_dull(values: list[float]) -> bool:
+def _is_constant_or_counter(values: list[float]) -> bool:
     """Return True for a constant or a plain counter, which are not worth a chart."""
     steps = {b - a for a, b in pairwise(values)}
     return steps == {0} or (len(steps) == 1 and all(v == int(v) for v in values))
 
 
-def _in_units(unit: float) -> Callable[[float, float], str]:
+def _unit_formatter(unit: float) -> Callable[[float, float], str]:
     """Return a tick formatter that shows multiples of `unit`."""
     return lambda value, _position: f"{value / unit:g}"
 
 
-def _power(top: float) -> int:
+def _tick_exponent(top: float) -> int:
     """Return the power of ten to take out of tick labels: 0 between 0.01 and 10⁴."""
     return 0 if top == 0 or 0.01 <= top < 1e4 else math.floor(math.log10(top))
 
 
-def slug(text: str) -> str:
+def slugify(text: str) -> str:
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in text.lower()).strip("-") or "x"
 
 
-def capitalised(text: str) -> str:
+def capitalise(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) -> list[Chart]:
+def evaluation_charts(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) -> list[Chart]:
     """Draw dots with intervals: shares (accuracy, F1 …) on one axis with the majority baseline, others separately."""
     metrics = list(
         dict.fromkeys(m for split in tree.values() for m in split if m in METRICS and not METRICS[m].is_floor)
@@ -266,7 +268,7 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) ->
                 bottom=40,
                 x="share" if name == "shares" else loss_unit if name == "loss" else find_metric(name).unit,
             )
-            horizontal(ax)
+            use_vertical_grid(ax)
             ticks, y = [], -1.0
             for position, (metric, split, cell) in enumerate(rows):
                 y += 1.0 if position and rows[position - 1][0] == metric else 1.7 if position else 1.0
@@ -295,6 +297,6 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) ->
             caption = f"Dot: value; bar: bootstrap interval over up to {n:,} items." if n else "Dot: value."
             if floors and "accuracy" in members:
                 caption += " Upright mark: the majority floor, which is always answering the commonest class."
-            title = capitalised(", ".join(names))
-            charts.append(canvas.chart(f"eval-{slug(name)}", title=f"{title} by split", caption=caption))
+            title = capitalise(", ".join(names))
+            charts.append(canvas.chart(f"eval-{slugify(name)}", title=f"{title} by split", caption=caption))
     return charts

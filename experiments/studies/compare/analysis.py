@@ -10,23 +10,29 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.recipe.studies import Comparison
-from flatshift.experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
-from flatshift.experiments.studies.compare.comparison_plan import Outcome, Plan, Result
+from flatshift.experiments.statistics.intervals import (
+    holm_adjust,
+    paired_test,
+    parse_correctness,
+    seed_item_bootstrap,
+    t_interval,
+)
+from flatshift.experiments.studies.compare.comparison_plan import ComparisonPlan, ComparisonResults, Result
 from flatshift.finetune.evaluate.metrics import find_metric
 from flatshift.finetune.seeds import numpy_generator
 
 BySeed = dict[int, float]
 
 
-def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
+def analyse(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, Any]:
     """Return the contents of comparison.json: everything on the page."""
     study = plan.study
-    tables = {task: _task(plan, outcome, task) for task in study.tasks}
+    tables = {task: _analyse_task(plan, outcome, task) for task in study.tasks}
     counted = [task for task in study.tasks if plan.counts(task)]
     informative = [task for task in counted if tables[task]["informative"] is not False]
-    methods = {name: _method(plan, outcome, name, informative, counted) for name in study.methods}
+    methods = {name: _analyse_method(plan, outcome, name, informative, counted) for name in study.methods}
     others = {name: m for name, m in methods.items() if name != study.baseline}
-    adjusted = holm(
+    adjusted = holm_adjust(
         {name: m["primary"]["p"] for name, m in others.items() if m["primary"] and m["primary"]["p"] is not None}
     )
     for name, p in adjusted.items():
@@ -35,12 +41,14 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "recipe": plan.resolved.name,
         "metric": "accuracy" if study.metric == "auto" else study.metric,
         "baseline": study.baseline,
-        "protocol": protocol(study),
+        "protocol": describe_protocol(study),
         "informative": informative,
         "tasks": tables,
         "methods": methods,
-        "controls": [_control(plan, outcome, control, of, informative) for control, of in study.controls.items()],
-        "trials": [_trials(plan, outcome, pair) for pair in plan.pairs],
+        "controls": [
+            _control_difference(plan, outcome, control, of, informative) for control, of in study.controls.items()
+        ],
+        "trials": [_tuning_row(plan, outcome, pair) for pair in plan.pairs],
         "diverged": [
             {
                 "kind": r["kind"],
@@ -59,7 +67,7 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _all_results(outcome: Outcome) -> Any:
+def _all_results(outcome: ComparisonResults) -> Any:
     for trials in outcome.trials.values():
         yield from (result for _, result in trials)
     for group in (outcome.finals, outcome.equal_time):
@@ -67,7 +75,7 @@ def _all_results(outcome: Outcome) -> Any:
             yield from results
 
 
-def _floor(plan: Plan, outcome: Outcome, task: str) -> float | None:
+def _majority_baseline(plan: ComparisonPlan, outcome: ComparisonResults, task: str) -> float | None:
     """Return the majority baseline of a task's test rows; None without classes."""
     if not plan.classifies(task):
         return None
@@ -78,7 +86,9 @@ def _floor(plan: Plan, outcome: Outcome, task: str) -> float | None:
     return None
 
 
-def _values(plan: Plan, outcome: Outcome, task: str, results: Sequence[Result], metric: str | None = None) -> BySeed:
+def _values_by_seed(
+    plan: ComparisonPlan, outcome: ComparisonResults, task: str, results: Sequence[Result], metric: str | None = None
+) -> BySeed:
     """Return a metric by seed; a diverged run gets the majority baseline as accuracy, and no value of other metrics."""
     wanted = metric or plan.metric(task)
     found = {}
@@ -89,22 +99,26 @@ def _values(plan: Plan, outcome: Outcome, task: str, results: Sequence[Result], 
         elif (
             result["status"] == "diverged"
             and wanted == "accuracy"
-            and (floor := _floor(plan, outcome, task)) is not None
+            and (floor := _majority_baseline(plan, outcome, task)) is not None
         ):
             found[int(result["seed"])] = floor
     return found
 
 
-def _interval(values: Sequence[float]) -> dict[str, Any] | None:
+def _interval_or_none(values: Sequence[float]) -> dict[str, Any] | None:
     return asdict(t_interval(values)) if values else None
 
 
-def _task(plan: Plan, outcome: Outcome, task: str) -> dict[str, Any]:
+def _analyse_task(plan: ComparisonPlan, outcome: ComparisonResults, task: str) -> dict[str, Any]:
     study = plan.study
-    base = _values(plan, outcome, task, outcome.finals[study.baseline, task])
-    floor = _floor(plan, outcome, task)
+    base = _values_by_seed(plan, outcome, task, outcome.finals[study.baseline, task])
+    floor = _majority_baseline(plan, outcome, task)
     informative, margin = None, None
-    right = _values(plan, outcome, task, outcome.finals[study.baseline, task], "accuracy") if floor is not None else {}
+    right = (
+        _values_by_seed(plan, outcome, task, outcome.finals[study.baseline, task], "accuracy")
+        if floor is not None
+        else {}
+    )
     if floor is not None and right:
         mean = t_interval(list(right.values())).value
         told = outcome.finals[study.baseline, task][0].get("items")
@@ -118,18 +132,21 @@ def _task(plan: Plan, outcome: Outcome, task: str) -> dict[str, Any]:
     for method in study.methods:
         if task not in study.runs_on(method):
             continue
-        values = _values(plan, outcome, task, outcome.finals[method, task])
+        values = _values_by_seed(plan, outcome, task, outcome.finals[method, task])
         shorter = outcome.equal_time.get((method, task))
         methods[method] = {
-            "mean": _interval(list(values.values())),
+            "mean": _interval_or_none(list(values.values())),
             "difference": None if method == study.baseline else paired_test(values, base),
-            "f1_macro": _mean(plan, outcome, task, method, "f1_macro"),
-            "loss": _mean(plan, outcome, task, method, "loss"),
-            "sharpness": _plain_mean([r.get("sharpness") for r in outcome.finals[method, task]]),
-            "step_cpu_s": _plain_mean([r.get("step_cpu_s") for r in outcome.finals[method, task]]),
+            "f1_macro": _mean_metric(plan, outcome, task, method, "f1_macro"),
+            "loss": _mean_metric(plan, outcome, task, method, "loss"),
+            "sharpness": _mean_or_none([r.get("sharpness") for r in outcome.finals[method, task]]),
+            "step_cpu_s": _mean_or_none([r.get("step_cpu_s") for r in outcome.finals[method, task]]),
             "equal_time": None
             if shorter is None
-            else {"steps": shorter[0]["steps"], "difference": paired_test(_values(plan, outcome, task, shorter), base)},
+            else {
+                "steps": shorter[0]["steps"],
+                "difference": paired_test(_values_by_seed(plan, outcome, task, shorter), base),
+            },
         }
     return {
         "metric": plan.metric(task),
@@ -148,28 +165,28 @@ def _task(plan: Plan, outcome: Outcome, task: str) -> dict[str, Any]:
     }
 
 
-def _mean(plan: Plan, outcome: Outcome, task: str, method: str, metric: str) -> float | None:
+def _mean_metric(plan: ComparisonPlan, outcome: ComparisonResults, task: str, method: str, metric: str) -> float | None:
     found = [r["metrics"].get(metric) for r in outcome.finals[method, task] if r["status"] == "done"]
-    return _plain_mean(found)
+    return _mean_or_none(found)
 
 
-def _plain_mean(values: Sequence[float | None]) -> float | None:
+def _mean_or_none(values: Sequence[float | None]) -> float | None:
     there = [v for v in values if v is not None]
     return math.fsum(there) / len(there) if there else None
 
 
-def _method(
-    plan: Plan, outcome: Outcome, name: str, informative: Sequence[str], counted: Sequence[str]
+def _analyse_method(
+    plan: ComparisonPlan, outcome: ComparisonResults, name: str, informative: Sequence[str], counted: Sequence[str]
 ) -> dict[str, Any]:
     study = plan.study
     method = study.methods[name]
     mine = [task for task in informative if task in study.runs_on(name)]
     everything = [task for task in counted if task in study.runs_on(name)]
-    primary = endpoint(plan, outcome, name, study.baseline, mine)
+    primary = compute_endpoint(plan, outcome, name, study.baseline, mine)
     if primary is not None and name != study.baseline:
         primary["tasks"] = mine
         primary["p_holm"] = None
-        primary["bootstrap"] = _bootstrap(plan, outcome, name, study.baseline, mine)
+        primary["bootstrap"] = _bootstrap_endpoint(plan, outcome, name, study.baseline, mine)
         sign = -1 if find_metric(study.metric).lower else 1
         primary["wins"] = sum(sign * d > 0 for d in primary["by_seed"].values())
     ratio = outcome.step_ratio.get(name)
@@ -179,24 +196,28 @@ def _method(
         "seeds": len(study.seeds_of(name)),
         "tasks": study.runs_on(name),
         "primary": None if name == study.baseline else primary,
-        "all_tasks": None if name == study.baseline else endpoint(plan, outcome, name, study.baseline, everything),
-        "equal_time": _equal_time(plan, outcome, name, mine),
+        "all_tasks": None
+        if name == study.baseline
+        else compute_endpoint(plan, outcome, name, study.baseline, everything),
+        "equal_time": _equal_time_endpoint(plan, outcome, name, mine),
         "step_ratio": ratio,
-        "sharpness": _sharpness(plan, outcome, name),
+        "sharpness": _sharpness_ratio(plan, outcome, name),
     }
 
 
-def endpoint(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequence[str]) -> dict[str, Any] | None:
+def compute_endpoint(
+    plan: ComparisonPlan, outcome: ComparisonResults, ours: str, base: str, tasks: Sequence[str]
+) -> dict[str, Any] | None:
     """Compute the mean over `tasks` of (ours − base) seed by seed, with its interval and p."""
     if not tasks or ours == base:
         return None
     mine, theirs = (
-        {task: _values(plan, outcome, task, outcome.finals[m, task]) for task in tasks} for m in (ours, base)
+        {task: _values_by_seed(plan, outcome, task, outcome.finals[m, task]) for task in tasks} for m in (ours, base)
     )
-    return paired_test(*_over_tasks(mine, theirs))
+    return paired_test(*_task_means(mine, theirs))
 
 
-def _over_tasks(mine: Mapping[str, BySeed], theirs: Mapping[str, BySeed]) -> tuple[BySeed, BySeed]:
+def _task_means(mine: Mapping[str, BySeed], theirs: Mapping[str, BySeed]) -> tuple[BySeed, BySeed]:
     """Return means over tasks by seed, for the seeds that every task has on both sides."""
     seeds = set.intersection(*(set(side[t]) for side in (mine, theirs) for t in side))
     a, b = (
@@ -206,18 +227,20 @@ def _over_tasks(mine: Mapping[str, BySeed], theirs: Mapping[str, BySeed]) -> tup
     return a, b
 
 
-def _equal_time(plan: Plan, outcome: Outcome, name: str, tasks: Sequence[str]) -> dict[str, Any] | None:
+def _equal_time_endpoint(
+    plan: ComparisonPlan, outcome: ComparisonResults, name: str, tasks: Sequence[str]
+) -> dict[str, Any] | None:
     """Compute the endpoint with the shorter runs; None if a step of the method costs about as much as the
     baseline's."""
     if not tasks or any((name, task) not in outcome.equal_time for task in tasks):
         return None
     base = plan.study.baseline
-    mine = {task: _values(plan, outcome, task, outcome.equal_time[name, task]) for task in tasks}
-    theirs = {task: _values(plan, outcome, task, outcome.finals[base, task]) for task in tasks}
-    return paired_test(*_over_tasks(mine, theirs))
+    mine = {task: _values_by_seed(plan, outcome, task, outcome.equal_time[name, task]) for task in tasks}
+    theirs = {task: _values_by_seed(plan, outcome, task, outcome.finals[base, task]) for task in tasks}
+    return paired_test(*_task_means(mine, theirs))
 
 
-def _sharpness(plan: Plan, outcome: Outcome, name: str) -> dict[str, Any] | None:
+def _sharpness_ratio(plan: ComparisonPlan, outcome: ComparisonResults, name: str) -> dict[str, Any] | None:
     """Compute the ratio of sharpness to the baseline's over tasks and seeds, from ln: mean and interval; None if not
     measured."""
     base = plan.study.baseline
@@ -238,7 +261,9 @@ def _sharpness(plan: Plan, outcome: Outcome, name: str) -> dict[str, Any] | None
     }
 
 
-def _bootstrap(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequence[str]) -> dict[str, Any] | None:
+def _bootstrap_endpoint(
+    plan: ComparisonPlan, outcome: ComparisonResults, ours: str, base: str, tasks: Sequence[str]
+) -> dict[str, Any] | None:
     """Compute the endpoint's 95 % percentile interval over resampled seeds × test items (the same for both sides).
 
     None for metrics other than accuracy, which are not means over items.
@@ -250,28 +275,35 @@ def _bootstrap(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequen
         return None
     differences = []
     for task in tasks:
-        floor = _floor(plan, outcome, task) or 0.0
+        floor = _majority_baseline(plan, outcome, task) or 0.0
         sides = []
         for method in (ours, base):
             told = [result.get("items") for result in outcome.finals[method, task][:count]]
-            found = [right_items(text) if isinstance(text, str) else None for text in told]
+            found = [parse_correctness(text) if isinstance(text, str) else None for text in told]
             width = next((len(f) for f in found if f is not None), 1)
             sides.append(np.stack([np.full(width, floor) if f is None else f for f in found]))
         if sides[0].shape != sides[1].shape:
             return None
         differences.append(sides[0] - sides[1])
     rng = numpy_generator(0, "comparison", "bootstrap", ours)
-    return seeds_by_items(differences, resamples=plan.study.resamples, rng=rng)
+    return seed_item_bootstrap(differences, resamples=plan.study.resamples, rng=rng)
 
 
-def _control(plan: Plan, outcome: Outcome, control: str, of: str, informative: Sequence[str]) -> dict[str, Any]:
+def _control_difference(
+    plan: ComparisonPlan, outcome: ComparisonResults, control: str, of: str, informative: Sequence[str]
+) -> dict[str, Any]:
     """Compute method − control on the seeds and tasks that both have."""
     study = plan.study
     tasks = [t for t in informative if t in study.runs_on(control) and t in study.runs_on(of)]
-    return {"method": of, "control": control, "difference": endpoint(plan, outcome, of, control, tasks), "tasks": tasks}
+    return {
+        "method": of,
+        "control": control,
+        "difference": compute_endpoint(plan, outcome, of, control, tasks),
+        "tasks": tasks,
+    }
 
 
-def _trials(plan: Plan, outcome: Outcome, pair: tuple[str, str]) -> dict[str, Any]:
+def _tuning_row(plan: ComparisonPlan, outcome: ComparisonResults, pair: tuple[str, str]) -> dict[str, Any]:
     """Return one row of the tuning table."""
     runs = outcome.trials[pair]
     chosen = outcome.chosen[pair]
@@ -288,10 +320,10 @@ def _trials(plan: Plan, outcome: Outcome, pair: tuple[str, str]) -> dict[str, An
     }
 
 
-def protocol(study: Comparison) -> list[str]:
+def describe_protocol(study: Comparison) -> list[str]:
     """Return the protocol as sentences for the page and the results file, in order."""
     confirmatory = [name for name, method in study.methods.items() if method.confirmatory and name != study.baseline]
-    what, tasks, judged, floor, diverged = _by_metric(study.metric)
+    what, tasks, judged, floor, diverged = _metric_wording(study.metric)
     return [
         f"Primary endpoint, named beforehand: the mean over {tasks} of test {what}, method minus {study.baseline}, per "
         "seed; its mean over seeds with a two-sided paired t-test. Per-task figures, generation, macro F1, sharpness "
@@ -299,7 +331,8 @@ def protocol(study: Comparison) -> list[str]:
         f"Every method, {study.baseline} included, gets {study.trials} first trials on every task it runs on and "
         f"{study.rounds} further ones: beyond the edge where its best learning rate lies on one, else between its best "
         "and the better neighbour. A method's own knobs come out of the same trials.",
-        f"Trials use the seed {study.tuning_seeds[0]}{_again(study)} No final run uses such a seed. Trials are judged "
+        f"Trials use the seed {study.tuning_seeds[0]}{_describe_finalists(study)} No final run uses such a seed. "
+        "Trials are judged "
         f"on validation rows by {judged}, ties by loss. Test rows are judged once, in the final runs; the last step's "
         "adapter is taken.",
         "A seed fixes the labelled subset, the order, the adapter's initialisation (where methods share it) and "
@@ -316,7 +349,7 @@ def protocol(study: Comparison) -> list[str]:
     ]
 
 
-def _by_metric(name: str) -> tuple[str, str, str, str, str]:
+def _metric_wording(name: str) -> tuple[str, str, str, str, str]:
     """Return the endpoint's metric, its tasks, the metric of trials, tasks without a baseline, and the diverged-run
     rule."""
     if name == "auto":
@@ -333,7 +366,7 @@ def _by_metric(name: str) -> tuple[str, str, str, str, str]:
     )  # fmt: skip
 
 
-def _again(study: Comparison) -> str:
+def _describe_finalists(study: Comparison) -> str:
     """Describe the further runs of the best trials before one is chosen."""
     further = study.tuning_seeds[1:]
     if not further:

@@ -23,9 +23,9 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.studies import Comparison, StudyTask
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.studies.cell import Cell, file_digest, settings_digests
-from flatshift.experiments.studies.compare.measures import Measures
-from flatshift.experiments.studies.compare.tuning import Setting, first_trials
-from flatshift.experiments.studies.study import chosen, locate, study_recipe
+from flatshift.experiments.studies.compare.measures import ComparisonProbe
+from flatshift.experiments.studies.compare.tuning import TrialSetting, first_trials
+from flatshift.experiments.studies.study import filter_by_flag, locate_file, study_recipe
 from flatshift.finetune.atomic import remove_leftovers, write_text
 from flatshift.finetune.config import Files, TrainFiles
 from flatshift.finetune.errors import UserError
@@ -43,7 +43,7 @@ class ComparisonRun:
     method: str
     task: str
     seed: int
-    setting: Setting
+    setting: TrialSetting
     steps: int
     cell: Cell
 
@@ -53,7 +53,7 @@ class ComparisonRun:
         return "validation" if self.kind == "trial" else "test"
 
 
-class Plan:
+class ComparisonPlan:
     """Cells of one comparison; all input errors are found here, before any runs."""
 
     def __init__(
@@ -82,9 +82,10 @@ class Plan:
             reference, overrides, block="comparison", example="`flatshift recipes copy flat-comparison`", out=out
         )
         assert self.resolved.recipe.comparison is not None
-        self.study = _only(self.resolved.recipe.comparison, methods, tasks)
+        self.study = _restrict_comparison(self.resolved.recipe.comparison, methods, tasks)
         self.files = {
-            name: locate(task.file, data, f"comparison.tasks.{name}.file") for name, task in self.study.tasks.items()
+            name: locate_file(task.file, data, f"comparison.tasks.{name}.file")
+            for name, task in self.study.tasks.items()
         }
         self._digests = {name: file_digest(file) for name, file in self.files.items()}
         self._rows: dict[str, tuple[TaskRows, Path]] = {}
@@ -153,7 +154,7 @@ class Plan:
             recipe = self._recipes[self.study.baseline, name]
             made = [self._digests[name], own.validation, own.test, own.test_split, repr(recipe.data.columns)]
             folder = out.absolute() / "rows" / f"{name}-{short_hash(made)}"
-            self._rows[name] = task_rows(self.files[name], recipe, own), folder
+            self._rows[name] = read_task_rows(self.files[name], recipe, own), folder
 
     def rows(self, task: str) -> TaskRows:
         """Return the rows of a task after `read_rows`."""
@@ -166,7 +167,7 @@ class Plan:
             rows.write(folder)
 
     def run(
-        self, kind: Kind, method: str, task: str, seed: int, setting: Setting, *, steps: int | None = None
+        self, kind: Kind, method: str, task: str, seed: int, setting: TrialSetting, *, steps: int | None = None
     ) -> ComparisonRun:
         """Return one run. steps: a number of steps other than the task's."""
         changes: dict[str, Any] = {"train.seed": seed}
@@ -177,23 +178,25 @@ class Plan:
         sharpness = study.sharpness_sigma if kind == "final" and seed < study.sharpness_seeds else None
         judged: Judged = "validation" if kind == "trial" else "test"
         rows = (own.train, own.validation, own.test, own.test_split)
-        key = recipe_key(recipe, [rows, judged, sharpness, self._digests[task], *_beside(recipe)])
+        key = recipe_key(recipe, [rows, judged, sharpness, self._digests[task], *_extra_digests(recipe)])
         if task in self._rows:
             there, folder = self._rows[task]
             resolved = dataclasses.replace(resolved, recipe=there.lay(recipe, own, folder, judged))
         point = {"kind": kind, "method": method, "task": task, **setting.overrides()}
         if steps is not None:
             point["train.steps"] = steps
-        probe = functools.partial(Measures, final=kind != "trial", sharpness=sharpness)
+        probe = functools.partial(ComparisonProbe, final=kind != "trial", sharpness=sharpness)
         cell = Cell(key, point, seed, resolved, probe=probe)
         return ComparisonRun(kind, method, task, seed, setting, recipe.train.steps, cell)
 
     def _resolve(
-        self, method: str, task: str, setting: Setting | None = None, changes: Mapping[str, Any] | None = None
+        self, method: str, task: str, setting: TrialSetting | None = None, changes: Mapping[str, Any] | None = None
     ) -> Recipe:
         return self._resolved(method, task, setting, changes).recipe
 
-    def _resolved(self, method: str, task: str, setting: Setting | None, changes: Mapping[str, Any] | None) -> Resolved:
+    def _resolved(
+        self, method: str, task: str, setting: TrialSetting | None, changes: Mapping[str, Any] | None
+    ) -> Resolved:
         """Return the recipe of a method on a task: the base, then the task, the method, the setting, the changes."""
         laid: list[Branch] = []
         for where, keys in (
@@ -212,11 +215,11 @@ Pair = tuple[str, str]
 
 
 @dataclass
-class Outcome:
+class ComparisonResults:
     """All results of a comparison."""
 
     trials: dict[Pair, list[tuple[ComparisonRun, Result]]] = field(default_factory=dict)
-    chosen: dict[Pair, Setting] = field(default_factory=dict)
+    chosen: dict[Pair, TrialSetting] = field(default_factory=dict)
     """Setting of the final runs of (method, task)."""
     edge: dict[Pair, bool] = field(default_factory=dict)
     """True if the best learning rate is still on an edge of those tried."""
@@ -227,7 +230,7 @@ class Outcome:
     equal_time: dict[Pair, list[Result]] = field(default_factory=dict)
 
 
-def _beside(recipe: Recipe) -> list[Any]:
+def _extra_digests(recipe: Recipe) -> list[Any]:
     """Return digests of the files a recipe reads besides its task's rows; usually none."""
     found: list[Any] = settings_digests(recipe)
     if recipe.select is not None:
@@ -237,12 +240,12 @@ def _beside(recipe: Recipe) -> list[Any]:
     return found
 
 
-def _only(study: Comparison, methods: Sequence[str], tasks: Sequence[str]) -> Comparison:
+def _restrict_comparison(study: Comparison, methods: Sequence[str], tasks: Sequence[str]) -> Comparison:
     """Return the comparison restricted to some methods (the baseline stays) and tasks."""
     if not study.tasks or len(study.methods) < 2:
         raise UserError("comparison.tasks and comparison.methods must name at least one task and two methods")
-    kept_tasks = {name: study.tasks[name] for name in chosen("--tasks", tasks, study.tasks)}
-    wanted = chosen("--methods", methods, study.methods)
+    kept_tasks = {name: study.tasks[name] for name in filter_by_flag("--tasks", tasks, study.tasks)}
+    wanted = filter_by_flag("--methods", methods, study.methods)
     kept = {}
     for name, method in study.methods.items():
         if name not in wanted and name != study.baseline:
@@ -298,7 +301,7 @@ class TaskRows:
         return dataclasses.replace(recipe, data=data, task=task, eval=dataclasses.replace(recipe.eval, train_limit=0))
 
 
-def task_rows(file: str, recipe: Recipe, own: StudyTask) -> TaskRows:
+def read_task_rows(file: str, recipe: Recipe, own: StudyTask) -> TaskRows:
     """Return the rows of a task; the draws do not depend on any seed of a run.
 
     Validation rows come from the training split, so that the official development split, if it serves as test, is seen

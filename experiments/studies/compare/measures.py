@@ -25,7 +25,7 @@ _SETTLING = 3
 
 
 @dataclass
-class Measures:
+class ComparisonProbe:
     """`flatshift.experiments.workflows.context.FineTuneProbe` of one cell.
 
     final: keep its answers row by row. sharpness: σ of E[L(w+ε)] − L(w); None: not measured.
@@ -44,9 +44,9 @@ class Measures:
     def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> None:
         """Measure the trained adapter."""
         if self.final and recipe.task.one_class:
-            self._found["items"] = _right(recipe, engine, tokenizer, prepared)
+            self._found["items"] = _correct_answers(recipe, engine, tokenizer, prepared)
         if self.sharpness is not None and prepared.units is None:  # a regression's head is now in its targets' units
-            self._found["sharpness"] = _rise(recipe, engine, tokenizer, prepared, sigma=self.sharpness)
+            self._found["sharpness"] = _measure_sharpness(recipe, engine, tokenizer, prepared, sigma=self.sharpness)
 
     def figures(self) -> dict[str, Any]:
         """Return CPU seconds of the cell and of a step (median; None for too few steps), and the measurements."""
@@ -55,7 +55,7 @@ class Measures:
         return {"cpu_s": round(time.process_time() - self._began, 3), "step_cpu_s": step, **self._found}
 
 
-def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> str:
+def _correct_answers(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> str:
     """Return right (1) or wrong (0) for every evaluation row."""
     from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.data.eval_batching import EvalBatching
@@ -73,7 +73,9 @@ def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedDat
     )
 
 
-def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData, *, sigma: float) -> float:
+def _measure_sharpness(
+    recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData, *, sigma: float
+) -> float:
     """Return the mean rise of the loss (nats per target token or example) over `PAIRS` antithetic pairs of noise.
 
     The noise is in the full weight space, on `ROWS` training rows: the same rows and raw draws for every method with

@@ -13,17 +13,23 @@ from typing import Any
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.compare.analysis import analyse
-from flatshift.experiments.studies.compare.comparison_plan import ComparisonRun, Outcome, Pair, Plan, Result
+from flatshift.experiments.studies.compare.comparison_plan import (
+    ComparisonPlan,
+    ComparisonResults,
+    ComparisonRun,
+    Pair,
+    Result,
+)
 from flatshift.experiments.studies.compare.tuning import (
     FAILED,
-    Score,
-    Setting,
-    best_of,
-    finalists,
+    TrialScore,
+    TrialSetting,
+    best_trial,
     first_trials,
+    is_on_edge,
+    mean_score,
     next_trial,
-    on_edge,
-    together,
+    select_finalists,
 )
 from flatshift.experiments.studies.study import CellBatches, claim_study, run_study_cells
 from flatshift.finetune.atomic import read_json_object, write_json
@@ -34,8 +40,8 @@ _EQUAL_TIME = "equal_time.json"
 
 
 def run_study(
-    plan: Plan, out: Path, *, jobs: int, console: Console, on_cell: Callable[[Path], None] = lambda path: None
-) -> Outcome:
+    plan: ComparisonPlan, out: Path, *, jobs: int, console: Console, on_cell: Callable[[Path], None] = lambda path: None
+) -> ComparisonResults:
     """Run cells without a result, in `jobs` processes of one thread each (1: in this one), and gather all results.
 
     on_cell: called with the file of each cell that this call finished.
@@ -47,14 +53,14 @@ def run_study(
     claim_study(out, plan.resolved.to_yaml(), "comparison")
     plan.write_rows()
     batches = CellBatches(out, jobs=jobs, console=console, label="compare", on_cell=on_cell)
-    outcome = Outcome()
-    _tune(plan, batches, outcome)
+    outcome = ComparisonResults()
+    _tune_methods(plan, batches, outcome)
     study = plan.study
     finals = {
         pair: [plan.run("final", *pair, seed, outcome.chosen[pair]) for seed in study.seeds_of(pair[0])]
         for pair in plan.pairs
     }
-    outcome.finals = _run(batches, finals, "final runs")
+    outcome.finals = _run_groups(batches, finals, "final runs")
     outcome.step_ratio = step_ratios(plan, outcome)
     shorter = {
         pair: [
@@ -63,12 +69,12 @@ def run_study(
         for pair in plan.pairs
         if (steps := _equal_steps(plan, out, outcome, pair)) is not None
     }
-    outcome.equal_time = _run(batches, shorter, "runs at equal time")
+    outcome.equal_time = _run_groups(batches, shorter, "runs at equal time")
     return outcome
 
 
-def found_of(batches: CellBatches, run: ComparisonRun) -> Result:
-    """Return the outcome of a run: metrics on the evaluation rows together with those of `Measures`."""
+def run_result(batches: CellBatches, run: ComparisonRun) -> Result:
+    """Return the outcome of a run: metrics on the evaluation rows together with those of `ComparisonProbe`."""
     found = batches.result(run.cell)
     about = {"kind": run.kind, "method": run.method, "task": run.task, "seed": run.seed, "steps": run.steps}
     about |= {"setting": run.setting.overrides(), "judged": run.judged}
@@ -84,15 +90,17 @@ def found_of(batches: CellBatches, run: ComparisonRun) -> Result:
     )
 
 
-def _run(batches: CellBatches, runs: Mapping[Pair, Sequence[ComparisonRun]], what: str) -> dict[Pair, list[Result]]:
+def _run_groups(
+    batches: CellBatches, runs: Mapping[Pair, Sequence[ComparisonRun]], what: str
+) -> dict[Pair, list[Result]]:
     batches.run([run.cell for some in runs.values() for run in some], what)
-    return {pair: [found_of(batches, run) for run in some] for pair, some in runs.items()}
+    return {pair: [run_result(batches, run) for run in some] for pair, some in runs.items()}
 
 
-def _tune(plan: Plan, batches: CellBatches, outcome: Outcome) -> None:
+def _tune_methods(plan: ComparisonPlan, batches: CellBatches, outcome: ComparisonResults) -> None:
     study = plan.study
 
-    def trial(pair: Pair, setting: Setting) -> ComparisonRun:
+    def trial(pair: Pair, setting: TrialSetting) -> ComparisonRun:
         return plan.run("trial", *pair, study.tuning_seeds[0], setting)
 
     grids = {
@@ -103,25 +111,25 @@ def _tune(plan: Plan, batches: CellBatches, outcome: Outcome) -> None:
     for turn in range(study.rounds):
         new = {}
         for pair, grid in grids.items():
-            setting = next_trial(_scores(batches, plan, grid))
+            setting = next_trial(_score_grid(batches, plan, grid))
             new[pair] = grid[setting] = trial(pair, setting)
         batches.run([run.cell for run in new.values()], f"further trials, round {turn + 1}")
     last = {
         pair: {
             setting: [plan.run("trial", *pair, seed, setting) for seed in study.tuning_seeds]
-            for setting in finalists(_scores(batches, plan, grid), study.finalists)
+            for setting in select_finalists(_score_grid(batches, plan, grid), study.finalists)
         }
         for pair, grid in grids.items()
     }
     batches.run([run.cell for some in last.values() for seeds in some.values() for run in seeds[1:]], "finalists")
     for pair, grid in grids.items():
         means = {
-            setting: together([score(found_of(batches, run), plan.metric(pair[1])) for run in seeds])
+            setting: mean_score([score_trial(run_result(batches, run), plan.metric(pair[1])) for run in seeds])
             for setting, seeds in last[pair].items()
         }
-        best = best_of(means)
+        best = best_trial(means)
         ran = [*grid.values(), *(run for seeds in last[pair].values() for run in seeds[1:])]
-        outcome.trials[pair] = [(run, found_of(batches, run)) for run in ran]
+        outcome.trials[pair] = [(run, run_result(batches, run)) for run in ran]
         if best is None:
             reason = next(r["reason"] for _, r in outcome.trials[pair] if r["status"] != "done")
             raise UserError(
@@ -129,14 +137,16 @@ def _tune(plan: Plan, batches: CellBatches, outcome: Outcome) -> None:
                 f"example: {reason}"
             )
         outcome.chosen[pair] = best
-        outcome.edge[pair] = on_edge(grid, best)
+        outcome.edge[pair] = is_on_edge(grid, best)
 
 
-def _scores(batches: CellBatches, plan: Plan, grid: Mapping[Setting, ComparisonRun]) -> dict[Setting, Score]:
-    return {setting: score(found_of(batches, run), plan.metric(run.task)) for setting, run in grid.items()}
+def _score_grid(
+    batches: CellBatches, plan: ComparisonPlan, grid: Mapping[TrialSetting, ComparisonRun]
+) -> dict[TrialSetting, TrialScore]:
+    return {setting: score_trial(run_result(batches, run), plan.metric(run.task)) for setting, run in grid.items()}
 
 
-def score(result: Result, metric: str) -> Score:
+def score_trial(result: Result, metric: str) -> TrialScore:
     """Return the score of a trial by `metric`; an undefined value (a correlation of equal numbers) counts as failed."""
     if result["status"] != "done":
         return FAILED
@@ -144,10 +154,10 @@ def score(result: Result, metric: str) -> Score:
     value = metrics[metric]
     if value is None:
         return FAILED
-    return Score(-value if find_metric(metric).lower else value, metrics["loss"])
+    return TrialScore(-value if find_metric(metric).lower else value, metrics["loss"])
 
 
-def step_ratios(plan: Plan, outcome: Outcome) -> dict[str, float]:
+def step_ratios(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, float]:
     """Return the median ratio of a step's CPU time to the baseline's on the same task and seed, by method."""
     base = plan.study.baseline
     found = {}
@@ -163,7 +173,7 @@ def step_ratios(plan: Plan, outcome: Outcome) -> dict[str, float]:
     return found
 
 
-def _equal_steps(plan: Plan, out: Path, outcome: Outcome, pair: Pair) -> int | None:
+def _equal_steps(plan: ComparisonPlan, out: Path, outcome: ComparisonResults, pair: Pair) -> int | None:
     """Return the steps of a method in the baseline's time; None if its step costs about the same.
 
     The measured ratio is stored in equal_time.json, so that rerun cells do not change it.
@@ -214,11 +224,11 @@ def compare(
         UserError: bad input, before any cell runs. Interrupted: stopped; the same call resumes.
     """
 
-    def measure(plan: Plan, console: Console) -> dict[str, Any]:
+    def measure(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
         return analyse(plan, run_study(plan, out, jobs=jobs, console=console, on_cell=on_cell))
 
-    def plan() -> Plan:
-        return Plan(recipe, overrides, data=data, out=out, methods=methods, tasks=tasks)
+    def plan() -> ComparisonPlan:
+        return ComparisonPlan(recipe, overrides, data=data, out=out, methods=methods, tasks=tasks)
 
     return run_study_cells(
         f"flatshift compare {recipe}",

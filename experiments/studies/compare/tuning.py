@@ -18,7 +18,7 @@ from flatshift.experiments.recipe.studies import Comparison, StudyMethod
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrialSetting:
     """Settings of one trial."""
 
     lr: float
@@ -31,7 +31,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Score:
+class TrialScore:
     """Validation score of a trial; −inf for a diverged one."""
 
     value: float
@@ -40,16 +40,16 @@ class Score:
     """Breaks ties: lower is better."""
 
 
-FAILED = Score(-math.inf, math.inf)
+FAILED = TrialScore(-math.inf, math.inf)
 
 
-def first_trials(study: Comparison, method: StudyMethod) -> list[Setting]:
+def first_trials(study: Comparison, method: StudyMethod) -> list[TrialSetting]:
     """Return the grid: every knob setting with every learning rate."""
     axes = [[(key, value) for value in values] for key, values in method.knobs.items()]
-    return [Setting(lr, knobs) for knobs in itertools.product(*axes) for lr in study.rates(method)]
+    return [TrialSetting(lr, knobs) for knobs in itertools.product(*axes) for lr in study.rates(method)]
 
 
-def best_of(scores: Mapping[Setting, Score]) -> Setting | None:
+def best_trial(scores: Mapping[TrialSetting, TrialScore]) -> TrialSetting | None:
     """Return the best trial: highest value, then lowest loss, then lowest learning rate; None if all diverged."""
     alive = {setting: score for setting, score in scores.items() if score.value > -math.inf}
     if not alive:
@@ -57,54 +57,56 @@ def best_of(scores: Mapping[Setting, Score]) -> Setting | None:
     return min(alive, key=lambda s: (-alive[s].value, alive[s].loss, s.lr))
 
 
-def finalists(scores: Mapping[Setting, Score], count: int) -> list[Setting]:
+def select_finalists(scores: Mapping[TrialSetting, TrialScore], count: int) -> list[TrialSetting]:
     """Return the best `count` trials, best first; fewer if not enough converged."""
-    left, found = dict(scores), list[Setting]()
-    while len(found) < count and (best := best_of(left)) is not None:
+    left, found = dict(scores), list[TrialSetting]()
+    while len(found) < count and (best := best_trial(left)) is not None:
         found.append(best)
         del left[best]
     return found
 
 
-def together(scores: Sequence[Score]) -> Score:
+def mean_score(scores: Sequence[TrialScore]) -> TrialScore:
     """Combine one setting's scores under several seeds: the mean of each, or FAILED if any run diverged."""
     if any(score.value == -math.inf for score in scores):
         return FAILED
-    return Score(*(math.fsum(each) / len(scores) for each in zip(*((s.value, s.loss) for s in scores), strict=True)))
+    return TrialScore(
+        *(math.fsum(each) / len(scores) for each in zip(*((s.value, s.loss) for s in scores), strict=True))
+    )
 
 
-def on_edge(tried: Collection[Setting], best: Setting) -> bool:
+def is_on_edge(tried: Collection[TrialSetting], best: TrialSetting) -> bool:
     """Return True if the chosen learning rate is the lowest or highest of those tried with its knobs."""
-    rates = _rates(tried, best.knobs)
+    rates = _tried_rates(tried, best.knobs)
     return best.lr in (rates[0], rates[-1])
 
 
-def next_trial(scores: Mapping[Setting, Score]) -> Setting:
+def next_trial(scores: Mapping[TrialSetting, TrialScore]) -> TrialSetting:
     """Return the setting of one more, new trial: beyond the edge, or between the best and a neighbour."""
-    best = best_of(scores)
+    best = best_trial(scores)
     if best is None:  # everything diverged: well below all that was tried
         knobs = next(iter(scores)).knobs
-        rates = _rates(scores, knobs)
-        return Setting(_round(rates[0] * rates[0] / rates[1]), knobs)
-    rates = _rates(scores, best.knobs)
+        rates = _tried_rates(scores, knobs)
+        return TrialSetting(_round_rate(rates[0] * rates[0] / rates[1]), knobs)
+    rates = _tried_rates(scores, best.knobs)
     place = rates.index(best.lr)
     if place == 0:
-        return Setting(_round(rates[0] * rates[0] / rates[1]), best.knobs)
+        return TrialSetting(_round_rate(rates[0] * rates[0] / rates[1]), best.knobs)
     if place == len(rates) - 1:
-        return Setting(_round(rates[-1] * rates[-1] / rates[-2]), best.knobs)
+        return TrialSetting(_round_rate(rates[-1] * rates[-1] / rates[-2]), best.knobs)
 
     def rank(lr: float) -> tuple[float, float]:
-        score = scores[Setting(lr, best.knobs)]
+        score = scores[TrialSetting(lr, best.knobs)]
         return (-score.value, score.loss)
 
     neighbour = min((rates[place - 1], rates[place + 1]), key=rank)
-    return Setting(_round(math.sqrt(best.lr * neighbour)), best.knobs)
+    return TrialSetting(_round_rate(math.sqrt(best.lr * neighbour)), best.knobs)
 
 
-def _rates(tried: Collection[Setting], knobs: Sequence[tuple[str, Any]]) -> list[float]:
+def _tried_rates(tried: Collection[TrialSetting], knobs: Sequence[tuple[str, Any]]) -> list[float]:
     return sorted(setting.lr for setting in tried if setting.knobs == knobs)
 
 
-def _round(rate: float) -> float:
+def _round_rate(rate: float) -> float:
     """Round to three digits, so that a rate is readable and identifies the same cell on every machine."""
     return float(f"{rate:.3g}")

@@ -33,7 +33,7 @@ _VAIN = 1000
 
 
 @dataclass(frozen=True)
-class Range:
+class ValueRange:
     """Numbers from `low` to `high`, ends included, drawn evenly on a linear or logarithmic scale."""
 
     low: float
@@ -58,7 +58,7 @@ class Range:
         return type(value)(min(max(value, self.low), self.high))
 
 
-Values = list[Any] | Range
+Values = list[Any] | ValueRange
 Axes = dict[str, Values]
 
 
@@ -75,11 +75,11 @@ def parse_grid(grid: Sequence[str]) -> Axes:
             raise UserError(f"--grid {text!r}: write it as key=v1,v2,…")
         if key in axes:
             raise UserError(f"--grid: the key {key!r} is given twice; put its values in one list")
-        axes[key] = as_values(key, _split(values))
+        axes[key] = axis_values(key, _split_values(values))
     return axes
 
 
-def _split(values: str) -> list[str]:
+def _split_values(values: str) -> list[str]:
     """Split `1,{kind: ggpo, beta: 0}` at its commas, except those in brackets."""
     found, depth = [""], 0
     for character in values:
@@ -91,7 +91,7 @@ def _split(values: str) -> list[str]:
     return [value.strip() for value in found]
 
 
-def as_values(key: str, given: Sequence[Any]) -> Values:
+def axis_values(key: str, given: Sequence[Any]) -> Values:
     """Return the values of one axis as written: a list, or the range given by a single text."""
     if len(given) == 1 and isinstance(given[0], str):
         if (found := parse_range(given[0], f"--grid {key}")) is not None:
@@ -106,7 +106,7 @@ def as_values(key: str, given: Sequence[Any]) -> Values:
     return values
 
 
-def parse_range(text: str, where: str) -> Range | None:
+def parse_range(text: str, where: str) -> ValueRange | None:
     """Parse `lo..hi` or `lo..hi:log`; None if the text is not a range. Raises UserError for an empty range."""
     match = _RANGE.match(text.strip())
     if match is None:
@@ -118,10 +118,12 @@ def parse_range(text: str, where: str) -> Range | None:
         raise UserError(f"{where}: the range {text} has no numbers in it; write the lower end first")
     if log and low <= 0:
         raise UserError(f"{where}: the range {text} cannot be logarithmic from {low:g}; begin above 0")
-    return Range(low, high, log)
+    return ValueRange(low, high, log)
 
 
-def points_of(axes: Mapping[str, Values], design: Design, *, count: int | None, seed: int) -> Iterator[dict[str, Any]]:
+def generate_points(
+    axes: Mapping[str, Values], design: Design, *, count: int | None, seed: int
+) -> Iterator[dict[str, Any]]:
     """Yield the points of `axes`, each {key: value as written or drawn}.
 
     grid: the product, the last axis fastest. paired: first values together, second values together, … random: `count`
@@ -130,16 +132,16 @@ def points_of(axes: Mapping[str, Values], design: Design, *, count: int | None, 
     """
     if design != "random":
         for key, values in axes.items():
-            if isinstance(values, Range):
+            if isinstance(values, ValueRange):
                 raise UserError(f"--grid {key}={values}: a range needs --design random; else list its values")
         if count is not None:
             raise UserError(f"--points has a meaning with --design random only, not with {design}")
     if design == "random":
         if count is None:
             raise UserError("--design random: say with --points N how many points to draw")
-        yield from _drawn(axes, count, seed)
+        yield from _draw_points(axes, count, seed)
         return
-    columns = [values for values in axes.values() if not isinstance(values, Range)]
+    columns = [values for values in axes.values() if not isinstance(values, ValueRange)]
     if design == "paired":
         lengths = {key: len(values) for key, values in zip(axes, columns, strict=True)}
         if len(set(lengths.values())) > 1:
@@ -150,19 +152,19 @@ def points_of(axes: Mapping[str, Values], design: Design, *, count: int | None, 
         yield dict(zip(axes, row, strict=True))
 
 
-def _drawn(axes: Mapping[str, Values], count: int, seed: int) -> Iterator[dict[str, Any]]:
+def _draw_points(axes: Mapping[str, Values], count: int, seed: int) -> Iterator[dict[str, Any]]:
     from flatshift.finetune.seeds import numpy_generator
 
     if count < 1:
         raise UserError(f"--points must be at least 1, got {count}")
-    possible = math.prod(_size(values) for values in axes.values())
+    possible = math.prod(_axis_size(values) for values in axes.values())
     if count > possible:
         raise UserError(f"--points {count}: the axes have only {possible:.0f} different points")
     streams = {key: numpy_generator(seed, "sweep", key) for key in axes}
     seen: set[str] = set()
     vain = 0
     while len(seen) < count:
-        point = {key: _draw(values, streams[key]) for key, values in axes.items()}
+        point = {key: _draw_value(values, streams[key]) for key, values in axes.items()}
         vain = vain + 1 if repr(point) in seen else 0
         if vain > _VAIN + 20 * count:
             raise UserError(
@@ -174,21 +176,21 @@ def _drawn(axes: Mapping[str, Values], count: int, seed: int) -> Iterator[dict[s
             yield point
 
 
-def count_of(axes: Mapping[str, Values], design: Design, count: int | None) -> float:
-    """Return the largest number of points that `points_of` can yield, without generating any."""
+def count_points(axes: Mapping[str, Values], design: Design, count: int | None) -> float:
+    """Return the largest number of points that `generate_points` can yield, without generating any."""
     if design == "random":
         return count or 0
-    lengths = [len(values) for values in axes.values() if not isinstance(values, Range)]
+    lengths = [len(values) for values in axes.values() if not isinstance(values, ValueRange)]
     return max(lengths, default=0) if design == "paired" else math.prod(lengths)
 
 
-def _size(values: Values) -> float:
-    if not isinstance(values, Range):
+def _axis_size(values: Values) -> float:
+    if not isinstance(values, ValueRange):
         return len(values)
     return values.high - values.low + 1 if values.whole else math.inf
 
 
-def _draw(values: Values, generator: np.random.Generator) -> Any:
-    if isinstance(values, Range):
+def _draw_value(values: Values, generator: np.random.Generator) -> Any:
+    if isinstance(values, ValueRange):
         return values.draw(generator)
     return values[int(generator.integers(len(values)))]

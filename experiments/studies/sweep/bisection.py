@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.cells import EMC as EMC_FILE
 from flatshift.experiments.results.cells import read_result
-from flatshift.experiments.studies.cell import Cell, label_of
-from flatshift.experiments.studies.sweep.axes import Range, parse_range
-from flatshift.experiments.studies.sweep.sweep_plan import Base
-from flatshift.experiments.studies.sweep.table import Row, final_figures
+from flatshift.experiments.studies.cell import Cell, point_label
+from flatshift.experiments.studies.sweep.axes import ValueRange, parse_range
+from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
+from flatshift.experiments.studies.sweep.table import Row, final_metrics
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import disk_full_interrupts
@@ -61,16 +61,16 @@ def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisecti
     if not 0 < epsilon < 1:
         raise UserError(f"--epsilon must lie between 0 and 1, got {epsilon}")
     if not equals:
-        return Bisection(key, _FEWEST, _rows(recipe), epsilon)
+        return Bisection(key, _FEWEST, _training_row_count(recipe), epsilon)
     found = parse_range(values, f"--bisect {key}")
-    if not isinstance(found, Range) or found.log or not (found.low.is_integer() and found.high.is_integer()):
+    if not isinstance(found, ValueRange) or found.log or not (found.low.is_integer() and found.high.is_integer()):
         raise UserError(f"--bisect {text}: write the rows to search between as {key}=lo..hi")
     if found.low < 1:
         raise UserError(f"--bisect {text}: begin with at least 1 row")
     return Bisection(key, int(found.low), int(found.high), epsilon)
 
 
-def _rows(recipe: Recipe) -> int:
+def _training_row_count(recipe: Recipe) -> int:
     """Return the most training rows a cell can get: without bad and held-out rows."""
     from flatshift.experiments.data.splits import read_splits
 
@@ -97,17 +97,17 @@ class BisectionResult:
     tried: list[int]
 
 
-class _Wanted(Exception):
+class _CellsMissing(Exception):
     """Raised when the search needs cells with this many rows."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
 
-class _Search:
+class _PointSearch:
     """Search at one point: the cells tried, and the answer once every needed train error is known."""
 
-    def __init__(self, base: Base, cell: Cell, search: Bisection, seeds: int) -> None:
+    def __init__(self, base: SweepBase, cell: Cell, search: Bisection, seeds: int) -> None:
         """Start a search; cell: any cell of its point."""
         self.base, self.cell, self.search, self.seeds = base, cell, search, seeds
         self.tried: dict[int, list[Cell]] = {}
@@ -120,7 +120,7 @@ class _Search:
         def train_error(rows: int, seed: int) -> float:
             group = self.tried.get(rows)
             if group is None or group[seed].key not in errors:
-                raise _Wanted(rows)
+                raise _CellsMissing(rows)
             return errors[group[seed].key]
 
         low, high, epsilon = self.search.low, self.search.high, self.search.epsilon
@@ -128,7 +128,7 @@ class _Search:
             self.answer = effective_model_complexity(
                 train_error, epsilon=epsilon, low=low, high=high, seeds=range(self.seeds)
             )
-        except _Wanted as missing:
+        except _CellsMissing as missing:
             wanted = list(self.base.cells([{**self.cell.laid, self.search.key: missing.rows}], self.seeds))
             self.tried[missing.rows] = wanted
             return wanted
@@ -145,7 +145,7 @@ class _Search:
         tried = [
             {
                 "rows": rows,
-                "train_error": [_finite(errors[cell.key]) for cell in self.tried[rows]],
+                "train_error": [_finite_or_none(errors[cell.key]) for cell in self.tried[rows]],
                 "cells": [cell.key for cell in self.tried[rows]],
             }
             for rows in sorted(self.tried)
@@ -155,15 +155,15 @@ class _Search:
 
 
 def bisect(
-    out: Path, base: Base, cells: Sequence[Cell], search: Bisection, seeds: int, run: RunCells
+    out: Path, base: SweepBase, cells: Sequence[Cell], search: Bisection, seeds: int, run: RunCells
 ) -> BisectionResult:
     """Search at every point of `cells`, all points at the same time, and write emc.json.
 
     The search is a function of train errors: in each round it restarts with the known ones until none is missing, so a
     killed sweep resumes.
     """
-    points = {label_of(cell.laid): cell for cell in cells}
-    searches = [_Search(base, cell, search, seeds) for cell in points.values()]
+    points = {point_label(cell.laid): cell for cell in cells}
+    searches = [_PointSearch(base, cell, search, seeds) for cell in points.values()]
     errors: dict[str, float] = {}
     turn = 0
     while wanted := [cell for one in searches if one.answer is None for cell in one.step(errors)]:
@@ -178,7 +178,7 @@ def bisect(
     return BisectionResult([cell for one in searches for cell in one.cells], columns, tried)
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
@@ -197,7 +197,7 @@ def _train_error(out: Path, cell: Cell) -> float:
             f"--bisect: cell {cell.key} ({cell.label}) failed: {result['reason']}; whether its rows are fitted is "
             "not known; --rerun-failed tries it again"
         )
-    error = final_figures(directory).get("train.error")
+    error = final_metrics(directory).get("train.error")
     if error is None:
         raise UserError(
             f"--bisect: cell {cell.key} has no train error; judge training rows too (eval.train_limit) and, for "

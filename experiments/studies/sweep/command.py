@@ -25,13 +25,13 @@ from flatshift.experiments.recipe.schema import SweepConfig
 from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.statistics.peak import Look, looks
+from flatshift.experiments.statistics.peak import InterimLook, plan_looks
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.devices import DevicePlacement, choose_devices
-from flatshift.experiments.studies.directory import note_finished, results_of, stale_keys
-from flatshift.experiments.studies.leases import CLAIMS, LONGEST_S, SHORTEST_S, Leases, refuse_claims
+from flatshift.experiments.studies.directory import read_results, stale_keys, write_done
+from flatshift.experiments.studies.leases import CLAIMS, LONGEST_S, SHORTEST_S, Leases, check_unclaimed
 from flatshift.experiments.studies.queue import run_cells
-from flatshift.experiments.studies.sweep.axes import Axes, Design, as_values, count_of, parse_grid
+from flatshift.experiments.studies.sweep.axes import Axes, Design, axis_values, count_points, parse_grid
 from flatshift.experiments.studies.sweep.bisection import Bisection, bisect, parse_bisection
 from flatshift.experiments.studies.sweep.directory import (
     PLANNED,
@@ -40,13 +40,13 @@ from flatshift.experiments.studies.sweep.directory import (
     check_directory,
     check_finished,
     check_parts,
-    claim,
-    count_others,
-    merge,
-    refuse_other_plan,
+    check_same_plan,
+    claim_directory,
+    count_other_cells,
+    merge_parts,
     write_marker,
 )
-from flatshift.experiments.studies.sweep.sweep_plan import Base
+from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
 from flatshift.experiments.studies.sweep.table import Row, write_table
 from flatshift.finetune.config import TraceRecording
 from flatshift.finetune.errors import Interrupted, UserError
@@ -75,31 +75,31 @@ def sweep(
     unknown key, a wrong value, an empty grid, or a foreign or locked directory, before any cell runs; Interrupted when
     stopped or when the disk is full.
     """
-    asked = _asked(Base.of(recipe, overrides), options)
-    places = _places(options, asked)
+    asked = _parse_request(SweepBase.of(recipe, overrides), options)
+    places = _place_workers(options, asked)
     share = None if options.part is None else SweepPart.parse(options.part)
-    _refuse_mixtures(options)
+    _check_exclusive_flags(options)
     check_parts(options.merge)
-    steps = looks(asked.seeds) if options.until is not None else ()
+    steps = plan_looks(asked.seeds) if options.until is not None else ()
     asked.base.check(asked.axes)
     asked.refuse_more(MOST_CELLS if options.max_cells is None else options.max_cells)
     console = Console(quiet=quiet)
     if options.shared:
-        return _shared(out, asked, options, places, console, draw)
+        return _sweep_shared(out, asked, options, places, console, draw)
     with exclusive_lock(out):
-        refuse_claims(out)
-        asked, cells = _planned(out, asked, console, share)
-        claim(out, asked.document(cells), asked.base.resolved)
+        check_unclaimed(out)
+        asked, cells = _plan_cells(out, asked, console, share)
+        claim_directory(out, asked.document(cells), asked.base.resolved)
         searched: dict[str, None] = {}
 
         def run(some: Sequence[Cell], label: str = "sweep") -> None:
             if asked.bisection is not None:  # a page during a search shows its cells only, none of another grid
                 searched.update(dict.fromkeys(cell.key for cell in some))
                 write_marker(out, {**asked.document(cells), "keys": list(searched)})
-            results = results_of(out, some)
+            results = read_results(out, some)
             rerun = stale_keys(results, console, rerun=options.rerun_stale)
             if options.rerun_failed:
-                rerun |= _failed(results)
+                rerun |= _retryable_keys(results)
             run_cells(out, some, places, console, label=label, rerun=rerun)
 
         more: dict[str, Row] = {}
@@ -109,12 +109,12 @@ def sweep(
                 cells, more = found.cells, found.columns
                 write_marker(out, asked.document(cells, found.tried))
             else:
-                if others := count_others(out, cells):
+                if others := count_other_cells(out, cells):
                     console.say(f"{others} finished cells in {out} are not of this plan: kept, but not in its tables")
                 if options.merge:
-                    merge(out, cells, options.merge, console)
+                    merge_parts(out, cells, options.merge, console)
                 elif steps:
-                    cells = _until_decided(out, asked, cells, steps, run, console)
+                    cells = _run_until_decided(out, asked, cells, steps, run, console)
                 else:
                     run(cells)
         except Interrupted:
@@ -122,10 +122,12 @@ def sweep(
                 write_table(out, cells)
             raise
         with disk_full_interrupts(f"writing the tables of {out}"):
-            return _close(out, cells, more, console, draw)
+            return _write_outputs(out, cells, more, console, draw)
 
 
-def _planned(out: Path, asked: _Asked, console: Console, share: SweepPart | None) -> tuple[_Asked, list[Cell]]:
+def _plan_cells(
+    out: Path, asked: _SweepRequest, console: Console, share: SweepPart | None
+) -> tuple[_SweepRequest, list[Cell]]:
     """Return the requested sweep with its precision resolved, and its cells.
 
     Raises UserError for a foreign directory.
@@ -149,8 +151,8 @@ def _planned(out: Path, asked: _Asked, console: Console, share: SweepPart | None
     return asked, cells
 
 
-def _shared(
-    out: Path, asked: _Asked, options: SweepOptions, places: DevicePlacement, console: Console, draw: Draw | None
+def _sweep_shared(
+    out: Path, asked: _SweepRequest, options: SweepOptions, places: DevicePlacement, console: Console, draw: Draw | None
 ) -> int:
     """Run cells together with other hosts until all have a result; each host then writes the same tables and page."""
     seconds = 60.0 if options.lease is None else options.lease
@@ -172,12 +174,12 @@ def _shared(
         leases = stack.enter_context(Leases(out / CLAIMS, seconds=seconds, lost=lost))
         whole = functools.partial(leases.exclusive, PLANNED, waits=lambda who: console.say(f"waiting for {who}"))
         with whole(), exclusive_lock(out):
-            asked, cells = _planned(out, asked, console, None)
-            refuse_other_plan(out, asked.document(cells))
-            claim(out, asked.document(cells), asked.base.resolved)
+            asked, cells = _plan_cells(out, asked, console, None)
+            check_same_plan(out, asked.document(cells))
+            claim_directory(out, asked.document(cells), asked.base.resolved)
         run_cells(out, cells, places, console, leases=leases)
         with whole(), exclusive_lock(out), disk_full_interrupts(f"writing the tables of {out}"):
-            return _close(out, cells, {}, console, draw)
+            return _write_outputs(out, cells, {}, console, draw)
 
 
 def _remove_if_empty(out: Path) -> None:
@@ -185,7 +187,7 @@ def _remove_if_empty(out: Path) -> None:
         out.rmdir()
 
 
-def _places(options: SweepOptions, asked: _Asked) -> DevicePlacement:
+def _place_workers(options: SweepOptions, asked: _SweepRequest) -> DevicePlacement:
     """Return the worker processes and the devices assigned to them in turn (`choose_devices`)."""
     placed = choose_devices(options.devices, asked.base.recipe.train.device)
     jobs = options.jobs
@@ -199,7 +201,7 @@ def _places(options: SweepOptions, asked: _Asked) -> DevicePlacement:
     return DevicePlacement(workers, placed)
 
 
-def _refuse_mixtures(options: SweepOptions) -> None:
+def _check_exclusive_flags(options: SweepOptions) -> None:
     """Raise UserError for flags that exclude each other."""
     if options.lease is not None and not options.shared:
         raise UserError("--lease has a meaning with --shared only; add that, or leave it out")
@@ -225,16 +227,16 @@ def _refuse_mixtures(options: SweepOptions) -> None:
         )
 
 
-def _until_decided(
+def _run_until_decided(
     out: Path,
-    asked: _Asked,
+    asked: _SweepRequest,
     cells: list[Cell],
-    steps: Sequence[Look],
+    steps: Sequence[InterimLook],
     run: Callable[[Sequence[Cell]], None],
     console: Console,
 ) -> list[Cell]:
     """Add seeds until every curve has a verdict, and return the cells that were run."""
-    from flatshift.experiments.results.analysis import Analysis
+    from flatshift.experiments.results.analysis import SweepAnalysis
     from flatshift.experiments.results.sweep import read_sweep
 
     first, some = asked.base.recipe.train.seed, cells
@@ -244,7 +246,7 @@ def _until_decided(
         run(some)
         write_table(out, some)
         data = read_sweep(out)
-        found = [] if data is None else [one.verdict.kind for one in Analysis(data).judged]
+        found = [] if data is None else [one.verdict.kind for one in SweepAnalysis(data).judged]
         # No curve yet counts as undecided.
         open_ones = found.count("undecided") if found else 1
         said = f"{look.seeds} seeds, each test at {look.level:.3f}: "
@@ -257,10 +259,10 @@ def _until_decided(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SweepRequest:
     """Request of a command line combined with the recipe's `sweep` block."""
 
-    base: Base
+    base: SweepBase
     axes: Axes
     seeds: int
     design: Design
@@ -271,7 +273,7 @@ class _Asked:
     def refuse_more(self, most: int) -> None:
         """Raise UserError for a plan of more than `most` cells, before any is created, and for seeds above the limit of
         a recipe."""
-        points = count_of(self.axes, self.design, self.points)
+        points = count_points(self.axes, self.design, self.points)
         if points * self.seeds > most:
             raise UserError(
                 f"{points:,} points under {self.seeds:,} seeds are {points * self.seeds:,} cells, above the {most:,} "
@@ -300,7 +302,7 @@ class _Asked:
         return found
 
 
-def _could_record(asked: _Asked) -> bool:
+def _could_record(asked: _SweepRequest) -> bool:
     """Return True if the cells record nothing along the steps, but could."""
     from flatshift.experiments.recipe.rules import check_recipe
 
@@ -314,7 +316,7 @@ def _could_record(asked: _Asked) -> bool:
     return True
 
 
-def _asked(base: Base, options: SweepOptions) -> _Asked:
+def _parse_request(base: SweepBase, options: SweepOptions) -> _SweepRequest:
     from flatshift.finetune.train.stage import check_metric
 
     design, points, bisection = options.design, options.points, options.bisect
@@ -324,7 +326,7 @@ def _asked(base: Base, options: SweepOptions) -> _Asked:
             raise UserError("--grid: give key=v1,v2,…, or leave the flag out for the recipe's own `sweep.grid`")
         axes = parse_grid(options.grid)
     else:
-        axes = {key: as_values(key, values) for key, values in block.grid.items()}
+        axes = {key: axis_values(key, values) for key, values in block.grid.items()}
         design, points = design or block.design, points if points is not None else block.points
     if options.epsilon is not None and bisection is None:
         raise UserError("--epsilon has a meaning with --bisect only")
@@ -337,15 +339,15 @@ def _asked(base: Base, options: SweepOptions) -> _Asked:
     if count < 1:
         raise UserError(f"--seeds must be at least 1, got {count}")
     check_metric(block.metric, base.recipe.task, "sweep.metric")
-    return _Asked(base, axes, count, design or "grid", points, search, block.metric)
+    return _SweepRequest(base, axes, count, design or "grid", points, search, block.metric)
 
 
-def _failed(results: dict[str, dict[str, Any]]) -> set[str]:
+def _retryable_keys(results: dict[str, dict[str, Any]]) -> set[str]:
     """Return the keys of failed cells that might succeed next time: a diverged run would diverge again."""
     return {key for key, result in results.items() if result["status"] == "failed"}
 
 
-def _close(out: Path, cells: Sequence[Cell], more: dict[str, Row], console: Console, draw: Draw | None) -> int:
+def _write_outputs(out: Path, cells: Sequence[Cell], more: dict[str, Row], console: Console, draw: Draw | None) -> int:
     """Write tables and page; print failures and return the exit code."""
     table = write_table(out, cells, more=more)
     broken = {row["cell"]: row["reason"] for row in table if row["status"] != "done"}
@@ -353,7 +355,7 @@ def _close(out: Path, cells: Sequence[Cell], more: dict[str, Row], console: Cons
         console.say(f"{len(broken)} cells diverged or failed, for example {key}: {reason}")
     if any(row["status"] == "failed" for row in table):
         console.say("--rerun-failed tries again those that did not diverge")
-    note_finished(out, SEALED)
+    write_done(out, SEALED)
     if draw is not None:
         console.say(f"report: {draw(out)}")
     return 1 if broken else 0

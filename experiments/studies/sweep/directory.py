@@ -33,8 +33,8 @@ from flatshift.experiments.results.cells import (
 )
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell
-from flatshift.experiments.studies.directory import WORKERS, results_of
-from flatshift.experiments.studies.leases import CLAIMS, claims_of, holder
+from flatshift.experiments.studies.directory import WORKERS, read_results
+from flatshift.experiments.studies.leases import CLAIMS, claim_holder, list_claims
 from flatshift.finetune.atomic import (
     atomic_directory,
     atomic_file,
@@ -67,7 +67,7 @@ def check_directory(out: Path) -> None:
     read_marker(out)
 
 
-def claim(out: Path, plan: dict[str, Any], base: Resolved) -> None:
+def claim_directory(out: Path, plan: dict[str, Any], base: Resolved) -> None:
     """Write sweep.json, then its provenance.
 
     A kill at any point leaves a directory that the same command recognises. Tables and emc.json of another plan are
@@ -77,7 +77,7 @@ def claim(out: Path, plan: dict[str, Any], base: Resolved) -> None:
         remove_leftovers(out)
         (out / DONE).unlink(missing_ok=True)  # it describes a finished sweep
         before = read_marker(out) if (out / MARKER).is_file() else {}
-        if before and _asked(before) != _asked(plan):
+        if before and _without_stamps(before) != _without_stamps(plan):
             for name in (CELLS, CURVES, POINTS, EMC):
                 (out / name).unlink(missing_ok=True)
     write_marker(out, plan)
@@ -85,13 +85,14 @@ def claim(out: Path, plan: dict[str, Any], base: Resolved) -> None:
         write_provenance(out, recipe_yaml=base.to_yaml())
 
 
-def refuse_other_plan(out: Path, plan: dict[str, Any]) -> None:
+def check_same_plan(out: Path, plan: dict[str, Any]) -> None:
     """Raise UserError if hosts that share the directory are running another plan."""
     before = read_marker(out) if (out / MARKER).is_file() else {}
-    others = [path for path in claims_of(out) if not path.name.startswith(PLANNED)]
-    if before and others and _asked(before) != _asked(plan):
+    others = [path for path in list_claims(out) if not path.name.startswith(PLANNED)]
+    if before and others and _without_stamps(before) != _without_stamps(plan):
         raise UserError(
-            f"{out}: {holder(others[0])} is at work there on another recipe or grid; start the same command as there, "
+            f"{out}: {claim_holder(others[0])} is at work there on another recipe or grid; start the same command "
+            "as there, "
             "or name another --out"
         )
 
@@ -107,12 +108,12 @@ def check_finished(out: Path) -> None:
 
 def write_marker(out: Path, plan: dict[str, Any]) -> None:
     with disk_full_interrupts(f"writing {out / MARKER}"):
-        write_json(out / MARKER, {"format": FORMAT, **plan, **_stamps()})
+        write_json(out / MARKER, {"format": FORMAT, **plan, **_version_stamps()})
 
 
-def _asked(document: dict[str, Any]) -> dict[str, Any]:
+def _without_stamps(document: dict[str, Any]) -> dict[str, Any]:
     """Return a sweep.json without the version of the code, and without the row counts that a bisection tried."""
-    found = {**document, **_stamps()}
+    found = {**document, **_version_stamps()}
     if search := document.get("bisection"):
         found.pop("cells", None)
         found.pop("keys", None)
@@ -120,11 +121,11 @@ def _asked(document: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _stamps() -> dict[str, Any]:
+def _version_stamps() -> dict[str, Any]:
     return {"flatshift": flatshift_version(), "code": source_digest(), "format": FORMAT}
 
 
-def count_others(out: Path, cells: Sequence[Cell]) -> int:
+def count_other_cells(out: Path, cells: Sequence[Cell]) -> int:
     """Count the finished cells in the directory that are not among `cells`."""
     mine = {cell.key for cell in cells}
     return sum(1 for path in (out / "cells").glob(f"*/{RESULT}") if path.parent.name not in mine)
@@ -163,26 +164,26 @@ def check_parts(sources: Sequence[Path]) -> None:
             raise UserError(f"--merge: {source} is not a sweep directory (it has no {MARKER})")
         read_marker(source)
         if (source / DONE).is_file():
-            check_files(source, partial(_kept, source))
+            check_files(source, partial(_is_checked_file, source))
 
 
-def _kept(source: Path, name: str) -> bool:
+def _is_checked_file(source: Path, name: str) -> bool:
     return (source / name).is_file() and name != CELLS
 
 
-def merge(out: Path, cells: Sequence[Cell], sources: Sequence[Path], console: Console) -> None:
+def merge_parts(out: Path, cells: Sequence[Cell], sources: Sequence[Path], console: Console) -> None:
     """Copy the cells that `sources` have finished and `out` has not, each atomically.
 
     Raises UserError for a damaged cell, and if cells are missing at the end; copied cells are kept.
     """
     wanted = {cell.key: cell for cell in cells}
     make_directory(out / "cells")
-    there = results_of(out, cells)
+    there = read_results(out, cells)
     for source in sources:
-        found = results_of(source, [cell for key, cell in wanted.items() if key not in there])
+        found = read_results(source, [cell for key, cell in wanted.items() if key not in there])
         with disk_full_interrupts(f"writing {out}"):
             for key in found:
-                _copy(source / "cells" / key, out / "cells" / key)
+                _copy_cell(source / "cells" / key, out / "cells" / key)
         there |= found
         console.say(f"{source}: {len(found)} cells of this plan that were not there yet")
     missing = [cell for key, cell in wanted.items() if key not in there]
@@ -193,7 +194,7 @@ def merge(out: Path, cells: Sequence[Cell], sources: Sequence[Path], console: Co
         )
 
 
-def _copy(cell: Path, to: Path) -> None:
+def _copy_cell(cell: Path, to: Path) -> None:
     for file, copied in zip(result_files(cell)[1:], result_files(to)[1:], strict=True):
         if file.is_file():  # kept without its run
             with atomic_file(copied) as temporary:

@@ -13,8 +13,8 @@ from flatshift.experiments.recipe import Resolved, from_override
 from flatshift.experiments.recipe.resolve import apply_overrides, get_dotted, recipe_tree, resolve_tree
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, parse
-from flatshift.experiments.studies.cell import Cell, cell_of, label_of
-from flatshift.experiments.studies.sweep.axes import Axes, Design, Range, Values, points_of
+from flatshift.experiments.studies.cell import Cell, make_cell, point_label
+from flatshift.experiments.studies.sweep.axes import Axes, Design, ValueRange, Values, generate_points
 from flatshift.finetune.errors import UserError
 
 
@@ -33,11 +33,11 @@ def plan_cells(
     recipe's own. points: how many to draw (design: random), by the recipe's own train.seed. Raises UserError for an
     unknown key, a wrong value, or axes that do not suit the design.
     """
-    yield from Base.of(recipe, overrides).plan(axes, seeds, design=design, points=points)
+    yield from SweepBase.of(recipe, overrides).plan(axes, seeds, design=design, points=points)
 
 
 @dataclasses.dataclass(frozen=True)
-class Base:
+class SweepBase:
     """Recipe of a sweep before any axis is applied; read once for all cells."""
 
     tree: Tree
@@ -45,22 +45,22 @@ class Base:
     resolved: Resolved
 
     @classmethod
-    def of(cls, recipe: str | Resolved, overrides: Sequence[Branch]) -> Base:
+    def of(cls, recipe: str | Resolved, overrides: Sequence[Branch]) -> SweepBase:
         """Build from the recipe file, shipped recipe or resolved recipe with `overrides` applied."""
         tree: Tree = recipe.tree() if isinstance(recipe, Resolved) else recipe_tree(recipe)
         tree = apply_overrides(tree, overrides)
         name = recipe.name if isinstance(recipe, Resolved) else Path(recipe).stem
         return cls(tree, name, resolve_tree(tree, (), name=name))
 
-    def settled(self, *, kept: Path, say: Callable[[str], None]) -> Base:
+    def settled(self, *, kept: Path, say: Callable[[str], None]) -> SweepBase:
         """Return the same with its precision resolved; arguments as in
         `flatshift.experiments.recipe.auto.resolve_auto`."""
         from flatshift.experiments.recipe.auto import resolve_auto_tree
 
         tree = resolve_auto_tree(self.tree, name=self.name, kept=kept, say=say)
-        return Base(tree, self.name, resolve_tree(tree, (), name=self.name))
+        return SweepBase(tree, self.name, resolve_tree(tree, (), name=self.name))
 
-    def in_steps(self, *, say: Callable[[str], None]) -> Base:
+    def in_steps(self, *, say: Callable[[str], None]) -> SweepBase:
         """Return the same with epochs converted to steps of its own rows, equal in every cell. Raises UserError as
         `prepare`."""
         if self.recipe.train.epochs is None:
@@ -76,7 +76,7 @@ class Base:
         steps, why = counted.recipe.train.steps, counted.origins["train.steps"]
         say(f"steps: {steps:,} in every cell ({why})")
         tree = apply_overrides(self.tree, [from_override("train.steps", steps, why)])
-        return Base(tree, self.name, resolve_tree(tree, (), name=self.name))
+        return SweepBase(tree, self.name, resolve_tree(tree, (), name=self.name))
 
     @property
     def recipe(self) -> Recipe:
@@ -87,7 +87,7 @@ class Base:
         self, axes: Mapping[str, Values], seeds: int, *, design: Design = "grid", points: int | None = None
     ) -> Iterator[Cell]:
         """Yield every cell of a sweep over `axes`, as `plan_cells`."""
-        drawn = points_of(self.check(axes), design, count=points, seed=self.recipe.train.seed)
+        drawn = generate_points(self.check(axes), design, count=points, seed=self.recipe.train.seed)
         yield from self.cells(drawn, seeds)
 
     def check(self, axes: Mapping[str, Values]) -> Axes:
@@ -99,7 +99,7 @@ class Base:
                 raise UserError("--grid train.seed: seeds are an axis of their own; use --seeds")
             if not any(key.startswith(f"{other}.") for other in axes):  # a component that another axis sets
                 self._check_key(key)
-            if isinstance(values, Range) and self._is_whole(key, values):
+            if isinstance(values, ValueRange) and self._is_whole(key, values):
                 if not (values.low.is_integer() and values.high.is_integer()):
                     raise UserError(f"--grid {key}={values}: {key} is a whole number; give whole ends")
                 values = dataclasses.replace(values, whole=True)
@@ -114,7 +114,7 @@ class Base:
             get_dotted(self.recipe, key)
         except UserError as error:
             block, _, name = key.rpartition(".")
-            kinds = [str(getattr(one, "kind", "")) for one in self._components(block) if name in _fields(one)]
+            kinds = [str(getattr(one, "kind", "")) for one in self._components(block) if name in _field_names(one)]
             if kinds and hasattr(owner, "kind"):
                 raise UserError(
                     f"--grid {key}: {block} is {owner.kind}, which has no {name}; set one that has "
@@ -130,10 +130,10 @@ class Base:
         hint = typing.get_type_hints(type(around)).get(block.rpartition(".")[2])
         return [one for one in typing.get_args(hint) if isinstance(one, type) and hasattr(one, "kind")]
 
-    def _is_whole(self, key: str, values: Range) -> bool:
+    def _is_whole(self, key: str, values: ValueRange) -> bool:
         block, _, name = key.rpartition(".")
         owner = self._owner(key)
-        classes = [one for one in (type(owner), *self._components(block)) if name in _fields(one)]
+        classes = [one for one in (type(owner), *self._components(block)) if name in _field_names(one)]
         if not classes:
             return values.low.is_integer() and values.high.is_integer()
         hint = typing.get_type_hints(classes[0])[name]
@@ -158,8 +158,8 @@ class Base:
             overrides = [from_override(key, value, f"--grid {key}") for key, value in whole_first]
             overrides.append(from_override("train.seed", first, "--seeds"))
             resolved = resolve_tree(self.tree, overrides, name=self.name)
-            point = {key: _named(get_dotted(resolved.recipe, key), written) for key, written in laid.items()}
-            label = label_of(laid)
+            point = {key: _table_value(get_dotted(resolved.recipe, key), written) for key, written in laid.items()}
+            label = point_label(laid)
             _check_point(resolved.recipe, label)
             for key, value in point.items():
                 if isinstance(value, float) and not math.isfinite(value):
@@ -167,7 +167,7 @@ class Base:
                         f"--grid {key}={laid[key]}: an axis takes finite numbers; write a large one, or null"
                     )
             for seed in range(first, first + seeds):
-                cell = cell_of(_under(resolved, seed), point=point, seed=seed, laid=laid)
+                cell = make_cell(_with_seed(resolved, seed), point=point, seed=seed, laid=laid)
                 if seed == first and (other := seen.setdefault(cell.key, label)) != label:
                     raise UserError(
                         f"--grid: {other} and {label} are the same run (0 is 0.0, and device and threads are no "
@@ -176,7 +176,7 @@ class Base:
                 yield cell
 
 
-def _fields(cls: type) -> set[str]:
+def _field_names(cls: type) -> set[str]:
     return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
 
 
@@ -192,7 +192,7 @@ def _check_point(recipe: Recipe, written: str) -> None:
         raise UserError(f"{f'--grid {written}: ' if written else ''}{error}") from None
 
 
-def _named(value: Any, written: Any) -> Any:
+def _table_value(value: Any, written: Any) -> Any:
     """Return a value for a table; a component (`regularizer=plain,ggpo`) as its kind with its written settings.
 
     written: in the grid; `{kind: ggpo, beta: 0}` becomes `ggpo beta=0`.
@@ -201,18 +201,20 @@ def _named(value: Any, written: Any) -> Any:
         return value
     tree = parse(written, "--grid") if isinstance(written, str) else None
     settings = tree.children if isinstance(tree, Branch) else {}
-    return " ".join([str(value.kind), *(f"{key}={_written(one)}" for key, one in settings.items() if key != "kind")])
+    return " ".join(
+        [str(value.kind), *(f"{key}={_format_tree(one)}" for key, one in settings.items() if key != "kind")]
+    )
 
 
-def _written(tree: Tree) -> str:
+def _format_tree(tree: Tree) -> str:
     if isinstance(tree, Leaf):
         return tree.text
     if isinstance(tree, Branch):
-        return "{" + ", ".join(f"{key}: {_written(one)}" for key, one in tree.children.items()) + "}"
-    return "[" + ", ".join(map(_written, tree.items)) + "]"
+        return "{" + ", ".join(f"{key}: {_format_tree(one)}" for key, one in tree.children.items()) + "}"
+    return "[" + ", ".join(map(_format_tree, tree.items)) + "]"
 
 
-def _under(resolved: Resolved, seed: int) -> Resolved:
+def _with_seed(resolved: Resolved, seed: int) -> Resolved:
     """Return the same recipe under another seed."""
     recipe = resolved.recipe
     return dataclasses.replace(

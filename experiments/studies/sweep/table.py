@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatshift.experiments.results.cells import CELLS, CURVES, POINTS, ended, read_result
+from flatshift.experiments.results.cells import CELLS, CURVES, POINTS, read_result, unreached_status
 from flatshift.experiments.studies.cell import Cell
 from flatshift.finetune.atomic import atomic_file
 
@@ -44,11 +44,11 @@ def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | N
         if result is None:
             continue
         trace = read_trace(directory)
-        axes = {key: _plain(value) for key, value in cell.point.items()}
+        axes = {key: _to_cell(value) for key, value in cell.point.items()}
         row = {"cell": cell.key, **axes, "seed": cell.seed}
-        for line in _planned(cell, result, trace):
+        for line in _planned_trace(cell, result, trace):
             curves.add(row, line)
-        rows.append({**row, **(more or {}).get(cell.key, {}), **_figures(result, trace)})
+        rows.append({**row, **(more or {}).get(cell.key, {}), **_result_metrics(result, trace)})
         finished.add(rows[-1])
     if not rows:
         return rows
@@ -66,33 +66,33 @@ def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | N
     return rows
 
 
-def final_figures(directory: Path) -> Row:
+def final_metrics(directory: Path) -> Row:
     """Return `<split>.<metric>` and the trace's metrics of the evaluated adapter; empty for a cell that failed."""
     result = read_result(directory)
     if result is None or result["status"] != "done":
         return {}
     from flatshift.finetune.train.trace.files import read_trace
 
-    return _measured(result, read_trace(directory))
+    return _measured_metrics(result, read_trace(directory))
 
 
-def _planned(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) -> list[Row]:
+def _planned_trace(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) -> list[Row]:
     """Return a cell's trace at the steps that its recipe records; steps it did not reach are marked."""
     from flatshift.finetune.train.trace.files import align_to_plan, recorded_steps
 
     recipe = cell.resolved.recipe
     if recipe.record is None or (result["status"] == "done" and not trace):
         return list(trace)
-    return align_to_plan(trace, recorded_steps(recipe.record, recipe.train.steps), ended(result["status"]))
+    return align_to_plan(trace, recorded_steps(recipe.record, recipe.train.steps), unreached_status(result["status"]))
 
 
-def _figures(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
+def _result_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
     names = ("status", "reason", "seconds", "flatshift", "code")
     about = {key: result.get(key) for key in names}
-    return about | (_measured(result, trace) if result["status"] == "done" else {})
+    return about | (_measured_metrics(result, trace) if result["status"] == "done" else {})
 
 
-def _measured(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
+def _measured_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
     """Return final metrics: the trace's at the evaluated adapter's step, overridden by those of the evaluation.
 
     That step is the last, or the best on dev; if it was not recorded, the trace contributes nothing.
@@ -101,14 +101,14 @@ def _measured(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
     lines = trace[-1:] if best is None else [line for line in trace if line["step"] == best]
     row = {key: value for key, value in lines[-1].items() if key not in _PROGRESS} if lines else {}
     for split, metrics in result["metrics"].items():
-        row |= {f"{split}.{name}": _number(metric["value"]) for name, metric in metrics.items()}
+        row |= {f"{split}.{name}": _to_float(metric["value"]) for name, metric in metrics.items()}
         if "accuracy" in metrics and metrics["accuracy"]["value"] is not None:
             row[f"{split}.error"] = 1.0 - float(metrics["accuracy"]["value"])
             row[f"{split}.error.items"] = metrics["accuracy"].get("n")
     return row
 
 
-def _number(value: Any) -> float | None:
+def _to_float(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
@@ -142,10 +142,10 @@ class ColumnTable:
 
         for column in self._columns.values():
             column += [None] * (self.rows - len(column))
-        return pa.table({name: _column(values) for name, values in self._columns.items()})
+        return pa.table({name: _to_column(values) for name, values in self._columns.items()})
 
 
-def _column(values: list[Any]) -> pa.Array:
+def _to_column(values: list[Any]) -> pa.Array:
     import pyarrow as pa
 
     kinds = {type(value) for value in values if value is not None}
@@ -156,7 +156,7 @@ def _column(values: list[Any]) -> pa.Array:
     return pa.array(values)
 
 
-def _plain(value: Any) -> Any:
+def _to_cell(value: Any) -> Any:
     """Convert a setting to a table cell: lists to text, NaN to None, infinities unchanged."""
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))

@@ -27,9 +27,9 @@ from .stage import StageModules
 __all__ = [
     "BlockCosts",
     "OtherStageBlock",
+    "build_rank_stages",
     "check_pipeline",
     "cut_to_stage",
-    "build_rank_stages",
     "split_blocks",
     "stage_costs",
     "tied_source_names",
