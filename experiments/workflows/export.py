@@ -246,14 +246,12 @@ def files_to_upload(folder: Path) -> dict[str, Path]:
         raise UserError(f"{folder}: no such folder; make one with `flatshift export` or `flatshift merge`")
     if (folder / RECIPE).is_file():
         raise UserError(
-            f"{folder} is a run directory, which names files of this machine; push what `export_run` makes of it"
+            f"{folder} is a run directory, which names files of this machine; push what `export` makes of it"
         )
     if not (folder / "README.md").is_file():
         raise UserError(f"{folder} has no README.md, so it is no folder of `flatshift export` or `flatshift merge`")
     found = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if not file.is_dir()}
     for name, file in found.items():
         if file.is_symlink() or not file.is_file() or (file.suffix not in _KINDS and file.name not in _NAMES):
-            raise UserError(
-                f"{folder}: {name} is nothing that `export_run` or `merge` makes; take it out of the folder"
-            )
+            raise UserError(f"{folder}: {name} is nothing that `export` or `merge` makes; take it out of the folder")
     return found
