@@ -80,7 +80,7 @@ def _export_commands(path: Path, *, taken: str = "") -> list[list[str]]:
 
 
 def of_export(path: Path, exported: Path) -> None:
-    """Where to go with the hub-ready folder of the run in `path`."""
+    """Print the next commands for the hub-ready folder of the run in `path`."""
     print_outcome("", [_push(exported, path), *_export_commands(path, taken="export")])
 
 

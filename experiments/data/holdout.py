@@ -107,12 +107,12 @@ def split_holdout(
 
 
 _BREAKS = (re.compile(r"\n\s*\n\s*"), re.compile(r"\n\s*"), re.compile(r"(?<=[.!?。！？])\s+"), re.compile(r"\s+"))
-"""Where a document is cut: between paragraphs, lines, sentences, words."""
+"""Breaks at which a document is cut, the best first: paragraphs, lines, sentences, words."""
 
 
 def cut_documents(rows: Sequence[Row], share: float, splits: Sequence[Split]) -> dict[Split, list[Row]] | None:
-    """So few documents that none can be set apart, each cut into the beginning, which stays, and a piece at its end for
-    each of `splits`, of `share` of its characters; None of more documents, or of one too short."""
+    """Cut each of very few documents: its beginning stays, and each of `splits` gets a piece of `share` of its
+    characters from its end. Return None for more documents than splits, or if one is too short."""
     if not share or not splits or not 0 < len(rows) <= len(splits):
         return None
     found: dict[Split, list[Row]] = {split: [] for split in ("train", *splits)}
@@ -134,7 +134,7 @@ def cut_documents(rows: Sequence[Row], share: float, splits: Sequence[Split]) ->
 
 
 def _break_near(text: str, place: int, size: float) -> tuple[int, int]:
-    """End and beginning of two pieces around a place, at the largest break that lies no more than half of `size` from
+    """Return end and beginning of two pieces around a place, at the largest break no further than half of `size` from
     it."""
     low = max(0, round(place - size / 2))
     for kind in _BREAKS:

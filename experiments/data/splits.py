@@ -75,7 +75,7 @@ class SplitRows:
     """The training rows before any limit, in the same order: label noise is drawn over them, so that it is the same one
     whatever the limit"""
     notes: tuple[str, ...] = ()
-    """What is to be said of how they were set apart"""
+    """Notes on how dev and test rows were held out."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ PRECISION, BACKBONE = "precision", "backbone_precision"
 def resolve_auto(
     resolved: Resolved, *, say: Callable[[str], None] = lambda line: None, kept: Path | None = None
 ) -> Resolved:
-    """`resolved` with `train.precision` and `train.backbone_precision` for the device at hand, and `task.template` for
+    """`resolved` with `train.precision` and `train.backbone_precision` for the current device, and `task.template` for
     the backbone's tokenizer, in place of `auto`, and where they come from; with `task.pack: false` where nobody asked
     for packing and the backbone cannot keep samples apart.
 

@@ -46,7 +46,7 @@ _LENGTHS = ("steps", "epochs")
 """Keys of `train` that both set the length of training; the one in the upper layer counts."""
 _EVALUATION = ("eval.", "task.score", "task.max_new_tokens", "task.num_beams", "task.metrics")
 _OTHER_ROWS = ("data.columns.", "data.bad_rows")
-"""How rows are read, which may differ for files that are not the run's own."""
+"""Settings on how rows are read; they may differ for files other than the run's own."""
 _MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.extend", "train.device", "data.cache", *_EVALUATION)
 
 
@@ -215,7 +215,7 @@ def _drop_shipped_split(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origi
 
 
 def is_given(resolved: Resolved, key: str) -> bool:
-    """True if a user said what a key is, not a default or a shipped recipe."""
+    """True if the user set a key, rather than a default or a shipped recipe."""
     origin = resolved.origins.get(key, _DEFAULT)
     return origin != _DEFAULT and not origin.startswith(str(_SHIPPED))
 

@@ -396,7 +396,7 @@ _EMBEDDERS: dict[type, _EmbedderEntry] = {
     BackboneEmbedder: _EmbedderEntry(_independent_embedding, slow=True),
     EncoderEmbedder: _EmbedderEntry(_independent_embedding, slow=True),
 }
-"""By the settings of `flatshift.selection.config.Embedder`, but for features of the user's own."""
+"""Entry for each kind of settings in `flatshift.selection.config.Embedder`, except the user's own features."""
 
 
 class RecipeEmbedder:

@@ -148,11 +148,11 @@ def without_cache(recipe: Recipe) -> Recipe:
 
 
 def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:
-    """Train and judge one cell in `directory` and write its result.json last; a failure is a result with its reason.
+    """Train and evaluate one cell in `directory` and write its result.json last; a failure is a result with its reason.
 
     threads: of this process, where the recipe does not say.
     Returns whether this process is fit for another cell: not after an error that nobody foresaw (a device that failed
-    goes on failing). Raises Interrupted for a full disk or a signal, and leaves no result then.
+    keeps failing). Raises Interrupted for a full disk or a signal, and leaves no result then.
     """
     recipe = without_cache(cell.resolved.recipe)
     if threads is not None and recipe.train.threads is None:
@@ -167,10 +167,10 @@ def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:
 
 
 def train_cell(directory: Path, cell: Cell, recipe: Recipe) -> CellResult:
-    """Train and judge a cell as `flatshift train` does, but for its report; its weights go when it is judged.
+    """Train and evaluate a cell as `flatshift train` does, without a report; its weights are deleted afterwards.
 
     recipe: the cell's own, for this process.
-    Raises Diverged, also for a trained adapter whose loss on judged rows is not a finite number.
+    Raises Diverged, also for a trained adapter whose loss on the evaluated rows is not a finite number.
     """
     from flatshift.experiments.data.splits import prepare_data
     from flatshift.experiments.select.target import check_target

@@ -1,7 +1,7 @@
 """The work queue of a study: cells go to worker processes, and come back when their worker dies.
 
 A cell whose worker is killed (or runs out of memory) is tried once more; one that ends its worker twice becomes a
-failed result. The study goes on with a new worker.
+failed result. The study continues with a new worker.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def run_cells(
 
     A single process is this one, unless it uses a CUDA device, which keeps failing in its process after one failure.
 
-    rerun: keys of finished cells that run anew. run: how a cell is run. on_result: told the file of each result that
-    was written. leases: where other hosts work on the same cells; returns when all have a result, whoever made it.
+    rerun: keys of finished cells to run again. run: how a cell is run. on_result: called with the file of each result
+    that was written. leases: where other hosts work on the same cells; returns when all have a result, whoever made it.
     Raises Interrupted when stopped or when the disk is full; what was finished stays.
     """
     if leases is None:
@@ -174,7 +174,7 @@ class _Queue:
                     self._clear(worker.cell)
 
     def _staff(self) -> None:
-        """As many workers as there is work for."""
+        """Start as many workers as there is work for."""
         busy = sum(1 for worker in self.workers.values() if worker.cell is not None)
         wanted = min(self.places.jobs, busy + len(self.waiting))
         for number in range(self.places.jobs):
@@ -327,13 +327,13 @@ def _describe_exit(code: int | None) -> str:
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """What became of a cell."""
+    """Outcome of one cell, as its worker reports it."""
 
     kind: Literal["done", "stopped", "disk full"]
     """stopped: by a signal. disk full: nothing more can be written; the study must end."""
     text: str = ""
     fit: bool = True
-    """Whether this process can take another cell."""
+    """True if this process can take another cell."""
 
 
 READY = WorkerReply("done")
@@ -356,7 +356,7 @@ def init_worker(parent: int, threads: int) -> None:
 
 
 def run_worker(parent: int, threads: int, out: Path, run: RunCell, connection: Connection) -> None:
-    """The life of a worker: says that it is ready, then answers each cell, until told None or left alone."""
+    """Run a worker: report that it is ready, then answer each cell, until it receives None or its parent is gone."""
     init_worker(parent, threads)
     source_digest()  # now: later edits are not the code that this worker runs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means

@@ -167,7 +167,7 @@ def run_study_cells(
 class CellBatches:
     """Cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one).
 
-    run: how a cell is run. on_cell: told the file of each result that was written.
+    run: how a cell is run. on_cell: called with the file of each result that was written.
     """
 
     def __init__(

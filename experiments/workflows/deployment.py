@@ -163,7 +163,7 @@ def _run_converter(
 
 
 def _refusal(what: str, done: subprocess.CompletedProcess[str]) -> str:
-    """Why the converter did not take it, in one sentence."""
+    """Return the reason why the converter failed, in one sentence."""
     said = [line for line in done.stderr.splitlines() if line.strip()]
     last = said[-1] if said else f"exit code {done.returncode}"
     if unknown := re.search(r"Model (\w+) is not supported", last):

@@ -93,7 +93,7 @@ def evaluate_side_by_side(
     window, overlap: tokens read at once, and how many of them are context; of tasks over whole documents.
     few_shot: put the rows by a prompt, and rank its candidates, instead of what the subjects' tasks do.
     sampling: write several texts after each row as a prompt, and ask those.
-    overrides: as a recipe's, for bare backbones that no run is beside; of runs only `train.device`,
+    overrides: as a recipe's, for base models without a run next to them; for runs only `train.device`,
         and how the rows of `data` are read (`data.columns`, `data.bad_rows`).
     out: a new directory for evaluation.json, eval.json, predictions.parquet (of written samples: generations.jsonl)
         and, by `page`, report.html; whole or not at all.

@@ -69,7 +69,7 @@ class GgufFile:
     file: str
     architecture: str
     config: dict[str, Any]
-    """Of the model that it was made of: transformers' settings of what reads text."""
+    """Configuration of the converted model: transformers' settings of its text part."""
     ends: list[int]
     """The tokens that it names as the end of an answer."""
     package: Path | None = None
@@ -174,7 +174,7 @@ def compare_folder(
 def _asked(
     wanted: ExpectedAnswers, recipe: Recipe, labels: tuple[str, ...] | None, folder: Folder, ends: Sequence[int]
 ) -> dict[str, Any]:
-    """What `plain_check` is asked of one folder."""
+    """Return the request to `plain_check` for one folder."""
     task = recipe.task
     backbone = open_backbone(recipe.backbone)
     classes = None

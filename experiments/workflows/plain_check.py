@@ -34,7 +34,7 @@ def main(directory: str) -> None:
 
 
 def compared(asked: Mapping[str, Any], work: Path) -> dict[str, Any]:
-    """What one folder's model says."""
+    """Return logits, answers and names of one folder's model, compared with the expected ones."""
     found: dict[str, Any] = {"difference": 0.0, "largest": 0.0, "same": 0, "places": 0, "names": [], "answers": []}
     found |= {"unread": "", "other": []}
     if asked["gguf"] is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = ("gemma3", "gpt2", "gptneox", "llama", "phi3", "qwen2", "qwen3", "qwen3moe", "t5")
-"""Those of which the converter's changes are undone here."""
+"""Architectures whose conversion is undone here."""
 _SETTINGS = {
     "context_length": ("max_position_embeddings",),
     "block_count": ("num_hidden_layers",),
@@ -61,7 +61,8 @@ def load(asked: Mapping[str, Any], kind: Any) -> tuple[Any, list[str]]:
 
 
 def _by_transformers(told: Mapping[str, Any], folder: str, kind: Any, config: Any) -> Any:
-    """As transformers reads it; it looks for a distribution `gguf`, and the converter brings the package in its own."""
+    """Load the file by transformers' own reader, which looks for a distribution `gguf`; the converter brings the
+    package in a distribution of its own."""
     import torch
     from transformers import modeling_gguf_pytorch_utils as reader
 

@@ -198,8 +198,9 @@ def predict_from_run(
 ) -> int:
     """Write the predictions of the run at `path` for every row of `data` to `out` (.jsonl, .csv, .tsv or .parquet).
 
-    Parts that are finished lie beside `out` until it is whole; the same call goes on with them. After a refusal so does
-    one whose files were mended: parts of the same rows are kept.
+    Finished parts are kept next to `out` until it is complete; the same call continues with them. After a refusal, a
+    call
+    with corrected files continues too: parts of unchanged rows are kept.
     overrides: as of `Predictor`, and `data.bad_rows`.
     Returns the number of rows.
     Raises UserError as `Predictor`; for an `out` of another kind, that exists or is in use; for bad rows; and for parts

@@ -61,7 +61,7 @@ def measure_run_sharpness(
         data: files to take rows from instead (the split is called `data`).
         seed: of the choice of rows and of all random directions.
         overrides: another device than the run's, or no mesh; how the rows of `data` are read.
-        draw: draws plots/ and report.html of the run anew.
+        draw: draws plots/ and report.html of the run again.
 
     Raises:
         UserError: `path` is no run directory, has no adapter yet, or ran on a mesh; the split has no rows.

@@ -168,7 +168,7 @@ _MEMORY_ADVICE = (
 
 
 def is_secondary_failure(error: BaseException) -> bool:
-    """Whether `error` says no more than that another rank or the store went away."""
+    """True if `error` only reports that another rank or the store went away."""
     if type(error).__name__ in {"DistNetworkError", "DistStoreError", "RankTimeout"}:
         return True
     text = str(error).lower()

@@ -31,7 +31,7 @@ class PlannedStep:
 
     memory: MemoryPlan
     seconds: float | None = None
-    """Of an update: of the longest rows on a CUDA device, of usual ones on a CPU; None: nobody knows."""
+    """Seconds of a step: with the longest rows on a CUDA device, with usual ones on a CPU; None: unknown."""
 
 
 class StepMemoryMeter:

@@ -173,7 +173,7 @@ class Prefetcher:
 def with_prefetch(batches: Any, engine: Engine, *, train: Train, say: Callable[[str], None]) -> Iterator[Any]:
     """Yield `batches` themselves, or on CUDA a `Prefetcher` of them, whose thread ends with the block.
 
-    There, packed rows are attended to sample by sample where that is possible, and `say` is told. Pipelines,
+    There, packed rows are attended to sample by sample where that is possible, and `say` gets a line. Pipelines,
     which cut rows on the host, ask their batches themselves.
     """
     if not is_cuda(engine.device) or engine.runner is not None:

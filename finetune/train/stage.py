@@ -1,4 +1,4 @@
-"""What a stage of training is to those that drive it: what it is told, how it ended."""
+"""Settings and result of one training stage, and the checks before its first step."""
 
 from __future__ import annotations
 
@@ -30,66 +30,66 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageResult:
-    """How a stage ended."""
+    """Result of a finished stage."""
 
     steps: int
-    """Completed updates."""
+    """Completed optimizer steps."""
     best_step: int | None
-    """Update after which dev was best (`train.best`); None without dev rows."""
+    """Step after which dev was best (`train.best`); None without dev rows."""
     best_dev_loss: float | None
-    """Dev loss there: nats per supervised token (per example for classification)."""
+    """Dev loss there, nats per target token (per example for classification)."""
     tokens: int
-    """Supervised tokens seen."""
+    """Target tokens seen."""
     stopped_early: bool
-    """Whether `train.patience` or a callback ended it."""
+    """True if `train.patience` or a callback ended it."""
     skipped: int = 0
-    """Updates left out because their loss or gradient was not a finite number (`train.skip_nonfinite`)."""
+    """Steps left out because their loss or gradient was not a finite number (`train.skip_nonfinite`)."""
     rewinds: int = 0
-    """Loss spikes that it went back for (`train.spikes`)."""
+    """Loss spikes that were rolled back (`train.spikes`)."""
     best_accuracy: float | None = None
     """Dev accuracy after `best_step`; None where there are no classes."""
     best_figure: float | None = None
-    """The metric of `train.best` after `best_step`, where it is neither."""
+    """The metric of `train.best` after `best_step`, where that is neither loss nor accuracy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStage:
-    """What a stage trains and on what, where it writes, and who is told of it."""
+    """Data, settings, outputs and callbacks of a training stage."""
 
     name: str
     """warm-up, fine-tune, …; names its folder in the run directory."""
     task: Task
     batches: TrainingDataLoader
-    """`at(step)` gives the micro-batches of an update."""
+    """`at(step)` gives the micro-batches of a step."""
     dev: Sequence[Example]
     optimizer: Optimizer
     train: Train
     evaluate: Evaluate
     label_names: Sequence[str] | None = None
-    """Classes in head order, where a metric of `train.best` asks for them."""
+    """Classes in head order, for a metric of `train.best` that needs them."""
     regularizer: Regularizer
     run: RunDirectory
     seed: int
     recording: Recording | None = None
-    """What goes into the run's trace.jsonl at which steps; in one process only."""
+    """Quantities for the run's trace.jsonl and the steps to record; in one process only."""
     on_step: Callable[[dict[str, Any]], None] | None = None
-    """Called after every update with its line of metrics.jsonl."""
+    """Called after every step with its row of metrics.jsonl."""
     stop: Callable[[], bool] | None = None
-    """Asked after every update; True saves a checkpoint and raises Interrupted."""
+    """Called after every step; True saves a checkpoint and raises Interrupted."""
     callbacks: Sequence[TrainerCallback] = ()
     """Objects of `transformers.TrainerCallback` (`flatshift.finetune.train.callbacks` says which events there are)."""
     track: Callable[[dict[str, Any]], None] | None = None
-    """Takes every line of metrics.jsonl, on the main rank (`flatshift.finetune.train.trackers`)."""
+    """Receives every row of metrics.jsonl, on the main rank (`flatshift.finetune.train.trackers`)."""
     peak_tflops: float | None = None
-    """Of one device, for the MFU; by default `train.peak_tflops`."""
+    """Peak of one device, for the MFU; default: `train.peak_tflops`."""
     planned: PlannedStep | None = None
-    """What was said before step 1, to be put beside what updates take; None: nobody measures that."""
+    """Plan printed before step 1, to be compared with the measured steps; None: not measured."""
     say: Callable[[str], None] | None = None
-    """Told what a CUDA device decided, in lines; by default the run's log."""
+    """Receives lines on decisions for a CUDA device; default: the run's log."""
 
     @property
     def folder(self) -> Path:
-        """Where the stage's own files lie."""
+        """Directory of the stage's own files."""
         return self.run.stage(self.name)
 
 
@@ -99,8 +99,8 @@ def check_best(train: Train, task: Task) -> None:
 
 
 def check_metric(metric: str, task: Task, setting: str) -> None:
-    """Raise UserError, beginning with `setting`, for a metric that `task` is not judged by; `auto` and `loss` always
-    go."""
+    """Raise UserError, beginning with `setting`, for a metric that `task` does not have; `auto` and `loss` always
+    pass."""
     if metric in ("auto", "loss"):
         return
     if metric == "accuracy" and not task.accuracy and "accuracy" not in task.figure_names:
@@ -111,13 +111,14 @@ def check_metric(metric: str, task: Task, setting: str) -> None:
 
 
 def full_evaluation_metric(train: Train, task: Task) -> str | None:
-    """The metric of `train.best` that takes a whole judgement of the dev rows; None for loss and accuracy."""
+    """Return the metric of `train.best` if it needs a full evaluation of the dev examples; None for loss and
+    accuracy."""
     quick = ("auto", "loss", "accuracy") if task.accuracy else ("auto", "loss")
     return None if train.best in quick else train.best
 
 
 def check_length(engine: Engine, batches: TrainingDataLoader) -> None:
-    """Raise UserError for rows longer than the backbone's positions, or than what lies before them leaves of those."""
+    """Raise UserError for rows longer than the position limit minus the soft-prompt length."""
     limit = engine.position_limit()
     longest = -(-batches.max_length // engine.multiple) * engine.multiple
     if limit is not None and longest > limit:
@@ -128,14 +129,14 @@ def check_length(engine: Engine, batches: TrainingDataLoader) -> None:
 
 
 def positions_left(limit: int, model: Any) -> str:
-    """`limit` as in `this backbone's 96 positions`; of `model` only what lies before every text is read."""
+    """`limit` as in `this backbone's 96 positions`; of `model` only the soft tokens before every text are read."""
     front = describe_prefix(model)
     beside = f"the {limit} positions that this backbone has left beside {front}"
     return beside if front else f"this backbone's {limit} positions"
 
 
 def finished_result(stage: TrainingStage) -> StageResult | None:
-    """How a stage that is done ended; None where there is work left."""
+    """Return the result of a finished stage; None if there are steps left."""
     file = stage.run.path / "stages" / stage.name / DONE
     if not file.is_file():
         return None

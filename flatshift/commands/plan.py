@@ -32,8 +32,8 @@ class Flags:
     model: str | None = None
     """Another backbone: a directory, a config.json, a hub name, or a common shape such as llama-3.1-70b."""
     gpus: str | None = None
-    """COUNTxNAME, for example 64xH100-80; NAME@GB for another memory; `here`: what this machine has. Left out,
-    1xH100-80, which is said."""
+    """COUNTxNAME, for example 64xH100-80; NAME@GB for another memory; `here`: what this machine has. Default:
+    1xH100-80, with a note."""
     node: int | None = None
     """Devices per node; by default 8, or all of them."""
     nvlink: float | None = None

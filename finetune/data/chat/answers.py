@@ -58,7 +58,7 @@ class RenderedConversation:
     """Start of the last answer in `text`, after empty thoughts that are not trained on."""
 
     def until(self, size: int) -> RenderedConversation:
-        """The first `size` characters of it; a span that goes on ends behind them."""
+        """Return the first `size` characters; a span that continues beyond them ends one character later."""
         spans = tuple((start, min(end, size + 1)) for start, end in self.spans if start < size)
         return RenderedConversation(self.text[:size], spans, self.last)
 

@@ -314,7 +314,7 @@ class ChatEncoder:
 
 
 def _needs(one: TokenisedConversation) -> int:
-    """Tokens up to the last one that is supervised; a least number where more is supervised than was tokenised."""
+    """Return the number of tokens up to the last target token; a lower bound where only the beginning was tokenised."""
     return len(one.ids) if one.more else max((i + 1 for i, on in enumerate(one.supervised) if on), default=0)
 
 

@@ -34,13 +34,13 @@ class TokenisedConversation:
     sizes: list[int]
     """UTF-8 bytes of each token's own characters; 0 for special tokens."""
     last: int
-    """Where the last answer begins; behind all tokens if beyond what was tokenised."""
+    """Start of the last answer; after all tokens if it begins beyond the tokenised text."""
     cut: bool
     """An edge fell inside a token, so the text was tokenised in pieces."""
     beginning: bool = False
-    """The text goes on behind these tokens."""
+    """The text continues after these tokens."""
     more: bool = False
-    """So does what is supervised."""
+    """Target tokens continue after these tokens."""
 
 
 class TokenAlignmentError(ValueError):
@@ -88,8 +88,8 @@ class ConversationTokeniser:
         return found
 
     def _beginning(self, sample: RenderedConversation, room: int | None) -> tuple[RenderedConversation, bool]:
-        """As much of a sample as `room` needs, and whether a later edge falls inside a token: then even this is to be
-        tokenised in pieces."""
+        """Return as much of a sample as `room` needs, and True if a later edge falls inside a token: then this part too
+        has to be tokenised in pieces."""
         if room is None or not is_far_longer(sample.text, room):
             return sample, False
         for apart in (False, True):
@@ -112,7 +112,7 @@ class ConversationTokeniser:
         return sample, False
 
     def _inside(self, sample: RenderedConversation, beyond: int) -> bool | None:
-        """Whether a span's edge behind `beyond` characters falls inside a token; None: not certain."""
+        """True if a span's edge after `beyond` characters falls inside a token; None: not certain."""
         text = sample.text
         edges = [edge for span in sample.spans for edge in span if beyond <= edge < len(text)]
         for first in range(0, len(edges), _AT_ONCE):
