@@ -18,6 +18,7 @@ from flatshift.selection.features.cache import atomic_file
 from flatshift.selection.methods.base import Selector
 
 _FILE = "scores.npz"
+_ROWS_HASHED = 1 << 14  # at a time: features of the user may be a memory map larger than memory
 
 
 class ScoreCheckpoint:
@@ -70,7 +71,8 @@ class ScoreCheckpoint:
                 raw = text.encode("utf-8", "surrogatepass")
                 digest.update(len(raw).to_bytes(8, "little") + raw)
         for side in (self._sides.x, self._sides.y):  # the user's own features do not depend on the texts
-            digest.update(b"" if side is None else np.ascontiguousarray(side[: 1 << 10]).tobytes())
+            for start in range(0, 0 if side is None else len(side), _ROWS_HASHED):
+                digest.update(np.ascontiguousarray(side[start : start + _ROWS_HASHED]).tobytes())
         return digest.hexdigest()
 
 

@@ -1,0 +1,29 @@
+"""Scores of an unfinished selection are restored for the same inputs only."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flatshift.experiments.select.kept import ScoreCheckpoint
+
+
+def sides(x: np.ndarray) -> Any:
+    """As much of a selection's inputs as the checkpoint reads."""
+    row = SimpleNamespace(values={"text": "target"})
+    pool = SimpleNamespace(rows=SimpleNamespace(texts=["one", "two"]))
+    return SimpleNamespace(pool=pool, target=SimpleNamespace(rows=[row]), x=x, y=None)
+
+
+@pytest.mark.parametrize("changed", [0, 2_000, 19_999])
+def test_a_change_in_any_row_of_the_users_features_starts_again(tmp_path, changed: int) -> None:
+    x = np.zeros((20_000, 2), np.float32)
+    fitted = SimpleNamespace(scores_=np.arange(3.0), diagnostics_={}, nearest_target_=None, readings_=None)
+    ScoreCheckpoint(tmp_path, sides(x)).save(fitted)
+    found = SimpleNamespace()
+    assert ScoreCheckpoint(tmp_path, sides(x)).restore(found) and found.scores_.tolist() == [0.0, 1.0, 2.0]
+    x[changed, 1] = 1.0
+    assert not ScoreCheckpoint(tmp_path, sides(x)).restore(found)
