@@ -1,7 +1,7 @@
 """The studies of `descent_studies`, and the way of their cells to the repository and back.
 
-A cell is committed as one file, named after its settings and the contents of its data: a sweep's own keys depend on
-where the data lie.
+In a study's table a cell is named after its settings and the contents of its data: a sweep's own keys depend on where
+the data lie.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks._harness import ROOT
+from benchmarks._cell_table import read_cells, write_cells
+from benchmarks._harness import RESULTS, ROOT
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.key import recipe_key
 from flatshift.experiments.recipe.schema import SweepConfig
@@ -27,8 +26,6 @@ from flatshift.experiments.studies.sweep.axes import Axes, axis_values
 from flatshift.experiments.studies.sweep.sweep_plan import plan_cells
 from flatshift.experiments.studies.sweep.table import write_table
 from flatshift.finetune.atomic import write_json, write_text
-
-_EVERY = 20.0  # seconds between two looks for finished cells
 
 
 @dataclass(frozen=True)
@@ -93,54 +90,44 @@ def overrides(file: Path) -> list[Branch]:
     return [from_override("data.train.files", str(file))]
 
 
-def pack(out: Path, kept: Path, names: Mapping[str, str]) -> None:
-    """Copy the cells that have finished in the sweep `out` to `kept`, each one's result and trace in one file."""
+def table_of(study: Study) -> Path:
+    """File of a study's cells."""
+    return RESULTS / "descent_studies" / f"{study.name}.parquet"
+
+
+def pack(out: Path, table: Path, names: Mapping[str, str]) -> None:
+    """Add the cells that have finished in the sweep `out` to `table`, each with its result and trace."""
+    before = read_cells(table)
+    cells = dict(before)
     for name, key in names.items():
         result, trace = out / "cells" / key / RESULT, out / "cells" / key / "trace.jsonl"
         if result.is_file():
             lines = trace.read_text(encoding="utf-8").splitlines() if trace.is_file() else []
-            cell = {"result": json.loads(result.read_text(encoding="utf-8")), "trace": [json.loads(x) for x in lines]}
-            target, text = kept / "cells" / f"{name}.json", json.dumps(cell) + "\n"
-            if not target.is_file() or target.read_text(encoding="utf-8") != text:
-                write_text(target, text)
+            found = json.loads(result.read_text(encoding="utf-8"))
+            found.pop("seal", None)  # of files that the table does not have
+            cells[name] = {"result": found, "trace": [json.loads(line) for line in lines]}
+    if cells != before:
+        write_cells(table, cells)
 
 
-def unpack(kept: Path, out: Path, names: Mapping[str, str]) -> None:
-    """Put the cells of `kept` where the sweep `out` looks for them; a cell that is there stays as it is."""
+def unpack(table: Path, out: Path, names: Mapping[str, str]) -> None:
+    """Put the cells of `table` where the sweep `out` looks for them; a cell that is there stays as it is."""
+    cells = read_cells(table)
     for name, key in names.items():
-        file, directory = kept / "cells" / f"{name}.json", out / "cells" / key
-        if not file.is_file() or (directory / RESULT).is_file():
+        directory = out / "cells" / key
+        if name not in cells or (directory / RESULT).is_file():
             continue
         shutil.rmtree(directory, ignore_errors=True)
-        cell = json.loads(file.read_text(encoding="utf-8"))
-        if cell["trace"]:
-            write_text(directory / "trace.jsonl", "".join(json.dumps(line) + "\n" for line in cell["trace"]))
-        write_json(directory / RESULT, cell["result"] | {"cell": key})
+        trace = directory / "trace.jsonl"
+        if cells[name]["trace"]:
+            write_text(trace, "".join(json.dumps(line) + "\n" for line in cells[name]["trace"]))
+        write_json(directory / RESULT, cells[name]["result"] | {"cell": key})
 
 
-@contextmanager
-def keeping(out: Path, kept: Path, names: Mapping[str, str]) -> Iterator[None]:
-    """Pack what finishes meanwhile, and once more at the end."""
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(_EVERY):
-            pack(out, kept, names)
-
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
-    try:
-        yield
-    finally:
-        over.set()
-        looking.join()
-        pack(out, kept, names)
-
-
-def rebuild(study: Study, file: Path, kept: Path, out: Path) -> None:
-    """Make in `out` the sweep that the cells of `kept` are of, as far as they are there; nothing runs."""
+def rebuild(study: Study, file: Path, table: Path, out: Path) -> None:
+    """Make in `out` the sweep that the cells of `table` are of, as far as they are there; nothing runs."""
     cells = _cells(study, file)
-    unpack(kept, out, _names(cells, file))
+    unpack(table, out, _names(cells, file))
     asked, axes = block(study)
     grid = {key: [str(value) for value in values] for key, values in axes.items() if isinstance(values, list)}
     plan = {"recipe": study.recipe, "grid": grid, "design": asked.design, "seeds": asked.seeds, "cells": len(cells)}

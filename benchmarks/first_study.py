@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
+from benchmarks._study_results import add
 from flatshift.experiments.recipe import from_override
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
@@ -28,9 +29,9 @@ from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.experiments.studies import run_cells
 from flatshift.experiments.studies.devices import DevicePlacement
 from flatshift.experiments.studies.warmups import ARMS, Arm, arm_cell, read_cell_result, run_warmup_study
-from flatshift.finetune.atomic import write_json
 from flatshift.finetune.errors import UserError
 
+DOCUMENTS = RESULTS / "first_study" / "documents.json"
 TUNING_SEED = 1_000_003
 
 
@@ -116,7 +117,7 @@ def main() -> None:
             jobs=options.jobs,
             console=console,
         )
-        write_json(RESULTS / "first_study" / f"{name}.json", document)
+        add(DOCUMENTS, name, document)
         rows(bench, name, document)
     bench.finish()
 

@@ -17,6 +17,7 @@ import argparse
 import json
 import lzma
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark, machine
+from benchmarks._study_results import once, read
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.recipe.tree import from_override
@@ -32,7 +34,7 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.kernel import extrapolate, fastest_setting
 from flatshift.experiments.studies.sweep import sweep
 from flatshift.experiments.workflows.error_forecast import ForecastAxes, forecast_rows
-from flatshift.finetune.atomic import write_json, write_text
+from flatshift.finetune.atomic import write_text
 
 SHIPPED = ("banking", "scicite", "snli")
 HELD_OUT = {
@@ -42,7 +44,7 @@ HELD_OUT = {
 }
 ROWS, RANKS, NOISES = (40, 80, 160, 320), (2, 16), (0.0, 0.2)
 SEEDS, DRAWS = 3, 3
-KEPT, WORK = RESULTS / "forecast", ROOT / ".bench" / "forecast"
+CELLS, WORK = RESULTS / "forecast" / "cells.json", ROOT / ".bench" / "forecast"
 SETTINGS = {
     "backbone": "flatshift-encoder-3m",
     "regularizer": "plain",
@@ -85,59 +87,47 @@ def split_up(task: str, folder: Path) -> None:
         write_text(WORK / f"{task}-{split}.jsonl", "".join(lines))
 
 
-def measured(task: str) -> dict[str, Any]:
+def train(task: str) -> dict[str, Any]:
     """{rank|rows|noise: mean test error} of trained cells, and their seconds."""
-    kept = KEPT / f"trained-{task}.json"
-    if not kept.is_file():
-        grid = tuple(
-            f"{axis}={','.join(map(str, values))}" for axis, values in zip(AXES, (RANKS, ROWS, NOISES), strict=True)
-        )
-        began = time.process_time()
-        sweep("classify", overrides(task), WORK / task, SweepOptions(grid=grid, seeds=SEEDS), quiet=True)
-        data = read_sweep(WORK / task)
-        assert data is not None
-        found = {"|".join(f"{where[a]:g}" for a in AXES): mean.value for where, mean in data.means("test.error")}
-        KEPT.mkdir(parents=True, exist_ok=True)
-        write_json(
-            kept,
-            {
-                "error": found,
-                "seconds": sum(data.seconds),
-                "cpu": time.process_time() - began,
-                "on": machine()["instructions"],
-            },
-        )
-    return dict(json.loads(kept.read_text(encoding="utf-8")))
+    grid = tuple(
+        f"{axis}={','.join(map(str, values))}" for axis, values in zip(AXES, (RANKS, ROWS, NOISES), strict=True)
+    )
+    began = time.process_time()
+    sweep("classify", overrides(task), WORK / task, SweepOptions(grid=grid, seeds=SEEDS), quiet=True)
+    data = read_sweep(WORK / task)
+    assert data is not None
+    return {
+        "error": {"|".join(f"{where[a]:g}" for a in AXES): mean.value for where, mean in data.means("test.error")},
+        "seconds": sum(data.seconds),
+        "cpu": time.process_time() - began,
+        "on": machine()["instructions"],
+    }
 
 
-def predicted(task: str) -> dict[str, Any]:
+def predict(task: str) -> dict[str, Any]:
     """The same by forecast at the ridge with the least leave-one-out error, every draw apart."""
-    kept = KEPT / f"forecast-{task}.json"
-    if not kept.is_file():
-        changes = [*overrides(task), from_override("data.train.limit", str(ROWS[-1]))]
-        recipe = load_recipe("classify", changes).recipe
-        forecast_rows(
-            recipe, ForecastAxes(ROWS[:1], RANKS[:1], NOISES[:1], 1), Console(quiet=True)
-        )  # what is imported late
-        began = time.process_time()
-        rows = forecast_rows(recipe, ForecastAxes(ROWS, RANKS, NOISES, DRAWS), Console(quiet=True))
-        cpu = time.process_time() - began
-        found: dict[str, list[float]] = {}
-        speeds: dict[str, float] = {}
-        keys = {tuple(row[axis] for axis in AXES) for row in rows}
-        for key in sorted(keys):
-            own = [row for row in rows if tuple(row[axis] for axis in AXES) == key]
-            decays = sorted({row["optimizer.weight_decay"] for row in own})
-            best = min(
-                decays,
-                key=lambda d: np.mean([r["left_out_error"] for r in own if r["optimizer.weight_decay"] == d]),
-            )
-            name = "|".join(f"{value:g}" for value in key)
-            found[name] = [row["test.error"] for row in own if row["optimizer.weight_decay"] == best]
-            speeds[name] = float(np.mean([row["speed"] for row in own]))
-        KEPT.mkdir(parents=True, exist_ok=True)
-        write_json(kept, {"error": found, "speed": speeds, "cpu": cpu, "on": machine()["instructions"]})
-    return dict(json.loads(kept.read_text(encoding="utf-8")))
+    changes = [*overrides(task), from_override("data.train.limit", str(ROWS[-1]))]
+    recipe = load_recipe("classify", changes).recipe
+    forecast_rows(
+        recipe, ForecastAxes(ROWS[:1], RANKS[:1], NOISES[:1], 1), Console(quiet=True)
+    )  # what is imported late
+    began = time.process_time()
+    rows = forecast_rows(recipe, ForecastAxes(ROWS, RANKS, NOISES, DRAWS), Console(quiet=True))
+    cpu = time.process_time() - began
+    found: dict[str, list[float]] = {}
+    speeds: dict[str, float] = {}
+    keys = {tuple(row[axis] for axis in AXES) for row in rows}
+    for key in sorted(keys):
+        own = [row for row in rows if tuple(row[axis] for axis in AXES) == key]
+        decays = sorted({row["optimizer.weight_decay"] for row in own})
+        best = min(
+            decays,
+            key=lambda d: np.mean([r["left_out_error"] for r in own if r["optimizer.weight_decay"] == d]),
+        )
+        name = "|".join(f"{value:g}" for value in key)
+        found[name] = [row["test.error"] for row in own if row["optimizer.weight_decay"] == best]
+        speeds[name] = float(np.mean([row["speed"] for row in own]))
+    return {"error": found, "speed": speeds, "cpu": cpu, "on": machine()["instructions"]}
 
 
 def judge(bench: Benchmark, name: str, found: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
@@ -191,22 +181,19 @@ def judge(bench: Benchmark, name: str, found: dict[str, tuple[dict[str, Any], di
     )
 
 
-def _all_kept() -> bool:
-    return all((KEPT / f"{what}-{task}.json").is_file() for what in ("trained", "forecast") for task in HELD_OUT)
-
-
 def main() -> None:
-    """Measure what is not kept, and write benchmarks/results/forecast.json."""
+    """Measure what `CELLS` has not, and write benchmarks/results/forecast.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=[*SHIPPED, *HELD_OUT], help="some of them")
     parser.add_argument("--data", type=Path, help="directory of the held-out tasks' files")
     asked = parser.parse_args()
-    tasks = asked.tasks or [*SHIPPED, *(HELD_OUT if asked.data or _all_kept() else ())]
+    held_out_too = {f"{what}-{task}" for what in ("trained", "forecast") for task in HELD_OUT} <= read(CELLS).keys()
+    tasks = asked.tasks or [*SHIPPED, *(HELD_OUT if asked.data or held_out_too else ())]
     for task in tasks:
         if task in HELD_OUT and asked.data:
             split_up(task, asked.data)
-    forecasts = {task: predicted(task) for task in tasks}
-    trained = {task: measured(task) for task in tasks}
+    forecasts = {task: once(CELLS, f"forecast-{task}", partial(predict, task)) for task in tasks}
+    trained = {task: once(CELLS, f"trained-{task}", partial(train, task)) for task in tasks}
     bench = Benchmark("forecast", packages=("torch", "transformers", "peft", "numpy", "scipy"))
     held_out = [task for task in tasks if task in HELD_OUT]
     for name, some in (("all tasks", tasks), ("held-out tasks", held_out)):

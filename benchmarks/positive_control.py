@@ -6,34 +6,32 @@ Each repetition is `flatshift sweep positive-control` under eight seeds of its o
 anew, factors drawn anew); with decay, the same at the weight decay that other seeds chose on dev rows. `--walk` goes
 from the control to an ordinary LoRA run, one change at a time, with MGPO and GGPO where updates still reach the peak;
 what needs tens of thousands of updates trains the head on features made once (`_head_updates`). Cells lie in
-.bench/positive_control, and what is judged of them in benchmarks/results/positive_control/.
+.bench/positive_control, and what is judged of them in benchmarks/results/positive_control/curves.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._head_updates import Updates, error_after, head
-from benchmarks._kept import write_between
+from benchmarks._study_results import once, read, write_between
 from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.recipe.tree import from_override
 from flatshift.experiments.results.analysis import AnalysedCurve, SweepAnalysis
 from flatshift.experiments.results.sweep import read_sweep
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.experiments.studies.sweep import sweep
-from flatshift.finetune.atomic import write_json
 from flatshift.finetune.errors import UserError
 from flatshift.regularizers import GGPO, MGPO
 
 RECIPE, ROWS, SEEDS = "positive-control", 96, 8
 DECAYS = (0.003, 0.01, 0.03, 0.1, 0.3)
 TUNING_SEED = 9000
-KEPT, WORK = RESULTS / "positive_control", ROOT / ".bench" / "positive_control"
+CURVES, WORK = RESULTS / "positive_control" / "curves.json", ROOT / ".bench" / "positive_control"
 NEAR = math.log(1.2)
 WALK_SEED, WALK_SEEDS, WALK_RANKS = 7000, 3, (16, ROWS, 480)
 _ADAMW = {
@@ -79,17 +77,15 @@ def swept(name: str, seed: int, *, seeds: int = SEEDS, grid: tuple[str, ...] | N
 
 
 def found(name: str, seed: int, **settings: Any) -> dict[str, Any]:
-    """Verdict and means of one repetition, from its kept file or a sweep."""
-    kept = KEPT / f"{name}.json"
-    if kept.is_file():
-        return dict(json.loads(kept.read_text(encoding="utf-8")))
-    data = read_sweep(swept(name, seed, **settings))
-    assert data is not None
-    (judged,) = SweepAnalysis(data).judged
-    told = document(judged)
-    KEPT.mkdir(parents=True, exist_ok=True)
-    write_json(kept, told)
-    return told
+    """Verdict and means of one repetition, from `CURVES` or a sweep."""
+
+    def judge() -> dict[str, Any]:
+        data = read_sweep(swept(name, seed, **settings))
+        assert data is not None
+        (judged,) = SweepAnalysis(data).judged
+        return document(judged)
+
+    return dict(once(CURVES, name, judge))
 
 
 def document(judged: AnalysedCurve) -> dict[str, Any]:
@@ -111,9 +107,10 @@ def document(judged: AnalysedCurve) -> dict[str, Any]:
 
 def tuned() -> float:
     """The weight decay with the lowest mean dev error over ranks, on seeds that no repetition has."""
-    kept = KEPT / "decay.json"
-    if kept.is_file():
-        return float(json.loads(kept.read_text(encoding="utf-8"))["decay"])
+    return float(once(CURVES, "decay", _tune)["decay"])
+
+
+def _tune() -> dict[str, Any]:
     where = {"data__test__files": "[sample:banking/dev]"}
     grid = ("adapter.rank=16,96,480", f"optimizer.weight_decay={','.join(map(str, DECAYS))}")
     data = read_sweep(swept("tuning", TUNING_SEED, seeds=3, grid=grid, **where))
@@ -123,13 +120,11 @@ def tuned() -> float:
         for decay in DECAYS
     }
     best = min(errors, key=lambda decay: errors[decay])
-    KEPT.mkdir(parents=True, exist_ok=True)
-    write_json(kept, {"decay": best, "dev_error": {str(decay): error for decay, error in errors.items()}})
-    return best
+    return {"decay": best, "dev_error": {str(decay): error for decay, error in errors.items()}}
 
 
 def main() -> None:
-    """Measure what is not kept, and write benchmarks/results/positive_control.json."""
+    """Measure what `CURVES` has not, and write benchmarks/results/positive_control.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--decays", type=int, default=2)
@@ -166,9 +161,9 @@ def main() -> None:
 def walk(bench: Benchmark, *, train: bool) -> str:
     """Rows of the walk's steps, those that are kept or all: test errors at three ranks, and how far the one at the
     threshold stands above both others. Returns them as a table of the page."""
-    lines = []
+    lines, known = [], read(CURVES)
     for name, (what, settings) in WALK.items():
-        if not (train or _step(name).is_file()):
+        if not (train or f"walk/{name}" in known):
             continue
         at = stepped(name, settings)
         for rank, errors in at.items():
@@ -184,7 +179,7 @@ def walk(bench: Benchmark, *, train: bool) -> str:
         lines.append(f"| {what} | {errors} | {peak} ({low} to {high}) |")
     if not lines:
         return ""
-    if _step("adamw-head").is_file() or train:
+    if train or "walk/adamw-head" in known:
         apart = stepped("adamw-head", Updates(steps=400, optimizer="adamw"))
         by_command = stepped("adamw", WALK["adamw"][1])
         bench.row(
@@ -199,28 +194,23 @@ def walk(bench: Benchmark, *, train: bool) -> str:
     return "\n".join(["", f"| one change at a time | {ranks} | peak, points (95 %) |", f"|{columns}|", *lines, ""])
 
 
-def _step(name: str) -> Path:
-    return KEPT / "walk" / f"{name}.json"
-
-
 def stepped(name: str, settings: dict[str, Any] | Updates) -> dict[str, list[float]]:
-    """Test errors of one step of the walk by rank, one a seed; from its kept file, a sweep, or a head of its own."""
-    kept = _step(name)
-    if not kept.is_file() and isinstance(settings, Updates):
-        seeds = range(WALK_SEED, WALK_SEED + WALK_SEEDS)
-        found = {
-            str(rank): [error_after(settings, head(RECIPE, rank, seed), seed) for seed in seeds] for rank in WALK_RANKS
-        }
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json(kept, found)
-    elif not kept.is_file() and isinstance(settings, dict):
+    """Test errors of one step of the walk by rank, one a seed; from `CURVES`, a sweep, or a head of its own."""
+
+    def measure() -> dict[str, list[float]]:
+        if isinstance(settings, Updates):
+            seeds = range(WALK_SEED, WALK_SEED + WALK_SEEDS)
+            return {
+                str(rank): [error_after(settings, head(RECIPE, rank, seed), seed) for seed in seeds]
+                for rank in WALK_RANKS
+            }
         grid = (f"adapter.rank={','.join(map(str, WALK_RANKS))}",)
         data = read_sweep(swept(f"walk-{name}", WALK_SEED, seeds=WALK_SEEDS, grid=grid, **settings))
         assert data is not None
         errors = data.matrix("test.error", "adapter.rank", {})
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json(kept, {f"{rank:g}": errors.y[:, i].tolist() for i, rank in enumerate(errors.values)})
-    return dict(json.loads(kept.read_text(encoding="utf-8")))
+        return {f"{rank:g}": errors.y[:, i].tolist() for i, rank in enumerate(errors.values)}
+
+    return dict(once(CURVES, f"walk/{name}", measure))
 
 
 def words(plain: list[dict[str, Any]], decayed: list[dict[str, Any]], decay: float) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,10 @@ from typing import Any, cast
 import numpy as np
 from scipy.stats import rankdata
 
-from benchmarks._descent_cells import STUDIES, Study, overrides
+from benchmarks._cell_table import read_cells
+from benchmarks._descent_cells import STUDIES, Study, overrides, table_of
 from benchmarks._harness import RESULTS, Benchmark, limit_threads
+from benchmarks._study_results import read
 from benchmarks.first_study import TARGETS
 from flatshift.experiments.data.sources import build_preview_loader
 from flatshift.experiments.data.splits import prepare_data
@@ -80,7 +81,7 @@ class Tuned:
 
 def compared(data: Path, folder: Path) -> Iterator[Tuned]:
     """Those of `flat_comparison`."""
-    found = json.loads((RESULTS / "flat_comparison" / "comparison.json").read_text(encoding="utf-8"))
+    found = read(RESULTS / "flat_comparison" / "comparison.json")
     trials = [trial for trial in found["trials"] if trial["method"] in METHODS]
     for trial in sorted(trials, key=lambda trial: METHODS.index(trial["method"])):
         method, task = trial["method"], trial["task"]
@@ -100,9 +101,9 @@ def _of_comparison(data: Path, folder: Path, method: str, task: str, setting: Tr
 
 def cold() -> Iterator[Tuned]:
     """Those of `first_study` without a warm-up."""
+    studies = read(RESULTS / "first_study" / "documents.json")
     for target, settings in TARGETS.items():
-        found = json.loads((RESULTS / "first_study" / f"{target}.json").read_text(encoding="utf-8"))
-        tuned = found["tuned"]["cold/plain"]
+        tuned = studies[target]["tuned"]["cold/plain"]
         laid = [from_override(key, value) for key, value in cast(dict[str, Any], settings).items()]
         recipe = partial(load_recipe, "warmup", [*laid, *Arm("cold").overrides()])
         yield Tuned("first_study", target, tuned["lr"], tuned["lr_on_edge"], recipe)
@@ -126,8 +127,7 @@ def bumps(data: Path) -> Iterator[Tuned]:
 
 def cells(study: Study) -> list[dict[str, Any]]:
     """The committed cells of a study."""
-    files = sorted((RESULTS / "descent_studies" / study.name / "cells").glob("*.json"))
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return list(read_cells(table_of(study)).values())
 
 
 def of_descent(study: Study, data: Path, settings: Mapping[str, Any]) -> Resolved:
@@ -186,7 +186,7 @@ def start(resolved: Resolved) -> dict[str, float]:
 
 def starts(settings: Sequence[Tuned], most: int | None) -> dict[str, dict[str, float]]:
     """Of every setting that is known, or among the first `most` others; kept as they are measured."""
-    known = json.loads(STARTS.read_text(encoding="utf-8")) if STARTS.is_file() else {}
+    known = read(STARTS)
     for each in [each for each in settings if each.key not in known][:most]:
         known[each.key] = start(each.recipe())
         write_json(STARTS, known)

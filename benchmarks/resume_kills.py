@@ -11,21 +11,18 @@ function in question and kills its own process there.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import ROOT, Benchmark
-from flatshift.finetune.run_directory import read_metrics
+from benchmarks._commands import adapter, curve, finish, start, train_words, trained, wait_until
+from benchmarks._harness import Benchmark
 
 STEPS, SAVE_EVERY = 24, 5
 SETTINGS = {
@@ -45,7 +42,6 @@ SETTINGS = {
     "eval.bootstrap": 20,
     "eval.train_limit": 0,
 }
-WAIT_S = 600.0
 
 # --------------------------------------------------------------------------------------------- the killed child
 
@@ -151,55 +147,20 @@ _PLACES: dict[str, Callable[[Callable[[], bool]], None]] = {
 # --------------------------------------------------------------------------------------------- the parent
 
 
-def command(out: Path) -> list[str]:
-    """The public command line of the run into `out`, or its continuation where `out` is a run already."""
-    if (out / "recipe.resolved.yaml").exists():
-        return ["train", "--resume", str(out)]
-    flags = [text for key, value in SETTINGS.items() for text in (f"--{key}", str(value))]
-    return ["train", "language-model", "--out", str(out), *flags]
-
-
-def start(out: Path, *, place: str = "nowhere", occasion: int = 1) -> subprocess.Popen[str]:
-    """A child of its own that runs `command(out)`."""
-    code = f"from benchmarks.resume_kills import child; child({place!r}, {occasion}, {command(out)!r})"
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], *, expect: int) -> None:
-    """Wait for the end and check how it came."""
-    _, errors = process.communicate(timeout=WAIT_S)
-    if process.returncode != expect:
-        raise RuntimeError(f"the run ended with {process.returncode}, not {expect}: {errors.strip()[-1500:]}")
+def begin(out: Path, *, place: str = "nowhere", occasion: int = 1) -> subprocess.Popen[str]:
+    """A child of its own that trains into `out`, or goes on with it."""
+    words = train_words(out, SETTINGS)
+    return start(code=f"from benchmarks.resume_kills import child; child({place!r}, {occasion}, {words!r})")
 
 
 def kill_in_step(out: Path, step: int, delay_s: float) -> None:
     """Start a run and kill it from outside, `delay_s` after update `step` was logged."""
-    process = start(out)
-    deadline = time.monotonic() + WAIT_S
-    while _trained(out) < step:
-        if process.poll() is not None or time.monotonic() > deadline:
-            finish(process, expect=-signal.SIGKILL)
-        time.sleep(0.002)
+    process = begin(out)
+    if not wait_until(process, lambda: trained(out) >= step):
+        finish(process, -signal.SIGKILL)
     time.sleep(delay_s)
     process.kill()
-    finish(process, expect=-signal.SIGKILL)
-
-
-def _trained(out: Path) -> int:
-    lines = read_metrics(out / "metrics.jsonl")
-    return max((line["step"] for line in lines if line["split"] == "train"), default=0)
-
-
-def adapter(out: Path) -> str:
-    """Digest of the final adapter."""
-    return hashlib.sha256((out / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+    finish(process, -signal.SIGKILL)
 
 
 def survive(out: Path, place: str, draw: random.Random) -> int:
@@ -208,18 +169,12 @@ def survive(out: Path, place: str, draw: random.Random) -> int:
         kill_in_step(out, draw.randint(1, STEPS - 2), draw.random() * 0.3)
     elif place.startswith("load"):
         kill_in_step(out, draw.randint(SAVE_EVERY + 1, STEPS - 2), draw.random() * 0.3)
-        finish(start(out, place=place), expect=-signal.SIGKILL)
+        finish(begin(out, place=place), -signal.SIGKILL)
     else:
-        finish(start(out, place=place, occasion=draw.randint(1, STEPS // SAVE_EVERY)), expect=-signal.SIGKILL)
-    finish(start(out), expect=0)
+        finish(begin(out, place=place, occasion=draw.randint(1, STEPS // SAVE_EVERY)), -signal.SIGKILL)
+    finish(begin(out))
     log = (out / "log.txt").read_text(encoding="utf-8")
     return max((int(line.rsplit(" ", 1)[1]) for line in log.splitlines() if "continues after step" in line), default=0)
-
-
-def curve(out: Path) -> str:
-    """All losses by split and step, the last attempt of each."""
-    lines = read_metrics(out / "metrics.jsonl")
-    return json.dumps(sorted((line["split"], line["step"], line["loss"]) for line in lines))
 
 
 def main() -> None:
@@ -230,7 +185,7 @@ def main() -> None:
     same = curves = leftovers = 0
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole"
-        finish(start(whole), expect=0)
+        finish(begin(whole))
         for number, place in enumerate(places, start=1):
             out = Path(folder) / f"killed-{number}"
             step = survive(out, place, draw)

@@ -16,15 +16,23 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks._harness import ROOT, Benchmark
-from benchmarks.resume_kills import adapter, curve
-from flatshift.finetune.run_directory import read_metrics
+from benchmarks._commands import (
+    WAIT_S,
+    adapter,
+    children_of,
+    curve,
+    finish,
+    start,
+    state_of,
+    train_words,
+    trained,
+    wait_until,
+)
+from benchmarks._harness import Benchmark
 
 RANKS, KILLS_A_RUN = 4, 5
 STEPS, SAVE_EVERY = 40, 3
@@ -48,58 +56,18 @@ SETTINGS = {
     "eval.train_limit": 0,
 }
 MOMENTS = ("start", "step", "step", "save", "load")
-LIMIT_S, WAIT_S = 60.0, 600.0
+LIMIT_S = 60.0
 
 
-def start(out: Path) -> subprocess.Popen[str]:
+def begin(out: Path) -> subprocess.Popen[str]:
     """The public command of the run into `out`, or its continuation where `out` is a run already."""
-    if (out / "recipe.resolved.yaml").exists():
-        words = ["--resume", str(out)]
-    else:
-        words = ["language-model", "--out", str(out)]
-        words += [text for key, value in SETTINGS.items() for text in (f"--{key}", str(value))]
-    return subprocess.Popen(
-        [sys.executable, "-m", "flatshift", "train", *words],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """Process ids of the launcher's children, in the order of their ranks."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-        except OSError:
-            continue
-        if int(parent) == launcher and state != "Z":
-            found.append(int(folder.name))
-    return sorted(found)
-
-
-def wait_until(process: subprocess.Popen[str], there: Callable[[], bool]) -> bool:
-    """Whether `there()` came true before the job ended."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        if there():
-            return True
-        time.sleep(0.002)
-    return False
-
-
-def trained(out: Path) -> int:
-    """The newest logged update."""
-    return max((line["step"] for line in read_metrics(out / "metrics.jsonl") if line["split"] == "train"), default=0)
+    return start(*train_words(out, SETTINGS))
 
 
 def reach(process: subprocess.Popen[str], out: Path, moment: str, draw: random.Random) -> bool:
     """Wait for the moment of a kill; whether it came before the job ended."""
     if moment in ("start", "load"):
-        if not wait_until(process, lambda: len(ranks_of(process.pid)) == RANKS):
+        if not wait_until(process, lambda: len(children_of(process.pid)) == RANKS):
             return False
         time.sleep(draw.random() * 6)
     else:
@@ -114,12 +82,12 @@ def reach(process: subprocess.Popen[str], out: Path, moment: str, draw: random.R
 
 def survive(process: subprocess.Popen[str], draw: random.Random) -> tuple[str, bool, float]:
     """Kill one of the job's processes; who it was, whether the end was in order, and seconds until all were gone."""
-    ranks = ranks_of(process.pid)
+    ranks = children_of(process.pid)
     victim = draw.choice([process.pid, *ranks])
     began = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     _, errors = process.communicate(timeout=WAIT_S)
-    while any(Path(f"/proc/{pid}").exists() and _state(pid) != "Z" for pid in ranks):
+    while any(state_of(pid)[0] != "Z" for pid in ranks):
         time.sleep(0.01)
     seconds = time.monotonic() - began
     if victim == process.pid:
@@ -129,21 +97,6 @@ def survive(process: subprocess.Popen[str], draw: random.Random) -> tuple[str, b
     if not right:
         print(f"    code {process.returncode}: {errors.strip()[-1500:]}", flush=True)
     return f"rank {ranks.index(victim)}", right, seconds
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return "Z"
-
-
-def finish(out: Path) -> None:
-    """Let the run come to its end."""
-    process = start(out)
-    _, errors = process.communicate(timeout=WAIT_S)
-    if process.returncode != 0:
-        raise RuntimeError(f"the run ended with {process.returncode}: {errors.strip()[-2000:]}")
 
 
 def main() -> None:
@@ -157,23 +110,21 @@ def main() -> None:
     slowest = 0.0
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole"
-        finish(whole)
+        finish(begin(whole))
         while kills < wanted:
             runs += 1
             out = Path(folder) / f"killed-{runs}"
             hits = 0
             while hits < KILLS_A_RUN and kills < wanted:
                 moment = draw.choice(MOMENTS)
-                process = start(out)
+                process = begin(out)
                 if not reach(process, out, moment, draw):
-                    _, errors = process.communicate(timeout=WAIT_S)
-                    if process.returncode != 0:
-                        raise RuntimeError(f"ended by itself with {process.returncode}: {errors.strip()[-2000:]}")
+                    finish(process)
                     break  # it was done before the moment came
                 who, right, seconds = survive(process, draw)
                 hits, kills, orderly, slowest = hits + 1, kills + 1, orderly + right, max(slowest, seconds)
                 print(f"  {kills:2}. run {runs}, {moment}: {who}, gone after {seconds:.1f} s", flush=True)
-            finish(out)
+            finish(begin(out))
             equal = adapter(out) == adapter(whole)
             same, curves = same + equal, curves + (curve(out) == curve(whole))
             leftovers += len(list(out.rglob(".*.tmp")))

@@ -25,9 +25,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from benchmarks._harness import ROOT, Benchmark
+from benchmarks._commands import WAIT_S, children_of, finish, flags, start, wait_until
+from benchmarks._harness import Benchmark
 
-JOBS, KILLS_A_SWEEP, WAIT_S, LEASE_S = 4, 10, 600.0, 4
+JOBS, KILLS_A_SWEEP, LEASE_S = 4, 10, 4
 RANKS, SEEDS = (1, 2, 3, 4, 6, 8), 4
 SETTINGS = {
     "train.steps": 3,
@@ -49,31 +50,11 @@ _ASIDE = ("seconds", "time_s", "record_s", "code")
 """Columns that are no figures: times, and the fingerprint of a source tree that may be edited meanwhile."""
 
 
-def start(out: Path, *more: str, jobs: int = JOBS) -> subprocess.Popen[bytes]:
+def begin(out: Path, *more: str, jobs: int = JOBS) -> subprocess.Popen[str]:
     """The public command of the sweep into `out`, begun or gone on with, in a process group of its own."""
-    flags = [text for key, value in SETTINGS.items() for text in (f"--{key}", str(value))]
     grid = ["--grid", f"adapter.rank={','.join(map(str, RANKS))}", "--seeds", str(SEEDS), "--jobs", str(jobs), *more]
-    return subprocess.Popen(
-        [sys.executable, "-m", "flatshift", "sweep", "double-descent", "--out", str(out), *grid, *flags],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=out.with_suffix(".err").open("ab"),
-        start_new_session=True,
-    )
-
-
-def workers_of(main: int) -> list[int]:
-    """Process ids of the workers of a sweep."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-            if int(parent) == main and state != "Z" and b"spawn_main" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return sorted(found)
+    words = ["sweep", "double-descent", "--out", str(out), *grid, *flags(SETTINGS)]
+    return start(*words, stderr=out.with_suffix(".err").open("ab"), start_new_session=True)
 
 
 @dataclass
@@ -115,22 +96,19 @@ class Watch:
         return wrong
 
 
-def reach(process: subprocess.Popen[bytes], watch: Watch, draw: random.Random) -> bool:
+def reach(process: subprocess.Popen[str], watch: Watch, draw: random.Random) -> bool:
     """Wait for the moment of a kill; whether it came before the sweep ended."""
     if draw.random() < 0.25:
         time.sleep(draw.random() * 6)
         return process.poll() is None
     target = len(watch.starts()) + draw.randint(1, 4)
-    deadline = time.monotonic() + WAIT_S
-    while len(watch.starts()) < target:
-        if process.poll() is not None or time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
+    if not wait_until(process, lambda: len(watch.starts()) >= target):
+        return False
     time.sleep(draw.random())
     return process.poll() is None
 
 
-def kill(process: subprocess.Popen[bytes], watch: Watch, hit: set[str], draw: random.Random) -> str | None:
+def kill(process: subprocess.Popen[str], watch: Watch, hit: set[str], draw: random.Random) -> str | None:
     """Kill by SIGKILL; who it was, None if there was nobody.
 
     hit: cells whose worker was killed under this main process: a second one would rightly fail the cell, so these are
@@ -143,7 +121,7 @@ def kill(process: subprocess.Popen[bytes], watch: Watch, hit: set[str], draw: ra
         process.kill()
     else:
         at = {pid: key for _, key, pid in watch.starts()}
-        able = [pid for pid in workers_of(process.pid) if at.get(pid) not in hit]
+        able = [pid for pid in children_of(process.pid, b"spawn_main") if at.get(pid) not in hit]
         if not able:
             return None
         victim = draw.choice(able)
@@ -158,11 +136,13 @@ def kill(process: subprocess.Popen[bytes], watch: Watch, hit: set[str], draw: ra
     return who
 
 
-def finish(process: subprocess.Popen[bytes], out: Path) -> None:
+def end(process: subprocess.Popen[str], out: Path) -> None:
     """Let the sweep come to its end."""
-    if process.wait(timeout=WAIT_S) != 0:
-        text = out.with_suffix(".err").read_text(encoding="utf-8", errors="replace")
-        raise RuntimeError(f"the sweep ended with {process.returncode}: {text.strip()[-2000:]}")
+    try:
+        finish(process)
+    except RuntimeError as error:
+        said = out.with_suffix(".err").read_text(encoding="utf-8", errors="replace")
+        raise RuntimeError(f"{error}{said.strip()[-2000:]}") from None
 
 
 def tables(out: Path) -> list[dict[str, list]]:
@@ -215,15 +195,15 @@ def of_one_host(folder: Path, whole: Path, wanted: int, draw: random.Random) -> 
         found.sweeps += 1
         out = folder / f"killed-{found.sweeps}"
         watch, hits = Watch(out), 0
-        process, hit = start(out), set[str]()
+        process, hit = begin(out), set[str]()
         while hits < KILLS_A_SWEEP and found.kills < wanted and reach(process, watch, draw):
             if (who := kill(process, watch, hit, draw)) is None:
                 continue
             hits, found.kills = hits + 1, found.kills + 1
             print(f"  {found.kills:2}. sweep {found.sweeps}: {who}, {len(watch.segments[-1][1])} done", flush=True)
             if who != "worker":
-                process, hit = start(out), set()
-        finish(process, out)
+                process, hit = begin(out), set()
+        end(process, out)
         found.add(watch, whole, hits)
     return found
 
@@ -235,7 +215,7 @@ def of_hosts(folder: Path, whole: Path, wanted: int, draw: random.Random) -> Tal
         found.sweeps += 1
         out = folder / f"shared-{found.sweeps}"
         watch, hits = Watch(out), 0
-        hosts = [start(out, *shared, jobs=2) for _ in range(2)]
+        hosts = [begin(out, *shared, jobs=2) for _ in range(2)]
         while hits < KILLS_A_SWEEP and found.kills < wanted and reach(hosts[draw.randrange(2)], watch, draw):
             number = draw.randrange(2)
             os.killpg(hosts[number].pid, signal.SIGKILL)
@@ -243,9 +223,9 @@ def of_hosts(folder: Path, whole: Path, wanted: int, draw: random.Random) -> Tal
             watch.killed()
             hits, found.kills = hits + 1, found.kills + 1
             print(f"  {found.kills:2}. sweep {found.sweeps}: host, {len(watch.segments[-1][1])} done", flush=True)
-            hosts[number] = start(out, *shared, jobs=2)
+            hosts[number] = begin(out, *shared, jobs=2)
         for host in hosts:
-            finish(host, out)
+            end(host, out)
         found.add(watch, whole, hits)
     return found
 
@@ -260,7 +240,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, draw = Path(name), random.Random(60)
         whole = folder / "whole"
-        finish(start(whole), whole)
+        end(begin(whole), whole)
         one = of_one_host(folder, whole, asked.kills, draw)
         one.rows(bench, f"a worker of {JOBS}, the main process, or all")
         of_hosts(folder, whole, asked.hosts, draw).rows(bench, f"one of two hosts, leases of {LEASE_S} s")

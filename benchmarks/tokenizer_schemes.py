@@ -9,16 +9,15 @@ models over many languages; these are English passages and models of half a mill
 
 from __future__ import annotations
 
-import json
-import shutil
-
 from benchmarks._harness import RESULTS, ROOT, Benchmark, limit_threads
+from benchmarks._study_results import read
 from flatshift.experiments.report.chapters.tokenizer import page
 from flatshift.experiments.workflows.tokenizer import DOCUMENT
 from flatshift.experiments.workflows.tokenizer_schemes import train_schemes
+from flatshift.finetune.atomic import write_json
 from flatshift.finetune.train.small_decoder import SmallDecoder
 
-OUT, KEPT = ROOT / ".bench" / "tokenizer_schemes", RESULTS / "tokenizer_schemes"
+OUT, FOLDER = ROOT / ".bench" / "tokenizer_schemes", RESULTS / "tokenizer_schemes"
 MODEL = SmallDecoder(bytes=150_000)
 
 
@@ -29,10 +28,8 @@ def main() -> None:
         train_schemes(
             data=["sample:pool"], out=OUT, model=MODEL, page=page, command="python -m benchmarks.tokenizer_schemes"
         )
-    KEPT.mkdir(parents=True, exist_ok=True)
-    for name in (DOCUMENT, "report.html"):
-        shutil.copyfile(OUT / name, KEPT / name)
-    document = json.loads((KEPT / DOCUMENT).read_text(encoding="utf-8"))
+    document = read(OUT / DOCUMENT)
+    write_json(FOLDER / DOCUMENT, document)
     bench = Benchmark("tokenizer_schemes", packages=("torch", "numpy", "tokenizers", "transformers"))
     first, *others = document["models"]
     bits = {

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import os
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")])
 )
+
+os.fsync = lambda handle: None  # saves that only a power cut could lose; a killed process loses none of them
 
 CPU_S = 240.0
 """What one test may compute, with the processes it waits for; `timeout` (wall time) is only there for what hangs."""
@@ -32,6 +35,27 @@ def pytest_runtest_call(item: pytest.Item):
     if spent > CPU_S and item.get_closest_marker("slow") is None:
         pytest.fail(f"{spent:.0f} CPU-seconds, over {CPU_S:.0f}: make it smaller, or mark it slow")
     return result
+
+
+@pytest.fixture(scope="session")
+def check_server():
+    """One process for the checks of all modules that use `warm_checks`."""
+    from tests.warm_checks import Server
+
+    server = Server()
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="module")
+def warm_checks(check_server):
+    """Check exported folders in forked children of one process with the imports done (`tests.warm_checks`)."""
+    from flatshift.experiments.workflows import deployment, folder_check
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (folder_check, deployment):
+            patch.setattr(module, "subprocess", types.SimpleNamespace(run=check_server.run))
+        yield
 
 
 def _shipped() -> dict[str, str]:

@@ -65,7 +65,7 @@ class Form:
     code: int = 0
     stdin: str | None = None
     slow: bool = False
-    """More than ten seconds."""
+    """More than ten seconds, or what other forms or tests of the default run have with another value."""
 
 
 def _form(name: str, command: str, *checks: Check, code: int = 0, stdin: str | None = None, slow: bool = False) -> Form:
@@ -512,7 +512,8 @@ RUNS: dict[str, Form] = {
         *(_form(f"preference-{loss}", _train("preference", "decoder", "plain-preference.jsonl", f"--task.loss {loss}"),
                 judged(*_PAIRS)) for loss in ("dpo", "ipo", "kto", "simpo", "orpo")),
         *(_form(f"preference-{loss}-chat", _train("preference", "instruct", "turns-preference.jsonl",
-                f"--task.loss {loss} --task.chat true --task.answer '{{answer}}'"), judged(*_PAIRS))
+                f"--task.loss {loss} --task.chat true --task.answer '{{answer}}'"), judged(*_PAIRS),
+                slow=loss in ("ipo", "simpo"))
           for loss in ("dpo", "ipo", "kto", "simpo", "orpo")),
         *(_form(f"preference-{rows}", _train("preference", backbone, f"{rows}.jsonl", more), judged(*_PAIRS))
           for rows, backbone, more in (
@@ -545,18 +546,20 @@ RUNS: dict[str, Form] = {
 
 def _sources() -> Iterator[Form]:
     """Each kind of source in each command that reads rows."""
-    for kind, (_, source) in SOURCES.items():
+    for number, (kind, (_, source)) in enumerate(SOURCES.items()):
+        rest = bool(number % 4)  # all commands read by one reader: every kind by default in `predict` and `eval`
         count = None if kind in UNCOUNTED else 7 if kind in ("directory", "glob", "deep glob", "two files") else COUNT
-        yield _form(f"train: {kind}", _train("classify", "encoder", source), judged("accuracy"), recorded(count))
+        yield _form(f"train: {kind}", _train("classify", "encoder", source), judged("accuracy"), recorded(count),
+                    slow=rest)  # fmt: skip
         yield _form(f"predict: {kind}", f"predict {{run:classify-encoder}} --data {source} --out {{out}}.jsonl",
                     predicted(COUNT, "label", "probability", "p_good", "p_bad"))  # fmt: skip
         yield _form(f"eval: {kind}", f"eval {{run:classify-encoder}} --data {source} --json",
                     printed("data", "accuracy", "n", value=COUNT))  # fmt: skip
         yield _form(f"select: {kind}", f"select --pool {source} --target {source} --budget 3 --method dsir "
-                    "--data.holdout 0 --out {out}", chosen(COUNT, 3))  # fmt: skip
+                    "--data.holdout 0 --out {out}", chosen(COUNT, 3), slow=rest)  # fmt: skip
         yield _form(f"generate: {kind}", f"generate {{run:language-model}} --data {source} --max-new-tokens 1 --out "
-                    "{out}.jsonl", predicted(COUNT, "id", "prompt", "text", "tokens", "ended"))  # fmt: skip
-        yield _form(f"tokenizer: {kind}", f"tokenizer decoder --data {source} --json", printed())
+                    "{out}.jsonl", predicted(COUNT, "id", "prompt", "text", "tokens", "ended"), slow=rest)  # fmt: skip
+        yield _form(f"tokenizer: {kind}", f"tokenizer decoder --data {source} --json", printed(), slow=rest)
     yield _form("train: documents", _train("language-model", "decoder", "'notes/*.txt' 'notes/*.md'"), judged(*_TEXT))
     yield _form("select: documents", "select --pool notes --target notes --budget 3 --method dsir --data.holdout 0 --out "
                 "{out}", chosen(COUNT, 3))  # fmt: skip
@@ -570,6 +573,10 @@ def _sources() -> Iterator[Form]:
                              "absent.jsonl": "absent.jsonl", "'none-*.jsonl'": "none-*.jsonl",
                              "ftp://host/rows.jsonl": "ftp://host/rows.jsonl"}.items():  # fmt: skip
             yield _form(f"{verb}: {source}", f"{verb} {words.format(source)}", says(told), code=2)
+
+
+_OFTEN = {"alphas", "exclude", "targets", "accumulate", "constant", "weight decay", "limit", "bad rows", "quarter"}
+"""Settings that many tests of `tests/cli` give."""
 
 
 def _regularizers_and_adapters() -> Iterator[Form]:
@@ -593,7 +600,8 @@ def _regularizers_and_adapters() -> Iterator[Form]:
         **{f"check {kind}": f"--data.checks.{kind} warn" for kind in (
             "copies", "near", "conflicts", "class_names", "empty_classes", "unknown_tokens", "control_tokens", "unread")},
     }.items():  # fmt: skip
-        yield _form(f"train with {name}", _train("classify", "encoder", "labels.jsonl", words), judged("accuracy"))
+        yield _form(f"train with {name}", _train("classify", "encoder", "labels.jsonl", words), judged("accuracy"),
+                    slow=name in _OFTEN or name.startswith("check "))  # fmt: skip
     yield _form("train with epochs", _train("classify", "encoder", "labels.jsonl", "--train.epochs 2").replace(
                 "--train.steps 1 ", ""), judged("accuracy"), says("3 steps: 2 epochs of 6 rows"))  # fmt: skip
     yield _form("train with train_whole", _train("language-model", "decoder", "texts.jsonl",
@@ -623,12 +631,14 @@ def _runs_judged() -> Iterator[Form]:
         yield _form(f"predict {run}", f"predict {{run:{run}}} --data {data} --out {{out}}.jsonl --batch-size 3",
                     predicted(COUNT, *columns))  # fmt: skip
         yield _form(f"eval {run}", f"eval {{run:{run}}} --data {data}", says("data", "loss"))
-        yield _form(f"report {run}", f"report {{run:{run}}} --out {{out}}.html", page(run))
+        yield _form(f"report {run}", f"report {{run:{run}}} --out {{out}}.html", page(run),
+                    slow=run.startswith(("completion", "preference-")) and run != "preference-dpo")  # fmt: skip
     for run in ("classify", "chat-messages"):  # each is compared in a process of its own: see test_folders_that_leave
         yield _form(f"export {run}", f"export {{run:{run}}} --out {{out}}",
                     holds("adapter_model.safetensors", "adapter_config.json", "README.md"))  # fmt: skip
     for run in ("regress", "language-model", "seq2seq"):
-        yield _form(f"merge {run}", f"merge {{run:{run}}} --out {{out}}", holds("model.safetensors", "config.json"))
+        yield _form(f"merge {run}", f"merge {{run:{run}}} --out {{out}}", holds("model.safetensors", "config.json"),
+                    slow=run == "language-model")  # fmt: skip
     for suffix, told in {"csv": "id,", "tsv": "id\t", "parquet": "PAR1"}.items():
         yield _form(f"predict to .{suffix}", f"predict {{run:classify-encoder}} --data new.jsonl --out {{out}}.{suffix}",
                     lambda found, told=told: found.out.read_bytes()[:40].decode("latin-1").startswith(told))  # fmt: skip
@@ -664,7 +674,8 @@ FORMS: list[Form] = [
             code=code)
       for model, gpus, code in (("llama-3.1-8b", "8xH100-80", 0), ("llama-3.1-70b", "64xH100-80", 0),
                                 ("qwen2.5-0.5b", "1xRTX3090", 0), ("llama-3.1-70b", "1xL4", 1), ("decoder", "here", 0))),
-    *(_form(f"page of the plan of {recipe}", f"plan {recipe} --gpus {gpus} --out {{out}}.html", page("Time by cause"))
+    *(_form(f"page of the plan of {recipe}", f"plan {recipe} --gpus {gpus} --out {{out}}.html", page("Time by cause"),
+            slow=recipe in ("language-model", "completion", "preference"))
       for recipe, gpus in (("classify", "1xH100-80"), ("language-model", "8xA100-40"), ("chat", "1xT4"),
                            ("preference", "64xH100-80"), ("completion", "here"), ("seq2seq", "2xL4"))),
     _form("plan to JSON", "plan classify --out {out}.json", lambda found: "layouts" in json.loads(found.out.read_text())),
@@ -710,7 +721,7 @@ FORMS: list[Form] = [
           judged(*_CLASSES), holds("selection/selected.jsonl", "stages/warm-up/eval.json")),
     _form("train warmup whole", f"train warmup --backbone decoder --data labels.jsonl {OWN} --data.train.limit null "
           "--regularizer.kind plain --select.pool.files texts.jsonl --select.budget 3 --warmup.steps 1 --out {out}",
-          judged(*_CLASSES)),
+          judged(*_CLASSES), slow=True),
     _form("train encoder-warmup", f"train encoder-warmup --backbone encoder --data labels.jsonl {OWN} --data.train.limit "
           "null --regularizer.kind plain --select.pool.files texts.jsonl --select.budget 3 --warmup.steps 1 --out {out}",
           judged(*_CLASSES)),
@@ -797,7 +808,7 @@ FORMS: list[Form] = [
     _form("sweep at random", f"{_GRID} --grid optimizer.lr=1e-4..1e-2:log --design random --points 2 --seeds 1 --out "
           "{out} --devices cpu --max-cells 9", holds("cells.parquet")),
     _form("sweep, a part", f"{_GRID} {_MORE} --part 1/2", holds("cells")),
-    _form("sweep until decided", f"{_GRID} --grid adapter.rank=1,2,3 --until decided --seeds 5 --out {{out}} --rerun-stale "
+    _form("sweep until decided", f"{_GRID} --grid adapter.rank=1 --until decided --seeds 5 --out {{out}} --rerun-stale "
           "--rerun-failed", holds("cells.parquet")),
     _form("sweep recorded", f"{_GRID} {_MORE} --record.steps log --sweep.metric f1_macro", holds("cells.parquet")),
     _form("positive control", f"sweep positive-control {_ONE_SEED} --grid adapter.rank=4,8 --train.batch_size 12 "
@@ -806,7 +817,7 @@ FORMS: list[Form] = [
           "--data.test.limit 10 --out {out}", holds("cells.parquet", "curves.parquet"), says("majority floor")),
     *(_form(f"double descent along {axis}", f"sweep double-descent-{axis} --backbone encoder --adapter.targets all-linear "
             f"--data labels.jsonl --data.train.limit null --data.dev.limit null {OWN} {_ONE_SEED} {_RECORD} "
-            "--grid adapter.rank=1,2 --out {out}", holds("cells.parquet", "curves.parquet"))
+            "--grid adapter.rank=1,2 --out {out}", holds("cells.parquet", "curves.parquet"), slow=axis == "rows")
       for axis in ("rank", "rows", "steps")),
     _form("training bump", f"sweep training-bump --backbone decoder --adapter.targets all-linear --data questions.jsonl "
           f"--data.train.limit null --data.dev.limit null --data.test.limit null {OWN} {_ONE_SEED} {_RECORD} "

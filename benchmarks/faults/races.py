@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks._commands import flags
 from benchmarks._harness import ROOT, Benchmark, cpu_clock
 from benchmarks.faults.forks import fork
 from benchmarks.faults.scenarios import SCENARIOS, SMALL, leavings, write_inputs
@@ -241,8 +242,7 @@ class Field:
         key = f"{kind.name} {order}"
         if key not in self._alone:
             if kind.name == "generate" and not (self.inputs / "writer").exists():
-                settings = [word for key, value in _WRITER.items() for word in (f"--{key}", str(value))]
-                self._must(["train", "language-model", "--out", str(self.inputs / "writer"), *settings])
+                self._must(["train", "language-model", "--out", str(self.inputs / "writer"), *flags(_WRITER)])
             with tempfile.TemporaryDirectory(prefix="alone-", dir=self.folder) as folder:
                 out = Path(folder) / "out"
                 kind.begin(self.inputs, out)

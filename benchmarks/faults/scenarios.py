@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks._commands import flags
 
 SMALL = {
     "train.steps": 2,
@@ -60,10 +62,6 @@ class Scenario:
     starts_ranks: bool = False
 
 
-def _flags(settings: Mapping[str, Any]) -> list[str]:
-    return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-
-
 def write_inputs(folder: Path) -> None:
     """Rows for every scenario."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +72,7 @@ def write_inputs(folder: Path) -> None:
 
 def _select(inputs: Path, out: Path) -> list[str]:
     files = ["--pool", str(inputs / "pool.jsonl"), "--target", str(inputs / "target.jsonl")]
-    return ["select", *files, "--budget", "7", "--out", str(out), "--embedder", "tfidf", *_flags(_EMBED)]
+    return ["select", *files, "--budget", "7", "--out", str(out), "--embedder", "tfidf", *flags(_EMBED)]
 
 
 _EMBED = {"select.embedder.dim": 8, "select.checks": "false"}
@@ -86,7 +84,7 @@ def _rows(inputs: Path) -> dict[str, str]:
 
 
 def _train(inputs: Path, out: Path) -> list[str]:
-    return ["train", "classify", "--out", str(out), *_flags(SMALL | _rows(inputs))]
+    return ["train", "classify", "--out", str(out), *flags(SMALL | _rows(inputs))]
 
 
 def _stages(inputs: Path, out: Path) -> list[str]:
@@ -99,7 +97,7 @@ def _stages(inputs: Path, out: Path) -> list[str]:
         "warmup.steps": 1,
         "warmup.batch_size": 2,
     }
-    return ["train", "warmup", "--out", str(out), *_flags(SMALL | _rows(inputs) | more)]
+    return ["train", "warmup", "--out", str(out), *flags(SMALL | _rows(inputs) | more)]
 
 
 def _mesh(inputs: Path, out: Path) -> list[str]:
@@ -121,7 +119,7 @@ def _sweep(inputs: Path, out: Path) -> list[str]:
     grid = ["--grid", "adapter.rank=1,2", "--seeds", "1", "--jobs", "1"]
     more = {"record.per_doubling": 1, "record.heldout_rows": 4}
     del small["adapter.rank"]
-    return ["sweep", "double-descent", "--out", str(out), *grid, *_flags(small | rows | more)]
+    return ["sweep", "double-descent", "--out", str(out), *grid, *flags(small | rows | more)]
 
 
 _COMPARISON = """

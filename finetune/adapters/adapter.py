@@ -257,8 +257,11 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     if head or biases:
         return write_adapter(model, trainable(model), directory)
     with atomic_directory(directory) as temporary:
-        model.save_pretrained(str(temporary), safe_serialization=True, save_embedding_layers=False)
-        (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+        vars(model)["create_or_update_model_card"] = lambda folder: None  # PEFT's empty card, 50 ms of template
+        try:
+            model.save_pretrained(str(temporary), safe_serialization=True, save_embedding_layers=False)
+        finally:
+            del vars(model)["create_or_update_model_card"]
         write_projector(model, temporary)
         check_saved(_read_tensors(temporary), trainable(model))
         _require_finite(trainable(model), str(directory), _SMALLER)

@@ -20,6 +20,8 @@ from flatshift.finetune.models.backbone import open_backbone
 from tests.chat_models import CONVERSATIONS, chat_tokenizer
 from tests.data_models import tiny_model, write_jsonl
 
+pytestmark = pytest.mark.usefixtures("warm_checks")
+
 SMALL = {
     "train.steps": 3,
     "train.batch_size": 2,

@@ -28,6 +28,8 @@ from flatshift.finetune.errors import SENTENCE
 from flatshift.finetune.tasks import KINDS
 from tests.documented_forms import FORMS, ROWS, RUNS, SOURCES, Datasets, Form, Found, prepare
 
+pytestmark = pytest.mark.usefixtures("warm_checks")
+
 Runner = Callable[[Form], Found]
 
 
@@ -113,6 +115,7 @@ WORDS = [shlex.split(form.command) for form in TABLE]
 ELSEWHERE = {
     "--mesh.auto": "tests/unit/test_meshing.py",
     "--mesh.replicate": "tests/distributed/test_launch.py",
+    "--mesh.sequence_parallel": "tests/unit/test_parallel_rules.py",
     "--mesh.": "tests/cli/test_mesh_contract.py",
     "--shared": "tests/cli/test_sweep_shared.py",
     "--lease": "tests/cli/test_sweep_shared.py",

@@ -29,6 +29,8 @@ from flatshift.finetune.data.encoding import find_end_tokens
 from flatshift.finetune.data.example import IGNORE, Example
 from tests.data_models import byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures("warm_checks")
+
 END = 3
 """`<|im_end|>`, the trained end; the backbones' own is 0."""
 

@@ -94,12 +94,23 @@ def test_help_is_quick() -> None:
         (["train", "--resume", "nowhere"], "not a run directory"),
     ],
 )
-def test_user_mistakes_exit_2_with_one_sentence(arguments: list[str], words: str, tmp_path: Path) -> None:
-    result = flatshift(*arguments, cwd=tmp_path)
-    assert result.returncode == 2, result.stderr
-    assert words in result.stderr
-    assert "Traceback" not in result.stderr
+def test_user_mistakes_exit_2_with_one_sentence(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    from flatshift.cli import run
+
+    monkeypatch.chdir(tmp_path)
+    code, said = run(arguments), capsys.readouterr().err
+    assert code == 2, said
+    assert words in said
+    assert "Traceback" not in said
     assert not list(tmp_path.iterdir()), "nothing may be left behind"
+
+
+def test_a_process_of_its_own_exits_2_with_one_sentence(tmp_path: Path) -> None:
+    result = flatshift("sweep", "double-descent", "--out", "s", "--grid", "adapter.rnk=1,2", cwd=tmp_path)
+    assert result.returncode == 2 and "'rank'" in result.stderr and "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_help_of_train_lists_every_key_once(capsys) -> None:

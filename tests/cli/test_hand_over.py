@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import runpy
+import shutil
 import sys
 import textwrap
 import types
@@ -20,6 +21,8 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import write_jsonl
 from tests.hub_stand_in import hub
+
+pytestmark = pytest.mark.usefixtures("warm_checks")
 
 SMALL = {
     "train.steps": 4,
@@ -253,10 +256,16 @@ def test_vllms_folder_brings_its_own_check(written: Path, tmp_path: Path, capsys
 # --------------------------------------------------------------------------------------------- a hub
 
 
+@pytest.fixture(scope="module")
+def ready(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "mine"
+    assert run(["export", str(written), "--out", str(folder)]) == 0
+    return folder
+
+
 @pytest.fixture
-def exported(written: Path, tmp_path: Path) -> Path:
-    assert run(["export", str(written), "--out", str(tmp_path / "mine")]) == 0
-    return tmp_path / "mine"
+def exported(ready: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(ready, tmp_path / "mine")
 
 
 def test_push_uploads_and_compares(exported: Path, capsys, monkeypatch) -> None:

@@ -117,7 +117,7 @@ def test_every_part_of_a_warm_up_run_on_a_mesh(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--mesh.dp", "3"], "train.batch_size"),
-        (["--mesh.tp", "3"], "mesh.tp"),
+        pytest.param(["--mesh.tp", "3"], "mesh.tp", marks=pytest.mark.slow),
         pytest.param(["--mesh.pp", "4", "--mesh.schedule", "interleaved"], "mesh.pp", marks=pytest.mark.slow),
         (["--mesh.xp", "2"], "mesh"),
         (["--mesh.tp", "2", "--adapter.dora", "true"], "adapter.dora"),

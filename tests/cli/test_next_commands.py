@@ -14,6 +14,8 @@ from flatshift.outcome import NEW_ROWS
 from tests.data_models import byte_tokenizer, write_jsonl
 from tests.finetune_models import save_backbone
 
+pytestmark = pytest.mark.usefixtures("warm_checks")
+
 LONG = [{"id": f"row {i}", "words": f"the cat {i} sat on the mat and the dog"} for i in range(8)]
 ROWS = [{"text": f"is my card number {i} here", "label": ("card", "loss")[i % 2]} for i in range(12)]
 STEP = [

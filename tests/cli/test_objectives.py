@@ -13,6 +13,8 @@ from flatshift.cli import run
 from tests.data_models import write_jsonl
 from tests.objective_models import masked_tokenizer, numbered_rows, save_encoder, several_rows
 
+pytestmark = pytest.mark.usefixtures("warm_checks")
+
 SMALL = {
     "train.steps": 4,
     "train.batch_size": 4,
@@ -43,6 +45,7 @@ def judged_again(path: Path, capsys: pytest.CaptureFixture) -> dict:
 LIMITS = {"data.train.limit": 40, "data.dev.limit": 16, "data.test.limit": 16}
 
 
+@pytest.mark.slow
 def test_the_recipe_encoder_warmup(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "run"
     warm = {"warmup.steps": 3, "warmup.batch_size": 4, "select.budget": 30, "select.pool.limit": 400}

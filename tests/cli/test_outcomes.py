@@ -169,7 +169,7 @@ def test_an_interrupted_command_does_not_wait_for_libraries_to_end() -> None:
         assert (found.returncode, found.stdout) == (int(ending), shown)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_native_call_does_not_hold_back_the_end_of_a_selection(tmp_path: Path, number: signal.Signals) -> None:
     """A lock that is taken twice stands for it: no signal ends that call."""
     short = "warmup --select.budget 20 --select.pool.limit 200 --select.embedder.dim 16 --select.checks false"

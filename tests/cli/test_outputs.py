@@ -31,6 +31,8 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.tasks import Chat, Completion, Seq2Seq
 
+pytestmark = pytest.mark.usefixtures("warm_checks")
+
 BASE = backbone_directory("flatshift-5m")
 SMALL = {
     "train.steps": 4,

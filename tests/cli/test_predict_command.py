@@ -191,11 +191,17 @@ NUMBERS = [{"text": f"number {i} of many", "label": float(i)} for i in range(16)
 @pytest.mark.parametrize(
     ("recipe", "words", "rows", "columns"),
     [
-        ("classify", ["--task.multi", "true"], ROWS, {"labels", "p_card"}),
-        ("classify", ["--task", "regress"], NUMBERS, {"value"}),
+        pytest.param("classify", ["--task.multi", "true"], ROWS, {"labels", "p_card"}, marks=pytest.mark.slow),
+        pytest.param("classify", ["--task", "regress"], NUMBERS, {"value"}, marks=pytest.mark.slow),
         ("language-model", ["--task", "language-model"], ROWS, {"nats", "tokens", "perplexity"}),
         ("language-model", ["--task.kind", "completion", "--task.score", "rank"], ROWS, {"label", "p_loss"}),
-        ("language-model", ["--task.kind", "completion", "--task.max_new_tokens", "4"], ROWS, {"answer", "ended"}),
+        pytest.param(
+            "language-model",
+            ["--task.kind", "completion", "--task.max_new_tokens", "4"],
+            ROWS,
+            {"answer", "ended"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=("sets", "numbers", "texts", "ranked", "written"),
 )

@@ -100,9 +100,9 @@ PAIRS = [{"prompt": f"Is it {i}?", "chosen": f" It is {i}.", "rejected": " No."}
 @pytest.mark.parametrize(
     ("rows", "told", "columns"),
     [
-        (None, "pairs of answers", {"chosen_reward", "preferred"}),
-        (PAIRS, "pairs of answers", {"chosen_reward", "preferred"}),
-        (SINGLES, "single answers", {"reward"}),
+        pytest.param(None, "pairs of answers", {"chosen_reward", "preferred"}, marks=pytest.mark.slow),
+        pytest.param(PAIRS, "pairs of answers", {"chosen_reward", "preferred"}, marks=pytest.mark.slow),
+        pytest.param(SINGLES, "single answers", {"reward"}, marks=pytest.mark.slow),
         ([row | {"label": str(row["label"]).lower()} for row in SINGLES], "single answers", {"reward"}),
     ],
 )

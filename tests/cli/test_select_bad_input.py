@@ -274,9 +274,11 @@ def test_a_target_of_one_row(given: Path, method: str) -> None:
 # ------------------------------------------------------------------------------------------ texts and files
 
 
-@pytest.mark.parametrize("method", ["gotd", "dsir", "length", "knn", "random"])
+@pytest.mark.parametrize(
+    "method", ["gotd", "dsir", *(pytest.param(name, marks=pytest.mark.slow) for name in ("length", "knn", "random"))]
+)
 def test_empty_texts_are_left_out_and_very_long_ones_are_scored(given: Path, capsys, method: str) -> None:
-    long = {"text": "word1 and word2 " * 650_000, "id": "long"}
+    long = {"text": "word1 and word2 " * 200_000, "id": "long"}
     blank = [{"text": "", "id": "empty"}, {"text": " \n\u3000", "id": "spaces"}]
     (given / "pool.jsonl").write_bytes(lines([*POOL[:26], *blank, long, *POOL[26:]]))
     (given / "target.jsonl").write_bytes(lines([{"text": "\t", "id": "tab"}, *TARGET]))

@@ -117,7 +117,10 @@ def test_the_embedder_of_tokens_serves_methods_that_work_on_features(tmp_path: P
     "more",
     [
         ("--method", "less", "--embedder", "gradients", "--select.embedder.dim", "128"),
-        ("--method", "round-robin", "--embedder", "gradients", "--select.embedder.dim", "128"),
+        pytest.param(
+            ("--method", "round-robin", "--embedder", "gradients", "--select.embedder.dim", "128"),
+            marks=pytest.mark.slow,
+        ),
         ("--method", "loss-gap", "--select.method.steps", "8", "--select.method.max_length", "48"),
     ],
     ids=lambda more: more[1],

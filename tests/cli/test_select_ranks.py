@@ -76,11 +76,15 @@ sys.exit(run(sys.argv[1:]))
 """Rank 0 takes longer for the subsample than `mesh.stall`."""
 
 
-def test_three_processes_and_torchrun_write_the_files_of_one(inputs, alone, tmp_path):
+def test_three_processes_write_the_files_of_one(inputs, alone, tmp_path):
     code, said = done(started(flags(inputs, tmp_path / "three", "--processes", "3")))
     assert code == 0, said
     assert files(tmp_path / "three") == files(alone)
     assert json.loads((tmp_path / "three" / "manifest.json").read_text())["selection"]["processes"] == 3
+
+
+@pytest.mark.slow
+def test_torchrun_writes_the_files_of_one(inputs, alone, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "slow.py"))
     code, said = done(started(flags(inputs, tmp_path / "torchrun", "--mesh.stall", "5"), module=torchrun))

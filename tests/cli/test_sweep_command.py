@@ -336,8 +336,8 @@ def test_real_cells_of_two_workers_equal_single_runs(tmp_path: Path) -> None:
         "train.max_cut": 1,
         "train.threads": 1,
         "train.precision": "fp32",
-        "data.train.limit": 40,
-        "data.test.limit": 30,
+        "data.train.limit": 16,
+        "data.test.limit": 12,
         "eval.bootstrap": 20,
     }
     flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]

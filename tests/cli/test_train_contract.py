@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from flatshift.cli import run
 from tests.patience import HANG_S
 
+pytestmark = pytest.mark.usefixtures("warm_checks")
+
 SMALL = {
     "train.steps": 6,
     "train.batch_size": 4,
@@ -34,8 +36,8 @@ SMALL = {
 WARM = SMALL | {
     "warmup.steps": 4,
     "warmup.batch_size": 2,
-    "select.budget": 40,
-    "select.pool.limit": 800,
+    "select.budget": 20,
+    "select.pool.limit": 300,
     "select.embedder.dim": 16,
 }
 
@@ -215,7 +217,7 @@ def adapter_bytes(out: Path) -> bytes:
     return (out / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-LONG = SMALL | {"train.steps": 30, "train.eval_every": 0, "train.save_every": 7, "regularizer.kind": "ggpo"}
+LONG = SMALL | {"train.steps": 16, "train.eval_every": 0, "train.save_every": 5, "regularizer.kind": "ggpo"}
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, number: signal
     words = ["train", "classify", *flags(LONG)]
     assert run([*words, "--out", str(whole)]) == 0
     process = start(*words, "--out", str(cut))
-    wait_for_step(process, cut, 10)
+    wait_for_step(process, cut, 7)
     process.send_signal(number)
     code = process.wait(timeout=HANG_S)
     assert code == (-signal.SIGKILL if number == signal.SIGKILL else 3)
@@ -309,43 +311,34 @@ BF16 |= {
 @pytest.mark.parametrize(
     "settings",
     [
-        {"task.kind": "language-model", "train.max_length": 48},
-        {"task.kind": "completion", "task.score": "rank"},
-        {"task.kind": "completion", "task.score": "generate", "task.max_new_tokens": 4, "data.test.limit": 8},
         {"adapter.dora": "true", "adapter.dropout": 0.1, "regularizer.kind": "ggpo"},
         {"data.label_noise": 0.2, "train.accumulate": 2},
         pytest.param(BF16, marks=pytest.mark.bf16),
-        {
-            "data.train.files": "sample:snli/train",
-            "data.dev.files": "sample:snli/dev",
-            "data.test.files": "sample:snli/test",
-        },
     ],
-    ids=["language-model", "rank", "generate", "dora-dropout-ggpo", "noise-accumulate", "bf16", "pairs"],
+    ids=["dora-dropout-ggpo", "noise-accumulate", "bf16"],
 )
-def test_every_objective_runs(tmp_path: Path, settings: dict) -> None:
+def test_settings_run_together(tmp_path: Path, settings: dict) -> None:
     out = tmp_path / "out"
     short = SMALL | {"train.steps": 3} | settings
     assert run(["train", "classify", "--out", str(out), *flags(short)]) == 0
     test = json.loads((out / "eval.json").read_text(encoding="utf-8"))["test"]
-    wanted = {"rank": "matthews", "generate": "exact_match"}.get(settings.get("task.score", ""), "loss")
-    assert wanted in test
+    assert "matthews" in test
 
 
 def test_sweep_is_idempotent_and_keeps_failures(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
-    words = ["sweep", "double-descent", "--out", str(out), "--seeds", "2", "--jobs", "1"]
+    words = ["sweep", "double-descent", "--out", str(out), "--seeds", "1", "--jobs", "1"]
     words += flags(SMALL | {"train.steps": 2})
     words = [w for w in words if w not in ("--data.dev.limit", "20")]
     assert run([*words, "--grid", "adapter.rank=1,2"]) == 0
     table = pq.read_table(out / "cells.parquet").to_pydict()
-    assert table["adapter.rank"] == [1, 1, 2, 2] and table["seed"] == [0, 1, 0, 1]
-    assert table["status"] == ["done"] * 4 and all(0 <= e <= 1 for e in table["test.error"])
+    assert table["adapter.rank"] == [1, 2] and table["seed"] == [0, 0]
+    assert table["status"] == ["done"] * 2 and all(0 <= e <= 1 for e in table["test.error"])
     stamps = {p: p.stat().st_mtime_ns for p in out.glob("cells/*/result.json")}
-    assert len(stamps) == 4
+    assert len(stamps) == 2
     assert run([*words, "--grid", "adapter.rank=1,2,4"]) == 0
     after = {p: p.stat().st_mtime_ns for p in out.glob("cells/*/result.json")}
-    assert len(after) == 6 and all(after[p] == stamp for p, stamp in stamps.items()), "done cells are never run again"
+    assert len(after) == 3 and all(after[p] == stamp for p, stamp in stamps.items()), "done cells are never run again"
     assert run([*words, "--grid", "data.train.limit=10,99999"]) == 1
     table = pq.read_table(out / "cells.parquet").to_pydict()
     assert sorted(set(table["status"])) == ["done", "failed"]

@@ -144,8 +144,9 @@ RARE: list[tuple[dict[str, Any], str, bool, bool]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("cases", [USUAL, pytest.param(RARE, marks=pytest.mark.slow)], ids=["usual", "rare"])
+@pytest.mark.parametrize("cases", [USUAL, RARE], ids=["usual", "rare"])
 def test_two_ranks_have_the_course_of_one_process(
     tmp_path: Path, cases: list[tuple[dict[str, Any], str, bool, bool]]
 ) -> None:

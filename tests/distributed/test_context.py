@@ -159,6 +159,7 @@ def test_two_ranks_equal_whole_rows() -> None:
     judge(cases, 2)
 
 
+@pytest.mark.slow
 def test_four_ranks_equal_whole_rows() -> None:
     cases = {kind: Case(Mesh(cp=4), kind) for kind in ("llama", "mistral", "gpt2", "gemma3")}
     meshes = {

@@ -175,12 +175,9 @@ def test_recomputation_accumulation_and_resume_drop_alike(sources: dict[str, str
 
 def test_two_ranks_drop_what_one_process_drops(sources: dict[str, str], tmp_path: Path) -> None:
     cases = {
-        "tp": Case(mesh=Mesh(tp=2)),
         "tp, tokens split": Case(mesh=Mesh(tp=2, sequence_parallel=True), checkpointing="full"),
         "tp, gpt2": Case("gpt2-dropout", Mesh(tp=2)),
-        "tp, t5": Case("t5", Mesh(tp=2)),
         "pp": Case(mesh=Mesh(pp=2)),
-        "pp, t5": Case("t5", Mesh(pp=2)),
         "cp": Case(mesh=Mesh(cp=2)),
         "dp": Case("gpt2-dropout", Mesh(dp=2), checkpointing="selective"),
         "dp, packed": Case(mesh=Mesh(dp=2), pack=True),
@@ -192,6 +189,9 @@ def test_two_ranks_drop_what_one_process_drops(sources: dict[str, str], tmp_path
 @pytest.mark.slow
 def test_two_ranks_drop_alike_in_all_families(sources: dict[str, str], tmp_path: Path) -> None:
     cases = {
+        "tp": Case(mesh=Mesh(tp=2)),
+        "tp, t5": Case("t5", Mesh(tp=2)),
+        "pp, t5": Case("t5", Mesh(pp=2)),
         "bert, tp": Case("bert", Mesh(tp=2)),
         "bert, pp": Case("bert", Mesh(pp=2)),
         "bert, dp": Case("bert", Mesh(dp=2), checkpointing="full"),

@@ -34,11 +34,16 @@ def test_one_process_is_what_pytorch_and_peft_compute(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "models", [("llama",), pytest.param(("gpt2", "bert"), marks=pytest.mark.slow)], ids=lambda models: "+".join(models)
+    ("models", "layouts"),
+    [
+        (("llama",), ("pp 2, 1f1b", "dp 2 × tp 2")),
+        pytest.param(("llama",), ("dp 2 (FSDP2)", "tp 2"), marks=pytest.mark.slow),
+        pytest.param(("gpt2", "bert"), ("dp 2 (FSDP2)", "tp 2", "pp 2, 1f1b", "dp 2 × tp 2"), marks=pytest.mark.slow),
+    ],
+    ids=lambda names: "+".join(names),
 )
-def test_two_and_four_ranks(tmp_path: Path, models: tuple[str, ...]) -> None:
-    subjects = tuple(Subject(model, "ggpo") for model in models)
-    compare(tmp_path, subjects, "dp 2 (FSDP2)", "tp 2", "pp 2, 1f1b", "dp 2 × tp 2")
+def test_two_and_four_ranks(tmp_path: Path, models: tuple[str, ...], layouts: tuple[str, ...]) -> None:
+    compare(tmp_path, tuple(Subject(model, "ggpo") for model in models), *layouts)
 
 
 @pytest.mark.slow

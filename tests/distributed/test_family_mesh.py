@@ -197,6 +197,7 @@ def test_two_ranks_equal_one_process_in_every_other_way() -> None:
     )
 
 
+@pytest.mark.slow
 def test_four_ranks_equal_one_process() -> None:
     compare(
         {

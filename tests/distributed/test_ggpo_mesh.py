@@ -246,24 +246,33 @@ def test_two_ranks_equal_one_process() -> None:
         {
             "tp": Case(Mesh(tp=2), settings={"rank": 3}),
             "tp, tokens split": Case(Mesh(tp=2, sequence_parallel=True), checkpointing="selective"),
-            "tp, fused projection": Case(Mesh(tp=2), **GPT2),
             "dp": Case(Mesh(dp=2), checkpointing="full"),
+            "dp, bfloat16": Case(Mesh(dp=2), dtype="bfloat16"),
+            "replicate, literal form": Case(Mesh(replicate=2), settings={"mode": "paper", "beta": 1e3}),
+            "pp, over the model": Case(Mesh(pp=2), settings={"normalize": "model"}),
+            "tp, each sample": Case(Mesh(tp=2), settings={"scope": "sample", "tolerance": 0.72}),
+            "pp, two stages a rank": Case(Mesh(pp=2, schedule="zbv"), layers=4, checkpointing="full"),
+            "pp, nothing on the first stage": Case(Mesh(pp=2), lora={"target_modules": r".*layers\.1\..*_proj"}),
+        },
+        2,
+    )
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one_process_in_other_layouts() -> None:
+    compare(
+        {
+            "tp, fused projection": Case(Mesh(tp=2), **GPT2),
             "dp, columns first": Case(Mesh(dp=2), **GPT2),
             "dp, DoRA": Case(Mesh(dp=2), lora={"use_dora": True}),
             "dp, adapters replicated": Case(Mesh(dp=2, adapters="replicate", reshard=False)),
             "dp, adapters only": Case(Mesh(dp=2, zero=2)),
-            "dp, bfloat16": Case(Mesh(dp=2), dtype="bfloat16"),
-            "replicate, literal form": Case(Mesh(replicate=2), settings={"mode": "paper", "beta": 1e3}),
             "pp": Case(Mesh(pp=2)),
-            "pp, over the model": Case(Mesh(pp=2), settings={"normalize": "model"}),
             "tp, shuffled": Case(
                 Mesh(tp=2), settings={"control": "shuffled", "normalize": "model", "mode": "relative-product"}
             ),
-            "tp, each sample": Case(Mesh(tp=2), settings={"scope": "sample", "tolerance": 0.72}),
             "dp, each sample": Case(Mesh(dp=2), checkpointing="full", settings={"scope": "sample", "tolerance": 0.72}),
             "replicate, each micro-batch": Case(Mesh(replicate=2), settings={"scope": "microbatch"}),
-            "pp, two stages a rank": Case(Mesh(pp=2, schedule="zbv"), layers=4, checkpointing="full"),
-            "pp, nothing on the first stage": Case(Mesh(pp=2), lora={"target_modules": r".*layers\.1\..*_proj"}),
         },
         2,
     )

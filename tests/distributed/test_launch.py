@@ -81,10 +81,10 @@ def messages(ended: Ended) -> list[str]:
 @pytest.mark.parametrize(
     ("scenario", "code", "words"),
     [
-        ("product", 2, "dp 3 makes 3 ranks, but 2 processes"),
-        ("early", 2, "rank 1 cannot read its rows"),
+        pytest.param("product", 2, "dp 3 makes 3 ranks, but 2 processes", marks=pytest.mark.slow),
+        pytest.param("early", 2, "rank 1 cannot read its rows", marks=pytest.mark.slow),
         ("user", 2, "the rows of this rank are bad"),
-        ("memory", 3, "rank 1 ran out of memory"),
+        pytest.param("memory", 3, "rank 1 ran out of memory", marks=pytest.mark.slow),
         ("bug", 70, "KeyError: 'ours'"),
         ("hang", 3, "in happen (step 5, update)"),
     ],
@@ -109,7 +109,7 @@ def test_another_recipe_on_a_rank(tmp_path: Path) -> None:
     assert "rank 2 runs train.seed: 1, rank 0 train.seed: 0" in ended.errors
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank(tmp_path: Path, rank: int) -> None:
     ended = job(tmp_path, "steps", act=lambda _: os.kill(pid_of(tmp_path, rank), signal.SIGKILL))
     assert ended.code == 3 and len(messages(ended)) == 1, ended.errors
@@ -117,7 +117,7 @@ def test_a_killed_rank(tmp_path: Path, rank: int) -> None:
     assert f"--resume {tmp_path}" in ended.errors
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_rank(tmp_path: Path, rank: int) -> None:
     ended = job(tmp_path, "steps", act=lambda _: os.kill(pid_of(tmp_path, rank), signal.SIGSTOP))
     assert ended.code == 3 and len(messages(ended)) == 1, ended.errors
@@ -125,7 +125,8 @@ def test_a_stopped_rank(tmp_path: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "number",
+    [signal.SIGUSR1, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM))],
 )
 def test_a_request_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     ended = job(tmp_path, "steps", act=lambda process: process.send_signal(number))
@@ -141,7 +142,10 @@ def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
     assert job(tmp_path, "steps", act=kill).code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("scenario", "words"), [("user", "the rows of this rank are bad"), ("killed", "rank 1 (")])
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [pytest.param("user", "the rows of this rank are bad", marks=pytest.mark.slow), ("killed", "rank 1 (")],
+)
 def test_under_torchrun(tmp_path: Path, scenario: str, words: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(CHILD)]
     done = subprocess.run([*command, scenario, str(tmp_path), "5"], capture_output=True, text=True, timeout=HANG_S)
@@ -194,6 +198,7 @@ def test_the_first_sigterm_ends_an_evaluation_on_a_mesh(tmp_path: Path) -> None:
     assert (out / "metrics.jsonl").read_bytes() == steps, "nothing was trained"
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_into_the_same_run(tmp_path: Path) -> None:
     """One of two ranks is killed: torchrun ends the other, starts both again, and they continue the run."""
     out = tmp_path / "run"

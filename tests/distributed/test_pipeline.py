@@ -320,6 +320,7 @@ def test_four_stages_and_odd_numbers_of_pieces() -> None:
     check([*odd, *more], pp=4)
 
 
+@pytest.mark.slow
 def test_sharded_stages() -> None:
     """FSDP2 inside the stages reduces gradients once, in the last piece's backward pass."""
     cases = [Case("llama", "1f1b"), Case("gpt2", "zbv"), Case("bert", "interleaved"), Case("t5", "1f1b")]
@@ -327,6 +328,7 @@ def test_sharded_stages() -> None:
     check([*cases, *frozen], pp=2, dp=2)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_stages() -> None:
     """Each tensor-parallel rank sends its share of the hidden states: of their width, or of their tokens."""
     by_tokens = [Case("llama", "interleaved", by_tokens=True), Case("qwen3", "zbv", by_tokens=True, first_adapted=2)]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from flatshift.cli import run
 from tests.data_models import text_rows, write_jsonl
 from tests.distributed_ranks import run_ranks
 from tests.mesh_updates import few_updates
@@ -87,7 +88,7 @@ def test_every_mesh_trains_judges_and_answers_as_one_process(tmp_path: Path) -> 
             assert ours["answers"] == alone["answers"], where
 
 
-def test_the_public_command_on_one_process_and_on_two(tmp_path: Path) -> None:
+def test_the_public_command_on_one_process_and_on_two(tmp_path: Path, capsys) -> None:
     source = save_encoder_decoder("t5-gated", tmp_path / "backbone")
     rows = write_jsonl(tmp_path / "rows.jsonl", [row.values | {"label": "good"} for row in text_rows(60)])
     recipe = tmp_path / "t5.yaml"
@@ -102,12 +103,14 @@ def test_the_public_command_on_one_process_and_on_two(tmp_path: Path) -> None:
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     found = {}
-    for name, mesh in (("one", []), ("two", ["--mesh.dp", "2"])):
+    assert run(["train", str(recipe), "--out", str(tmp_path / "one")]) == 0
+    words = ["train", str(recipe), "--out", str(tmp_path / "two"), "--mesh.dp", "2"]
+    command = [sys.executable, "-m", "flatshift", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, said in (("one", "".join(capsys.readouterr())), ("two", done.stdout + done.stderr)):
         out = tmp_path / name
-        command = [sys.executable, "-m", "flatshift", "train", str(recipe), "--out", str(out), *mesh]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "→ ⟦good<eos>⟧" in done.stdout + done.stderr
+        assert "→ ⟦good<eos>⟧" in said
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         config = json.loads((out / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
         assert config["task_type"] == "SEQ_2_SEQ_LM"

@@ -284,6 +284,7 @@ ON_FOUR = [
 ]
 
 
+@pytest.mark.slow
 def test_four_ranks_make_the_update_of_one(directories):
     results = run_ranks(compare, 4, directories, ON_FOUR)
     for (kind, mesh, more), *ranks in zip(ON_FOUR, *results, strict=True):

@@ -124,6 +124,7 @@ def test_two_ranks_equal_the_whole_model() -> None:
     _judge(run_ranks(every_model, 2, tuple(KINDS)))
 
 
+@pytest.mark.slow
 def test_four_ranks_equal_the_whole_model() -> None:
     kinds = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "t5", "bert", "vit")
     _judge(run_ranks(every_model, 4, kinds))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -77,6 +78,7 @@ def test_two_ranks_send_what_the_formulas_say(tmp_path: Path) -> None:
     compare(2, tmp_path)
 
 
+@pytest.mark.slow
 def test_four_ranks_send_what_the_formulas_say(tmp_path: Path) -> None:
     for rank, known in enumerate(compare(4, tmp_path)):
         sent = {"tp send": [400, 1]} if rank % 2 == 0 else {}

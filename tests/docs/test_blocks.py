@@ -113,6 +113,7 @@ def do(commands: list[str], out: str = "") -> None:
         assert run(words) == 0, command
 
 
+@pytest.mark.slow
 def test_the_page_on_selection(home: Path) -> None:
     lines = commands("selection.md")
     assert len(lines) == 12

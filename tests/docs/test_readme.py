@@ -74,6 +74,7 @@ def test_the_readme_fits_on_a_screen_and_has_the_three_journeys() -> None:
         assert verb in verbs
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_run(directory: Path) -> None:
     do(directory, commands(README))
     assert (directory / "picked" / "scores.parquet").is_file()
@@ -90,6 +91,7 @@ def test_the_first_result_takes_six_commands(directory: Path) -> None:
     assert commands(PREDICT) == commands(TUTORIAL, "console")[1:2], "the page's command is the tutorial's"
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_tutorial_run(directory: Path) -> None:
     do(directory, commands(TUTORIAL))
     assert len((directory / "picked" / "selected.jsonl").read_text(encoding="utf-8").splitlines()) == 200

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 
 from flatshift.finetune.adapters.adapter import attach_adapter
 from flatshift.finetune.config import Adapter, Optimizer, Train
@@ -19,6 +19,7 @@ from flatshift.finetune.data.mixture import Mixture
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import read_metrics
 from flatshift.finetune.tasks import Completion
+from flatshift.finetune.train import checkpointer
 from flatshift.finetune.train.checkpointer import checkpoint_steps as saved_steps
 from flatshift.regularizers import GGPO, Plain, build
 from tests.finetune_models import IGNORED, save_backbone
@@ -76,6 +77,12 @@ def sources(tmp_path_factory):
     return {kind: save_backbone(kind, tmp_path_factory.mktemp(kind)) for kind in ("llama", "gpt2-dropout")}
 
 
+@pytest.fixture(scope="module")
+def whole(sources, tmp_path_factory):
+    """The adapter of a run that was never stopped."""
+    return train(sources["llama"], tmp_path_factory.mktemp("whole") / "run")
+
+
 @pytest.mark.parametrize("stops", [(3, 13), pytest.param((1, 7), marks=pytest.mark.slow)], ids=["late", "early"])
 @pytest.mark.parametrize(
     ("kind", "settings"),
@@ -86,7 +93,7 @@ def sources(tmp_path_factory):
             "llama", {"regularizer": GGPO(refresh=5), "precision": "bf16", "dropout": 0.1}, marks=pytest.mark.bf16
         ),
         ("gpt2-dropout", {"dropout": 0.1}),
-        ("llama", {"mixture": MIXTURE}),
+        pytest.param("llama", {"mixture": MIXTURE}, marks=pytest.mark.slow),
         ("llama", {"mixture": MIXTURE, "task": Completion(pack=False), "group": "length"}),
     ],
 )
@@ -99,8 +106,7 @@ def test_stopped_anywhere_and_resumed_gives_the_same_bits_and_the_same_curve(kin
         assert curve(directory) == curve(tmp_path / "whole"), stop_at
 
 
-def test_a_damaged_newest_checkpoint_costs_steps_but_no_bits(sources, tmp_path):
-    whole = train(sources["llama"], tmp_path / "whole")
+def test_a_damaged_newest_checkpoint_costs_steps_but_no_bits(sources, whole, tmp_path):
     directory = tmp_path / "damaged"
     assert train(sources["llama"], directory, stop_at=9) is None
     assert saved_steps(directory / "state") == [9, 8]
@@ -113,67 +119,57 @@ def test_a_damaged_newest_checkpoint_costs_steps_but_no_bits(sources, tmp_path):
     assert {r["step"]: r["attempt"] for r in last if r["split"] == "train"}[9] == 2
 
 
-def test_all_checkpoints_lost_starts_again_and_ends_the_same(sources, tmp_path):
-    whole = train(sources["llama"], tmp_path / "whole")
+def test_all_checkpoints_lost_starts_again_and_ends_the_same(sources, whole, tmp_path):
     assert train(sources["llama"], tmp_path / "lost", stop_at=9) is None
     shutil.rmtree(tmp_path / "lost" / "state")
     assert train(sources["llama"], tmp_path / "lost") == whole
 
 
-def test_kill_minus_nine_inside_save_and_rename(sources, tmp_path):
-    """In a child process, at the four places where a save can be cut."""
-    whole = train(sources["llama"], tmp_path / "whole")
-    code = textwrap.dedent(
-        f"""
-        import importlib.util, os, pathlib, signal, sys
-        spec = importlib.util.spec_from_file_location("resume_module", {str(__file__)!r})
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        place, source, directory = sys.argv[1:]
-        def die(*_, **__):
-            os.kill(os.getpid(), signal.SIGKILL)
-        def second(before, call):
-            count = [0]
-            def wrapped(*arguments, **keywords):
-                count[0] += 1
-                if count[0] == 2 and before:
-                    die()
-                result = call(*arguments, **keywords)
-                if count[0] == 2:
-                    die()
-                return result
-            return wrapped
-        import safetensors.torch
-        from flatshift.finetune.train import checkpointer as checkpoint
-        if place == "tensors":
-            safetensors.torch.save_file = second(False, safetensors.torch.save_file)
-        elif place == "json":
-            checkpoint.write_json = second(True, checkpoint.write_json)
-        elif place == "rename":
-            original = pathlib.Path.replace
-            def replace(self, target):
-                if pathlib.Path(target).name == "step-8":
-                    die()
-                return original(self, target)
-            pathlib.Path.replace = replace
-        elif place == "verify":
-            checkpoint._read = second(True, checkpoint._read)
-        module.train(pathlib.Path(source), pathlib.Path(directory))
-        """
-    )
-    children = {
-        place: subprocess.Popen(
-            [sys.executable, "-c", code, place, str(sources["llama"]), str(tmp_path / place)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for place in ("tensors", "json", "rename", "verify")
-    }
-    for place, child in children.items():
-        directory = tmp_path / place
-        _, errors = child.communicate()
-        assert child.returncode == -signal.SIGKILL, errors
-        assert saved_steps(directory / "state") == ([8, 4] if place == "verify" else [4])
-        assert train(sources["llama"], directory) == whole, place
-        assert not [p for p in directory.rglob(".*.tmp")]
+def killed_at(place, source, directory):
+    """Train in this process, which ends itself at the second save: after the weights, before their record is written,
+    before the rename, or before the check of what was written."""
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def second(before, call):
+        count = [0]
+
+        def wrapped(*arguments, **keywords):
+            count[0] += 1
+            if count[0] == 2 and before:
+                die()
+            result = call(*arguments, **keywords)
+            if count[0] == 2:
+                die()
+            return result
+
+        return wrapped
+
+    def replace(self, target, original=Path.replace):
+        if Path(target).name == "step-8":
+            die()
+        return original(self, target)
+
+    if place == "tensors":
+        safetensors.torch.save_file = second(False, safetensors.torch.save_file)
+    elif place == "json":
+        checkpointer.write_json = second(True, checkpointer.write_json)
+    elif place == "rename":
+        Path.replace = replace
+    elif place == "verify":
+        checkpointer._read_checkpoint = second(True, checkpointer._read_checkpoint)
+    train(source, directory)
+
+
+@pytest.mark.parametrize("place", ["tensors", "json", "rename", "verify"])
+def test_kill_minus_nine_inside_save_and_rename(place, sources, whole, tmp_path):
+    """In a forked child, at the four places where a save can be cut."""
+    directory = tmp_path / place
+    child = multiprocessing.get_context("fork").Process(target=killed_at, args=(place, sources["llama"], directory))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert saved_steps(directory / "state") == ([8, 4] if place == "verify" else [4])
+    assert train(sources["llama"], directory) == whole, place
+    assert not [p for p in directory.rglob(".*.tmp")]

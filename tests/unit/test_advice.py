@@ -74,7 +74,7 @@ def test_labels_of_a_run_are_counted_once(task, mixture):
         assert batches.labels(steps) == pytest.approx(expected, abs=1, rel=0.25 if task.pack else 0)
 
 
-@pytest.mark.parametrize(("rank", "printed"), [(1, True), (64, False)])
+@pytest.mark.parametrize(("rank", "printed"), [(1, True), pytest.param(64, False, marks=pytest.mark.slow)])
 def test_train_says_it_where_the_adapter_is_the_smaller(rank, printed, tmp_path, capfd):
     laid = {
         "adapter.rank": rank, "adapter.targets": "[q_proj]", "adapter.layers": "[0]",

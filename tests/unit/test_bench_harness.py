@@ -76,7 +76,7 @@ def test_a_failed_gpu_run_is_a_row_with_its_reason(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
 
     def failing(*_, **__):
-        raise RuntimeError("measure failed: Traceback\nselection.errors.SelectionError: too little memory")
+        raise RuntimeError("measure failed: Traceback\nflatshift.selection.errors.SelectionError: too little memory")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gotd_million, "in_child", failing)

@@ -47,7 +47,21 @@ COVERING = [
     "nf4/1b",
 ]
 """Of the rehearsal those that cover its code; the whole of it is slow."""
-SLOW = {"parity/resume-fp32", "smoke/command/predict"}
+QUICK = {
+    "peak",
+    "smoke/step/classify",
+    "smoke/command/doctor",
+    "smoke/waits/ggpo",
+    "speed/8b/4096/selective-2",
+    "regularizer/ggpo/8b",
+    "regularizer/mgpo/1b",
+    "parity/masked-lm",
+    "parity/gotd-dense",
+    "transport/10m",
+    "nf4/learnt",
+    "nf4/1b",
+}
+"""One of each kind of measurement; a run that went on is in `tests.parity.test_resume`."""
 
 
 @pytest.fixture
@@ -60,7 +74,7 @@ def one_thread():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in COVERING]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COVERING]
 )
 def test_a_measurement_fills_its_rows_at_toy_size(name, one_thread):
     measurement = REHEARSED[name]

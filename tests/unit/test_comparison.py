@@ -282,14 +282,18 @@ def test_results_of_the_form_before_are_read_and_those_that_failed_run_again(mad
     assert timeless(json.loads(json.dumps(read))) == timeless(json.loads(json.dumps(document)))
 
 
-def test_the_cells_that_are_kept_are_those_that_the_shipped_comparison_asks_for(tmp_path: Path) -> None:
-    from benchmarks.flat_comparison import KEPT
+def test_committed_cells_are_those_that_the_shipped_comparison_asks_for(tmp_path: Path) -> None:
+    from benchmarks._cell_table import read_cells
+    from benchmarks._study_results import CELLS, packed
+    from benchmarks.flat_comparison import FOLDER
     from flatshift.experiments.results.cells import read_result
 
-    found = [read_result(file.with_suffix("")) for file in sorted((KEPT / "cells").glob("*.json"))[:40]]
-    assert all(result is not None and result["status"] == "done" for result in found)
+    table = FOLDER / CELLS
+    with packed(tmp_path, table):
+        found = {name: read_result(tmp_path / "cells" / name) for name in read_cells(table)}
+    assert len(found) == 1180 and found == read_cells(table)
     study = load_recipe("flat-comparison").recipe.comparison
-    assert study is not None and {result["method"] for result in found if result} <= study.methods.keys()
+    assert study is not None and {result["method"] for result in found.values() if result} <= study.methods.keys()
 
 
 def test_what_train_can_do_can_be_compared(tmp_path: Path) -> None:
@@ -483,7 +487,8 @@ def test_a_study_is_part_of_the_resolved_recipe(made, tmp_path: Path) -> None:
 
 def test_results_and_guide_come_from_the_document_alone(made) -> None:
     from benchmarks._harness import Benchmark
-    from benchmarks.flat_comparison import BEGIN, END, KEPT, PAGE, guide, rows
+    from benchmarks._study_results import read
+    from benchmarks.flat_comparison import BEGIN, END, FOLDER, PAGE, guide, rows
 
     document = json.loads(json.dumps(made[2]))
     document["informative"], primary = ["easy"], {"value": 0.02, "low": -0.01, "high": 0.05, "n": 3, "by_seed": {}}
@@ -497,6 +502,4 @@ def test_results_and_guide_come_from_the_document_alone(made) -> None:
     assert "| `ggpo` | +2.0 |" in text and "No method is better than tuned plain LoRA" in text and "4.0 points" in text
     page = PAGE.read_text(encoding="utf-8")
     assert page.count(BEGIN) == page.count(END) == 1
-    if (KEPT / "comparison.json").is_file():
-        kept = json.loads((KEPT / "comparison.json").read_text(encoding="utf-8"))
-        assert guide(kept) in page, "run: python -m benchmarks.flat_comparison --data DIR"
+    assert guide(read(FOLDER / "comparison.json")) in page, "run: python -m benchmarks.flat_comparison --data DIR"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from benchmarks._descent_cells import STUDIES, pack, planned, rebuild, unpack
+from benchmarks import descent_studies
+from benchmarks._cell_table import read_cells, write_cells
+from benchmarks._descent_cells import STUDIES, pack, planned, rebuild, table_of, unpack
 from benchmarks._harness import Benchmark
-from benchmarks.descent_studies import BEGIN, END, KEPT, guide, keep_published, read, rows
+from benchmarks.descent_studies import BEGIN, END, guide, keep_published, read, rows
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.results.sweep import STEP
 from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS
@@ -30,22 +34,22 @@ def _cell(out: Path, key: str, trace: list[dict]) -> Path:
 
 
 def test_finished_cells_survive_the_way_to_the_repository_and_back(tmp_path: Path) -> None:
-    out, kept, again = tmp_path / "out", tmp_path / "kept", tmp_path / "again"
+    out, table, again = tmp_path / "out", tmp_path / "x.parquet", tmp_path / "again"
     first = _cell(out, "aa", [{"step": 0, "test.error": 0.5}, {"step": 1, "test.error": 0.25}])
     (out / "cells" / "bb").mkdir()  # under way
     _cell(out, "dd", [])  # of another plan
-    pack(out, kept, {"x": "aa", "y": "bb"})
-    assert [path.name for path in kept.rglob("*.json")] == ["x.json"]
-    unpack(kept, again, {"x": "cc", "y": "bb"})  # where the file lies elsewhere, keys are others
+    pack(out, table, {"x": "aa", "y": "bb"})
+    assert list(read_cells(table)) == ["x"]
+    unpack(table, again, {"x": "cc", "y": "bb"})  # where the file lies elsewhere, keys are others
     mine = again / "cells" / "cc"
     assert _lines(mine / "trace.jsonl") == _lines(first / "trace.jsonl")
     assert json.loads((mine / "result.json").read_text()) == {"cell": "cc", "status": "done"}
     assert not (again / "cells" / "bb").exists()
     (mine / "result.json").write_text("{}")
-    unpack(kept, again, {"x": "cc"})
+    unpack(table, again, {"x": "cc"})
     assert (mine / "result.json").read_text() == "{}"
-    pack(again, kept, {"x": "cc"})
-    assert json.loads((kept / "cells" / "x.json").read_text())["result"] == {}
+    pack(again, table, {"x": "cc"})
+    assert read_cells(table)["x"]["result"] == {}
 
 
 def test_cells_are_known_by_contents_wherever_the_file_lies(tmp_path: Path) -> None:
@@ -169,19 +173,19 @@ def test_studies_that_are_not_run_keep_what_was_published(tmp_path: Path) -> Non
     assert bench.rows[-1]["reason"].startswith("not run")
 
 
-def test_a_study_is_judged_anew_from_committed_cells_without_running_any(tmp_path: Path) -> None:
+def test_a_study_is_judged_anew_from_committed_cells_without_running_any(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": str(i + 1)}) + "\n" for i in range(40)))
-    study, kept = BY_NAME["bump"], tmp_path / "kept"
+    study, table, cells = BY_NAME["bump"], tmp_path / "bump.parquet", {}
     names = planned(study, file)
     for place, name in enumerate(names):
         steps = (0, 2, 8, 16, 32, 48, 64, 80, 96, 112, 128)
         trace = [{"stage": "fine-tune", "step": s, "train.loss": 5 - s / 99 + 0.01 * (place % 7)} for s in steps]
         metrics = {"test": {"loss": {"value": 1.0}}}
         result = {"status": "done", "reason": None, "metrics": metrics, "seconds": 1.0}
-        (kept / "cells").mkdir(parents=True, exist_ok=True)
-        (kept / "cells" / f"{name}.json").write_text(json.dumps({"result": result, "trace": trace}))
-    rebuild(study, file, kept, tmp_path / "out")
+        cells[name] = {"result": result, "trace": trace}
+    write_cells(table, cells)
+    rebuild(study, file, table, tmp_path / "out")
     found = read(study, tmp_path / "out")
     assert found.data.done == len(names) and not found.missing
     assert len(found.judged) == len(names) // found.data.seeds
@@ -189,6 +193,13 @@ def test_a_study_is_judged_anew_from_committed_cells_without_running_any(tmp_pat
     text = "\n".join(guide(found))
     assert "| setting | lr = 0.001 | lr = 0.003 | lr = 0.01 | lr = 0.03 |" in text and "- regularizer" not in text
     assert text.count("\n| rank = 64, regularizer = ggpo |") == 2, "its verdicts, and its differences to plain"
+    monkeypatch.setattr(descent_studies, "rebuilt", lambda *a: nullcontext(tmp_path / "out"))
+    monkeypatch.setattr(descent_studies, "sweep", lambda *a, **k: pytest.fail("cells were run"))
+    asked = ["x", "--gsm8k", str(file), "--report", str(tmp_path / "pages")]
+    monkeypatch.setattr(sys, "argv", asked)
+    descent_studies.main()
+    (page,) = (tmp_path / "pages").iterdir()
+    assert page.name == "bump.html" and "rank = 64" in page.read_text(encoding="utf-8")
 
 
 def test_every_study_has_a_shipped_recipe_with_its_axis_and_seeds_for_a_test() -> None:
@@ -200,10 +211,8 @@ def test_every_study_has_a_shipped_recipe_with_its_axis_and_seeds_for_a_test() -
         assert "plain" in recipe.sweep.grid["regularizer"], "every arm is set beside it"
 
 
-@pytest.mark.skipif(not KEPT.is_dir(), reason="no study is committed yet")
 def test_committed_cells_are_whole() -> None:
-    files = list(KEPT.glob("*/cells/*.json"))
-    assert files
-    for file in files:
-        cell = json.loads(file.read_text(encoding="utf-8"))
+    cells = [cell for study in STUDIES for cell in read_cells(table_of(study)).values()]
+    assert len(cells) == 648
+    for cell in cells:
         assert cell["result"]["status"] != "done" or cell["trace"][-1]["step"] > 0

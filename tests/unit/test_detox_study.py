@@ -21,7 +21,7 @@ def study(tmp_path, monkeypatch):
     for name, value in (("POOL", 20), ("TARGET", 5), ("CLEAN", 4), ("PROMPTS", 3)):
         monkeypatch.setattr(detox, name, value)
     monkeypatch.setattr(detox, "WORK", tmp_path / "work")
-    monkeypatch.setattr(detox, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(detox, "CELLS", tmp_path / "cells.json")
     write(tmp_path / "civilcomments_toxicspans_pool.jsonl.xz", [{"text": f"comment {i}"} for i in range(50)])
     write(tmp_path / "rtp_quark_val_5k.jsonl.xz", [{"prompt": f"prompt {i}"} for i in range(9)])
     return tmp_path

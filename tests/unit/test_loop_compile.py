@@ -73,7 +73,7 @@ def compare(source, tmp_path, config, backend, monkeypatch):
 
 @pytest.mark.parametrize(
     "config",
-    [Plain(), GGPO(sigma=0.05), pytest.param(FlatLora(), marks=pytest.mark.slow)],
+    [GGPO(sigma=0.05), *(pytest.param(config, marks=pytest.mark.slow) for config in (Plain(), FlatLora()))],
     ids=lambda config: config.kind,
 )
 def test_a_compiled_course_is_the_plain_one(config, tmp_path, monkeypatch):

@@ -174,7 +174,7 @@ def test_watching_changes_no_bit(source, tmp_path):
     assert same(plain, watched) and curve(tmp_path / "plain") == curve(tmp_path / "watched")
 
 
-@pytest.mark.parametrize("stop_at", [4, 5, 7])
+@pytest.mark.parametrize("stop_at", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 7))])
 def test_resumed_around_a_left_out_update(stop_at, source, tmp_path):
     how = {"skip_nonfinite": 2}
     whole, _ = fit(engine_of(source, nan={3, 4, 9}), tmp_path / "whole", **how)
@@ -252,7 +252,11 @@ def test_a_spike_is_gone_back_from_and_its_batches_are_never_seen(source, tmp_pa
 
 @pytest.mark.parametrize(
     ("regularizer", "stop_at"),
-    [(None, 6), (None, 7), (None, 9), (None, 11), (GGPO(sigma=0.05, refresh=3), 7)],
+    [
+        (None, 6),
+        *(pytest.param(None, step, marks=pytest.mark.slow) for step in (7, 9, 11)),
+        (GGPO(sigma=0.05, refresh=3), 7),
+    ],
     ids=lambda value: getattr(value, "kind", value),
 )
 def test_resumed_around_a_spike(stop_at, regularizer, source, tmp_path):

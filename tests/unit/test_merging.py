@@ -146,7 +146,7 @@ def test_a_weight_beyond_the_dtype_is_refused(tmp_path: Path) -> None:
         merge_files(build_skeleton(source, task=LanguageModel()), saved, out, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("init", ["default", "pissa"])
+@pytest.mark.parametrize("init", ["default", pytest.param("pissa", marks=pytest.mark.slow)])
 def test_a_run_merges_by_files_to_what_peft_merges(tmp_path: Path, init: str) -> None:
     """PiSSA too: what it took out of the frozen weights is in the saved adapter. It says how far rounding moved."""
     source, out = tmp_path / "source", tmp_path / "run"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
 from benchmarks import preference_beta as study
+from benchmarks._study_results import read
 
 
 def runs_of(dev, test, figure="loss"):
@@ -58,10 +57,7 @@ def test_the_gold_reward_counts_different_words_that_are_often_in_the_pool():
 
 
 def test_the_page_says_what_the_results_say():
-    found = {
-        name: json.loads((study.KEPT / f"{name}.json").read_text(encoding="utf-8"))["runs"]
-        for name in ("statements", "gold")
-    }
+    found = read(study.RUNS)
     page = study.PAGE.read_text(encoding="utf-8")
     told = page.split(study.BEGIN)[1].split(study.END)[0]
     assert told.strip() == study.words(found).strip(), f"run: python -m benchmarks.{study.NAME}"

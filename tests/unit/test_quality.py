@@ -400,7 +400,8 @@ def test_a_study_is_part_of_the_resolved_recipe(made) -> None:
 
 def test_results_and_guide_come_from_the_document_alone(made) -> None:
     from benchmarks._harness import Benchmark
-    from benchmarks.selection_quality import PAGE, guide, kept, marks, rows
+    from benchmarks._study_results import read
+    from benchmarks.selection_quality import PAGE, folder, guide, marks, rows
 
     document = json.loads(json.dumps(made[2]))
     bench = Benchmark("selection_quality")
@@ -422,9 +423,8 @@ def test_results_and_guide_come_from_the_document_alone(made) -> None:
     for study in STUDIES:
         begin, end = marks(study)
         assert page.count(begin) == page.count(end) == 1
-        if (kept(study) / "quality.json").is_file():
-            written = json.loads((kept(study) / "quality.json").read_text(encoding="utf-8"))
-            assert guide(written, study) in page, f"run: python -m benchmarks.selection_quality --study {study}"
+        written = guide(read(folder(study) / "quality.json"), study)
+        assert written in page, f"run: python -m benchmarks.selection_quality --study {study}"
 
 
 def test_a_part_and_a_stopped_run_are_not_published(made, monkeypatch, tmp_path: Path, capsys) -> None:
@@ -436,7 +436,7 @@ def test_a_part_and_a_stopped_run_are_not_published(made, monkeypatch, tmp_path:
     page = tmp_path / "selection.md"
     page.write_text("before {}\nkept\n{} after".format(*benchmark.marks("quality")), encoding="utf-8")
     monkeypatch.setattr(benchmark, "PAGE", page)
-    monkeypatch.setattr(benchmark, "kept", lambda study: tmp_path / "kept")
+    monkeypatch.setattr(benchmark, "folder", lambda study: tmp_path / "published")
     monkeypatch.setattr(benchmark.Benchmark, "finish", lambda self: pytest.fail("rows of a part were written"))
     out = str(tmp_path / "out")
     monkeypatch.setattr(sys, "argv", ["x", "--data", "DIR", "--out", out, "--selectors", "gotd"])
@@ -456,7 +456,19 @@ def test_a_part_and_a_stopped_run_are_not_published(made, monkeypatch, tmp_path:
         match=r"stopped: selection\.md .* `python -m benchmarks\.selection_quality --study quality --data DIR`",
     ):
         benchmark.main()
-    assert "kept" in page.read_text(encoding="utf-8") and not (tmp_path / "kept" / "quality.json").exists()
+    assert "kept" in page.read_text(encoding="utf-8") and not (tmp_path / "published" / "quality.json").exists()
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_the_page_of_published_results_is_drawn_on_demand(study, monkeypatch, tmp_path: Path) -> None:
+    import sys
+
+    import benchmarks.selection_quality as benchmark
+
+    monkeypatch.setattr(sys, "argv", ["x", "--study", study, "--report", str(tmp_path / "page.html")])
+    monkeypatch.setattr(benchmark, "study_quality", lambda *a, **k: pytest.fail("cells were run"))
+    benchmark.main()
+    assert "Primary endpoint" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -335,10 +335,10 @@ def test_a_hidden_temporary_is_shown_under_its_own_name(demo, tmp_path):
 
 
 def test_the_directory_of_a_comparison_is_a_chapter_of_its_own(tmp_path):
-    kept = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "flat_comparison" / "comparison.json"
+    document = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "flat_comparison" / "comparison.json"
     folder = tmp_path / "flat"
     (folder / "cells").mkdir(parents=True)  # its cells are no grid
-    shutil.copyfile(kept, folder / "comparison.json")
+    shutil.copyfile(document, folder / "comparison.json")
     text = build_report([folder], out=tmp_path / "page.html").read_text(encoding="utf-8")
     assert "comparison flat" in text and "Primary endpoint" in text and "Equal trials" in text
     assert "cells finished" not in text

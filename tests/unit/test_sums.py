@@ -24,6 +24,8 @@ from flatshift.finetune.models.fingerprint import fingerprint
 from tests.finetune_models import save_backbone
 from tests.run_records import record_anew
 
+pytestmark = pytest.mark.usefixtures("warm_checks")
+
 
 def here(argv: Sequence[str], said: Path) -> int:
     """A runner of commands in this process."""

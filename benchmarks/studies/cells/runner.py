@@ -62,8 +62,7 @@ def _run(run_cell: RunCell, out: Path, queued: QueuedCell, threads: int | None) 
 class Runner:
     """Runs cells of one study in `jobs` processes of one thread each (1: in this one).
 
-    directory: of the results. run_cell: a function that a worker can import. on_cell: told the file of each cell that
-    was run.
+    directory: of the results. run_cell: a function that a worker can import.
     """
 
     def __init__(
@@ -73,10 +72,9 @@ class Runner:
         *,
         jobs: int,
         console: Console,
-        on_cell: Callable[[Path], None],
         label: str,
     ) -> None:
-        self.directory, self._run_cell, self._on_cell = directory, run_cell, on_cell
+        self.directory, self._run_cell = directory, run_cell
         self._cells: dict[str, Cell] = {}
         self._batches = CellBatches(
             directory.parent,
@@ -84,7 +82,7 @@ class Runner:
             console=console,
             label=label,
             run=partial(_run, run_cell),
-            on_cell=self._told,
+            on_cell=lambda file: self.result(self._cells[file.parent.name]),
         )
 
     def result(self, cell: Cell) -> Result:
@@ -105,11 +103,6 @@ class Runner:
         self._cells |= {cell.key: cell for cell in cells}
         kinds = " and ".join(dict.fromkeys(cell.kind for cell in cells))
         self._batches.run([_queued(cell) for cell in cells], kinds, again=lambda queued: again(self._cells[queued.key]))
-
-    def _told(self, file: Path) -> None:
-        cell = self._cells[file.parent.name]
-        self.result(cell)
-        self._on_cell(cell_file(self.directory, cell.key))
 
 
 def _queued(cell: Cell) -> _Queued:

@@ -7,7 +7,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,19 +101,15 @@ def _about(cell: Any) -> dict[str, Any]:
     return about
 
 
-def run_study(
-    plan: Plan, out: Path, *, jobs: int, console: Console, on_cell: Callable[[Path], None] = lambda path: None
-) -> Outcome:
+def run_study(plan: Plan, out: Path, *, jobs: int, console: Console) -> Outcome:
     """Run what has no result yet, in `jobs` processes of one thread each (1: in this one), and gather everything.
-
-    on_cell: told the file of each cell that this call finished.
 
     Raises UserError if `out`, which the caller owns, holds something else, or where nothing can be judged.
     """
     claim_study(out, plan.resolved.to_yaml(), "study")
     for made in ("pool", "selections"):
         remove_leftovers(out / made)
-    runner = Runner(out / "cells", run_cell, jobs=jobs, console=console, on_cell=on_cell, label="quality")
+    runner = Runner(out / "cells", run_cell, jobs=jobs, console=console, label="quality")
     stages = _Stages(plan, runner, out)
     stages.inputs()
     stages.tune()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ def study_quality(
     budgets: Sequence[int] = (),
     jobs: int = 2,
     quiet: bool = False,
-    on_cell: Callable[[Path], None] = lambda path: None,
 ) -> dict[str, Any]:
     """Run the study of `recipe` into `out` and return what quality.json holds.
 
@@ -37,14 +36,13 @@ def study_quality(
         data: directory of pool and targets.
         selectors, targets, budgets: only these (the baseline always); empty: all.
         jobs: worker processes, one thread each.
-        on_cell: told the file of each cell that this call finished.
 
     Raises:
         UserError: bad input, before any cell runs. Interrupted: stopped; the same call goes on.
     """
 
     def measure(plan: Plan, console: Console) -> dict[str, Any]:
-        return analyse(plan, run_study(plan, out, jobs=jobs, console=console, on_cell=on_cell))
+        return analyse(plan, run_study(plan, out, jobs=jobs, console=console))
 
     def plan() -> Plan:
         return Plan(recipe, overrides, data=data, out=out, selectors=selectors, targets=targets, budgets=budgets)

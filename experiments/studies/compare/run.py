@@ -39,12 +39,8 @@ from flatshift.finetune.evaluate.metrics import find_metric
 _EQUAL_TIME = "equal_time.json"
 
 
-def run_study(
-    plan: ComparisonPlan, out: Path, *, jobs: int, console: Console, on_cell: Callable[[Path], None] = lambda path: None
-) -> ComparisonResults:
+def run_study(plan: ComparisonPlan, out: Path, *, jobs: int, console: Console) -> ComparisonResults:
     """Run cells without a result, in `jobs` processes of one thread each (1: in this one), and gather all results.
-
-    on_cell: called with the file of each cell that this call finished.
 
     Raises UserError if `out`, locked by the caller, holds something else.
     """
@@ -52,7 +48,7 @@ def run_study(
     plan.read_rows(out)
     claim_study(out, plan.resolved.to_yaml(), "comparison")
     plan.write_rows()
-    batches = CellBatches(out, jobs=jobs, console=console, label="compare", on_cell=on_cell)
+    batches = CellBatches(out, jobs=jobs, console=console, label="compare")
     outcome = ComparisonResults()
     _tune_methods(plan, batches, outcome)
     study = plan.study
@@ -207,7 +203,6 @@ def compare(
     tasks: Sequence[str] = (),
     jobs: int = 2,
     quiet: bool = False,
-    on_cell: Callable[[Path], None] = lambda path: None,
     page: Callable[[dict[str, Any]], str] | None = None,
 ) -> dict[str, Any]:
     """Run the comparison of `recipe` into `out` and return the contents of comparison.json.
@@ -217,7 +212,6 @@ def compare(
         data: directory of the tasks' files.
         methods, tasks: only these (the baseline always); empty: all.
         jobs: worker processes, one thread each.
-        on_cell: called with the file of each cell that this call finished.
         page: draws report.html of the document.
 
     Raises:
@@ -225,7 +219,7 @@ def compare(
     """
 
     def measure(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
-        return analyse(plan, run_study(plan, out, jobs=jobs, console=console, on_cell=on_cell))
+        return analyse(plan, run_study(plan, out, jobs=jobs, console=console))
 
     def plan() -> ComparisonPlan:
         return ComparisonPlan(recipe, overrides, data=data, out=out, methods=methods, tasks=tasks)
