@@ -18,13 +18,13 @@ class SelectionError(ValueError):
 class BadRow(SelectionError):
     """An invalid row of features: row `row` of the matrix given for `side`.
 
-    told: description of the fault. fix: how to repair it. bad: function rows (n, d) → (n,) bool, the rows with that
+    problem: description of the fault. fix: how to repair it. bad: function rows (n, d) → (n,) bool, the rows with that
     fault, so that a caller who filtered or joined rows can find them in another matrix.
     """
 
-    def __init__(self, side: str, row: int, told: str, fix: str, bad: Callable[[np.ndarray], np.ndarray]):
-        super().__init__(f"{side} features: row {row} {told}; {fix}")
-        self.side, self.row, self.told, self.fix, self.bad = side, row, told, fix, bad
+    def __init__(self, side: str, row: int, problem: str, fix: str, bad: Callable[[np.ndarray], np.ndarray]):
+        super().__init__(f"{side} features: row {row} {problem}; {fix}")
+        self.side, self.row, self.problem, self.fix, self.bad = side, row, problem, fix, bad
 
 
 class TooLittleMemory(SelectionError):

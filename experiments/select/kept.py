@@ -71,7 +71,9 @@ class ScoreCheckpoint:
                 raw = text.encode("utf-8", "surrogatepass")
                 digest.update(len(raw).to_bytes(8, "little") + raw)
         for side in (self._sides.x, self._sides.y):  # the user's own features do not depend on the texts
-            for start in range(0, 0 if side is None else len(side), _ROWS_HASHED):
+            if side is None:
+                continue
+            for start in range(0, len(side), _ROWS_HASHED):
                 digest.update(np.ascontiguousarray(side[start : start + _ROWS_HASHED]).tobytes())
         return digest.hexdigest()
 

@@ -82,14 +82,14 @@ class GenerativeRuns:
         *,
         raw: bool = False,
         decoding: Mapping[str, Any] | None = None,
-        told: Callable[[str], None] = lambda piece: None,
+        on_text: Callable[[str], None] = lambda piece: None,
     ) -> Reply:
         """Return the answer of the run `name`.
 
         asked: the turns of a conversation, ending with the user's; a text is one such turn. Runs that were not trained
         on conversations read the last turn alone, in their template. raw: continue a text without a template.
         decoding: fields of `Decoding`; the run's `task.max_new_tokens` is the default.
-        told: called with each piece of the answer as it is generated.
+        on_text: called with each piece of the answer as it is generated.
         Raises UserError for an unknown name, turns that cannot be answered, and a prompt that does not fit the
         backbone.
         """
@@ -119,7 +119,7 @@ class GenerativeRuns:
             written.append(token)
             text = _strip_lead(lead, str(tokenizer.decode(written, skip_special_tokens=True)))
             if not text.endswith("\ufffd"):  # an incomplete character: wait for its other bytes
-                told(text[len(said) :])
+                on_text(text[len(said) :])
                 said = text
 
         with self._lock, cpu_threads(recipe.train.threads):
@@ -138,7 +138,7 @@ class GenerativeRuns:
             )
         text = _strip_lead(lead, str(tokenizer.decode(answer.ids, skip_special_tokens=True)))
         if len(text) > len(said):
-            told(text[len(said) :])
+            on_text(text[len(said) :])
         return Reply(text, len(question.ids), len(answer.ids), answer.ended)
 
 

@@ -98,7 +98,7 @@ def evaluate_side_by_side(
     out: a new directory for evaluation.json, eval.json, predictions.parquet (of written samples: generations.jsonl)
         and, by `page`, report.html; whole or not at all.
     Returns what evaluation.json holds.
-    Raises UserError for what is neither a run nor a backbone, subjects that cannot be judged on these rows, and a
+    Raises UserError for what is neither a run nor a backbone, subjects that cannot be evaluated on these rows, and a
     column that rows lack.
     """
     with nullcontext() if out is None else exclusive_lock(out):

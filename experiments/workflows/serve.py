@@ -109,7 +109,7 @@ class RequestHandler(BaseHTTPRequestHandler):
 
         streamed = bool(body.get("stream"))
         reply = self.server.runs.reply(
-            name, asked, raw=not chat, decoding=decoding, told=told if streamed else (lambda piece: None)
+            name, asked, raw=not chat, decoding=decoding, on_text=told if streamed else (lambda piece: None)
         )
         reason = "stop" if reply.ended else "length"
         if not streamed:

@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
             asked = [*turns, {"role": "user", "content": line}]
             try:
                 reply = runs.reply(
-                    name, asked, decoding={**decoding, "seed": (flags.seed + count) % 2**63}, told=_print_piece
+                    name, asked, decoding={**decoding, "seed": (flags.seed + count) % 2**63}, on_text=_print_piece
                 )
             except UserError as error:  # concerns this turn only; the next may fit
                 print(f"flatshift: error: {format_error_message(str(error))}", file=sys.stderr)

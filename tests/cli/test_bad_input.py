@@ -101,8 +101,8 @@ class Writer:
     def __init__(self, paths: Any, **_: Any) -> None:
         self.names = (EVIL,)
 
-    def reply(self, name: str, asked: Any, *, decoding: Any, told: Any) -> Any:
-        told(EVIL)
+    def reply(self, name: str, asked: Any, *, decoding: Any, on_text: Any) -> Any:
+        on_text(EVIL)
         from flatshift.experiments.workflows.chat import Reply
 
         return Reply(EVIL, 1, 1, True)

@@ -40,7 +40,7 @@ def test_a_planted_peak_is_found_shaded_and_put_into_words(laboratory):
     lines = train_test_series(data, "error")
     where = direction.settings[0]
     shared = dict(name="x", title="t", unit="error (share wrong)")
-    chart = curve_chart(data, "adapter.rank", where, lines, judged=judged[0], **shared)
+    chart = curve_chart(data, "adapter.rank", where, lines, analysed=judged[0], **shared)
     assert 'id="location"' in chart.raw and "Shaded" in chart.caption and chart.verdict == judged[0].verdict.kind
     assert any("80 %" in sentence for sentence in chart.evidence)
     assert 'id="location"' not in curve_chart(data, "adapter.rank", where, lines, **shared).raw

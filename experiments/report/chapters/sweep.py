@@ -314,7 +314,7 @@ def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -
                 title=words + (f", {formats.setting(where)}" if where else ""),
                 unit=metric_unit(kind),
                 limits=limits,
-                judged=direction.judged_at(where) if kind == kinds[0] else None,
+                analysed=direction.judged_at(where) if kind == kinds[0] else None,
                 crossing=direction.crossing_at(where),
                 epsilon=data.epsilon,
                 wide=len(direction.drawn) == 1 and len(kinds) == 1,

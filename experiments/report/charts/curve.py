@@ -56,14 +56,14 @@ def curve_chart(
     title: str,
     unit: str,
     limits: tuple[float, float] | None = None,
-    judged: AnalysedCurve | None = None,
+    analysed: AnalysedCurve | None = None,
     crossing: Crossing | None = None,
     epsilon: float = INTERPOLATION,
     wide: bool = False,
 ) -> Chart | None:
     """Draw means over seeds along `axis` with t-intervals and single runs; None if nothing was measured.
 
-    judged: its peak location is shaded, and its verdict goes above the chart. crossing: a dashed line where the mean
+    analysed: its peak location is shaded, and its verdict goes above the chart. crossing: a dashed line where the mean
     train error crosses epsilon. limits: of the y axis.
     """
     curves = {line: table.curve(line.column, axis, where) for line in lines}
@@ -81,8 +81,8 @@ def curve_chart(
         ax = canvas.axes(y=unit, x=place.title, right=104)
         threshold = crossing.value if crossing is not None else None
         said = []
-        if judged is not None:
-            said += _shade_peak(ax, judged, place)
+        if analysed is not None:
+            said += _shade_peak(ax, analysed, place)
         if threshold is not None:
             _draw_threshold(ax, place, threshold, epsilon)
         ends = []
@@ -115,7 +115,7 @@ def curve_chart(
         label_ends(ax, ends, height=canvas.height - 74)
         counts = [p.n for curve in curves.values() for _, p in curve]
         caption = _caption(axis, min(counts), max(counts), threshold, epsilon)
-        kind, evidence = (judged.verdict.kind, judged.evidence) if judged is not None else ("", ())
+        kind, evidence = (analysed.verdict.kind, analysed.evidence) if analysed is not None else ("", ())
         return canvas.chart(name, title=title, caption=" ".join([caption, *said]), verdict=kind, evidence=evidence)
 
 
@@ -178,9 +178,9 @@ def _draw_threshold(ax: Axes, place: AxisScale, value: float, epsilon: float) ->
     )
 
 
-def _shade_peak(ax: Axes, judged: AnalysedCurve, place: AxisScale) -> list[str]:
+def _shade_peak(ax: Axes, analysed: AnalysedCurve, place: AxisScale) -> list[str]:
     """Shade the peak's location set, halfway to the neighbours; return the sentence for the caption."""
-    inside = [v for v in judged.location if v in place.at]
+    inside = [v for v in analysed.location if v in place.at]
     if not inside:
         return []
     every = sorted(place.at.values())
