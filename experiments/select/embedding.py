@@ -246,7 +246,8 @@ def report_bad_rows(vectors: Vectors, sides: Mapping[str, Records | None]) -> It
                 if len(bad):
                     row = records.rows[low + int(bad[0])]
                     raise UserError(
-                        f"{name} features: row {row.index} {error.problem} (record {row.id!r}, {row.where}); {error.fix}"
+                        f"{name} features: row {row.index} {error.problem} (record {row.id!r}, {row.where}); "
+                        f"{error.fix}"
                     ) from None
         raise
 
