@@ -111,7 +111,7 @@ def test_a_regularizer_is_set_beside_the_plain_arm_on_the_same_seeds(tmp_path):
     ]
     data = cells(tmp_path / "s", table, {"adapter.rank": [*map(str, plain)], "regularizer": [*arms]})
     sections = sweep_sections(data, SweepAnalysis(data))
-    (found,) = [b for s in sections for b in s.blocks if b.kind == "table" and b.columns[1] == "beside"]
+    (found,) = [b for s in sections for b in s.blocks if b.kind == "table" and b.columns[1] == "vs."]
     ((setting, base, mean, p, at, height, peak_p),) = found.rows
     assert (setting, base, at) == ("regularizer = ggpo", "plain", "8")
     assert mean.startswith("−0.05") and height.startswith("−0.19") and float(p) < 0.001 and float(peak_p) < 0.001
