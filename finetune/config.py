@@ -497,7 +497,7 @@ class Data:
     """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files;
     one row each at least. Copies of one text (after NFKC, blanks folded) go to one side, and classes keep their
     shares. Of documents too few for that, the end of each is set apart. The draw does not depend on `train.seed`, so
-    every seed is judged on the same rows. In a selection that names no training rows: of the target's files, so that
+    every seed is evaluated on the same rows. In a selection that names no training rows: of the target's files, so that
     its target is what a run on the same files trains on. It is 0.1 where training rows of your own take the place of
     a shipped recipe's sample, which then judges nothing, unless dev, test or this is named; so it is for a target of
     your own."""

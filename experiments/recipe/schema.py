@@ -122,7 +122,7 @@ class SweepConfig:
     points: int | None = None
     """Number of points to draw (design: random)."""
     metric: str = "auto"
-    """The held-out figure that curves, verdicts and the lowest setting are of: any that the task is judged by, for
+    """The held-out figure that curves, verdicts and the lowest setting are of: any metric of the task, for
     example `f1_macro`, drawn as 1 less the metric where higher is better. `auto`: error where there is one, else
     loss."""
 

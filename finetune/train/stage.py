@@ -33,17 +33,17 @@ class StageResult:
     """How a stage ended."""
 
     steps: int
-    """Completed updates."""
+    """Completed optimizer steps."""
     best_step: int | None
-    """Update after which dev was best (`train.best`); None without dev rows."""
+    """Step after which dev was best (`train.best`); None without dev rows."""
     best_dev_loss: float | None
-    """Dev loss there: nats per supervised token (per example for classification)."""
+    """Dev loss there: nats per target token (per example for classification)."""
     tokens: int
-    """Supervised tokens seen."""
+    """Target tokens seen."""
     stopped_early: bool
     """Whether `train.patience` or a callback ended it."""
     skipped: int = 0
-    """Updates left out because their loss or gradient was not a finite number (`train.skip_nonfinite`)."""
+    """Steps skipped because their loss or gradient was not a finite number (`train.skip_nonfinite`)."""
     rewinds: int = 0
     """Loss spikes that it went back for (`train.spikes`)."""
     best_accuracy: float | None = None
@@ -60,7 +60,7 @@ class TrainingStage:
     """warm-up, fine-tune, …; names its folder in the run directory."""
     task: Task
     batches: TrainingDataLoader
-    """`at(step)` gives the micro-batches of an update."""
+    """`at(step)` gives the micro-batches of a step."""
     dev: Sequence[Example]
     optimizer: Optimizer
     train: Train
@@ -73,9 +73,9 @@ class TrainingStage:
     recording: Recording | None = None
     """What goes into the run's trace.jsonl at which steps; in one process only."""
     on_step: Callable[[dict[str, Any]], None] | None = None
-    """Called after every update with its line of metrics.jsonl."""
+    """Called after every step with its line of metrics.jsonl."""
     stop: Callable[[], bool] | None = None
-    """Asked after every update; True saves a checkpoint and raises Interrupted."""
+    """Asked after every step; True saves a checkpoint and raises Interrupted."""
     callbacks: Sequence[TrainerCallback] = ()
     """Objects of `transformers.TrainerCallback` (`flatshift.finetune.train.callbacks` says which events there are)."""
     track: Callable[[dict[str, Any]], None] | None = None
@@ -83,9 +83,9 @@ class TrainingStage:
     peak_tflops: float | None = None
     """Of one device, for the MFU; by default `train.peak_tflops`."""
     planned: PlannedStep | None = None
-    """What was said before step 1, to be put beside what updates take; None: nobody measures that."""
+    """Prediction made before step 1, compared with the measured steps; None: not measured."""
     say: Callable[[str], None] | None = None
-    """Told what a CUDA device decided, in lines; by default the run's log."""
+    """Receives lines about a CUDA device's choices; by default the run's log."""
 
     @property
     def folder(self) -> Path:

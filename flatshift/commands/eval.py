@@ -34,8 +34,8 @@ class Flags:
     subjects: Positional[tuple[str, ...]]
     """Run directories, and backbones (shipped name, directory or hub name)."""
     data: tuple[str, ...] = ()
-    """Files to judge on instead, read as the run's own or by `--data.columns.NAME` and `--data.bad_rows`; the split is
-    called `data`."""
+    """Files to evaluate on instead, read as the run's own or by `--data.columns.NAME` and `--data.bad_rows`; the split
+    is called `data`."""
     group_by: str | None = None
     """A column of the rows: also compute every metric for each of its values."""
     trained: tuple[str, ...] = ()

@@ -192,8 +192,10 @@ def _uninformative(document: Document) -> str:
     names = [name for name, target in document["targets"].items() if target["informative"] is False]
     if not names:
         return ""
-    return f"The backbone is too weak for {_and(names)}: its few-label accuracy is not 3 standard errors above the "
+    return (
+        f"The backbone is too weak for {_and(names)}: its few-label accuracy is not 3 standard errors above the "
         "majority baseline."
+    )
 
 
 def _points(share: float) -> str:

@@ -106,5 +106,6 @@ def _test_rows(study: Quality) -> str:
     embedders = " and the embedder comparison's" if study.embedders else ""
     return (
         f"test rows are evaluated by the final runs{embedders}, once in each, and nothing is chosen by that. Test "
-        "texts are read before that too, without labels: to clear the pool of them, and for the coverage of every selection"
+        "texts are read before that too, without labels: to clear the pool of them, and for the coverage of every "
+        "selection"
     )

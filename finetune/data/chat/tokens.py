@@ -38,7 +38,7 @@ class TokenisedConversation:
     cut: bool
     """An edge fell inside a token, so the text was tokenised in pieces."""
     beginning: bool = False
-    """The text goes on behind these tokens."""
+    """The text continues after these tokens."""
     more: bool = False
     """So does what is supervised."""
 
