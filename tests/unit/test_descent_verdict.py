@@ -321,7 +321,7 @@ def test_bad_curves_are_refused():
     with pytest.raises(UserError, match="delta"):
         determine_verdict(interpolating(), delta=-1.0)
     for curve in (interpolating(), interpolating(seeds=2)):
-        with pytest.raises(UserError, match=r"judge_curve: level must be .* got 0\.7"):
+        with pytest.raises(UserError, match=r"determine_verdict: level must be .* got 0\.7"):
             determine_verdict(curve, level=0.7)
 
 
