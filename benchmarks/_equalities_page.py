@@ -12,7 +12,7 @@ NAMES = {"llama": "Llama", "qwen3": "Qwen3", "gpt2": "GPT-2", "t5": "T5", "bert"
 NOISES = {"plain": "plain", "ggpo": "GGPO"}
 HEAD = """# Does my mesh give the same numbers?
 
-The same training on every mesh, compared with one process: {steps} updates in float32 through the product's own
+The same training on every mesh, compared with one process: {steps} steps in float32 through the product's own
 loop, AdamW with eps 1e-6 and clipping, B drawn non-zero so that every gradient is alive, rows of unequal length. The
 backbones are random, with eight blocks: Llama and Qwen3 with grouped keys, GPT-2 with its fused projections, T5 with
 four blocks on either side, BERT with a new classification head. The frozen weights have the same bytes before and
@@ -20,7 +20,7 @@ after every cell.
 
 One process itself is held against a loop written with nothing but PyTorch and PEFT (the first row), and, where it
 supports the case, against transformers' own `DistributedConfig`. "Packed" is compared with the same samples in rows of
-their own, "resumed" runs are stopped in the middle and continue from the checkpoint (judged by their losses only: the
+their own, "resumed" runs are stopped in the middle and continue from the checkpoint (compared by their losses only: the
 first gradients come before the stop), "accumulate" cuts the same rows into so many micro-batches.
 
 Float32 bounds what any such table can show, so the models were chosen to be smooth and well conditioned. T5 has gated
@@ -49,10 +49,10 @@ def page(results: Path = RESULTS) -> str:
     )
     parts = [
         head,
-        f"## Losses\n\nLargest absolute difference over the updates, in nats. {_bar(losses)}\n\n{_table(losses)}\n",
-        "## Gradients of the first update\n\n‖difference‖ ÷ ‖gradient‖ of the worst of all trained tensors. "
+        f"## Losses\n\nLargest absolute difference over the steps, in nats. {_bar(losses)}\n\n{_table(losses)}\n",
+        "## Gradients of the first step\n\n‖difference‖ ÷ ‖gradient‖ of the worst of all trained tensors. "
         f"{_bar(gradients)}\n\n{_table(gradients)}\n",
-        f"## That there is something to compare\n\nLosses of one process, first and last update.\n\n{_falls(fall)}\n",
+        f"## That there is something to compare\n\nLosses of one process, first and last step.\n\n{_falls(fall)}\n",
     ]
     if absent := _reasons(losses):
         parts.insert(3, f"A dash is a case that does not exist:\n\n{absent}\n")

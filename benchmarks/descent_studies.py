@@ -152,7 +152,7 @@ def guide(found: Found) -> list[str]:
         lines.append(f"- {formats.setting(where)} − {formats.axis_value(base)}: {beside.sentence(curve)}")
     for each in found.judged:
         lines.append(f"- {formats.setting(each.where) or 'all'}: {each.verdict.kind}. {' '.join(each.evidence)}")
-    lines += [f"- Not judged: {name}: {reason}." for name, reason in found.missing]
+    lines += [f"- Not evaluated: {name}: {reason}." for name, reason in found.missing]
     return [*lines, ""]
 
 
@@ -169,7 +169,7 @@ def _crossed(found: Found) -> list[str]:
         lines += [f"Mean difference of {name} to {base} on the same seeds:", "", *_table(found.data, gaps, across), ""]
     for reason in dict.fromkeys(reason for _, reason in found.missing):
         names = [name for name, why in found.missing if why == reason]
-        lines.append(f"- Not judged: {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}.")
+        lines.append(f"- Not evaluated: {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}.")
     lines += [""] if found.missing else []
     file = "../benchmarks/results/descent_studies.json"
     return [*lines, f"The evidence for each is in [descent_studies.json]({file})."]

@@ -64,7 +64,7 @@ def section(result: dict[str, Any]) -> str:
             d = row["difference"]
             ratio += f"; difference {d['mean']:+.3g} [{d['low']:+.3g}, {d['high']:+.3g}]"
         if "majority_floor" in row:
-            what += f" (majority floor {row['majority_floor']:.3f})"
+            what += f" (majority baseline {row['majority_floor']:.3f})"
         cells = [what, number(row["ours"]), peer, row["unit"], ratio, str(row["runs"]), row["bar"] or "", holds]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         if row.get("reason"):

@@ -150,7 +150,7 @@ def advice(document: dict[str, Any]) -> list[str]:
         if d is not None and d["low"] is not None:
             verdict = "adds" if d["low"] > 0 else "takes away" if d["high"] < 0 else "adds nothing that shows"
             found.append(
-                f"- `{control['method']}` beside its control `{control['control']}`: {verdict} "
+                f"- `{control['method']}` compared with its control `{control['control']}`: {verdict} "
                 f"({100 * d['value']:+.2f} points, {100 * d['low']:+.2f} to {100 * d['high']:+.2f})."
             )
     return found

@@ -216,7 +216,7 @@ def guide(document: dict[str, Any], study: str) -> str:
         "",
         *_arms(document),
         "",
-        f"`{document['focus']}` beside the others, change of perplexity in %:",
+        f"`{document['focus']}` compared with the others, change of perplexity in %:",
         "",
         *_beside(document),
         "",
@@ -261,7 +261,7 @@ def _beside(document: dict[str, Any]) -> list[str]:
     form = any(pair.get("form_nats") for pair in document["against"].values())
     primary, targets = f"{document['primary_budget'] or 0:,}", list(document["targets"])
     sizes = sorted({budget for _, budget in single}, key=lambda size: int(size.replace(",", "")))
-    head = ["beside", *(["budget"] * (len(sizes) > 1)), "mean of targets", "p (Holm)"]
+    head = ["compared with", *(["budget"] * (len(sizes) > 1)), "mean of targets", "p (Holm)"]
     lines = []
     for (arm, size), by_target in single.items():
         whole = size == primary

@@ -163,7 +163,7 @@ class Adapter:
         if self.start is not None and self.under is not None:
             raise ValueError("start does not go with under: each says what the adapter begins with; leave one out")
         if self.dora and (self.under is not None):
-            raise ValueError("under does not go with dora, whose update is no sum")
+            raise ValueError("under does not go with dora, whose weight change is no sum")
 
     @property
     def numerator(self) -> float:
@@ -338,9 +338,7 @@ class Train:
         check_bounds(self, max_length=(None, LONGEST), threads=(None, 4096), epochs=(0, None))
         check_nonzero(self, epochs="nothing would be trained; give how often to go through the rows, as 3 or 0.5")
         if self.eval_every > 1 and self.eval_every != int(self.eval_every):
-            raise ValueError(
-                f"eval_every must be whole updates, or a share of the steps below 1, got {self.eval_every}"
-            )
+            raise ValueError(f"eval_every must be whole steps, or a share of the steps below 1, got {self.eval_every}")
         if self.max_dropped is not None and self.overlong != "drop":
             raise ValueError("max_dropped is of what `overlong: drop` leaves out; set that, or leave max_dropped out")
         if self.spikes is not None and self.save_every == 0:
@@ -428,7 +426,7 @@ class TrainFiles(Files):
                 raise ValueError(f"weigh: {self.weigh} is of the weights of sources, and there are none; leave it out")
             return
         if self.files:
-            raise ValueError("sources cannot stand beside data.train.files; move the files into a source of their own")
+            raise ValueError("sources and data.train.files cannot both be set; move the files to a source of their own")
         for name in ("first", "limit"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} is of data.train.files alone; give each source its own {name}")

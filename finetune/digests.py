@@ -99,11 +99,11 @@ def check_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True)
         try:
             now = file_sha256(file)
         except OSError as error:
-            raise UserError(f"{file}: {error.strerror}, but {DONE} lists it; restore it, or make it anew") from None
+            raise UserError(f"{file}: {error.strerror}, but {DONE} lists it; restore it, or make it again") from None
         if now != before:
             raise UserError(
                 f"{file} is not what was saved (SHA-256 {now[:12]}…, in {DONE} {before[:12]}…); restore it, or make it "
-                "anew"
+                "again"
             )
 
 

@@ -99,7 +99,7 @@ def user_path(name: str | Path) -> Path:
     Raises UserError for an unknown user, and for the address of a store.
     """
     if is_remote(name):
-        raise UserError(f"{name}: a local path is needed here; copy what lies in the store to this machine first")
+        raise UserError(f"{name}: a local path is needed here; copy it from the store to this machine first")
     if (local := _LOCAL_ADDRESS.fullmatch(str(name))) is not None:
         from urllib.parse import unquote
 

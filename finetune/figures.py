@@ -39,7 +39,7 @@ def compare_plan(plan: Mapping[str, Any]) -> str:
     parts = []
     allocated = plan.get("what") == "allocated"
     if plan.get("measured"):
-        name = "memory allocated" if allocated else "memory of an update"
+        name = "memory allocated" if allocated else "memory of a step"
         change = plan["measured"] / plan["predicted"] - 1 if plan["predicted"] else 0.0
         parts.append(
             f"{name} {format_bytes(plan['predicted'])} predicted, {format_bytes(plan['measured'])} measured "
@@ -47,10 +47,10 @@ def compare_plan(plan: Mapping[str, Any]) -> str:
         )
     if plan.get("reserved"):
         told = format_bytes(plan["reserved"])
-        parts.append(f"{told} reserved" if allocated else f"the process grew by {told} in updates")
+        parts.append(f"{told} reserved" if allocated else f"the process grew by {told} in steps")
     if plan.get("measured_s"):
         told = f"{plan['predicted_s']:.3g} s predicted" if plan.get("predicted_s") else "not predicted on this device"
-        parts.append(f"an update {told}, {plan['measured_s']:.3g} s measured")
+        parts.append(f"a step {told}, {plan['measured_s']:.3g} s measured")
     return "; ".join(parts)
 
 

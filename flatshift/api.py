@@ -90,7 +90,7 @@ def _local_path(function: str, name: str, value: Any) -> Path:
     if not isinstance(value, str | Path):
         raise _type_error(function, name, "a path", value)
     if is_remote(value):
-        raise UserError(f"{function}: {name} {value}: results lie in a local directory; name one, and copy it")
+        raise UserError(f"{function}: {name} {value}: results are in a local directory; name one, and copy it")
     return Path(value)
 
 

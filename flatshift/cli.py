@@ -162,7 +162,7 @@ def run(argv: Sequence[str]) -> int:
     except OutOfMemory as error:
         return _report_exit(f"{'interrupted' if error.resumable else 'error'}: {error}", 3 if error.resumable else 2)
     except KeyboardInterrupt:
-        return _report_exit(f"interrupted: go on with the same command: `{shlex.join(['flatshift', *argv])}`", 3)
+        return _report_exit(f"interrupted: continue with the same command: `{shlex.join(['flatshift', *argv])}`", 3)
     except BrokenPipeError:
         # The reader is gone: else the interpreter's flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

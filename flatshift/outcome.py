@@ -56,7 +56,7 @@ def print_training_outcome(path: Path) -> None:
         below = f"{find_metric(floor).title} {number(cells[floor]['value'])}" if floor in cells else "–"
         rows.append([split, find_metric(name).title, with_interval(cells[name]), below, f"{cells[name].get('n', 0):,}"])
     print_outcome(
-        align_columns(["split", "metric", "value (95 %)", "floor", "n"], rows, right={4}) if rows else "",
+        align_columns(["split", "metric", "value (95 %)", "baseline", "n"], rows, right={4}) if rows else "",
         commands_after_run(run),
     )
 
@@ -223,7 +223,7 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
     if (best := data.best(column)) is not None:
         rows.append([f"lowest {figure_name(column)}", setting(best[0]), with_interval(best[1])])
     if (floor := data.majority_error(column)) is not None:
-        rows.append(["majority floor", "always the commonest class", number(floor)])
+        rows.append(["majority baseline", "always the commonest class", number(floor)])
     judged = SweepAnalysis(data).judged
     for one in judged[:_VERDICTS]:
         where = f"along {one.axis}" + (f", {setting(one.where)}" if one.where else "")

@@ -150,7 +150,7 @@ class BiLora:
 
     kind: Literal["bi-lora"] = "bi-lora"
     rho: float = 0.05
-    """ρ, bound on the norm of the second adapter's update over all layers."""
+    """ρ, bound on the norm of the second adapter's step over all layers."""
     rank: int = 8
     """Rank of the second adapter."""
     lr_scale: float = 1.0

@@ -284,7 +284,7 @@ class RegularizerCallback(TrainerCallback):
         if not (folder / RECORD).is_file():
             raise RegularizerError(
                 f"training resumes after step {state.global_step}, but {folder} holds no {RECORD}; {advice}, or train "
-                "anew"
+                "again"
             )
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         mine = {"regularizer": type(self.regularizer).__name__, "step": state.global_step}

@@ -812,9 +812,9 @@ FORMS: list[Form] = [
           "--rerun-failed", holds("cells.parquet")),
     _form("sweep recorded", f"{_GRID} {_MORE} --record.steps log --sweep.metric f1_macro", holds("cells.parquet")),
     _form("positive control", f"sweep positive-control {_ONE_SEED} --grid adapter.rank=4,8 --train.batch_size 12 "
-          "--data.train.limit 12 --data.test.limit 10 --out {out}", holds("cells.parquet"), says("majority floor")),
+          "--data.train.limit 12 --data.test.limit 10 --out {out}", holds("cells.parquet"), says("majority baseline")),
     _form("double descent", f"sweep double-descent {TINY} {_ONE_SEED} --grid adapter.rank=1,2 --data.train.limit 12 "
-          "--data.test.limit 10 --out {out}", holds("cells.parquet", "curves.parquet"), says("majority floor")),
+          "--data.test.limit 10 --out {out}", holds("cells.parquet", "curves.parquet"), says("majority baseline")),
     *(_form(f"double descent along {axis}", f"sweep double-descent-{axis} --backbone encoder --adapter.targets all-linear "
             f"--data labels.jsonl --data.train.limit null --data.dev.limit null {OWN} {_ONE_SEED} {_RECORD} "
             "--grid adapter.rank=1,2 --out {out}", holds("cells.parquet", "curves.parquet"), slow=axis == "rows")

@@ -66,7 +66,7 @@ def iter_position_warnings(recipe: Recipe, splits: Iterable[Sequence[Example]]) 
     if limit is not None and longest + _count_prefix_positions(recipe) > limit:
         yield (
             f"the longest sample has {longest:,} tokens, and this backbone was made for {limit:,} positions "
-            "(max_position_embeddings), so what lies beyond is new to it; lower train.max_length to stay within"
+            "(max_position_embeddings), so positions beyond are new to it; lower train.max_length to stay within"
         )
 
 
@@ -85,7 +85,7 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
     update = settings.batch_size * settings.accumulate
     if update > _ROUNDS * len(train):
         raise UserError(
-            f"train.batch_size times train.accumulate: an update of {update:,} rows goes more than {_ROUNDS:,} times "
+            f"train.batch_size times train.accumulate: a step of {update:,} rows goes more than {_ROUNDS:,} times "
             f"round the {len(train):,} training samples; lower one of them, or give more rows"
         )
     try:

@@ -277,7 +277,7 @@ def check_eos_counts(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Non
             where = examples[int(ends.argmin())].where
             raise UserError(
                 f"{where}: this row ends without the end-of-sequence token at which the head of {recipe.backbone!r} "
-                "judges it; take a backbone whose tokenizer adds it"
+                "reads it; take a backbone whose tokenizer adds it"
             )
         if ends.min() != ends.max():
             few, many = examples[int(ends.argmin())].where, examples[int(ends.argmax())].where
@@ -351,7 +351,7 @@ def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) 
     steps = math.ceil(Fraction(repr(epochs)) * rows / each)  # exact, from the number as written: 1.1 · 10 rows are 11
     said = f"train.epochs {epochs:g} of {rows:,} {'packed ' if packed else ''}rows"
     if steps > MOST_STEPS:
-        raise UserError(f"{said} are {steps:,} updates, above the {MOST_STEPS:,} that a stage may have; give fewer")
+        raise UserError(f"{said} are {steps:,} steps, above the {MOST_STEPS:,} that a stage may have; give fewer")
     settled = dataclasses.replace(recipe.train, steps=steps, epochs=None)
     origins = {**resolved.origins, "train.steps": said, "train.epochs": "counted as train.steps"}
     return Resolved(dataclasses.replace(recipe, train=settled), resolved.name, origins)

@@ -187,7 +187,7 @@ def sample_split_warning(recipe: Recipe) -> list[str]:
     if not data.train.all_files or any(name.startswith(SAMPLE) for name in data.train.all_files):
         return []
     return [
-        f"{split}: {', '.join(files.files)} of the recipe, beside training rows of your own; --data.{split}.files "
+        f"{split}: {', '.join(files.files)} of the recipe, next to training rows of your own; --data.{split}.files "
         f"names others, '[]' with --data.holdout 0.2 takes some of the training rows"
         for split, files in (("dev", data.dev), ("test", data.test))
         if any(name.startswith(SAMPLE) for name in files.files)

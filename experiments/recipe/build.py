@@ -159,8 +159,7 @@ def _build_component(components: list[type], tree: Tree, path: str, origins: Ori
         where = tree.keys.get(key, tree.where)
         if having and kind is None:
             raise UserError(
-                f"{where}: {path} is {name} unless told otherwise, which has no {key!r}; name {path}.kind too "
-                f"({having})"
+                f"{where}: {path} is {name} by default, which has no {key!r}; name {path}.kind too ({having})"
             )
         if having:
             owned = f"{path} is {name}, and {key} is a setting of {having}"

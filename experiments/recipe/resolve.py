@@ -387,7 +387,7 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bo
         raise UserError(f"{run} is not a run directory: it has no recipe.resolved.yaml")
     tree = parse_file(path)
     if isinstance(tree, Branch) and not tree.children:
-        raise UserError(f"{path} is empty; restore it from a copy of the run, or train anew")
+        raise UserError(f"{path} is empty; restore it from a copy of the run, or train again")
     before = build_settings(Recipe, tree)
     for override in overrides:
         tree = merge(tree, override)
@@ -397,7 +397,7 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bo
     free = (*_MAY_CHANGE_ON_RESUME, *(_OTHER_ROWS if other_rows else ()))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key) and not key.startswith(free):
-            others = "; `flatshift eval RUN --data FILE` judges other rows" if key.startswith("data.") else ""
+            others = "; `flatshift eval RUN --data FILE` evaluates other rows" if key.startswith("data.") else ""
             if key.startswith(_OTHER_ROWS):
                 others += ", and takes this"
             key = ".".join(map(setting_key, key.split(".")))
@@ -552,5 +552,5 @@ def with_template_copy(run: Path, recipe: Recipe) -> Recipe:
         task = task.replace(template=str((run / COPY).absolute()))
     noted = read_json_object(file).get("chat_template") if file.is_file() else None
     if noted is not None and (now := task.template_record()) is not None and now["sha256"] != noted["sha256"]:
-        raise UserError(f"task.template: {task.template} changed since the run began; restore it or train anew")
+        raise UserError(f"task.template: {task.template} changed since the run began; restore it or train again")
     return dataclasses.replace(recipe, task=task)

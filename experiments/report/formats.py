@@ -149,8 +149,8 @@ def json_value(value: Any) -> str:
 AXES = {
     "adapter.rank": "rank r",
     "adapter.alpha": "LoRA alpha",
-    "train.steps": "optimizer updates of the run",
-    "step": "optimizer updates",
+    "train.steps": "optimizer steps of the run",
+    "step": "optimizer steps",
     "data.train.limit": "training examples n",
     "data.label_noise": "label noise (share of labels)",
     "optimizer.lr": "learning rate",

@@ -136,7 +136,7 @@ def _caption(found: Sequence[Difference]) -> str:
     if any(not one.paired for one in found):
         said += (
             " † Not paired: the rows differ, or what was said of each row was not kept; the interval takes both runs "
-            "as judged on different rows, which is too wide where they are the same."
+            "as evaluated on different rows, which is too wide where they are the same."
         )
     return said
 

@@ -45,7 +45,7 @@ class AnalysedCurve:
             )
         if self.axis == "step":
             steps = ", ".join(f"{value:g}" for value in self.curve.values)
-            found.append(f"Judged at steps {steps}: what rises and falls again between two of them is not seen.")
+            found.append(f"Evaluated at steps {steps}: what rises and falls again between two of them is not seen.")
         return tuple(found)
 
     @property
@@ -101,7 +101,7 @@ def build_curve(
         raise (
             UserError(f"no seed has a cell at every value; the peak test needs {FEWEST_SEEDS}")
             if planned is None
-            else UserError("no seed has a cell at every value yet; go on with the same command")
+            else UserError("no seed has a cell at every value yet; continue with the same command")
         )
     seeds, values = [found.seeds[s] for s in whole], [found.values[j] for j in keep]
     return replace(_curve_at(table, axis, where, seeds, values, test, epsilon), planned=planned)

@@ -55,7 +55,7 @@ def read_result(directory: Path) -> dict[str, Any] | None:
     Raises UserError if the file is not a result, or if it or a record of the cell was changed.
     """
     for path in result_files(directory):
-        fix = f"delete the cell's {path.name}, and the same command runs the cell anew"
+        fix = f"delete the cell's {path.name}, and the same command runs the cell again"
         try:
             found = json.loads(path.read_bytes())
             if not found.keys() >= _KEYS:
@@ -82,8 +82,8 @@ def read_marker(out: Path) -> dict[str, Any]:
         ) from None
     if (written := found.get("format")) != FORMAT:
         raise UserError(
-            f"{path} has format {written}, and this flatshift ({flatshift_version()}) knows {FORMAT}; go on with the "
-            "version that wrote it, or name another directory"
+            f"{path} has format {written}, and this flatshift ({flatshift_version()}) knows {FORMAT}; continue with "
+            "the version that wrote it, or name another directory"
         )
     return found
 

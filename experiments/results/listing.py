@@ -45,7 +45,7 @@ def list_directories(folder: Path) -> list[DirectoryEntry]:
     Raises UserError if `folder` is not a directory. A directory with a broken file gets the status `broken`.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is no directory; name the folder that your runs lie in, for example `runs`")
+        raise UserError(f"{folder} is no directory; name the folder that your runs are in, for example `runs`")
     found = [directory_entry(path, folder) for path in _find_runs(folder, _DEEPEST)]
     return sorted(found, key=lambda one: (one.date, one.path))
 

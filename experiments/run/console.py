@@ -257,7 +257,7 @@ def force_exit_on_signal(seconds: float = 0.5) -> Iterator[None]:
         while (heard := ear.recv(1)) and heard[0] not in STOP_SIGNALS:
             pass
         if heard and not finished.wait(seconds):
-            words = "flatshift: interrupted: stopped at once; the same command goes on with what was kept"
+            words = "flatshift: interrupted: stopped at once; the same command continues with what was kept"
             print(words, file=sys.stderr, flush=True)
             os._exit(3)
 

@@ -72,9 +72,9 @@ def open_resumable(out: Path, recipe_yaml: str, *, command: str = "the same comm
                 with contextlib.suppress(OSError):
                     out.rmdir()
             if isinstance(error, KeyboardInterrupt):
-                raise Interrupted(f"nothing was kept; {command} begins anew") from None
+                raise Interrupted(f"nothing was kept; {command} starts again") from None
         elif isinstance(error, KeyboardInterrupt):
-            raise Interrupted(f"what was reached is kept in {state}; {command} goes on from there") from None
+            raise Interrupted(f"what was reached is kept in {state}; {command} continues from there") from None
         raise
 
 

@@ -130,7 +130,7 @@ def _piece_spans(recipe: Recipe, chunk: TextChunks, texts: Iterable[str]) -> Ite
     tokenizer = open_backbone(recipe.backbone).tokenizer
     if not tokenizer.is_fast:
         raise UserError(
-            f"select.chunk.unit: the tokenizer of {recipe.backbone!r} cannot say where tokens lie; use words"
+            f"select.chunk.unit: the tokenizer of {recipe.backbone!r} cannot say where each token starts; use words"
         )
     for text in texts:
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

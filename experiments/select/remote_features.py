@@ -68,9 +68,9 @@ def _copy_array(address: str, root: Path, flag: str, console: Console) -> LocalC
             with console.task(f"copy {flag.removeprefix('--')}, MiB", (source.size or 0) >> 20) as bar:
                 sha256 = _copy_object(source, to, lambda done: bar(done >> 20))
             write_json(folder / _SOURCE, {"path": address, "sha256": sha256, "bytes": to.stat().st_size})
-        known = read_json_object(folder / _SOURCE, "sha256", "bytes", fix=f"delete {folder}, it is copied anew")
+        known = read_json_object(folder / _SOURCE, "sha256", "bytes", fix=f"delete {folder}, it is copied again")
         if file_sha256(to) != known["sha256"]:
-            raise UserError(f"{flag}: {to} is no longer the copy of {address}; delete {folder}, it is copied anew")
+            raise UserError(f"{flag}: {to} is no longer the copy of {address}; delete {folder}, it is copied again")
     return LocalCopy(to, {"path": address, "sha256": known["sha256"], "bytes": known["bytes"], "version": version})
 
 
@@ -121,7 +121,7 @@ def _copy_shards(address: str, manifest: dict[str, Any], folder: Path, flag: str
                 if found != sha256:
                     part.unlink()
                     raise UserError(
-                        f"{flag}: {address}/{name} is not what {MANIFEST} says (SHA-256); write it anew, then seal "
+                        f"{flag}: {address}/{name} is not what {MANIFEST} says (SHA-256); write it again, then seal "
                         "again, or start again if the copy was cut"
                     )
             bar(number)

@@ -102,7 +102,7 @@ def select(
         write_provenance(directory, recipe_yaml=recipe_yaml)
         console.log = _log_appender(directory / "log.txt")
         if work.continued:
-            console.say(f"going on with the unfinished selection in {out}")
+            console.say(f"continuing the unfinished selection in {out}")
         manifest = select_into(recipe, directory, console, state=work.state, fit=fit)
         page = draw(directory).name if draw is not None else None
     console.log = None  # the log has moved with its directory
@@ -347,7 +347,7 @@ def _fit_selector(
     if kept is not None and kept.restored:
         console.say("the scores of the unfinished selection were taken over")
     if resumed := said.get("resumed") or said.get("inside", {}).get("resumed"):
-        console.say(f"the transport solve went on after pass {resumed}")
+        console.say(f"the transport solve continued after pass {resumed}")
     return selector
 
 
@@ -359,7 +359,7 @@ def _print_compared_methods(said: dict[str, Any], console: Console) -> None:
         if told is None:
             told = f"{line['nats']:.4f}"
             if line["error"] is not None:
-                told += f", {line['difference']:+.4f} ± {2 * line['error']:.4f} beside random, {line['cpu_s']:g} CPU-s"
+                told += f", {line['difference']:+.4f} ± {2 * line['error']:.4f} vs. random, {line['cpu_s']:g} CPU-s"
         console.say(f"  {line['method']:<12} {told}{' *' * (line['method'] == said['chosen'])}")
     console.say("  ±: two standard errors, paired by text; *: taken, and fitted to all of the target")
     best = next(line for line in said["table"] if line["method"] == said["chosen"])

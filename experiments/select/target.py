@@ -57,7 +57,7 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
             apart = [found.rows[i] for i in np.setdiff1d(np.arange(len(keys)), kept).tolist()]
             found = replace(found, rows=[found.rows[i] for i in kept.tolist()])
             console.say(
-                f"target: {len(apart):,} of its {found.total:,} rows are set apart, for a run on them to judge by "
+                f"target: {len(apart):,} of its {found.total:,} rows are set apart, to evaluate a run on them "
                 f"(data.holdout {data.holdout:g})"
             )
     limited = limit_rows(found.rows, spec.target.limit, seed=derive_seed(recipe.train.seed, "limit", "target"))
@@ -102,7 +102,7 @@ def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
     else:
         seen = read_json_object(Path(spec.from_) / "manifest.json", "selection").get("target")
         files = " ".join(data.train.all_files)
-        cure = f"select anew with --target {files} --data.holdout {data.holdout:g}, which sets the same rows apart"
+        cure = f"select again with --target {files} --data.holdout {data.holdout:g}, which sets the same rows apart"
     if not seen:
         return
     own = _file_digests(data.train.all_files)
@@ -113,7 +113,7 @@ def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
     if not same_draw or seen["apart"] < _held_out_share(data):
         raise UserError(
             f"data.holdout: the selection's target has rows of {data.train.all_files[0]} that are set apart for "
-            f"judging; {cure}"
+            f"evaluation; {cure}"
         )
 
 

@@ -167,7 +167,7 @@ def effective_model_complexity(
 
 def _check_epsilon(epsilon: float) -> None:
     if not 0 < epsilon < 1:
-        raise UserError(f"epsilon must lie between 0 and 1, got {epsilon}")
+        raise UserError(f"epsilon must be between 0 and 1, got {epsilon}")
 
 
 def _check_curve(values: Sequence[float], errors: np.ndarray, epsilon: float) -> tuple[np.ndarray, np.ndarray]:

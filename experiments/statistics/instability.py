@@ -59,7 +59,7 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
     try:
         peak = checked_peak_test(curve.train_loss, level=level, draws=draws, seed=seed, scale=scale)
     except UserError as error:
-        return Instability(None, evidence=[f"Training loss cannot be judged: {error}."])
+        return Instability(None, evidence=[f"Training loss cannot be evaluated: {error}."])
     lasting, rise = _lasting_rise(curve, peak, level)
     if peak.triple is None:
         at = curve.at(peak.detectable.point)

@@ -65,7 +65,7 @@ class TooFewSeeds(UserError):
             return str(self)
         return (
             f"{self.got} of {planned} seeds are finished so far at all points, and the peak test needs {FEWEST_SEEDS}; "
-            "go on with the same command"
+            "continue with the same command"
         )
 
 
@@ -165,7 +165,7 @@ def peak_test(
     """
     table = np.asarray(curves, dtype=np.float64)
     if not 0 < level < 0.5:
-        raise UserError(f"peak_test: level must lie between 0 and 0.5, got {level}")
+        raise UserError(f"peak_test: level must be between 0 and 0.5, got {level}")
     rows, points = select_finite(table)
     diverged = tuple(sorted(set(range(len(table))) - set(rows)))
     scale = scale or MetricScale()

@@ -66,10 +66,10 @@ class MetricScale:
     def sentence(self) -> str | None:
         """Return a sentence on the scale, so that a reader can check the numbers; None on the plain scale."""
         if self.name == "log":
-            return "Judged on the logarithm, as every loss is; levels are geometric means."
+            return "Evaluated on the logarithm, as every loss is; levels are geometric means."
         if self.name == "arcsine":
             known = f" with the binomial variance of {self.items} items" if self.items else ""
-            return f"Judged on the arcsine scale{known}, as every error rate is."
+            return f"Evaluated on the arcsine scale{known}, as every error rate is."
         return None
 
 

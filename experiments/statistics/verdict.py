@@ -85,9 +85,9 @@ def determine_verdict(
     """
     check_points(len(curve.values))
     if not 0 < level < 0.5:
-        raise UserError(f"judge_curve: level must lie between 0 and 0.5, got {level}")
+        raise UserError(f"determine_verdict: level must be between 0 and 0.5, got {level}")
     if delta is not None and not delta > 0:
-        raise UserError(f"judge_curve: delta must be positive, got {delta}")
+        raise UserError(f"determine_verdict: delta must be positive, got {delta}")
     try:
         peak = checked_peak_test(curve.test, level=level, draws=draws, seed=seed, scale=curve.scale)
     except UserError as error:

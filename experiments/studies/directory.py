@@ -86,6 +86,6 @@ def stale_keys(results: dict[str, dict[str, Any]], console: Console, *, rerun: b
     made = stale_results(results)
     if made:
         versions = ", ".join(f"{count} by flatshift {name}" for name, count in Counter(made.values()).most_common())
-        does = "they run anew" if rerun else "they are kept; --rerun-stale runs them anew"
+        does = "they run again" if rerun else "they are kept; --rerun-stale runs them again"
         console.say(f"{len(made)} finished cells were made by other code than this ({versions}): {does}")
     return set(made) if rerun else set()

@@ -95,7 +95,7 @@ def run_cells(
     except (KeyboardInterrupt, StopRequested):
         done = progress.done + progress.failed
         raise Interrupted(
-            f"the {label} stopped with {done} of {progress.total} cells finished; the same command goes on from there"
+            f"the {label} stopped with {done} of {progress.total} cells finished; the same command continues from there"
         ) from None
 
 

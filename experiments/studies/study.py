@@ -155,7 +155,7 @@ def run_study_cells(
         try:
             found = measure(planned, console)
         except KeyboardInterrupt as error:
-            raise Interrupted("finished cells are kept; the same command goes on from there") from error
+            raise Interrupted("finished cells are kept; the same command continues from there") from error
         document = {**found, "command": f"{command} --data DIR --out OUT"}
         write_json(out / name, document)
         if page is not None:

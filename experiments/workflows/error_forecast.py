@@ -87,7 +87,7 @@ def check_linear(recipe: Recipe) -> None:
     wrong = {
         f"task.kind: {task.name} has no fixed set of outputs; take classify or regress": not task.is_sequence_level
         or task.multi,
-        "adapter.dora is no linear update, even at its start; set adapter.dora: false": adapter.dora,
+        "adapter.dora is not linear in its factors, even at its start; set adapter.dora: false": adapter.dora,
         "adapter.soft_tokens are no linear layer; leave them out for LoRA": adapter.soft_tokens is not None,
         f"adapter.init: {adapter.init} starts away from B = 0; set adapter.init: default": adapter.init != "default",
         "mesh: a forecast is made in one process; leave every axis at 1": recipe.mesh.size > 1 or recipe.mesh.auto,
@@ -319,7 +319,7 @@ def _count_train_rows(recipe: Recipe) -> int:
     if len(prepared.train) < FEWEST_ROWS or not held:
         raise UserError(
             f"forecast: {len(prepared.train)} training and {len(held)} held-out rows; it needs {FEWEST_ROWS} to fit "
-            "and some to judge: name data.test.files, or more rows"
+            "and some to evaluate: name data.test.files, or more rows"
         )
     if len(np.unique(_label_array(prepared.train))) < 2:
         raise UserError("forecast: every training row has the same label, which any model fits; name rows that differ")
@@ -420,7 +420,7 @@ def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[s
         low, high = axes.ranks[0], axes.ranks[-1]
         would = f"ranks above {math.ceil(high / max(1 - mean[-1], 0.05))} would"
         if fits:
-            would = f"ranks below {low} would" if low > 1 else "with more rows or more data.label_noise it lies higher"
+            would = f"ranks below {low} would" if low > 1 else "with more rows or more data.label_noise it is higher"
         said = (
             f"the ranks {low} to {high} never cross the threshold, all of them {'fit' if fits else 'leave'} the labels"
             f"{'' if fits else ' unfitted'}; {would}"

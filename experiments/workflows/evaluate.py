@@ -109,7 +109,7 @@ def evaluate_side_by_side(
         first = subjects[0].recipe
         with cpu_threads(first.train.threads):
             if few_shot is not None and sampling is not None:
-                raise UserError("--prompt ranks what is there and --samples writes anew; leave one of them out")
+                raise UserError("--prompt ranks given answers and --samples generates new ones; leave one of them out")
             kept = None if out is None else out.with_name(f".{out.name}.written.jsonl")
             how = _EvaluationOptions(group_by, window, overlap, few_shot, sampling, SavedSamples(kept))
             found, splits = _evaluate_subjects(subjects, data, how, console)
@@ -165,15 +165,15 @@ def _evaluate_subjects(
             split: [row.where for row in part] for split, part in splits.items()
         }:
             raise UserError(
-                f"{subject.name} has other dev or test rows than {subjects[order[0]].name}; give --data FILE to judge "
-                "them on the same rows"
+                f"{subject.name} has other dev or test rows than {subjects[order[0]].name}; give --data FILE to "
+                "evaluate them on the same rows"
             )
         if how.sampling is not None and not splits:
             check_sampling_rows([row for part in rows.values() for row in part], how.sampling)
         splits = splits or rows
-        console.say(f"judging {subject.name}")
+        console.say(f"evaluating {subject.name}")
         _evaluate_subject(subject, rows, adapted, found, how, console)
-    console.say(f"{len(subjects)} judged over {adapted.loads} load{'s' if adapted.loads > 1 else ''} of a backbone")
+    console.say(f"{len(subjects)} evaluated over {adapted.loads} load{'s' if adapted.loads > 1 else ''} of a backbone")
     return found, splits
 
 

@@ -79,8 +79,8 @@ def resolve_subjects(
             recipe = dataclasses.replace(runs[like], backbone=runs[like].backbone if beside else name)
             if recipe.task.is_sequence_level:
                 raise UserError(
-                    f"{name}: the head of task.kind: {recipe.task.kind} is trained with the adapter, so a bare "
-                    "backbone has none to be judged by; name runs only"
+                    f"{name}: the head of task.kind: {recipe.task.kind} is trained with the adapter, so a base "
+                    "model has none to evaluate; name runs only"
                 )
             found.append(EvaluationTarget(name, recipe, like=Path(like)))
             continue
@@ -149,8 +149,8 @@ class AdapterSwitcher:
         if subject.run is None:
             if getattr(self._base, "new_parameters", ()):
                 raise UserError(
-                    f"{subject.name}: its checkpoint has no head for task.kind: {recipe.task.kind}, so it cannot be "
-                    "judged bare; name runs only"
+                    f"{subject.name}: its checkpoint has no head for task.kind: {recipe.task.kind}, so its base "
+                    "model cannot be evaluated; name runs only"
                 )
             return self._base
         folder = subject.run / "adapter"

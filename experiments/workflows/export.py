@@ -236,7 +236,7 @@ def push_to_hub(folder: Path, repository: str, *, public: bool = False, message:
         if getattr(found, "size", None) != file.stat().st_size or (
             kept is not None and kept.sha256 != file_sha256(file)
         ):
-            raise UserError(f"{repository}: {name} came to lie there otherwise than it is here; push it again")
+            raise UserError(f"{repository}: {name} differs there from the file here; push it again")
     return str(made.commit_url)
 
 

@@ -137,7 +137,7 @@ def rank_rows(
     except UserError as error:
         raise UserError(f"--prompt {asked.name}: {str(error).removeprefix('prompt: ')}") from None
     if not tokenizer.is_fast:
-        raise UserError("few-shot: this backbone's tokenizer cannot say where its tokens lie (no tokenizer.json)")
+        raise UserError("few-shot: this backbone's tokenizer cannot say where each token starts (no tokenizer.json)")
     begin = SpecialTokens.of(tokenizer).prefix
     items = [fill_prompt(asked.prompt, row, spoken=asked.spoken) for row in rows]
     gold = np.array([item.gold for item in items])

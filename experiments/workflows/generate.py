@@ -84,7 +84,7 @@ def _generate_answers(
     if recipe.adapter.projector is not None:
         raise UserError(
             f"{path}: its adapter reads features with every row (adapter.projector), and `flatshift generate` hands "
-            "none in; judge it by `flatshift eval`"
+            "none in; evaluate it with `flatshift eval`"
         )
     task = recipe.task
     task.check_writes()

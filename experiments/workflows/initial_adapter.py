@@ -50,14 +50,14 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
         name = min(name for name in files.keys() | found.keys() if files.get(name) != found.get(name))
         what = "is gone" if name not in found else "is new" if name not in files else "is another one"
         raise UserError(
-            f"{path}: {name} of its backbone {recipe.backbone!r} {what} since the run was trained; restore what was "
-            "there, or train anew"
+            f"{path}: {name} of its backbone {recipe.backbone!r} {what} since the run was trained; restore the "
+            "files as they were, or train again"
         )
     before = noted.get("fingerprint")
     if before is not None and (now := backbone.fingerprint) != before:
         raise UserError(
             f"{path}: its backbone {recipe.backbone!r} has other weights than the run trained on (fingerprint "
-            f"{now[:12]}…, then {before[:12]}…); restore them, or train anew"
+            f"{now[:12]}…, then {before[:12]}…); restore them, or train again"
         )
 
 

@@ -66,7 +66,7 @@ def run_harness(
     if recipe.adapter.soft_tokens is not None:
         what = "soft_tokens" if recipe.adapter.projector is None else "projector"
         raise UserError(
-            f"--harness: lm-eval pads prompts on the left, behind what adapter.{what} puts before every text; judge "
+            f"--harness: lm-eval pads prompts on the left, behind what adapter.{what} puts before every text; evaluate "
             "this run with `flatshift eval RUN_DIR --data FILE`"
         )
     recipe.task.check_writes()
@@ -177,7 +177,7 @@ def _add_training_prefix(tokenizer: Any, *, begin: bool) -> tuple[Any, list[int]
     before = backend.post_processor
     backend.post_processor = template if before is None else Processors([before, template])
     if list(changed("a")["input_ids"]) != [*prefix, *bare]:
-        raise RuntimeError(f"the tokenizer does not begin a text with {first} as it was told to")
+        raise RuntimeError(f"the tokenizer does not begin a text with {first} as it is set to")
     return changed, prefix
 
 

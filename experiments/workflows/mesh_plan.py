@@ -198,23 +198,21 @@ def format_plan(document: dict[str, Any]) -> str:
             + (f" and cost {document['cost']:,.2f}" if document["cost"] is not None else "")
         )
         if document["data"] is not None:
-            took += "; its files have {rows:,} rows of {tokens:,} tokens ({by}), {updates:,} updates".format(
+            took += "; its files have {rows:,} rows of {tokens:,} tokens ({by}), {updates:,} steps".format(
                 **document["data"]
             )
         lines += [
-            f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{shown}; an update of "
+            f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{shown}; a step of "
             f"{format_duration(best['update_s'])} ({_format_time_shares(best['seconds'])})",
             took,
-            "evaluation: {rows_at_once:,} rows at once take {gib:g} GiB beside the weights, a thousand of the longest "
-            "are as long as {updates_per_1000_rows:,g} updates".format(**document["evaluation"]),
+            "evaluation: {rows_at_once:,} rows at once take {gib:g} GiB next to the weights, a thousand of the longest "
+            "are as long as {updates_per_1000_rows:,g} steps".format(**document["evaluation"]),
             "for the recipe:",
             *(f"  {line}" for line in document["recipe"].splitlines()),
             *document["notes"][2:],
         ]
     else:
-        lines.append(
-            "it does not fit: take more or larger devices, --train.quantization nf4, or fewer rows of an update"
-        )
+        lines.append("it does not fit: take more or larger devices, --train.quantization nf4, or fewer rows per step")
     return "\n".join(lines)
 
 

@@ -60,7 +60,7 @@ def build_card(
     parts += [
         "## Use\n",
         *_format_usage(recipe, tokenizer, labels, base, form),
-        "## How it was judged\n",
+        "## How it was evaluated\n",
         _format_metrics_table(_read_evaluation(path)),
         "## How it was trained\n",
         _format_settings(recipe),
@@ -149,7 +149,7 @@ def _describe_sum(added: Sequence[tuple[str, float]], rank: int | None) -> str:
     others = ", ".join(f"{format_code_span(name)} with weight {weight:g}" for name, weight in added)
     return (
         f"**A sum of adapters**, of rank {rank}: to the adapter described below (weight 1) is added {others}. The sum "
-        "has not been judged: all figures, settings and data below are of that first adapter alone.\n"
+        "has not been evaluated: all figures, settings and data below are of that first adapter alone.\n"
     )
 
 
@@ -169,7 +169,7 @@ def _format_summary(path: Path, recipe: Recipe) -> str:
 def _describe_steps(path: Path, stage: str, *, of: str = "") -> str:
     """Describe the optimizer steps that were made, which may be fewer than requested."""
     done = read_json_object(path / "stages" / stage / DONE, "steps", "target_steps")
-    text = f"{done['steps']:,} updates{of}"
+    text = f"{done['steps']:,} steps{of}"
     if done.get("stopped_early"):
         text += f" (stopped early, as dev got no better; {done['target_steps']:,} were asked for)"
     if done.get("best_step") not in (None, done["steps"]):
@@ -197,11 +197,11 @@ def _format_metrics_table(evaluation: dict[str, dict[str, Any]]) -> str:
             floor = "" if beside is None else _format_number(beside["value"])
             interval = f"{_format_number(m['low'])} to {_format_number(m['high'])}"
             rows.append([split, name, _format_number(m["value"]), interval, floor, f"{m['n']:,}"])
-    table = _format_table(["split", "metric", "value", "interval", "floor", "items"], rows)
+    table = _format_table(["split", "metric", "value", "interval", "baseline", "items"], rows)
     return (
         table + "\nIntervals are bootstrap intervals over items of this one run; they say nothing about other seeds. "
-        "The floor is the figure of always answering the commonest class (or set of classes) of the same items, or the "
-        "mean of the training targets.\n"
+        "The baseline is the figure of always answering the commonest class (or set of classes) of the same items, or "
+        "the mean of the training targets.\n"
     )
 
 
@@ -263,7 +263,7 @@ def _format_data(recipe: Recipe, inputs: Sequence[dict[str, Any]]) -> str:
         if split.limit is not None
     ]
     if data.holdout:
-        notes.append(f"A share of {data.holdout:g} of the training rows was set apart for judging.")
+        notes.append(f"A share of {data.holdout:g} of the training rows was set apart for evaluation.")
     if data.label_noise:
         notes.append(f"**{data.label_noise:.0%} of the training labels were made wrong on purpose.**")
     return "\n".join([_format_table(["file", "rows", "SHA-256"], rows), *(f"- {note}" for note in notes), ""])
@@ -299,7 +299,7 @@ def _backbone_lines(backbone: str, base: str) -> list[str]:
         return ["from flatshift.finetune import assets", "", f"BACKBONE = {found}"]
     if backbone.startswith(PACKAGE) and base == published_name(backbone):
         package, _, folder = backbone.removeprefix(PACKAGE).partition("/")
-        found = f"str(files({package!r}) / {folder!r})  # lies in the Python package {package}"
+        found = f"str(files({package!r}) / {folder!r})  # in the Python package {package}"
         return ["from importlib.resources import files", "", f"BACKBONE = {found}"]
     return ["", f"BACKBONE = {base!r}  # hub name or directory"]
 

@@ -65,7 +65,7 @@ class Predictor:
 
         recipe = to_single_process(read_finished_recipe(path, overrides, other_rows=True))
         if recipe.adapter.projector is not None and recipe.task.answers_in_text:
-            raise UserError(f"{path}: its adapter reads features with every row; judge it by `flatshift eval`")
+            raise UserError(f"{path}: its adapter reads features with every row; evaluate it with `flatshift eval`")
         self.recipe: Recipe = recipe
         self.task = recipe.task
         self.label_names, self.units = read_label_record(recipe, path)

@@ -40,7 +40,7 @@ NOTES = (
     "An association is what the model says of these words in these templates, not what it does to people; none found "
     "is no proof that there is none.",
     "A group's words differ in frequency, which moves all sets alike: read the difference between sets.",
-    "Intervals are over the words or texts at hand; they do not cover the choice of the lists.",
+    "Intervals are over the given words or texts; they do not cover the choice of the lists.",
 )
 
 

@@ -81,11 +81,11 @@ def with_resume_hint(path: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        raise Interrupted(f"finished parts are kept; {command} goes on") from error
+        raise Interrupted(f"finished parts are kept; {command} continues") from error
     except Interrupted as error:
         if command in str(error):
             raise
-        raise Interrupted(f"{error}; {command} goes on") from error
+        raise Interrupted(f"{error}; {command} continues") from error
 
 
 def _is_complete_page(page: Path) -> bool:
@@ -112,7 +112,7 @@ def check_last_checkpoint(path: Path, steps: int) -> None:
     if record["target_steps"] != steps and folder.is_dir() and not is_valid_checkpoint(folder):
         raise UserError(
             f"{folder}/ is damaged or incomplete, and training for longer from the checkpoint before it would make "
-            "other updates; restore it, or start a new run"
+            "other steps; restore it, or start a new run"
         )
 
 
@@ -155,7 +155,7 @@ def check_steps_not_reduced(path: Path, steps: int) -> None:
     most = count_steps_done(path)
     if steps < most:
         raise UserError(
-            f"train.steps: {steps} is below the {most} updates that {path} has made; give at least {most}, or start a "
+            f"train.steps: {steps} is below the {most} steps that {path} has made; give at least {most}, or start a "
             "new run for fewer"
         )
 
@@ -189,7 +189,7 @@ def discard_failed_run(path: Path, console: Console) -> None:
     elif (chosen / "manifest.json").is_file():
         console.say(
             f"the selection is finished and kept: {chosen / 'selected.jsonl'} can be the data.train.files of other "
-            f"runs, and `{resume_command(path)}` goes on after it, with another mesh, device or train.steps"
+            f"runs, and `{resume_command(path)}` continues after it, with another mesh, device or train.steps"
         )
 
 

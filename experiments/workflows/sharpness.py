@@ -97,7 +97,7 @@ def measure_run_sharpness(
         head = engine.find_head(micros[0].inputs, task=recipe.task)
         if recipe.task.has_reference:  # computed with the weights before any perturbation
             micros = add_reference(engine.model, micros, task=recipe.task, head=head)
-        unit = recipe.task.loss_denominator if recipe.task.loss_denominator != "tokens" else "supervised tokens"
+        unit = recipe.task.loss_denominator if recipe.task.loss_denominator != "tokens" else "target tokens"
         console.say(f"sharpness on {len(rows):,} rows of {name} ({supervised:,} {unit})")
         loss = mean_loss(engine.model, micros, task=recipe.task, head=head)
         with console.task("sharpness", settings.passes(), "passes") as bar:

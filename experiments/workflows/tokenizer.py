@@ -97,7 +97,7 @@ def open_tokenizer(name: str) -> Any:
             f"{name}: no tokenizer that can be read ({first_error_line(error)}); name a tokenizer.json"
         ) from error
     if not found.is_fast:
-        raise UserError(f"{name}: this tokenizer cannot say where its tokens lie; name one with a tokenizer.json")
+        raise UserError(f"{name}: this tokenizer cannot say where each token starts; name one with a tokenizer.json")
     return found
 
 

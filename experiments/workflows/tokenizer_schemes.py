@@ -122,7 +122,7 @@ def format_document(document: Mapping[str, Any]) -> str:
     for scheme, found in document.get("models", {}).items():
         told = f"{scheme:12} {format_interval(found['bits_per_byte'], '.4f')} bits per byte"
         if found["beside"]:
-            told += f", {format_interval(found['beside'], '+.4f')} beside {next(iter(document['models']))}"
+            told += f", {format_interval(found['beside'], '+.4f')} compared with {next(iter(document['models']))}"
         lines.append(f"{told}; {found['tokens']:,.0f} tokens seen")
     return "\n".join(lines)
 

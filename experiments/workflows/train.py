@@ -299,7 +299,7 @@ def _describe_schedule_change(recipe: Recipe, before: Recipe, path: Path) -> str
         return None
     was, now = (learning_rate(made, steps=one.train.steps, optimizer=recipe.optimizer) for one in (before, recipe))
     return (
-        f"learning rate: that of a run of {steps:,} updates from update {made + 1:,} on, {now:.3g} instead of "
+        f"learning rate: that of a run of {steps:,} steps from step {made + 1:,} on, {now:.3g} instead of "
         f"{was:.3g} (train.extend is of runs that have ended)"
     )
 
@@ -471,8 +471,7 @@ def open_stage(context: RunContext, plan: StagePlan) -> Iterator[OpenStage]:
         console.detail(f"{plan.name}: {beside}")
     if result.skipped or result.rewinds:
         console.say(
-            f"{plan.name}: {result.skipped} updates were left out, "
-            f"{result.rewinds} spikes rolled back (log.txt has them)"
+            f"{plan.name}: {result.skipped} steps were skipped, {result.rewinds} spikes rolled back (log.txt has them)"
         )
     gc.collect()  # the optimizer's state is held by cycles of hooks
     stage.model = None if has_custom_init(recipe.adapter) else (engine, tokenizer)
@@ -532,7 +531,7 @@ def build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, t
         fits = plan_lines(engine.model, train=read, optimizer=plan.optimizer, plan=memory)
         if planned is not None and planned.seconds is not None:
             of = "of the longest rows, by the model of `flatshift plan`"
-            count = "one update" if train.steps == 1 else f"{train.steps:,} updates"
+            count = "one step" if train.steps == 1 else f"{train.steps:,} steps"
             foretold = [
                 f"  about {format_duration(train.steps * planned.seconds)}: {count} of "
                 f"{format_duration(planned.seconds)}, "
@@ -648,14 +647,12 @@ def _evaluate(context: RunContext, prepared: PreparedData, trained: OpenStage) -
         for name in (COLD, COLD_ROWS):
             (context.run.path / name).unlink(missing_ok=True)
     if recipe.eval.cold and (recipe.task.new_head or recipe.adapter.soft_tokens is not None):
-        context.console.say(
-            "eval.cold: without its trained head or soft tokens this backbone has nothing to be judged by"
-        )
+        context.console.say("eval.cold: without its trained head or soft tokens this backbone has nothing to evaluate")
     elif recipe.eval.cold and not context.cell:
         del engine, trained.model  # memory may not hold two models
         if finished is None or finished.read("cold") is None:
             cold, tokenizer = load_model(recipe, recipe.task, prepared.label_names, world=world)
-            with watchdog.no_progress_timeout("evaluating the cold backbone"):
+            with watchdog.no_progress_timeout("evaluating the base model"):
                 found = evaluate_base_model(recipe, cold, tokenizer, prepared, context.run.path, watch=context.watch)
             for split, metrics in found.items():
                 rows = max(metric.get("n", 0) for metric in metrics.values())

@@ -152,7 +152,7 @@ def read_adapter_under(name: str, model: PeftModel) -> dict[str, LowRankOffset]:
     saved.require_backbone(open_backbone(str(model.get_base_model().name_or_path)), where=where)
     tensors = read_adapter(saved.path)
     if saved.settings.get("use_dora"):
-        raise UserError(f"{where}: {name} is of DoRA, whose update is no sum; merge it into the backbone first")
+        raise UserError(f"{where}: {name} is of DoRA, whose weight change is no sum; merge it into the backbone first")
     if whole := sorted(tensor for tensor in tensors if ".lora_" not in tensor):
         raise UserError(f"{where}: {name} also holds {whole[0]}, which is no adapter; take one without a head")
     layers, offsets = lora_layers(model), {}

@@ -162,7 +162,7 @@ def flash_attention_problem(engine: Engine, train: Train, device: torch.device) 
 def _model_problem(engine: Engine, train: Train) -> str | None:
     """Return a reason given by the run or its base model, as for `flash_attention_problem`; None if there is none."""
     if engine.world.width("cp", "pp") > 1:
-        return "tokens lie on several ranks"
+        return "tokens are on several ranks"
     base = engine.peft.get_base_model()
     config = base.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -197,7 +197,7 @@ class PackedRows:
     """(B, T) int64 of packed rows, restarting at 0 for each sample; None: one sample per row."""
 
 
-_READ: ContextVar[PackedRows | None] = ContextVar("rows under way", default=None)
+_READ: ContextVar[PackedRows | None] = ContextVar("packed rows", default=None)
 _ASKED: ContextVar[bool] = ContextVar("whether masks are made here", default=False)
 
 

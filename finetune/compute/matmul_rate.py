@@ -102,7 +102,7 @@ def _read_cache(path: Path, about: dict[str, object]) -> tuple[MatmulRates | Non
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["machine"] != about:
-            return None, f"{path} is of another machine; measured anew"
+            return None, f"{path} is of another machine; measured again"
         rates = MatmulRates(**found["rates"])
         if not (rates.fp32 > 0 and rates.bf16 > 0 and (rates.block is None or rates.block > 0)):
             raise ValueError
@@ -110,7 +110,7 @@ def _read_cache(path: Path, about: dict[str, object]) -> tuple[MatmulRates | Non
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError, KeyError, TypeError):
-        return None, f"{path} is torn; measured anew"
+        return None, f"{path} is torn; measured again"
 
 
 def _machine_key(shape: MatmulShape) -> dict[str, object]:

@@ -188,7 +188,7 @@ class TrainingDataLoader:
                 )
         empty = np.flatnonzero(self._collator.counts == 0)
         if len(empty):
-            raise UserError(f"{examples[int(empty[0])].where}: this sample has no supervised token")
+            raise UserError(f"{examples[int(empty[0])].where}: this sample has no target token")
         assert mixture is None or sum(mixture.sizes) == len(examples)
         self.samples: EpochSampler | MixtureSampler
         self.samples = (

@@ -291,7 +291,7 @@ class RowEncoder:
         self.specials = specials = SpecialTokens.of(tokenizer, begin=not task.encoder_decoder)
         around = len(specials.prefix) + len(specials.middle) + max(len(specials.suffix), len(specials.pair_suffix))
         if max_length - around < 2:
-            raise UserError(f"train.max_length: {max_length} leaves no room beside the special tokens; give at least 8")
+            raise UserError(f"train.max_length: {max_length} leaves no room except for special tokens; give at least 8")
         eos = tokenizer.eos_token_id
         self.end: tuple[int, ...] = specials.suffix
         """Tokens that close an answer. They include eos even if the tokenizer adds none at the end (Llama-3 only

@@ -165,7 +165,7 @@ def _vector_count_setting(projector: Projector) -> str:
 
 def _parse_vector(value: Any, width: int) -> array[float]:
     if not isinstance(value, list | tuple):
-        raise ValueError(f"holds a {type(value).__name__} beside lists")
+        raise ValueError(f"holds a {type(value).__name__} among lists")
     if len(value) != width:
         raise ValueError(f"holds a vector of {len(value)} numbers, not {width} (adapter.projector.width)")
     odd = next((number for number in value if type(number) not in (float, int)), 0)

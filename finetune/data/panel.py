@@ -97,7 +97,7 @@ def format_first_batch(
         UserError: the batch has no target token.
     """
     if micro.supervised == 0:
-        raise UserError("the first batch has no supervised token, so there is nothing to learn; check task and columns")
+        raise UserError("the first batch has no target token, so there is nothing to learn; check task and columns")
     spans = split_batch_spans(micro, tokenizer)
     real = _count_tokens(micro)
     rows, said = len(micro.rows), f"{micro.supervised} {task.loss_denominator} supervised"

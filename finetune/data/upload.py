@@ -99,7 +99,7 @@ class _StoreLocation:
         with translate_store_errors(self.url, writes=True):
             found = with_retries(self.url, lambda: self.store.find(self.path, detail=True))
         if self.path in found:
-            raise UserError(f"{self.url} is an object; name a place that a folder can lie in")
+            raise UserError(f"{self.url} is an object; name a place that can hold a folder")
         return {
             name.removeprefix(f"{self.path}/"): about
             for name, about in found.items()
@@ -141,7 +141,7 @@ class _StoreLocation:
             or about.get("size") != sums.bytes
             or not (_has_same_content(about, sums) or self.digest(name) == sums.sha256)
         ):
-            raise UserError(f"{self.url}/{name} came to lie there otherwise than it is here; push it again")
+            raise UserError(f"{self.url}/{name} differs there from the file here; push it again")
 
 
 def _write_upload_record(place: _StoreLocation, sums: Mapping[str, _FileDigests], before: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ def _write_upload_record(place: _StoreLocation, sums: Mapping[str, _FileDigests]
     if other:
         raise UserError(
             f"{place.url} is the place of another upload ({min(other)} differs); name another place, or remove what "
-            "lies there"
+            "is there"
         )
     if strange := before.keys() - files.keys() - {RECORD}:
         raise UserError(f"{place.url} also holds {min(strange)}, which is not of this folder; move it away")

@@ -264,7 +264,7 @@ def context_overflow(model: Any, prompt: Sequence[int], max_new_tokens: int, *, 
     needed = max(len(prompt), 1 + max_new_tokens) if apart else len(prompt) + max_new_tokens
     if limit is None or needed + soft <= limit:
         return None
-    return f"the backbone's {limit} positions{f' beside {describe_prefix(model)}' if soft else ''}"
+    return f"the backbone's {limit} positions{f' next to {describe_prefix(model)}' if soft else ''}"
 
 
 def _prompt_batches(prompts: Sequence[Sequence[int]], size: int, *, alike: bool) -> Iterator[list[int]]:

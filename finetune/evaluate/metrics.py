@@ -68,7 +68,7 @@ class Metric:
 
 _ALL = (
     Metric(
-        name="loss", title="loss", unit="nats per supervised token or example", lower=True, bounds=_POSITIVE,
+        name="loss", title="loss", unit="nats per target token or example", lower=True, bounds=_POSITIVE,
         headline=11, tile=15, by={"text": "perplexity:loss", "hidden": "perplexity:loss", "document": "text:loss"},
     ),
     Metric(
@@ -225,12 +225,12 @@ _ALL = (
     Metric(name="memorised", title="noisy labels memorised", unit="share", lower=True, bounds=_SHARE),
     Metric(name="recovered", title="noisy labels recovered", unit="share", bounds=_SHARE),
     Metric(
-        name="majority_floor", title="majority floor", is_floor=True,
+        name="majority_floor", title="majority baseline", is_floor=True,
         by={"classes": "classes:majority", "sets": "multilabel:majority"},
     ),
     Metric(name="chance", title="chance", is_floor=True),
-    Metric(name="f1_floor", title="F1 floor", is_floor=True, by={"sets": "multilabel:best_constant"}),
-    Metric(name="mean_floor", title="mean floor", is_floor=True, by={"numbers": "regression:always_mean"}),
+    Metric(name="f1_floor", title="F1 baseline", is_floor=True, by={"sets": "multilabel:best_constant"}),
+    Metric(name="mean_floor", title="mean baseline", is_floor=True, by={"numbers": "regression:always_mean"}),
 )  # fmt: skip
 METRICS = {metric.name: metric for metric in _ALL}
 

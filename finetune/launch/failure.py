@@ -163,7 +163,7 @@ def report_error(error: Exception, missing: Callable[[], list[str]]) -> int:
 
 _MEMORY_ADVICE = (
     "the last checkpoint is kept: continue on more ranks (`flatshift train --resume DIR --mesh.dp N`), or start again "
-    "with train.checkpointing: full or a smaller train.batch_size (train.accumulate keeps the update's size)"
+    "with train.checkpointing: full or a smaller train.batch_size (train.accumulate keeps the step's batch size)"
 )
 
 

@@ -69,7 +69,7 @@ def read_index(directory: Path) -> dict[str, TensorEntry]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index} is damaged ({type(error).__name__}); fetch the backbone again") from error
     if any(Path(file).name != file for file in files):  # only names in the same directory, never a path out of it
-        raise UserError(f"{index} names a file that is not beside it; fetch the backbone again")
+        raise UserError(f"{index} names a file that is not next to it; fetch the backbone again")
     missing = [file for file in files if not (directory / file).is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -111,7 +111,7 @@ def check_mesh_support(model: Any) -> None:
     kind = model.get_base_model().config.model_type
     if kind in _TOKENS_FIRST and uses_dropout(model):
         raise UserError(
-            f"mesh: {kind} models put tokens before rows, whose dropout cannot be told by the row; set "
+            f"mesh: {kind} models put tokens before rows, whose dropout does not follow the row; set "
             "train.backbone_dropout: 0 and adapter.dropout: 0, or train in one process"
         )
     if (found := find_generator_dropout(model)) is not None:

@@ -165,7 +165,7 @@ def _explain_axis_width(chosen: Layout, layouts: Sequence[Layout], axis: str, ro
     less = _choose_layout(narrow, few=False)
     if less.fits and less.time.total > chosen.time.total:
         return (
-            f"an update is predicted to take {1 - chosen.time.total / less.time.total:.0%} less than on "
+            f"a step is predicted to take {1 - chosen.time.total / less.time.total:.0%} less than on "
             f"{mesh_name(less.mesh) or 'one process'}, the fastest with less of it"
         )
     hint = ""

@@ -104,8 +104,8 @@ def calibrate(row: str | None, kind: str, ranks: int) -> tuple[RooflineConstants
     if kind == "cpu" and (slack := measure_overhead()) is not None:
         lines.append(
             f"a process: {format_bytes(slack.libraries)} of libraries, and up to {format_bytes(slack.least)} and "
-            f"{slack.share:.0%} of an "
-            "update's tensors that allocator and kernels keep besides"
+            f"{slack.share:.0%} of a "
+            "step's tensors that allocator and kernels keep as well"
         )
         record["slack"] = asdict(slack)
     write_cached_json(_cache_path(row), {**record, "measured": lines})

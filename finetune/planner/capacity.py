@@ -76,11 +76,11 @@ class Capacity:
 
     def line(self) -> str:
         """Format both numbers in one line."""
+        counted = "target tokens" if self.counted == "tokens" else self.counted
         held, asked = BITS_OF_PARAMETER * self.parameters, self.each * self.labels
         said = (
             f"capacity: {self.parameters:,} trained numbers hold some {_format_bits(held)} ({BITS_OF_PARAMETER:g} "
-            "each); to "
-            f"know the run's {self.labels:,} supervised {self.counted} by heart takes up to {_format_bits(asked)} "
+            f"each); to memorise the run's {self.labels:,} {counted} takes up to {_format_bits(asked)} "
             f"({self.each:.3g} each)"
         )
         if self.enough is None:

@@ -44,12 +44,12 @@ class EvaluationPlan:
     def line(self, rows: str, *, tokens: float, seconds: float | None) -> str:
         """Format in one line. rows: description such as `dev 12, test 16`; tokens, seconds: of one optimizer step."""
         count = self.updates(tokens)
-        word = f"{count:,.0f} updates" if count >= 1.5 else "an update" if count >= 0.5 else "a part of an update"
+        word = f"{count:,.0f} steps" if count >= 1.5 else "a step" if count >= 0.5 else "a part of a step"
         took = "" if seconds is None else f" ({seconds * count:.3g} s)"
         written = f" and at most {self.written:,} written" if self.written else ""
         return (
             f"evaluation: rows of {rows}: {self.read:,} tokens are read{written}, about as long as {word}{took}; "
-            f"{format_bytes(self.memory)} of memory beside the weights"
+            f"{format_bytes(self.memory)} of memory next to the weights"
         )
 
 

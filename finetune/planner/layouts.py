@@ -199,7 +199,7 @@ def enumerate_layouts(
         # a broken rule, if there is one, is the better message
         check_settings(dataclasses.replace(settings, mesh=given))
         raise UserError(
-            f"no mesh of {cluster.count} devices goes with {rows} rows of an update, {sizes.heads} heads in "
+            f"no mesh of {cluster.count} devices goes with {rows} rows per step, {sizes.heads} heads in "
             f"{sizes.groups} groups and {len(sizes.blocks)} blocks; raise train.batch_size or train.accumulate to a "
             f"multiple of the data ranks, or take fewer devices"
         )
@@ -383,7 +383,7 @@ def format_table(found: list[Layout], cluster: Cluster, sizes: BackboneSizes, *,
         f"rows of {found[0].train.max_length:,} tokens"
     ]
     head = (
-        f"  {'mesh':46} {'rows × micro':>13} {'recompute':>10} {'memory':>10} {'update':>9} {'tokens/s':>10} {'MFU':>6}"
+        f"  {'mesh':46} {'rows × micro':>13} {'recompute':>10} {'memory':>10} {'step':>9} {'tokens/s':>10} {'MFU':>6}"
     )
     shown = (fitting or found)[:most]
     lines.append(head)

@@ -307,7 +307,7 @@ def mesh_plan_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Opti
     head = f"plan: {train.steps} steps × {train.accumulate} × {train.batch_size} rows on {world}, {world.device.type}"
     width = max(len(name) for name, _, _ in rows)
     lines = [head, *(f"  {name.ljust(width)}  {format_bytes(count):>11}  {note}" for name, count, note in rows)]
-    return [*lines, *(f"  sends per update: {line}" for line in _communication_lines(engine, mesh, train, adapter))]
+    return [*lines, *(f"  sends per step: {line}" for line in _communication_lines(engine, mesh, train, adapter))]
 
 
 def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str]:

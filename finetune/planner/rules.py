@@ -91,7 +91,7 @@ RULES: tuple[CompatibilityRule, ...] = (
         "set mesh.adapters: shard", lambda s: s.mesh.zero != 3 and s.mesh.adapters == "replicate",
     ),
     CompatibilityRule(
-        "mesh.zero: 2", INCOMPATIBLE, "mesh.pp > 1", "a pipeline reduces gradients once an update",
+        "mesh.zero: 2", INCOMPATIBLE, "mesh.pp > 1", "a pipeline reduces gradients once a step",
         "set mesh.zero: 1", lambda s: s.mesh.zero == 2 and s.mesh.pp > 1,
     ),
     CompatibilityRule(
@@ -140,12 +140,12 @@ RULES: tuple[CompatibilityRule, ...] = (
     ),
     *_task_rules(),
     CompatibilityRule(
-        "task.label_smoothing", INCOMPATIBLE, "mesh.tp > 1", "the mean over the vocabulary lies on several ranks",
+        "task.label_smoothing", INCOMPATIBLE, "mesh.tp > 1", "the mean over the vocabulary is on several ranks",
         "set it to 0 or use mesh.dp",
         lambda s: s.task.smoothing > 0 and s.mesh.tp > 1,
     ),
     CompatibilityRule(
-        "adapter.dora", INCOMPATIBLE, "mesh.tp > 1", "a row's norm needs columns that lie on other ranks",
+        "adapter.dora", INCOMPATIBLE, "mesh.tp > 1", "a row's norm needs columns that are on other ranks",
         "leave DoRA off or use mesh.dp", lambda s: s.adapter.dora and s.mesh.tp > 1,
     ),
     CompatibilityRule(
@@ -164,12 +164,12 @@ RULES: tuple[CompatibilityRule, ...] = (
         and (s.adapter.init not in _BESIDE_WEIGHTS or (s.adapter.under, s.adapter.bias) != (None, None)),
     ),
     CompatibilityRule(
-        "task.loss: kto", REQUIRES, "two examples of an update", "its drift is seen in answers to other prompts",
+        "task.loss: kto", REQUIRES, "two examples per step", "its drift is seen in answers to other prompts",
         "raise train.batch_size or train.accumulate",
         lambda s: s.task.is_unpaired and s.train.batch_size * s.train.accumulate < 2,
     ),
     CompatibilityRule(
-        "adapter.soft_tokens", REQUIRES, "one rank", "they lie before the tokens of every row", "train LoRA on a mesh",
+        "adapter.soft_tokens", REQUIRES, "one rank", "they are before the tokens of every row", "train LoRA on a mesh",
         lambda s: s.adapter.soft_tokens is not None and s.mesh.size > 1,
     ),
     CompatibilityRule(
@@ -178,11 +178,11 @@ RULES: tuple[CompatibilityRule, ...] = (
     ),
     CompatibilityRule(
         "adapter.soft_tokens", REQUIRES, "task.kind: language-model or completion",
-        "they come before a text that a decoder goes on with", "train LoRA for other tasks",
+        "they come before a text that a decoder continues", "train LoRA for other tasks",
         lambda s: s.adapter.soft_tokens is not None and not s.task.soft_tokens,
     ),
     CompatibilityRule(
-        "adapter.soft_tokens", INCOMPATIBLE, "task.score: generate", "rows behind them are judged by likelihood",
+        "adapter.soft_tokens", INCOMPATIBLE, "task.score: generate", "rows behind them are evaluated by likelihood",
         "take perplexity or rank",
         lambda s: s.adapter.soft_tokens is not None and s.task.score == "generate",
     ),
@@ -268,7 +268,7 @@ RULES: tuple[CompatibilityRule, ...] = (
     ),
     CompatibilityRule(
         "mesh.offload", REQUIRES, "regularizer.kind: plain",
-        "the others compute on the device with adapters that lie in host memory",
+        "the others compute on the device with adapters that are in host memory",
         "leave it off, or set regularizer.kind: plain",
         lambda s: s.mesh.offload and not isinstance(s.regularizer, Plain),
     ),
@@ -295,7 +295,7 @@ RULES: tuple[CompatibilityRule, ...] = (
     ),
     CompatibilityRule(
         "regularizer.scope: microbatch or sample", INCOMPATIBLE, "mesh.pp > 1",
-        "a pipeline has several micro-batches under way at once", "set regularizer.scope: step",
+        "a pipeline has several micro-batches in flight at once", "set regularizer.scope: step",
         lambda s: isinstance(s.regularizer, GGPO) and s.regularizer.scope != "step" and s.mesh.pp > 1,
     ),
 )  # fmt: skip

@@ -98,7 +98,7 @@ class BaseTask:
     """PEFT `task_type`; None if PEFT has none that fits."""
     new_head: ClassVar[bool] = False
     """True if the checkpoint may lack the head, which is then randomly initialised and fully trained."""
-    loss_unit: ClassVar[str] = "nats per supervised token"
+    loss_unit: ClassVar[str] = "nats per target token"
     """Unit of the loss, for messages."""
     truncates: ClassVar[Literal["left", "right"]] = "right"
     """Side from which a text or prompt that is too long is truncated, unless `train.truncation` is set."""
@@ -153,7 +153,7 @@ class BaseTask:
         from ..evaluate.metrics import check_metric_names
 
         if self.metrics and self.score != "generate":
-            raise UserError("task.metrics judges what models write; set task.score: generate, or leave it out")
+            raise UserError("task.metrics evaluates generated text; set task.score: generate, or leave it out")
         check_metric_names(self.metrics, "agreement", "task.metrics")
 
     @property
@@ -411,8 +411,8 @@ class BaseTask:
         """Raise UserError unless its models continue a prompt."""
         if not self.is_generative:
             raise UserError(
-                f"task.kind: {self.kind} trains a model that writes no text, so there is nothing to generate; judge it "
-                "on rows of yours with `flatshift eval RUN_DIR --data FILE`"
+                f"task.kind: {self.kind} trains a model that writes no text, so there is nothing to generate; evaluate "
+                "it on rows of yours with `flatshift eval RUN_DIR --data FILE`"
             )
 
     def prompt_columns(self) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ class Chat(BaseTask):
         "warmup": "the recipe's `warmup` block moves towards the target's texts, and conversations (task.kind: chat) "
         "have none; leave it out",
         "--harness": "--harness: lm-eval would not ask a chat run as it was trained; `flatshift merge` it and give "
-        "lm-eval --apply_chat_template, or judge it with `flatshift eval RUN_DIR --data FILE`",
+        "lm-eval --apply_chat_template, or evaluate it with `flatshift eval RUN_DIR --data FILE`",
     }
 
     def __post_init__(self) -> None:

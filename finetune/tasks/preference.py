@@ -91,10 +91,10 @@ class Preference(TemplateTask):
     refuses: ClassVar[Mapping[str, str]] = {
         "warmup": "the recipe's `warmup` block moves towards the target's texts, and pairs of answers (task.kind: "
         "preference) have none; warm up in a run of its own, merge it, and start from that backbone",
-        "record": "record: task.kind: preference judges pairs of answers, of which no step is recorded; take the block "
-        "out: dev figures are in metrics.jsonl",
+        "record": "record: task.kind: preference evaluates pairs of answers, of which no step is recorded; take the "
+        "block out: dev figures are in metrics.jsonl",
         "--harness": "--harness: lm-eval would not ask a preference run as it was trained; `flatshift merge` it and "
-        "give that to lm-eval, or judge it with `flatshift eval RUN_DIR --data FILE`",
+        "give that to lm-eval, or evaluate it with `flatshift eval RUN_DIR --data FILE`",
     }
 
     def __post_init__(self) -> None:

@@ -89,7 +89,7 @@ class DivergenceGuard:
             state.skipped += 1
             state.skipped_in_a_row += 1
             self._run.log(
-                f"warning: {self._stage}: update {number} is left out, its {_non_finite_part(verdict)} is not a "
+                f"warning: {self._stage}: step {number} is skipped, its {_non_finite_part(verdict)} is not a "
                 "finite number "
                 f"({state.skipped} so far)"
             )
@@ -112,7 +112,7 @@ class DivergenceGuard:
         first, stop = next(part for part in state.left_out if part[1] > state.step)
         above = f" is above {verdict.limit:.4g}" if verdict.limit is not None else ""
         self._run.log(
-            f"warning: {self._stage}: spike in update {number}, its loss {verdict.loss:.4g}{above}; back to step "
+            f"warning: {self._stage}: spike in step {number}, its loss {verdict.loss:.4g}{above}; back to step "
             f"{state.step}, without batches {first} to {stop - 1}"
         )
         line = {"attempt": attempt, "step": number, **spike, "tokens": state.tokens}
@@ -133,7 +133,7 @@ class DivergenceGuard:
             what = f"the {_non_finite_part(verdict)} at step {number} is not a finite number"
         tried = []
         if verdict.limit is None and state.skipped_in_a_row:
-            tried.append(f"{state.skipped_in_a_row} updates in a row were left out before it")
+            tried.append(f"{state.skipped_in_a_row} steps in a row were skipped before it")
         if state.rewinds:
             tried.append(f"the stage went back {len(state.rewinds)} times")
         message = (

@@ -134,11 +134,11 @@ def propose_changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer
     parts = next((n for n in range(2, rows + 1) if rows % n == 0), None)
     if parts is not None and world.width("pp") == 1:
         setting = f"train.batch_size {train.batch_size // parts} with train.accumulate {train.accumulate * parts}"
-        found.append(SettingChange(setting, "the same updates", plan.activations - plan.activations // parts))
+        found.append(SettingChange(setting, "the same steps", plan.activations - plan.activations // parts))
     kept = _full_checkpointing_bytes(engine.model, plan, rows=rows, train=train)
     if train.checkpointing != "full" and not train.compile and kept is not None:
         saves = max(0, plan.activations - kept)
-        found.append(SettingChange("train.checkpointing: full", "the same updates, about a third slower", saves))
+        found.append(SettingChange("train.checkpointing: full", "the same steps, about a third slower", saves))
     if train.quantization is None and not train.compile and world.width("tp", "pp") == 1 and _has_plain_init(engine):
         saves = _four_bit_savings(engine.model)
         found.append(SettingChange("train.quantization: nf4", "another backbone, to rounding; extra `quant`", saves))
@@ -206,8 +206,8 @@ class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             return
-        before = "the tests before the first update"
-        step = before if self.keeper is None else f"update {self.keeper.progress.step + 1}"
+        before = "the tests before the first step"
+        step = before if self.keeper is None else f"step {self.keeper.progress.step + 1}"
         raise self._told(error, vars(error).get("place", step)) from error
 
     def _told(self, error: Exception, where: str) -> OutOfMemory:
@@ -224,10 +224,10 @@ class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]
         earlier = any((run.path / "stages").glob("*/done.json")) or (run.path / "selection" / "manifest.json").is_file()
         if kept is None and not earlier:
             return OutOfMemory(f"{told}. Nothing is kept: no checkpoint had been written", resumable=False)
-        what = f"The checkpoint of update {kept} is" if kept is not None else "What was finished before it is"
+        what = f"The checkpoint of step {kept} is" if kept is not None else "What was finished before it is"
         mesh = " --mesh.dp 2" if engine.world.size == 1 else " on a mesh of more ranks"
         resume = f"on a device with more memory, or by `{resume_command(run.path)}{mesh}`"
-        return OutOfMemory(f"{told}. {what} kept: the run goes on {resume}", resumable=True)
+        return OutOfMemory(f"{told}. {what} kept: the run continues {resume}", resumable=True)
 
 
 def oom_message(

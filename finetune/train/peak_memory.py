@@ -79,7 +79,7 @@ class StepMemoryMeter:
             while not done.wait(_EVERY):
                 self._sample()
 
-        watcher = threading.Thread(target=watch, name="memory of an update", daemon=True)
+        watcher = threading.Thread(target=watch, name="memory of a step", daemon=True)
         watcher.start()
         try:
             yield

@@ -65,12 +65,12 @@ class Schedule:
     def line(self) -> str:
         """Describe the learning rate of the continued training in a sentence."""
         meaning = {
-            "stretch": f"that of a run of {self.steps:,} updates",
+            "stretch": f"that of a run of {self.steps:,} steps",
             "rewarm": "by a schedule of their own",
             "keep-end": "as it ended",
         }
         return (
-            f"learning rate: it ended at {self.end:.3g}; updates {self.begin + 1:,} to {self.steps:,} go from "
+            f"learning rate: it ended at {self.end:.3g}; steps {self.begin + 1:,} to {self.steps:,} go from "
             f"{self(self.begin):.3g} to {self(self.steps - 1):.3g}, {meaning[self.extend]} "
             f"(train.extend: {self.extend})"
         )

@@ -138,7 +138,7 @@ def train_and_evaluate(
     shown = split_into_pieces(training, settings.piece)
     if len(shown) < settings.batch_size:
         raise UserError(
-            f"the training texts are {len(shown)} pieces of {settings.piece} bytes, less than one update of "
+            f"the training texts are {len(shown)} pieces of {settings.piece} bytes, less than one step of "
             f"{settings.batch_size}; give more text"
         )
     examples = _examples(tokenizer, shown)

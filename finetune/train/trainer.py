@@ -284,7 +284,7 @@ class Trainer:
                 yield
         except KeyboardInterrupt as error:
             raise Interrupted(
-                f"{self.stage.name} stopped inside update {self.state.step + 1}; resuming continues from the newest "
+                f"{self.stage.name} stopped inside step {self.state.step + 1}; resuming continues from the newest "
                 "checkpoint"
             ) from error
         finally:
@@ -430,7 +430,7 @@ class Trainer:
         try:
             with (
                 watchdog.no_progress_timeout("dev evaluation"),
-                oom_context(f"the dev evaluation after update {state.step}"),
+                oom_context(f"the dev evaluation after step {state.step}"),
             ):
                 metrics = dev_metrics(self.engine, self.stage.dev, batching, task=self.stage.task, head=self.head)
                 if self.metric is not None:
@@ -519,10 +519,10 @@ class Trainer:
                     record["plan"] = self.peak_memory.beside(self.stage.planned)
                 write_json(folder / DONE, {**record, "rates": rates, FILES: adapter_file_digests(folder)})
             self.engine.world.wait()
-        mishaps = [f"{result.skipped} updates left out"] if result.skipped else []
+        mishaps = [f"{result.skipped} steps skipped"] if result.skipped else []
         mishaps += [f"rolled back after {result.rewinds} spikes"] if result.rewinds else []
         unit = self.stage.task.loss_denominator
-        learnt = f"{result.tokens} {'supervised tokens' if unit == 'tokens' else unit}"
+        learnt = f"{result.tokens} {'target tokens' if unit == 'tokens' else unit}"
         line = ", ".join([learnt, *mishaps, *filter(None, [format_throughput(rates)])])
         self.run.log(f"{self.stage.name}: done after step {result.steps}, {line}")
         return result

@@ -217,7 +217,7 @@ def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) 
             toxic=flags.toxic_label,
         )
     elif flags.programs or flags.toxicity:
-        raise UserError("--programs and --toxicity judge what is written; add --samples N")
+        raise UserError("--programs and --toxicity evaluate generated text; add --samples N")
     if flags.probe is not None:
         return _run_probe(flags, argv, overrides, sampling)
     document = evaluate_side_by_side(

@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
         print(json.dumps([one.record() for one in found], indent=2, ensure_ascii=False))
         return 0
     if not found:
-        print(f"no run, selection, sweep or study lies in {flags.folder}")
+        print(f"no run, selection, sweep or study is in {flags.folder}")
         return 0
     rows = []
     for one in found:

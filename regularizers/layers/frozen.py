@@ -57,7 +57,7 @@ def base_weight(base: Any, stored: Tensor | None = None) -> Tensor:
         if getattr(state, "packing_format_for_cpu", False):
             raise RegularizerError(
                 "a 4-bit layer was repacked by bitsandbytes for inference on the CPU, where no gradient passes; load "
-                "the backbone anew and set `support_avx512bf16_for_cpu = False` on its Linear4bit layers first"
+                "the backbone again and set `support_avx512bf16_for_cpu = False` on its Linear4bit layers first"
             )
         dequantised: Tensor = import_module("bitsandbytes").functional.dequantize_4bit(_as_plain_tensor(weight), state)
         return dequantised

@@ -105,8 +105,8 @@ class GGPORegularizer(Regularizer):
             )
         if self.config.scope != "step" and placement is not None and placement.pipelined:
             raise RegularizerError(
-                f"regularizer.scope: {self.config.scope} draws for every micro-batch, and a pipeline has several under "
-                "way at once; use scope: step, or mesh.pp: 1"
+                f"regularizer.scope: {self.config.scope} draws for every micro-batch, and a pipeline has several in "
+                "flight at once; use scope: step, or mesh.pp: 1"
             )
         self._placement = placement or ALONE
         sites, others = find_lora_sites(model, self._placement)

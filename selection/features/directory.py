@@ -144,7 +144,7 @@ def read_manifest(path: Path, flag: str) -> dict[str, Any]:
         if not all(isinstance(text, str) for text in (*names, *digests)):
             raise ValueError("files and digests must be texts")
         if any(Path(name).name != name or not name.endswith(".npy") for name in names) or len(set(names)) < len(names):
-            raise ValueError("shards must be different .npy files beside it")
+            raise ValueError("shards must be different .npy files next to it")
     except KeyError as error:
         raise SelectionError(f"{flag}: {path} lacks {error.args[0]!r}; seal the directory again") from None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -160,7 +160,7 @@ def _check_shard(root: Path, shard: dict[str, Any], manifest: dict[str, Any], fl
     for what, one, other in zip(("rows", "columns", "dtype"), has, says, strict=True):
         if one != other:
             raise SelectionError(
-                f"{flag}: {file} has {what} {one}, and {MANIFEST} says {other}; write the shard anew, then seal again"
+                f"{flag}: {file} has {what} {one}, and {MANIFEST} says {other}; write the shard again, then seal again"
             )
     pairs = [(file, shard["sha256"])]
     if manifest["ids"]:
@@ -170,7 +170,7 @@ def _check_shard(root: Path, shard: dict[str, Any], manifest: dict[str, Any], fl
             raise SelectionError(f"{flag}: {path} does not exist, and {MANIFEST} lists it; write it, then seal again")
         if _file_digest(path) != digest:
             raise SelectionError(
-                f"{flag}: {path} is not what {MANIFEST} says (SHA-256); write it anew, then seal again"
+                f"{flag}: {path} is not what {MANIFEST} says (SHA-256); write it again, then seal again"
             )
     if manifest["ids"] and (count := sum(1 for _ in _read_lines(pairs[1][0]))) != shard["rows"]:
         raise SelectionError(f"{flag}: {pairs[1][0]} has {count} ids for {shard['rows']} rows; give one a line")

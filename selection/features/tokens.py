@@ -36,7 +36,7 @@ class TokenRows(Sequence[Any]):
         parts = [np.asarray(row, dtype=np.int64) for row in rows]
         flat = np.concatenate([np.empty(0, np.int64), *parts])
         if len(flat) and not 0 <= flat.min() <= flat.max() < size:
-            raise SelectionError(f"tokens must lie between 0 and {size - 1}, and there is {flat.min()} or {flat.max()}")
+            raise SelectionError(f"tokens must be between 0 and {size - 1}, and there is {flat.min()} or {flat.max()}")
         return cls(flat.astype(_token_dtype(size)), np.cumsum([len(part) for part in parts]), size)
 
     @classmethod

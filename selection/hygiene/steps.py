@@ -207,9 +207,7 @@ class _CleaningRun:
         if settings.decontaminate is not None:
             judged = [text for reference in references if reference.name == "eval" for text in reference.texts]
             if not judged:
-                raise SelectionError(
-                    "decontaminate has no evaluation text to look for; name the files that are judged on"
-                )
+                raise SelectionError("decontaminate has no evaluation text to look for; name the files to evaluate on")
             self.decontaminator = Decontaminator(settings.decontaminate, judged)
 
     def run(self) -> CleaningResult:

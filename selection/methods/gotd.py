@@ -30,7 +30,7 @@ def check_transport(settings: Any) -> None:
     check_fields(settings, "memory_gib", least=0.001)
     if settings.tolerance is not None and not 0 < settings.tolerance < 2:
         raise ValueError(
-            f"tolerance must lie between 0 and 2 (an L1 error of probabilities), got {settings.tolerance:g}"
+            f"tolerance must be between 0 and 2 (an L1 error of probabilities), got {settings.tolerance:g}"
         )
 
 

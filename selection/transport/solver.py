@@ -197,14 +197,14 @@ def _check_settings(
     if not (is_real(epsilon) and epsilon > 0):
         raise SelectionError(f"epsilon must be a positive number (a multiple of the mean cost), not {epsilon!r}")
     if tolerance is not None and not (is_real(tolerance) and 0 < tolerance < 2):
-        raise SelectionError(f"tolerance must lie between 0 and 2 (an L1 error of probabilities), not {tolerance!r}")
+        raise SelectionError(f"tolerance must be between 0 and 2 (an L1 error of probabilities), not {tolerance!r}")
     check_chunk(chunk)
     if method not in (None, "exact", "cached", "streamed"):
         raise SelectionError(f'method must be "exact", "cached" or "streamed", not {method!r}')
     if cost not in COSTS:
         raise SelectionError(f'cost must be "sqeuclidean" or "cosine", not {cost!r}')
     if overlap is not None and not (is_real(overlap) and 0 < overlap <= 1):
-        raise SelectionError(f"overlap must lie above 0 and at most 1 (a share of the selection), not {overlap!r}")
+        raise SelectionError(f"overlap must be above 0 and at most 1 (a share of the selection), not {overlap!r}")
     for name, limit in zip(("max_iterations", "max_passes"), limits, strict=True):
         if not (isinstance(limit, int | np.integer) and limit >= 1):
             raise SelectionError(f"{name} must be a whole number of at least 1, not {limit!r}")
@@ -232,7 +232,7 @@ def _cuda_unavailable_reason() -> str:
     """Return the reason why a requested CUDA device is unavailable, as a clause."""
     there = torch.cuda.device_count()
     if there:
-        return f"only {there} CUDA devices are at hand" if there > 1 else "only cuda:0 is at hand"
+        return f"only {there} CUDA devices are available" if there > 1 else "only cuda:0 is available"
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is a build without CUDA"
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -143,5 +143,5 @@ def test_a_resumed_run_evaluates_the_rest_or_otherwise(
     rates = [line["lr"] for line in read_metrics(out / "metrics.jsonl") if line["split"] == "train"]
     assert rates[3:] == [rates[2]] * 3 and rates[2] < rates[1]
     said = capsys.readouterr().err
-    assert f"learning rate: it ended at {rates[2]:.3g}; updates 4 to 6 go from {rates[2]:.3g} to " in said
+    assert f"learning rate: it ended at {rates[2]:.3g}; steps 4 to 6 go from {rates[2]:.3g} to " in said
     assert not (out / "cold.json").exists()

@@ -58,7 +58,7 @@ def test_the_log_shows_what_is_supervised(finished: Path) -> None:
     log = re.sub(r"^\S+Z ", "", (finished / "log.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
     for split, count in (("train", 12), ("dev", 4), ("test", 4)):
         assert f"{split}: {count} conversations: " in log
-    assert "truncated answers, 0 without a supervised token (left out), 0 bad rows (left out)" in log
+    assert "truncated answers, 0 without a target token (left out), 0 bad rows (left out)" in log
     panel = re.sub(r"(?m)^\d\S+Z ", "", log).split("first batch: ")[1]  # without times
     assert "Q: " in panel and "Assistant:⟦ " in panel and "<eos>⟧\n     Q: Just the number, please.\n" in panel
 
@@ -170,7 +170,7 @@ def test_it_merges_and_its_card_asks_it_as_it_was_trained(finished: Path, tmp_pa
         ({"task.template_arguments": "{messages: []}"}, "task.template_arguments cannot set 'messages'"),
         ({"task.template_arguments": "thinking"}, "task.template_arguments must be a mapping"),
         ({"data.label_noise": 0.2}, "data.label_noise: a conversation has no label to make wrong"),
-        ({"train.max_length": 48}, "keep no supervised token at train.max_length 48, more than task.max_unsupervised"),
+        ({"train.max_length": 48}, "keep no target token at train.max_length 48, more than task.max_unsupervised"),
         ({"task.turns": "first"}, "task.turns"),
         ({"task.max_truncated": 2}, "task.max_truncated must be between 0 and 1"),
     ],

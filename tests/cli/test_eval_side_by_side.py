@@ -148,7 +148,7 @@ def test_best_step_and_patience_by_a_metric_of_what_is_written(tmp_path, capsys)
     assert all("numeric_match" in line for line in judged) and 3 <= len(judged) <= 5
     figures = json.loads((path / "eval.json").read_text())["dev"]
     assert {"numeric_match", "has_number", "exact_match"} <= figures.keys()
-    for wrong, said in (("numeric_mach", "is not judged"), ("majority_floor", "is not judged")):
+    for wrong, said in (("numeric_mach", "is not evaluated"), ("majority_floor", "is not evaluated")):
         assert run(["train", "language-model", "--out", str(tmp_path / "no"), "--train.best", wrong]) == 2
         assert said in capsys.readouterr().err
     given = ["--task.kind", "completion", "--task.score", "generate", "--task.metrics", "[numeric_mach]"]

@@ -285,7 +285,7 @@ def test_push_uploads_and_compares(exported: Path, capsys, monkeypatch) -> None:
         assert there.messages == ["Upload mine"] and len(there.large) == 1
         there.loses = "adapter_config.json"
         assert run(["push", str(exported), "org/mine", "--public", "--message", "again"]) == 2
-        assert "adapter_config.json came to lie there otherwise" in capsys.readouterr().err
+        assert "adapter_config.json differs there" in capsys.readouterr().err
         assert there.repositories == {"org/mine": False} and there.messages[-1] == "again"
         there.denies = True
         assert run(["push", str(exported), "org/mine"]) == 2

@@ -35,7 +35,7 @@ def test_a_training_ends_with_its_figures_and_with_commands_that_run(tmp_path: P
     lines, commands = ending(capsys)
     assert sum("epoch" in line for line in lines) == 1 and "4 steps: 0.40 epochs of 40 rows" in lines
     (told,) = [line for line in lines if line.startswith("  about ")]
-    assert re.fullmatch(r"  about [\d.]+ \w+: 4 updates of [\d.]+ \w+, one row was timed", told)
+    assert re.fullmatch(r"  about [\d.]+ \w+: 4 steps of [\d.]+ \w+, one row was timed", told)
     (row,) = [line.split() for line in lines[-3:] if line.startswith("test")]
     cell = json.loads(Path("a run/eval.json").read_text())["test"]
     assert row[:2] == ["test", "accuracy"] and row[-1] == str(cell["accuracy"]["n"])
@@ -58,7 +58,7 @@ def test_a_sweep_ends_with_its_verdict_and_asks_for_more_seeds_where_it_is_undec
     lines, commands = ending(capsys)
     assert any(line.startswith("lowest test error") for line in lines[-4:])
     floors = pq.read_table(f"{out}/cells.parquet").column("test.majority_floor").to_pylist()
-    (floor,) = [line for line in lines if line.startswith("majority floor")]
+    (floor,) = [line for line in lines if line.startswith("majority baseline")]
     assert float(floor.split()[-1]) == pytest.approx(1 - sum(floors) / len(floors), abs=1e-3)
     assert commands[-1] == ["flatshift", "report", out]
     assert any(line.startswith("verdict") and line.endswith("undecided") for line in lines)
@@ -98,7 +98,7 @@ def test_a_forecast_names_no_rank_below_1(tmp_path: Path, capsys) -> None:
     assert run(words) == 0
     said = "".join(capsys.readouterr())
     assert "the ranks 1 to 2 never cross the threshold, all of them fit the labels" in said
-    assert "ranks below" not in said and "it lies higher" in said
+    assert "ranks below" not in said and "it is higher" in said
 
 
 def test_a_plan_says_which_machine_was_taken_and_where_it_is_written(tmp_path: Path, capsys) -> None:
@@ -193,5 +193,5 @@ def test_a_native_call_does_not_hold_back_the_end_of_a_selection(tmp_path: Path,
     assert process.stdout is not None and process.stdout.readline() == "inside\n"
     process.send_signal(number)
     _, said = process.communicate(timeout=HANG_S)
-    assert process.returncode == 3 and "goes on with what was kept" in said
+    assert process.returncode == 3 and "continues with what was kept" in said
     assert run(words) == 0

@@ -410,7 +410,7 @@ def test_a_sum_says_that_its_figures_are_of_the_first_adapter(written: Path, tmp
     rank = resume_recipe(written).recipe.adapter.rank
     assert json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"] == 2 * rank
     assert f"**A sum of adapters**, of rank {2 * rank}" in text and "`second` with weight 0.5" in text
-    assert "has not been judged" in text.split("## How it was judged")[0]
+    assert "has not been evaluated" in text.split("## How it was evaluated")[0]
     assert "metrics" not in yaml.safe_load(text.split("---\n")[1]) and str(tmp_path) not in text
     mine, summed = (
         plain(written),

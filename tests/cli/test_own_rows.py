@@ -183,7 +183,7 @@ def test_a_target_is_set_apart_as_a_run_on_it_is(rows: str, tmp_path: Path, caps
     assert {row.id for row in apart} == {row.id for row in (*splits.dev, *splits.test)} and len(found.rows) == 48
     assert run([*made, "whole", "--data.holdout", "0"]) == 0
     seen = from_mapping({"data.train.files": [rows], "data.train.limit": None, "select": {"from": "whole"}})
-    with pytest.raises(flatshift.UserError, match="set apart for judging"):
+    with pytest.raises(flatshift.UserError, match="set apart for evaluation"):
         check_target(load_recipe("warmup", [seen]).recipe, ())
     write_jsonl(tmp_path / "one.jsonl", [{"text": "a single text"}])
     assert run([*made[:4], "one.jsonl", *made[5:], "few"]) == 0, "a target too small to divide stays whole"

@@ -152,7 +152,7 @@ def test_rows_with_other_columns(
     assert run([*judge, *named, "--group-by", "kind"]) == 0
     assert json.loads(capsys.readouterr().out)["figures"][str(out)]["data"]["accuracy"]["value"] == alone["value"]
     assert run(["eval", str(out), *named]) == 2
-    assert "`flatshift eval RUN --data FILE` judges other rows, and takes this" in capsys.readouterr().err
+    assert "`flatshift eval RUN --data FILE` evaluates other rows, and takes this" in capsys.readouterr().err
 
 
 def test_rows_that_nobody_can_count(

@@ -108,7 +108,7 @@ def test_a_killed_rank_is_named_and_the_same_command_goes_on_to_the_same_bits(in
     assert f"rank {rank} (pid " in said and "run the same command again" in said and "train --resume" not in said
     code, said = done(started(command))
     assert code == 0, said
-    assert "going on with the unfinished selection" in said and "the transport solve went on after pass" in said
+    assert "continuing the unfinished selection" in said and "the transport solve continued after pass" in said
     assert files(tmp_path / "out") == files(alone)
 
 

@@ -96,7 +96,7 @@ def test_a_killed_select_goes_on_to_the_same_bits(words, tmp_path: Path, capsys)
 
     assert run([*words, "--out", str(out)]) == 0
     told = capsys.readouterr().err
-    assert "going on with the unfinished selection" in told and "went on after pass 2" in told
+    assert "continuing the unfinished selection" in told and "continued after pass 2" in told
     assert manifest(out)["resumed"] == 2 and manifest(out)["passes"] == whole["passes"]
     for name in ("scores.parquet", "selected.jsonl"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -120,7 +120,7 @@ def test_an_interrupt_keeps_the_state_and_changed_input_is_told(words, tmp_path:
 
         patch.setattr(StateDirectory, "save", save)
         assert run([*mine, "--out", str(out)]) == 3
-    assert "the same command goes on from there" in capsys.readouterr().err
+    assert "the same command continues from there" in capsys.readouterr().err
     moved = np.load(tmp_path / "x.npy")
     moved[5] += 1.0
     np.save(tmp_path / "x.npy", moved)
@@ -137,12 +137,12 @@ def test_an_interrupt_before_the_first_pass_says_that_nothing_is_kept(
 
     monkeypatch.setattr("flatshift.experiments.select.select.select_into", interrupted)
     assert run([*words, "--out", str(tmp_path / "out")]) == 3
-    assert capsys.readouterr().err == "flatshift: interrupted: nothing was kept; the same command begins anew\n"
+    assert capsys.readouterr().err == "flatshift: interrupted: nothing was kept; the same command starts again\n"
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr("flatshift.experiments.select.select.select", interrupted)
     assert run([*words, "--out", str(tmp_path / "out")]) == 3
     again = shlex.join(["flatshift", *words, "--out", str(tmp_path / "out")])
-    assert capsys.readouterr().err == f"flatshift: interrupted: go on with the same command: `{again}`\n"
+    assert capsys.readouterr().err == f"flatshift: interrupted: continue with the same command: `{again}`\n"
 
 
 def test_scores_that_took_long_are_kept_with_what_is_to_be_read_again(tmp_path: Path, monkeypatch) -> None:

@@ -36,7 +36,7 @@ METHOD = "--select.method"
         ),
         (
             ("--method", "gotd", f"{METHOD}.tolerance", "0"),
-            f"{METHOD}.tolerance: select.method.tolerance must lie between 0 and 2",
+            f"{METHOD}.tolerance: select.method.tolerance must be between 0 and 2",
         ),
         (
             ("--method", "gotd", f"{METHOD}.rounds", "0"),

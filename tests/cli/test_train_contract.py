@@ -146,7 +146,7 @@ def test_a_resumed_run_says_what_happened(tmp_path: Path, capsys, monkeypatch) -
     assert set(resumed) >= {"created", "versions"} and "cpu" not in resumed, "what was another then"
     assert run(["export", str(out), "--out", str(tmp_path / "hub")]) == 0
     card = (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
-    assert "3 updates of" in card and "in 2 attempts" in card and "Resumed with flatshift" in card
+    assert "3 steps of" in card and "in 2 attempts" in card and "Resumed with flatshift" in card
     assert "--resume run --train.steps 3" in card and "| `train.steps` | `3` |" in card
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "in 2 attempts" in page and page.count("<code>flatshift train ") == 2
@@ -160,7 +160,7 @@ def test_resume_refuses_another_setting(finished: Path, capsys) -> None:
 def test_resume_refuses_fewer_steps_than_were_made(finished: Path, capsys) -> None:
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     assert run(["train", "--resume", str(finished), "--train.steps", "5"]) == 2
-    assert "train.steps: 5 is below the 6 updates" in capsys.readouterr().err
+    assert "train.steps: 5 is below the 6 steps" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
 
 
@@ -268,7 +268,7 @@ def test_resume_refuses_a_changed_input(tmp_path: Path, capsys) -> None:
         (["--data.train.limit", "99999"], "99999"),
         (["--task.kind", "completion", "--task.prompt", "{txt}"], "'text'"),
         (["--adapter.rank", "1000000000"], "adapter.rank: at 1,000,000,000 the factors"),
-        (["--train.batch_size", "1000000000"], "train.batch_size times train.accumulate: an update of 1,000,000,000"),
+        (["--train.batch_size", "1000000000"], "train.batch_size times train.accumulate: a step of 1,000,000,000"),
         (["--train.accumulate", "1000000000"], "train.batch_size times train.accumulate"),
     ],
 )

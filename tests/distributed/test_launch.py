@@ -188,7 +188,7 @@ def test_the_first_sigterm_ends_an_evaluation_on_a_mesh(tmp_path: Path) -> None:
     assert len(ranks) == 2 and not any(map(runs, ranks))
     (line,) = [line for line in said.splitlines() if line.startswith("flatshift: ") and "stopping" not in line]
     assert re.match(r"flatshift: interrupted: evaluating (dev|test) stopped after \d+ of \d+ rows; ", line)
-    assert f"`flatshift train --resume {out}` goes on" in line
+    assert f"`flatshift train --resume {out}` continues" in line
     assert "SIGTERM: stopping" in said and not (out / "eval.json").exists() and not (out / "done.json").exists()
     steps = (out / "metrics.jsonl").read_bytes()
     again = [*command, "--resume", str(out), "--eval.batch_size", "32"]

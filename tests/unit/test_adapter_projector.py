@@ -220,10 +220,10 @@ def test_what_lies_before_the_text_is_named_where_room_is_short(adapter, places,
     model = make(sources["gpt2"], adapter)
     left, front = position_limit(model), f"2 soft tokens and {places} of features"
     check_length(Engine.alone(model), SimpleNamespace(max_length=left))
-    with pytest.raises(UserError, match=f"{left + 1} is above the {left} positions that .* has left beside {front}$"):
+    with pytest.raises(UserError, match=f"{left + 1} is above the {left} positions that .* has left after {front}$"):
         check_length(Engine.alone(model), SimpleNamespace(max_length=left + 1))
     assert context_overflow(model, [3] * (left - 4), 4, apart=False) is None
-    assert context_overflow(model, [3] * (left - 3), 4, apart=False) == f"the backbone's 64 positions beside {front}"
+    assert context_overflow(model, [3] * (left - 3), 4, apart=False) == f"the backbone's 64 positions next to {front}"
 
 
 def test_choices_are_ranked_some_examples_at_a_time(sources, monkeypatch):

@@ -49,7 +49,7 @@ def test_capacity_counted_by_hand():
     assert found.ratio == pytest.approx(2 * 136 / 1000)
     assert found.enough == math.ceil((500 - 32) / 26) == 18  # 26 numbers a rank, 32 at any
     line = found.line()
-    assert "136 trained numbers hold some 272 bit (2 each)" in line and "1,000 supervised tokens" in line
+    assert "136 trained numbers hold some 272 bit (2 each)" in line and "1,000 target tokens" in line
     assert line.endswith("takes up to 1 kbit (1 each), what adapter.rank 18 would hold (now 4)")
     at = Capacity(parameters=32 + 26 * 18, factors=26 * 18, rank=18, labels=1000, each=1.0, counted="tokens")
     assert at.ratio >= 1 and at.enough == 18 and at.line().endswith("adapter.rank 18 holds (now 18)")

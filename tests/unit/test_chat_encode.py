@@ -61,7 +61,7 @@ def test_long_samples_lose_their_right_and_are_counted():
     total = sum(len(example.input_ids) for example in found.examples)
     assert found.notes[0] == (
         f"3 conversations: {sum(len(supervised(e)) for e in found.examples)} of {total} tokens supervised, "
-        "1 truncated answers, 0 without a supervised token (left out), 0 bad rows (left out)"
+        "1 truncated answers, 0 without a target token (left out), 0 bad rows (left out)"
     )
     # Only what follows the last answer is cut: nothing is lost.
     whole = len(encoded(rows(10), max_length=256).examples[0].input_ids)
@@ -80,10 +80,10 @@ def test_losses_past_their_share_are_refused_with_the_length_that_would_do():
     ):
         encoded(many, task=Chat(template="plain", max_truncated=0.05), max_length=header + 20)
     long = [*many[:9], row(9, messages=[{"role": "user", "content": "é" * 40}, {"role": "assistant", "content": "x"}])]
-    with pytest.raises(UserError, match=r"1 of 10 rows keep no supervised token .* task.max_unsupervised \(0.01\)"):
+    with pytest.raises(UserError, match=r"1 of 10 rows keep no target token .* task.max_unsupervised \(0.01\)"):
         encoded(long, max_length=header + 20)
     found = encoded(long, task=Chat(template="plain", max_unsupervised=0.1), max_length=header + 20)
-    assert len(found.examples) == 9 and "1 without a supervised token (left out)" in found.notes[0]
+    assert len(found.examples) == 9 and "1 without a target token (left out)" in found.notes[0]
 
 
 def test_samples_of_one_row_are_named_apart_and_one_is_to_be_generated():

@@ -335,7 +335,7 @@ def test_what_train_can_do_can_be_compared(tmp_path: Path) -> None:
         }
         assert trial["validation"] == [min(tried.values())] == [tried[trial["chosen"]["optimizer.lr"]]]
     assert "test RMSE minus plain" in (out / "report.html").read_text(encoding="utf-8")
-    with pytest.raises(UserError, match=r"comparison\.metric: f1_macro is not judged for task\.kind: regress"):
+    with pytest.raises(UserError, match=r"comparison\.metric: f1_macro is not evaluated for task\.kind: regress"):
         compare(
             str(recipe), tmp_path / "other", data=tmp_path, jobs=1, quiet=True,
             overrides=[*overrides, from_override("comparison.metric", "f1_macro")], **how,

@@ -135,7 +135,7 @@ def test_what_cannot_be_batched():
     settings = {"task": LanguageModel(), "batch_size": 1, "seed": 0, "max_length": 3, "pad_id": 0}
     with pytest.raises(UserError, match="no training examples"):
         TrainingDataLoader([], **settings)
-    with pytest.raises(UserError, match=r"rows\.jsonl:2: this sample has no supervised token"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: this sample has no target token"):
         TrainingDataLoader([good, Example([1, 2], [IGNORE, IGNORE], "b", "rows.jsonl:2")], **settings)
     with pytest.raises(UserError, match=r"rows\.jsonl:1: 3 tokens do not fit train\.max_length 2"):
         TrainingDataLoader([good], **{**settings, "max_length": 2})
@@ -172,5 +172,5 @@ def test_panel_of_classes_and_of_long_texts():
 def test_panel_refuses_a_batch_with_nothing_supervised():
     example = Example([1, 5, 6], [IGNORE] * 3, "a", "rows.jsonl:1")
     (micro,) = EvalBatching(1, 0).batches([example], LanguageModel())
-    with pytest.raises(UserError, match="no supervised token"):
+    with pytest.raises(UserError, match="no target token"):
         format_first_batch(micro, TOKENIZER, LanguageModel())

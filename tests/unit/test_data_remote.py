@@ -195,7 +195,7 @@ def test_python_takes_addresses_too(tmp_path: Path, memory) -> None:
     place = memory({"pool.jsonl": LINES, "target.jsonl": LINES[: LINES.index(b"\n") + 1]})
     chosen = flatshift.select(Path(f"{place}/pool.jsonl"), Path(f"{place}/target.jsonl"), budget=3)
     assert len(chosen.ids) == 3
-    with pytest.raises(UserError, match="select: out s3://b/out: results lie in a local directory"):
+    with pytest.raises(UserError, match="select: out s3://b/out: results are in a local directory"):
         flatshift.select(Path(f"{place}/pool.jsonl"), ["a text"], budget=3, out="s3://b/out")
 
 

@@ -62,7 +62,7 @@ BAD = {
     "many": ([[1.0, 2.0, 3.0]] * 3, r"column 'clip' holds 3 vectors, not 2 \(adapter\.projector\.vectors\)"),
     "short": ([[1.0, 2.0, 3.0], [1.0]], r"holds a vector of 1 numbers, not 3 \(adapter\.projector\.width\)"),
     "empty": ([], "is one list, not 2 vectors"),
-    "mixed": ([[1.0, 2.0, 3.0], 4.0], "holds a float beside lists"),
+    "mixed": ([[1.0, 2.0, 3.0], 4.0], "holds a float among lists"),
     "words": ([[1.0, 2.0, 3.0], [1.0, "2", 3.0]], "holds a str among its numbers"),
     "bool": ([[1.0, 2.0, 3.0], [1.0, True, 3.0]], "holds a bool among its numbers"),
     "hole": ([[1.0, 2.0, 3.0], [1.0, None, 3.0]], "holds null among its numbers"),

@@ -122,7 +122,7 @@ def test_the_training_bump_is_read_from_the_training_loss_and_nothing_is_passed_
     assert beside.mean.value == pytest.approx(-3.8 / 4, abs=0.01)  # of the training loss
     text = "\n".join(guide(found))
     assert "1.5" in text and "9.0" not in text
-    assert text.count("Training loss has") == 2 and "Judged at steps 1, 2, 4, 8" in text
+    assert text.count("Training loss has") == 2 and "Evaluated at steps 1, 2, 4, 8" in text
     assert "regularizer = ggpo − plain: It removes the peak at step 2" in text
     rows(bench, found)
 

@@ -255,7 +255,7 @@ def test_seeds_that_do_not_differ_decide_nothing():
         assert text(verdict) == "The seeds do not differ, so no test can be made."
     curve = interpolating()
     verdict = determine_verdict(replace(curve, train_loss=np.tile(curve.train_loss[0], (5, 1))))
-    assert verdict.kind == "undecided" and "Training loss cannot be judged: the seeds do not differ" in text(verdict)
+    assert verdict.kind == "undecided" and "Training loss cannot be evaluated: the seeds do not differ" in text(verdict)
 
 
 @pytest.mark.parametrize("unit", [1e-200, 1e200])
@@ -321,7 +321,7 @@ def test_bad_curves_are_refused():
     with pytest.raises(UserError, match="delta"):
         determine_verdict(interpolating(), delta=-1.0)
     for curve in (interpolating(), interpolating(seeds=2)):
-        with pytest.raises(UserError, match=r"judge_curve: level must lie .* got 0\.7"):
+        with pytest.raises(UserError, match=r"determine_verdict: level must be .* got 0\.7"):
             determine_verdict(curve, level=0.7)
 
 

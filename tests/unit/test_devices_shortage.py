@@ -99,12 +99,12 @@ def test_the_message_has_plan_measure_and_two_changes(tmp_path, source, monkeypa
         fit(engine, tmp_path / "run")
     told, plan = str(caught.value), memory_plan(engine.model, train=Train(batch_size=4, max_length=12))
     assert seen == [torch.device("cpu")] and caught.value.resumable and is_out_of_memory(caught.value)
-    assert told.startswith("fine-tune: ran out of memory in update 4: 77.0 GiB allocated and 78.0 GiB reserved of ")
+    assert told.startswith("fine-tune: ran out of memory in step 4: 77.0 GiB allocated and 78.0 GiB reserved of ")
     assert ("and 2.5 GiB more asked for" in told) == (error is CUDA)
     assert f"planned {format_bytes(plan.total)} (backbone {format_bytes(plan.backbone)}, " in told
-    first = "Cheapest changes: train.batch_size 2 with train.accumulate 2 (the same updates; saves "
+    first = "Cheapest changes: train.batch_size 2 with train.accumulate 2 (the same steps; saves "
     assert first + format_bytes(plan.activations // 2) in told and ", then train.checkpointing: full (" in told
-    assert "The checkpoint of update 2 is kept" in told and f"train --resume {tmp_path / 'run'} --mesh.dp 2" in told
+    assert "The checkpoint of step 2 is kept" in told and f"train --resume {tmp_path / 'run'} --mesh.dp 2" in told
     assert "\n" not in told
     # what the failed pass held is free again, and the run goes on from its checkpoint
     gc.collect()
@@ -116,7 +116,7 @@ def test_the_message_has_plan_measure_and_two_changes(tmp_path, source, monkeypa
 def test_before_anything_is_kept_it_is_a_mistake_of_the_settings(tmp_path, source):
     engine = engine_of(source)
     engine.breaks_in = 1
-    with pytest.raises(OutOfMemory, match=r"in update 1: .* held by the process of .*Nothing is kept") as caught:
+    with pytest.raises(OutOfMemory, match=r"in step 1: .* held by the process of .*Nothing is kept") as caught:
         fit(engine, tmp_path / "run", steps=1)
     assert not caught.value.resumable
 
@@ -126,7 +126,7 @@ def test_a_regularizer_is_detached_before_the_plan_is_measured(tmp_path, source,
     engine = engine_of(source)
     plain = memory_plan(engine_of(source).model, train=Train(batch_size=4, max_length=12))
     engine.breaks_in = 2
-    with pytest.raises(OutOfMemory, match=r"in update [12]: ") as caught:
+    with pytest.raises(OutOfMemory, match=r"in step [12]: ") as caught:
         fit(engine, tmp_path / "run", regularizer=build(config))
     assert f"backbone {format_bytes(plain.backbone)}," in str(caught.value)
     assert f"activations {format_bytes(plain.activations)}, work {format_bytes(plain.work)})" in str(caught.value)
@@ -138,8 +138,8 @@ def test_a_dev_evaluation_is_named(tmp_path, source, monkeypatch):
     def broken(*args, **how):
         raise type(CUDA)(*CUDA.args)
 
-    monkeypatch.setattr(trainer, "dev_figures", broken)
-    with pytest.raises(OutOfMemory, match="in the dev evaluation after update 3: "):
+    monkeypatch.setattr(trainer, "dev_metrics", broken)
+    with pytest.raises(OutOfMemory, match="in the dev evaluation after step 3: "):
         fit(engine_of(source), tmp_path / "run", dev=[object()], eval_every=3)
 
 
@@ -222,7 +222,7 @@ def test_the_front_door_ends_as_the_contract_says(tmp_path, monkeypatch, capsys,
     assert cli.run(["train", "language-model", "--out", str(out), *flags(settings)]) == code
     told = capsys.readouterr().err.strip().splitlines()
     said = [line for line in told if line.startswith("flatshift: ")]
-    assert len(said) == 1 and f"ran out of memory in update {breaks_in}: " in said[0]
+    assert len(said) == 1 and f"ran out of memory in step {breaks_in}: " in said[0]
     assert said[0].startswith("flatshift: error: " if code == 2 else "flatshift: interrupted: ")
     if code == 3:
         monkeypatch.setattr(Engine, "forward_backward", usual)

@@ -105,7 +105,7 @@ def test_without_epochs_nothing_changes_and_too_many_are_refused(tmp_path):
     plain = recipe_of(tmp_path, pack=False, steps=5)
     assert epochs_to_steps(plain, [], seed=0) is plain
     many = recipe_of(tmp_path, pack=False, epochs=1e12)
-    with pytest.raises(UserError, match="updates, above the 1,000,000,000"):
+    with pytest.raises(UserError, match="steps, above the 1,000,000,000"):
         epochs_to_steps(many, prepare_data(many.recipe).train, seed=0)
 
 

@@ -135,10 +135,10 @@ def test_soft_tokens_take_positions():
     prompt = [[BOS, *[5] * (room - 9)]]
     assert len(written(model, Decoding(max_new_tokens=8), prompts=prompt)) == 1
     model.soft_tokens = 1
-    with pytest.raises(UserError, match=f"backbone's {room} positions beside 1 soft token;"):
+    with pytest.raises(UserError, match=f"backbone's {room} positions next to 1 soft token;"):
         written(model, Decoding(max_new_tokens=8), prompts=prompt)
     judged = [Example([*prompt[0], 7], [*[IGNORE] * len(prompt[0]), 7], "0", "rows.jsonl:1", answer="x")]
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: .* positions beside 1 soft token; lower train\.max_length"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: .* positions next to 1 soft token; lower train\.max_length"):
         generate_answers(model, TOKENIZER, judged, EvalBatching.of(TOKENIZER, batch_size=1), max_new_tokens=8)
 
 

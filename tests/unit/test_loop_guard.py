@@ -157,11 +157,11 @@ def test_a_left_out_update_is_as_if_the_optimizer_had_not_been_called(source, tm
     assert all(r["grad_norm"] is None and math.isfinite(r["loss"]) for r in lines if r.get("skipped"))
     assert result.skipped == 3 and result.steps == STEPS and result.tokens == tokens == lines[-1]["tokens"]
     done = json.loads((tmp_path / "run" / "stages" / "fine-tune" / "done.json").read_text())
-    assert done["skipped"] == 3 and "3 updates left out" in (tmp_path / "run" / "log.txt").read_text()
+    assert done["skipped"] == 3 and "3 steps skipped" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_one_more_in_a_row_stops_the_stage(source, tmp_path):
-    with pytest.raises(Diverged, match=r"gradient at step 6 .*2 updates in a row.*checkpoint of step 4 is kept"):
+    with pytest.raises(Diverged, match=r"gradient at step 6 .*2 steps in a row.*checkpoint of step 4 is kept"):
         fit(engine_of(source, nan={3, 4, 5}), tmp_path / "run", skip_nonfinite=2)
     assert max(saved_steps(tmp_path / "run" / "state")) == 4
     with pytest.raises(Diverged, match=r"gradient at step 4 "):
@@ -187,7 +187,7 @@ def test_resumed_around_a_left_out_update(stop_at, source, tmp_path):
 def test_what_was_left_out_in_a_row_is_remembered(source, tmp_path):
     sick = {"nan": {3, 4, 5}}
     assert fit(engine_of(source, **sick), tmp_path / "run", stop_at=5, skip_nonfinite=2) is None
-    with pytest.raises(Diverged, match="2 updates in a row"):
+    with pytest.raises(Diverged, match="2 steps in a row"):
         fit(engine_of(source, **sick), tmp_path / "run", skip_nonfinite=2)
 
 

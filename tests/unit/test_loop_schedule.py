@@ -55,7 +55,7 @@ def extended(folder, steps, extend, *, warmup=0.25, made=8, planned=8, schedule=
 def test_a_run_that_goes_on_after_its_end(tmp_path):
     before = rates(8, warmup=0.25)
     stretched, found = extended(tmp_path, 12, "stretch")
-    assert stretched == rates(12, warmup=0.25) and found.line().endswith("of 12 updates (train.extend: stretch)")
+    assert stretched == rates(12, warmup=0.25) and found.line().endswith("of 12 steps (train.extend: stretch)")
     kept, found = extended(tmp_path, 12, "keep-end")
     assert kept == [*before, *[before[-1]] * 4] and "as it ended" in found.line()
     warmed, found = extended(tmp_path, 12, "rewarm")

@@ -153,5 +153,5 @@ def test_tokens_on_disk_are_those_in_memory(tmp_path):
     spilled = TokenRows.spilled(words, lambda some: [[int(w) for w in t.split()] for t in some], SIZE, tmp_path / "t")
     assert [row.tolist() for row in spilled[:]] == rows and not (tmp_path / "t").exists()
     assert [row.tolist() for row in spilled.take([7, 3])] == [rows[7], rows[3]]
-    with pytest.raises(SelectionError, match="tokens must lie between 0 and 6"):
+    with pytest.raises(SelectionError, match="tokens must be between 0 and 6"):
         TokenRows.of([[7]], SIZE)

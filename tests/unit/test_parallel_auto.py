@@ -149,7 +149,7 @@ def test_shards_inside_a_node_and_copies_across(large: Path) -> None:
 def test_stages_across_nodes_where_gathers_could_not_be_hidden(large: Path) -> None:
     devices, train = Devices("cuda", 8, 24 * GIB), {"batch_size": 16, "max_length": 512}
     axes, why = pick(large, devices=devices, processes=16, node=8, train=train)
-    assert axes["pp"] == 4 and "pp 4: an update is predicted to take" in why
+    assert axes["pp"] == 4 and "pp 4: a step is predicted to take" in why
 
 
 def test_the_fastest_that_fits_by_the_constants_that_were_measured_here(
@@ -166,7 +166,7 @@ def test_the_fastest_that_fits_by_the_constants_that_were_measured_here(
 def test_tensor_parallel_where_rows_are_few(large: Path) -> None:
     axes, why = pick(large, devices=NODE, train={"batch_size": 2})
     assert axes == {"replicate": 2, "tp": 4}
-    assert "tp 4: an update is predicted to take" in why and "less than on pp 2" in why
+    assert "tp 4: a step is predicted to take" in why and "less than on pp 2" in why
 
 
 def test_no_tensor_parallel_where_the_adapter_forbids_it(large: Path) -> None:

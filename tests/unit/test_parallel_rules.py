@@ -124,7 +124,7 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         "adapter.init that changes frozen weights (all but default, orthogonal and eva), adapter.under and "
         "adapter.bias",
     ): ({"init": "pissa", "task": Preference()}, {"init": "pissa", "task": Preference(loss="simpo")}),
-    ("task.loss: kto", "two examples of an update"): (
+    ("task.loss: kto", "two examples per step"): (
         {"batch_size": 1, "task": Preference(loss="kto")},
         {"batch_size": 1, "accumulate": 2, "task": Preference(loss="kto")},
     ),

@@ -34,11 +34,11 @@ def test_the_log_tells_both(tmp_path, capsys):
     out = tmp_path / "run"
     assert cli.run(["train", "language-model", "--out", str(out), *flags(SMALL)]) == 0
     printed, said = "".join(capsys.readouterr()), (out / "log.txt").read_text(encoding="utf-8")
-    assert "plan: " in printed and not any(word in printed for word in ("memory of an update", "peak: ", "padding: "))
+    assert "plan: " in printed and not any(word in printed for word in ("memory of a step", "peak: ", "padding: "))
     assert "peak: " in said and "padding: " in said
-    before, after = said.index("plan: "), said.index("memory of an update ")
+    before, after = said.index("plan: "), said.index("memory of a step ")
     assert before < after and "predicted" in said[after:] and "the process grew by " in said
-    assert re.search(r"an update [\d.e-]+ s predicted, [\d.e-]+ s measured", said)
+    assert re.search(r"a step [\d.e-]+ s predicted, [\d.e-]+ s measured", said)
     plan = json.loads((out / "stages" / "fine-tune" / "done.json").read_text(encoding="utf-8"))["plan"]
     assert plan["predicted"] == sum(plan["bytes"][name] for name in ("gradients", "activations", "work", "regularizer"))
     assert plan["what"] == "growth" and plan["measured"] > 0 and plan["measured_s"] > 0 and plan["predicted_s"] > 0
@@ -120,7 +120,7 @@ def test_words():
     told = "memory allocated 100.0 MiB predicted, 110.0 MiB measured (+10%); 120.0 MiB reserved"
     assert compare_plan(plan) == told
     assert compare_plan({**plan, "predicted_s": 0.5, "measured_s": 0.25}).endswith(
-        "; an update 0.5 s predicted, 0.25 s measured"
+        "; a step 0.5 s predicted, 0.25 s measured"
     )
 
 

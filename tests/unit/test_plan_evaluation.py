@@ -52,4 +52,4 @@ def test_what_an_evaluation_takes() -> None:
     assert line.startswith(
         "evaluation: rows of test 10: 300 tokens are read and at most 5,120 written, about as long as"
     )
-    assert "166 updates (332 s)" in line
+    assert "166 steps (332 s)" in line

@@ -196,7 +196,7 @@ def test_a_setting_that_would_do_nothing_is_refused(settings, says):
         (Preference(), Adapter(init="pissa"), Train(), "the reference is the backbone as it came"),
         (Preference(loss="kto"), Adapter(under="runs/a"), Train(), "the reference is the backbone as it came"),
         (Preference(), Adapter(bias="all"), Train(), "the reference is the backbone as it came"),
-        (Preference(loss="kto"), Adapter(), Train(batch_size=1), "two examples of an update"),
+        (Preference(loss="kto"), Adapter(), Train(batch_size=1), "two examples per step"),
     ],
 )
 def test_what_leaves_no_reference_or_no_drift_is_a_rule(task, adapter, train, says):

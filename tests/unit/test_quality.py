@@ -258,7 +258,7 @@ def test_accuracy_endpoints_have_an_interval_over_rows_and_nats_say_that_they_ha
     assert "unique tokens" in text
     told = " ".join(document["protocol"])
     assert "hold for these test rows and targets; item sampling is not in them" in told
-    assert "judged by the final runs and the embedder comparison's" in told and "coverage of every selection" in told
+    assert "evaluated by the final runs and the embedder comparison's" in told and "coverage of every selection" in told
 
 
 # --------------------------------------------------------------------------------------------- bad input

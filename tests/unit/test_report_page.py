@@ -74,7 +74,7 @@ def test_demo_page_shows_every_section(demo, tmp_path):
         "Environment",
         "Recipe, resolved",
         "All paired differences",
-        "Where the selection lies",
+        "Map of the selection",
         "What the selection is made of",
         "Paired differences in perplexity",
         "Loss during warm-up",
@@ -88,7 +88,7 @@ def test_demo_page_shows_every_section(demo, tmp_path):
         text,
     )
     assert "cd" * 32 in page.words  # input hashes in full
-    assert "majority floor" in page.words and "t-interval" in page.words
+    assert "majority baseline" in page.words and "t-interval" in page.words
 
 
 def test_page_is_offline_and_themed(demo, tmp_path):

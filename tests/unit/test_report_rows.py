@@ -57,7 +57,7 @@ def test_confusions_and_classes_are_scikit_learns(tmp_path: Path) -> None:
 def test_answers_stand_beside_references(tmp_path: Path) -> None:
     columns = {"text": ["1+1", "2+2", "3+3"], "answer": ["2", "5", None], "reference": ["2", "4", None]}
     found = page_of(tmp_path / "run", {**columns, "exact_match": [1.0, 0.0, None]})
-    cards = found["Answers beside references"].blocks[0].cards
+    cards = found["Answers next to references"].blocks[0].cards
     assert [(card.rank, card.text, card.facts[0][1], card.facts[1][1]) for card in cards] == [
         ("✗", "2+2", "5", "4"),
         ("✓", "1+1", "2", "2"),
@@ -133,5 +133,5 @@ def test_the_page_says_what_the_adapter_changed(tmp_path: Path) -> None:
     tokens = sum(base["loss.count"])
     change = (sum(ours["loss"][i] for i in mine) - sum(base["loss"])) / tokens
     text = (run.path / "report.html").read_text(encoding="utf-8")
-    assert "Beside the backbone without the adapter" in text and f"{change:+.2f}"[:4].replace("-", "−") in text
+    assert "Compared with the base model without adapter" in text and f"{change:+.2f}"[:4].replace("-", "−") in text
     assert "Hardest and easiest rows" in text and run.evaluate()["test"] == run.metrics["test"]

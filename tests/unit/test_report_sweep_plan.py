@@ -100,14 +100,14 @@ def test_an_unfinished_sweep_with_enough_seeds_is_told_to_go_on(tmp_path, waits,
     data = cells(tmp_path / "s", table, {"adapter.rank": ["2", "4", "8"]}, seeds=5)
     analysis = SweepAnalysis(data)
     found = words(sweep_sections(data, analysis))
-    assert said in found and "go on with the same command" in found and "--seeds" not in found
+    assert said in found and "continue with the same command" in found and "--seeds" not in found
     assert sweep_tiles(data, analysis)[-1].note == tile
 
 
 def test_an_unfinished_sweep_with_too_few_seeds_is_told_how_many_it_takes(tmp_path):
     data = cells(tmp_path / "s", rows({2: 0.5, 4: 0.4, 8: 0.3})[:-1], {"adapter.rank": ["2", "4", "8"]}, seeds=4)
     found = words(sweep_sections(data, SweepAnalysis(data)))
-    assert "got 3 of 3: sweep with --seeds 5" in found and "go on with the same" not in found
+    assert "got 3 of 3: sweep with --seeds 5" in found and "continue with the same" not in found
 
 
 def test_a_grid_point_without_a_number_is_said_not_to_be_on_the_axis(tmp_path):

@@ -130,7 +130,7 @@ def test_errors_of_classes_are_shown_beside_the_commonest_class(tmp_path, shares
     for row, share in zip(table, shares, strict=False):
         row["test.majority_floor"] = share
     data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2]})
-    found = [tile for tile in sweep_tiles(data, SweepAnalysis(data)) if tile.label == "majority floor"]
+    found = [tile for tile in sweep_tiles(data, SweepAnalysis(data)) if tile.label == "majority baseline"]
     assert [tile.value for tile in found] == (["0.700"] if shares else [])
 
 

@@ -22,13 +22,13 @@ def laboratory(tmp_path_factory):
 
 def test_the_page_of_a_laboratory(laboratory, tmp_path):
     text = build_report([laboratory], out=tmp_path / "report.html").read_text(encoding="utf-8")
-    for title in ("Model-wise: along rank r", "Epoch-wise: along optimizer updates", "Maps", "Effective parameters"):
+    for title in ("Model-wise: along rank r", "Epoch-wise: along optimizer steps", "Maps", "Effective parameters"):
         assert f"<h3>{title}</h3>" in text, title
     for title in ("Memorised labels", "Training dynamics"):
         assert f"<h3>{title}</h3>" in text, title
     for figure in ("Training loss along the steps", "Preconditioned sharpness over its stability threshold"):
         assert figure in text
-    assert "curves.parquet beside this page" in text and "flatshift 0.3.0 abc123" in text
+    assert "curves.parquet next to this page" in text and "flatshift 0.3.0 abc123" in text
 
 
 def test_a_planted_peak_is_found_shaded_and_put_into_words(laboratory):
@@ -111,11 +111,11 @@ def test_a_regularizer_is_set_beside_the_plain_arm_on_the_same_seeds(tmp_path):
     ]
     data = cells(tmp_path / "s", table, {"adapter.rank": [*map(str, plain)], "regularizer": [*arms]})
     sections = sweep_sections(data, SweepAnalysis(data))
-    (found,) = [b for s in sections for b in s.blocks if b.kind == "table" and b.columns[1] == "beside"]
+    (found,) = [b for s in sections for b in s.blocks if b.kind == "table" and b.columns[1] == "vs."]
     ((setting, base, mean, p, at, height, peak_p),) = found.rows
     assert (setting, base, at) == ("regularizer = ggpo", "plain", "8")
     assert mean.startswith("−0.05") and height.startswith("−0.19") and float(p) < 0.001 and float(peak_p) < 0.001
-    assert "regularizer = ggpo beside plain: It removes the peak at rank 8" in words(sections)
+    assert "regularizer = ggpo vs. plain: It removes the peak at rank 8" in words(sections)
 
 
 def test_too_few_seeds_are_said(tmp_path):

@@ -83,7 +83,7 @@ CASES = {
     "no holdout of the selection": ({"holdout": 0}, {}, "--data.holdout 0.2"),
     "less set apart than is judged": ({"holdout": 0.1}, {}, "--data.holdout 0.2"),
     "one of two files": ({"holdout": 0.2}, {"rows": ("rows.jsonl", "half.jsonl")}, "--target "),
-    "fewer rows to draw from": ({"holdout": 0.2}, {"data.train.first": 30}, "set apart for judging"),
+    "fewer rows to draw from": ({"holdout": 0.2}, {"data.train.first": 30}, "set apart for evaluation"),
 }
 
 
@@ -107,7 +107,7 @@ def test_a_row_that_only_the_run_skips_moves_the_draw(files):
     select(selecting(files, 0.2), files / "picked", quiet=True)
     recipe = training(files, **{"select": {"from": str(files / "picked")}, "data.bad_rows": "skip"})
     check_target(recipe, ())
-    with pytest.raises(UserError, match="set apart for judging"):
+    with pytest.raises(UserError, match="set apart for evaluation"):
         check_target(recipe, ("rows.jsonl:3: no label",))
 
 

@@ -294,13 +294,13 @@ def test_small_epsilon_is_safe_where_the_subsample_is_small():
     ("change", "told"),
     [
         ({"cost": "manhattan"}, 'cost must be "sqeuclidean" or "cosine"'),
-        ({"overlap": 1.5}, "overlap must lie"),
+        ({"overlap": 1.5}, "overlap must be"),
         ({"budget": 0}, "budget must be a whole number from 1 to the pool's 4 rows"),
         ({"budget": 5}, "from 1 to the pool's 4 rows"),
         ({"memory_bytes": 0}, "memory_bytes must be positive"),
         ({"device": "tpu9"}, "device must be"),
         ({"device": "meta"}, "device must be"),
-        ({"device": "cuda:99"}, 'at hand; use "cpu"|build without CUDA; use "cpu"'),
+        ({"device": "cuda:99"}, 'available; use "cpu"|build without CUDA; use "cpu"'),
         ({"state": "x", "method": "exact"}, 'state needs method "streamed"'),
     ],
 )

@@ -151,7 +151,7 @@ def test_ctrl_c_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyP
             raise KeyboardInterrupt
 
     monkeypatch.setattr(CellProgress, "tick", pressed)
-    with pytest.raises(Interrupted, match="2 of 4 cells finished; the same command goes on"):
+    with pytest.raises(Interrupted, match="2 of 4 cells finished; the same command continues"):
         run_cells(tmp_path, cells_that(["ok"] * 4), DevicePlacement(1), QUIET, run=behave)
 
 

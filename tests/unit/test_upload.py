@@ -149,7 +149,7 @@ def test_another_content_at_the_place_is_refused(finished: Path, place: str, cap
     for target, told in {
         place: "is the place of another upload (done.json differs); name another place",
         f"{place}x": "holds other.txt, which no upload left; name a place that is empty",
-        f"{place}x/other.txt": "is an object; name a place that a folder can lie in",
+        f"{place}x/other.txt": "is an object; name a place that can hold a folder",
         f"{place}y": "is no record of an upload",
         "https://host/place": "https:// takes no uploads",
         "hf://org/name": "a hub is named ORGANISATION/NAME here",
@@ -222,7 +222,7 @@ def test_what_came_to_lie_there_otherwise_is_told(tmp_path: Path, place: str, mo
         STORE.pipe_file(f"{self.path}/{name}", b"same words")
 
     monkeypatch.setattr(uploads._StoreLocation, "put", loses)
-    with pytest.raises(UserError, match="/a came to lie there otherwise than it is here; push it again"):
+    with pytest.raises(UserError, match="/a differs there from the file here; push it again"):
         upload_folder(tmp_path, [["a"]], place)
 
 

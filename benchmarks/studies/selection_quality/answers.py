@@ -75,7 +75,7 @@ def _accuracy(document: Document) -> str:
         return f"Few-label accuracy differs from {base}'s after Holm's correction with {_and(told)}{beyond}."
     size = max((f["detectable"] for f in arms.values() if f["detectable"] is not None), default=1.0)
     seen = f"; a single uncorrected test finds {100 * size:.1f} points with 80 % power" if size < 1 else ""
-    return f"No warm-up changes the few-label accuracy clearly, beside {base}'s{seen}."
+    return f"No warm-up changes the few-label accuracy clearly, compared with {base}'s{seen}."
 
 
 def _against(document: Document) -> str:
@@ -114,7 +114,7 @@ def _controls(document: Document) -> list[str]:
             "target": f"the target's own unlabelled texts ({name})",
             "none": f"no warm-up ({name})",
         }[source]
-        found.append(f"Perplexity after {focus} beside {what}: {verdict} ({_percent(difference['value'])}).")
+        found.append(f"Perplexity after {focus} compared with {what}: {verdict} ({_percent(difference['value'])}).")
     return found
 
 
@@ -193,7 +193,8 @@ def _uninformative(document: Document) -> str:
     if not names:
         return ""
     return (
-        f"The backbone is too weak for {_and(names)}: its few-label accuracy is not 3 standard errors above the floor."
+        f"The backbone is too weak for {_and(names)}: its few-label accuracy is not 3 standard errors above the "
+        "majority baseline."
     )
 
 

@@ -143,7 +143,7 @@ def _primary(document: Document) -> list[Block]:
     against = [(f"{document['focus']} − {n}", pair["nats"], document["arms"][n]["note"])
                for n, pair in document["against"].items() if pair["nats"] is not None]  # fmt: skip
     if against:
-        caption = f"{document['focus']} beside every other arm; corrected as a family of its own."
+        caption = f"{document['focus']} compared with every other arm; corrected as a family of its own."
         blocks.append(_table(_tests(against, 1.0, "nats"), "contrast", caption, "nats"))
     plain = [(n, arm["form_nats"], arm["note"]) for n, arm in document["arms"].items() if arm.get("form_nats")]
     if plain:
@@ -202,7 +202,7 @@ def _accuracy(document: Document) -> list[Block]:
         if target["margin_se"] is not None:
             verdict = "informative" if target["informative"] else "not informative"
             floors.append(
-                f"{name}: majority floor {formats.percent(target['floor'])}; without a warm-up the accuracy is "
+                f"{name}: majority baseline {formats.percent(target['floor'])}; without a warm-up the accuracy is "
                 f"{formats.number(target['margin_se'])} standard errors above it: {verdict}."
             )
     return [_table(rows, "arm", caption, "points"), Notes(floors)]

@@ -33,12 +33,12 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         "so many, and its warm-up takes as many steps as read it through once, whatever the length of its passages. A "
         "passage that cynical takes again is read again, and counts each time.",
         f"Every arm gets {len(study.lr)} learning rates and {study.rounds} further "
-        f"trial{'s' if study.rounds != 1 else ''} on every target, at the budget {study.primary_budget:,}, judged by "
-        f"nats on validation texts under the seed {study.tuning_seed}, which no final run uses; the rate serves all "
+        f"trial{'s' if study.rounds != 1 else ''} on every target, at the budget {study.primary_budget:,}, evaluated "
+        f"by nats on validation texts under the seed {study.tuning_seed}, which no final run uses; the rate serves all "
         "budgets of the arm.",
         f"The fine-tune{other} takes {train.steps} steps of {train.batch_size * train.accumulate} rows; its learning "
         f"rate is chosen once per target without a warm-up, from {len(study.fine_tune_lr)} trials, and serves every "
-        "arm: if that favours anyone, it is the cold backbone.",
+        "arm: if that favours anyone, it is the base model without warm-up.",
         "A seed draws the target's texts that selectors see, the labelled rows among them, the selection where it is a "
         "draw, the order of training and the adapter. Validation and test rows are the same for all. Learning rates "
         f"are chosen on validation rows alone; {_test_rows(study)}.",
@@ -46,7 +46,7 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         "effect is (t.975 + t.80)·s_d/√S. Where all seeds differ by the same amount, there is no spread to test by: no "
         "p and no interval are given, and Holm's correction counts that arm with p = 1.",
         "The t-intervals hold for these test rows and targets; item sampling is not in them. Accuracy endpoints have a "
-        "second interval beside, the percentiles of a bootstrap over seeds and test rows, the same rows for both "
+        "second interval, the percentiles of a bootstrap over seeds and test rows, the same rows for both "
         "sides; of nats only totals are kept, and no such interval is given.",
         "Recall: the share of the hidden domains' passages among those chosen, of what the budget could hold. "
         "Coverage: the share of running words in the test texts that the selection contains, and the mean squared "
@@ -63,7 +63,7 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         )
     if study.form:
         sentences.append(
-            "Nats in plain form come from a second warm-up at the same rate and seed: chosen passages and judged texts "
+            "Nats in plain form come from a second warm-up at the same rate and seed: chosen passages and test texts "
             "alike in lower case, one space between words and runs of marks, so that case and spacing win nothing."
         )
     if study.forgetting:
@@ -105,6 +105,7 @@ def _test_rows(study: Quality) -> str:
     """What reads test rows."""
     embedders = " and the embedder comparison's" if study.embedders else ""
     return (
-        f"test rows are judged by the final runs{embedders}, once in each, and nothing is chosen by that. Test texts "
-        "are read before that too, without labels: to clear the pool of them, and for the coverage of every selection"
+        f"test rows are evaluated by the final runs{embedders}, once in each, and nothing is chosen by that. Test "
+        "texts are read before that too, without labels: to clear the pool of them, and for the coverage of every "
+        "selection"
     )

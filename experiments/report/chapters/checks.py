@@ -65,8 +65,8 @@ def _distance_table(found: dict[str, Any], sampled: bool) -> Table:
     )
     if held:
         caption += (
-            f" Unseen: chosen with one half of the target and judged on the other, mean and range of {len(held[other])}"
-            " random halves."
+            f" Unseen: chosen with one half of the target and evaluated on the other, mean and range of "
+            f"{len(held[other])} random halves."
         )
     return Table(columns, rows, caption, frozenset(range(1, len(columns))))
 
@@ -120,8 +120,8 @@ def _coverage_sections(found: Any) -> list[Section]:
         )
     which = "" if found["looked_at"] == found["of"] else f"The {found['looked_at']:,} targets of largest potential. "
     caption = (
-        f"{which}The potential g_j, in units of cost: what it costs the pool to reach a target, beside the mean one. "
-        "Nearest records are searched in the whole pool."
+        f"{which}The potential g_j, in units of cost: what it costs the pool to reach a target, compared with the mean "
+        "one. Nearest records are searched in the whole pool."
     )
     return [
         Section(

@@ -171,7 +171,7 @@ def _primary_blocks(document: Document) -> list[Block]:
             contrast = f"{control['method']} − {control['control']}"
             p = formats.number(found["p"]) if found else "–"
             body.append({"contrast": contrast, unit: mean, "95 % t": interval, "p": p})
-        caption = "What the idea itself adds: the method beside its control, same seeds and tasks; not corrected."
+        caption = "Effect of the idea itself: method compared with its control, same seeds and tasks; not corrected."
         blocks.append(Table.of(body, caption, words=("contrast",)))
     return blocks
 
@@ -208,7 +208,7 @@ def _task_section(document: Document, task: str) -> Section:
     if classes:
         verdict = "informative" if found["informative"] else "not informative, left out of the endpoint"
         lead += (
-            f"Majority floor {formats.number(_multiply(found['floor'], 100.0))} %; the accuracy of the tuned "
+            f"Majority baseline {formats.number(_multiply(found['floor'], 100.0))} %; the accuracy of the tuned "
             f"{document['baseline']} is {formats.number(found['margin_se'])} standard errors above it: {verdict}."
         )
     else:

@@ -112,7 +112,7 @@ def _metric_blocks(document: Document, split: str) -> list[Block]:
         "Intervals at the confidence of the recipe, by bootstrap over rows or documents. A difference asks both models "
         "of the same draws of the same rows."
     )
-    columns = ["judged", *(find_metric(metric).title for metric in metrics)]
+    columns = ["evaluated", *(find_metric(metric).title for metric in metrics)]
     return [Table(columns, rows, caption, frozenset(range(1, len(columns))))]
 
 
@@ -127,7 +127,7 @@ def _few_shot_section(asked: Document) -> Section:
             seeds = ", ".join(formats.number(value) for value in found["by_seed"])
             cells = [formats.number(found["by_score"].get(score)) for score in scores]
             rows.append([name, split, *cells, seeds, f"{found['shots_dropped']:,}"])
-    head = ["judged", "split", *(f"accuracy by {score}" for score in scores), "by seed", "examples left out"]
+    head = ["evaluated", "split", *(f"accuracy by {score}" for score in scores), "by seed", "examples left out"]
     blocks: list[Block] = [Table(head, rows, numeric=frozenset(range(2, len(head))))]
     tests = [
         [name, split, f"{test['only_ours']:,}", f"{test['only_theirs']:,}", formats.number(test["p"])]

@@ -31,7 +31,7 @@ def page(document: Mapping[str, Any]) -> str:
             [_cause_bars(_coexisting_bytes(best), format_bytes)],
             f"Of the fullest rank of {best['name']}.",
         ),
-        Section("Time by cause", [_cause_bars(best["seconds"], format_duration)], f"Of an update on {best['name']}."),
+        Section("Time by cause", [_cause_bars(best["seconds"], format_duration)], f"Of a step on {best['name']}."),
         _mesh_section(document["layouts"], document["best"]),
         Section("How far to trust this", [Notes(document["notes"])]),
     ]
@@ -64,7 +64,7 @@ def _tiles(document: Mapping[str, Any], best: Mapping[str, Any]) -> list[KeyFigu
     shown = f"nvidia-smi shows {low:g} to {high:g}" if document["kind"] == "cuda" else ""
     tiles = [
         KeyFigure("fullest device", f"{best['allocated_gib']:g} GiB", note=shown),
-        KeyFigure("an update", format_duration(best["update_s"]), note=f"{best['tokens_per_s']:,.0f} tokens/s"),
+        KeyFigure("a step", format_duration(best["update_s"]), note=f"{best['tokens_per_s']:,.0f} tokens/s"),
         KeyFigure("MFU", formats.percent(best["mfu"]), note="of the devices' bf16 peak"),
     ]
     if document["hours"] is not None:
@@ -83,7 +83,7 @@ def _mesh_section(layouts: Sequence[Mapping[str, Any]], best: int) -> Section:
             "recompute": layout["checkpointing"],
             "GiB": f"{layout['allocated_gib']:.2f}",
             "short of GiB": "–" if layout["fits"] else f"{layout['short_gib']:.2f}",
-            "update": format_duration(layout["update_s"]),
+            "step": format_duration(layout["update_s"]),
             "tokens/s": f"{layout['tokens_per_s']:,.0f}",
             "MFU": formats.percent(layout["mfu"]),
         }

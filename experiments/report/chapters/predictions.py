@@ -99,8 +99,8 @@ def _answer_section(rows: Predictions, split: str) -> Section | None:
     ]
     if not cards:
         return None
-    lead = f"What the model wrote for rows of {split}, greedily, beside the row's own answer."
-    return Section("Answers beside references", [Cards(cards)], lead)
+    lead = f"What the model wrote for rows of {split}, greedily, next to the row's own answer."
+    return Section("Answers next to references", [Cards(cards)], lead)
 
 
 def _truncate(text: object, most: int = 300) -> str:
@@ -122,4 +122,4 @@ def _extreme_loss_section(rows: Predictions, split: str) -> Section | None:
         )
         for place, (nats, row) in enumerate(ends)
     ]
-    return Section("Hardest and easiest rows", [Cards(cards)], f"By loss per supervised token, of {split}.")
+    return Section("Hardest and easiest rows", [Cards(cards)], f"By loss per target token, of {split}.")

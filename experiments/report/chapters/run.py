@@ -45,7 +45,7 @@ def train_finding(run: RunResults) -> str:
     split = best_split(run.eval)
     if split is None:
         steps = max((ln["step"] for ln in run.metrics.lines), default=0)
-        return f"Not evaluated yet; {steps:,} updates logged." if steps else ""
+        return f"Not evaluated yet; {steps:,} steps logged." if steps else ""
     metric = headline_metric(run.eval[split])
     if metric is None:
         return ""
@@ -56,11 +56,11 @@ def train_finding(run: RunResults) -> str:
     if metric == "accuracy" and floor is not None:
         low, high = cell.get("low"), cell.get("high")
         if low is not None and low > floor:
-            sentence += f", above the majority floor of {formats.number(floor)}"
+            sentence += f", above the majority baseline of {formats.number(floor)}"
         elif high is not None and high < floor:
-            sentence += f", below the majority floor of {formats.number(floor)}"
+            sentence += f", below the majority baseline of {formats.number(floor)}"
         else:
-            sentence += f", which is not clearly different from the majority floor of {formats.number(floor)}"
+            sentence += f", which is not clearly different from the majority baseline of {formats.number(floor)}"
     return sentence + "."
 
 
@@ -90,7 +90,7 @@ def training_tiles(run: RunResults) -> list[KeyFigure]:
         cold = before[split][metric]
         shown_cold = formats.estimate(cold["value"], cold.get("low"), cold.get("high"))[0]
         name = f"target {find_metric(metric).title} after warm-up"
-        tiles.append(KeyFigure(name, value, interval, f"cold backbone {shown_cold}"))
+        tiles.append(KeyFigure(name, value, interval, f"base model without adapter {shown_cold}"))
     for stage, done in run.stages.items():
         if done.get("steps") and stage != "warm-up":
             asked, attempts = done.get("target_steps", 0), done.get("attempts", 1)
@@ -102,7 +102,7 @@ def training_tiles(run: RunResults) -> list[KeyFigure]:
                     f"{name} {formats.number(float(value))}" for name, value in figures if value is not None
                 )
                 note = f"best on dev after {done.get('best_step')} ({best})" + (f", {note}" if note else "")
-            tiles.append(KeyFigure(f"{stage} updates", formats.number(int(done["steps"])), "", note))
+            tiles.append(KeyFigure(f"{stage} steps", formats.number(int(done["steps"])), "", note))
     return tiles
 
 
@@ -120,7 +120,7 @@ def evaluation_sections(run: RunResults) -> list[Section]:
         )
     for split, cold in run.cold.items():
         table = _baseline_comparison(run, split, cold)
-        found += [Section("Beside the backbone without the adapter", [table])] if table is not None else []
+        found += [Section("Compared with the base model without adapter", [table])] if table is not None else []
     before, after = run.shift
     if before and after:
         rows = []
@@ -134,13 +134,13 @@ def evaluation_sections(run: RunResults) -> list[Section]:
                         {
                             "split": split,
                             "metric": find_metric(metric).title,
-                            "cold backbone": cells[0],
+                            "base model without adapter": cells[0],
                             "after warm-up": cells[1],
                             "change": ("+" if change > 0 else "") + formats.percent(change),
                         }
                     )
         lead = "How far the warm-up moved the backbone towards the target's own texts, labels unseen."
-        caption = "Both are judged on the same rows; intervals are bootstrap intervals of each, not of the difference."
+        caption = "Both are evaluated on the same rows; bootstrap intervals are of each, not of the difference."
         table = Table.of(rows, caption, words=("split", "metric"))
         if rows:
             found.append(Section("The warm-up's shift", [table], lead))
@@ -228,7 +228,7 @@ def _plan_sections(run: RunResults) -> list[Section]:
         if text := compare_plan(plan):
             blocks.append(Notes([f"{stage}: {text}."]))
     lead = (
-        "Bars are the plan's bytes by cause. Measured on a CUDA device is what its allocator gave out in updates; on a "
+        "Bars are the plan's bytes by cause. Measured on a CUDA device is what its allocator gave out in steps; on a "
         "CPU, how much the process's own memory grew in them, sampled, so weights and adapter are not in it."
     )
     return [Section("Predicted and measured", blocks, lead)] if blocks else []
@@ -256,16 +256,16 @@ def _incident_notes(run: RunResults) -> list[str]:
     found = []
     for stage, done in run.stages.items():
         if done.get("skipped"):
-            found.append(f"{stage}: {done['skipped']} updates were left out, their loss or gradient was no number.")
+            found.append(f"{stage}: {done['skipped']} steps were skipped, as their loss or gradient was not finite.")
         for line in run.metrics.lines:
             if line["split"] == SPIKE and line["stage"] == stage and isinstance(line.get("rewound_to"), int):
                 gone = ", ".join(f"{first} to {stop - 1}" for first, stop in line.get("left_out") or [])
                 found.append(
-                    f"{stage}: after a loss spike in update {line['step']} it rolled back to step "
+                    f"{stage}: after a loss spike in step {line['step']} it rolled back to step "
                     f"{line['rewound_to']}; batches {gone} are left out."
                 )
         rates = done.get("rates")
         if isinstance(rates, dict) and (text := format_throughput(rates)):
             hfu = f", HFU {100 * rates['hfu']:.0f} %" if "hfu" in rates else ""
-            found.append(f"{stage}: {text}{hfu} (of the last attempt, without its first update).")
+            found.append(f"{stage}: {text}{hfu} (of the last attempt, without its first step).")
     return found

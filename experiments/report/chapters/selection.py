@@ -177,7 +177,7 @@ def _compared_methods_section(tried: list[dict[str, Any]], chosen: str) -> Secti
                                  "high": line["difference"] + 2 * error}) if error else ("–", "")  # fmt: skip
         name = f"{line['method']} (taken)" if line["method"] == chosen else str(line["method"])
         rows.append([name, formats.number(line.get("nats"), 4), *beside, str(line.get("reason") or "")])
-    head = ["method", "nats per token", "beside random", "± two standard errors of it", "left out because"]
+    head = ["method", "nats per token", "compared with random", "± two standard errors of it", "left out because"]
     table = Table(head, rows, numeric=frozenset(range(1, 4)))
     lead = "Held-out target texts under a trigram model that has read each method's choice; lower is better."
     return Section("Methods that were tried", [table], lead)
@@ -201,7 +201,7 @@ def _profile_section(profile: dict[str, Any]) -> Section:
     blocks: list[Block] = [Table(["", *sides], rows, caption)]
     if profile.get("warnings"):
         blocks.insert(0, Notes([str(sentence).capitalize() for sentence in profile["warnings"]]))
-    return Section("What was chosen", blocks, "Beside target and pool; a record that is read again counts once.")
+    return Section("What was chosen", blocks, "Compared with target and pool; a record that is read again counts once.")
 
 
 def _selection_notes(selection: SelectionResults) -> list[str]:

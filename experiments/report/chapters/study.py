@@ -264,7 +264,7 @@ def _arm_chart(study: Study, metric: str, height: int) -> Chart | None:
         left=160,
         right=66,
         rule=floor,
-        note=("dashed: majority floor", "muted") if floor is not None else None,
+        note=("dashed: majority baseline", "muted") if floor is not None else None,
     )
 
 

@@ -156,7 +156,7 @@ def sweep_tiles(data: SweepData, analysis: SweepAnalysis) -> list[KeyFigure]:
         floor = data.majority_error(test)
         if floor is not None:
             note = f"{split} error of always the commonest class"
-            tiles.append(KeyFigure("majority floor", formats.number(floor), "", note))
+            tiles.append(KeyFigure("majority baseline", formats.number(floor), "", note))
         crossing = analysis.crossing(axis, {}) if len(data.axes) == 1 else None
         if crossing is not None:
             note = f"{axis} at which train error crosses {data.epsilon:g}"
@@ -235,7 +235,7 @@ def _progress_notes(data: SweepData) -> list[str]:
     if data.seconds:
         mean = statistics.fmean(data.seconds)
         said += f". At {formats.seconds(mean)} a cell they take {formats.seconds(mean * data.unfinished)} one by one"
-    return [said + ". `flatshift sweep` with the same arguments goes on."]
+    return [said + ". `flatshift sweep` with the same arguments continues."]
 
 
 def _coupled_axis_note(one: CoupledAxis) -> str:
@@ -340,7 +340,7 @@ def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -
             f"{axis.rpartition('.')[2]} = {formats.axis_value(None)} is not on the axis: it is in the tables, and "
             "in no curve or verdict."
         )
-    notes += [f"Not judged: {reason}." for reason in direction.refused[:3]]
+    notes += [f"Not evaluated: {reason}." for reason in direction.refused[:3]]
     if notes:
         blocks.append(Notes(notes))
     return Section(f"{direction.kind}: along {named}", blocks)
@@ -511,7 +511,7 @@ def sweep_tables(data: SweepData) -> list[Section]:
     if about:
         blocks.append(Table(["made by", "cells"], about, numeric=frozenset({1})))
     if data.files:
-        blocks.append(Notes([f"{name} beside this page: {contents[name]}." for name in data.files]))
+        blocks.append(Notes([f"{name} next to this page: {contents[name]}." for name in data.files]))
     if blocks:
         sections.append(Section("Code and tables", blocks, folded=True))
     return sections

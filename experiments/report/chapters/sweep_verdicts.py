@@ -40,7 +40,7 @@ def verdict_table(judged: Sequence[AnalysedCurve], epsilon: float) -> Table | No
         "training loss p": "Training loss p: of a peak of the training loss, which is no double descent.",
     }
     caption = (
-        "One verdict per curve of the mean held-out figure; curves of more than 10 points are judged at 10 of them, "
+        "One verdict per curve of the mean held-out figure; curves of more than 10 points are evaluated at 10 of them, "
         "evenly spread on a log axis."
     )
     return _with_caption(table, of_columns, caption)
@@ -101,15 +101,15 @@ def regularizer_table(direction: AxisAnalysis) -> tuple[Table | None, list[str]]
                 )  # fmt: skip
             except UserError as error:  # one of the two lacks seeds or values
                 if where in drawn:
-                    said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: cannot be said, {error}.")
+                    said.append(f"{formats.setting(where)} vs. {formats.axis_value(base)}: cannot be said, {error}.")
                 continue
             rows.append([formats.setting(where), formats.axis_value(base), *_comparison_cells(curve, found)])
             if where in drawn or found.peak is not None or found.moved:
-                said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: {found.sentence(curve)}")
+                said.append(f"{formats.setting(where)} vs. {formats.axis_value(base)}: {found.sentence(curve)}")
     if not rows:
         return None, said
     table = Table(
-        ["setting", "beside", "mean difference", "p", "peak at", "peak's height, difference", "p", "threshold ÷"],
+        ["setting", "vs.", "mean difference", "p", "peak at", "peak's height, difference", "p", "threshold ÷"],
         rows,
         numeric=frozenset({2, 3, 5, 6, 7}),
     ).shown()
@@ -188,7 +188,7 @@ def verdict_notes(analysis: SweepAnalysis) -> list[str]:
         )
     cut = sum(d.total - len(d.settings) for d in analysis.directions if d.judged)
     if cut:
-        notes.append(f"{cut:,} more curves were not judged; only those drawn are.")
+        notes.append(f"{cut:,} more curves were not evaluated; only those drawn are.")
     return notes
 
 

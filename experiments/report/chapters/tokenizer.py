@@ -90,7 +90,7 @@ def _model_section(document: Document) -> Section:
     """Tabulate the bits per byte of the small models by scheme."""
     models, trained = document["models"], document["trained"]
     first = next(iter(models))
-    head = ["scheme", "bits per byte", f"beside {first}", "p", "tokens seen"]
+    head = ["scheme", "bits per byte", f"compared with {first}", "p", "tokens seen"]
     rows = []
     for name, found in models.items():
         beside = found["beside"]
@@ -106,8 +106,8 @@ def _model_section(document: Document) -> Section:
         )
     caption = (
         f"{trained['seeds']} decoders each, of {trained['parameters']:,} parameters, trained on the same "
-        f"{trained['bytes']:,} bytes of {trained['documents']:,} documents; judged on {trained['held_out']:,} others. "
-        "Intervals are Student's t over seeds; differences are paired by seed."
+        f"{trained['bytes']:,} bytes of {trained['documents']:,} documents; evaluated on {trained['held_out']:,} "
+        "others. Intervals are Student's t over seeds; differences are paired by seed."
     )
     return Section("Small models trained alike", [Table(head, rows, caption, frozenset(range(1, len(head))))])
 

@@ -106,7 +106,7 @@ def _metric_over_capacity_chart(
         ax.set_ylim(*y_limits(curves.values(), zero=kind == "error"))
         label_ends(ax, ends, height=canvas.height - 74)
         caption = (
-            f"Points joined in the order of {axis}, whose value stands beside the held-out ones; bars: 95 % "
+            f"Points joined in the order of {axis}, whose value is next to the held-out ones; bars: 95 % "
             f"t-intervals over seeds, both ways. {capacity.counted}"
         )
         title = f"{kind.capitalize()} over {capacity.name.partition(' (')[0]}"

@@ -43,7 +43,7 @@ def recorded_quantities(trace: SweepTable, stability: float) -> list[Quantity]:
             GRADIENT,
             "gradient norm",
             "Norm of the adapter's gradient",
-            said="√(‖gA‖² + ‖gB‖²) of the last update before the step.",
+            said="√(‖gA‖² + ‖gB‖²) of the last optimizer step before the recorded one.",
         ),
         Quantity(
             SHARPNESS,
@@ -54,7 +54,7 @@ def recorded_quantities(trace: SweepTable, stability: float) -> list[Quantity]:
             "unstable on a quadratic.",
         ),
         Quantity("update.ratio", "‖sBA‖ / ‖W₀‖", "Size of the adapter's change of the weights"),
-        Quantity("update.relative", "‖Δθ‖ / ‖θ‖", "Size of an update, relative to the adapter's weights"),
+        Quantity("update.relative", "‖Δθ‖ / ‖θ‖", "Size of a step, relative to the adapter's weights"),
         Quantity("balance", "Σ‖A‖² − ‖B‖²", "Balance of the factors"),
         Quantity("effective_params", "effective parameters", "Effective parameters along the steps"),
     ]

@@ -85,7 +85,7 @@ def domain_chart(selection: SelectionResults) -> Chart | None:
         canvas.text(206, height - 14, "● selection", colour="blue", weight="bold")
         canvas.text(540 - 56, height - 14, "lift", colour="muted")
         hidden = (
-            " The tags were hidden from the selector and are used only to judge it." if selection.judged_only else ""
+            " The tags were hidden from the selector and are used only to evaluate it." if selection.judged_only else ""
         )
         caption = f"Each domain’s share of the pool and of the selection; lift is their ratio.{hidden}"
         return canvas.chart("selection-domains", title="What the selection is made of", caption=caption)
@@ -134,7 +134,7 @@ def projection_map(selection: SelectionResults) -> Chart | None:
             "Features projected on the first two principal axes, fitted with equal weight on target and pool; "
             "a seeded sample of points. Two axes show little of the space: near here need not mean near there."
         )
-        return canvas.chart("selection-map", title="Where the selection lies", caption=caption)
+        return canvas.chart("selection-map", title="Map of the selection", caption=caption)
 
 
 _COLOURS = {"selection": "blue", "random": "orange"}

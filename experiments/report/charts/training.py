@@ -39,7 +39,7 @@ def loss_charts(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Ch
             continue
         said = []
         with Canvas(width, 320 if width == WIDE else 300) as canvas:
-            ax = canvas.axes(y=f"loss ({loss_unit(stage)})", x="optimizer updates of the stage", right=96)
+            ax = canvas.axes(y=f"loss ({loss_unit(stage)})", x="optimizer steps of the stage", right=96)
             ends: list[tuple[float, float, str, str]] = []
             for split, curve in curves.items():
                 if not curve:
@@ -53,10 +53,10 @@ def loss_charts(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Ch
                     last = smooth[-1]
                     ax.plot(steps, values, color=colour(token), linewidth=1, alpha=0.35)
                     ax.plot(steps, smooth, color=colour(token), linewidth=2.2)
-                    said.append(f"Thin line: loss of each update; bold line: its centred mean over {span} updates.")
+                    said.append(f"Thin line: loss of each step; bold line: its centred mean over {span} steps.")
                 elif split == "train":
                     ax.plot(steps, values, color=colour(token))
-                    said.append("Train loss of each update.")
+                    said.append("Train loss of each step.")
                 else:
                     ax.plot(
                         steps,
@@ -73,7 +73,7 @@ def loss_charts(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Ch
             label_ends(ax, ends, height=226)
             best = min(curves["dev"], key=lambda p: p[1], default=None)
             if best:
-                said.append(f"Lowest dev loss {formats.number(best[1])} after {best[0]:,} updates.")
+                said.append(f"Lowest dev loss {formats.number(best[1])} after {best[0]:,} steps.")
             if broken:
                 said.append(f"{broken} values that were not finite are left out: the run diverged there.")
             title = f"Loss during {stage}"
@@ -127,7 +127,7 @@ def preference_charts(metrics: Metrics) -> list[Chart]:
                 continue
             with Canvas(540, 300) as canvas:
                 axis = find_metric(list(drawn.lines)[-1]).unit
-                ax = canvas.axes(y=axis, x="optimizer updates of the stage", right=110)
+                ax = canvas.axes(y=axis, x="optimizer steps of the stage", right=110)
                 ends: list[tuple[float, float, str, str]] = []
                 for key, curve in curves.items():
                     label, token = drawn.lines[key]
@@ -157,9 +157,7 @@ def overlaid_loss_chart(
     span = 1
     with Canvas(540, 300) as canvas:
         longest = max(map(len, shown))
-        ax = canvas.axes(
-            y=f"{split} loss ({unit})", x="optimizer updates of the stage", right=min(60 + 7 * longest, 190)
-        )
+        ax = canvas.axes(y=f"{split} loss ({unit})", x="optimizer steps of the stage", right=min(60 + 7 * longest, 190))
         ends: list[tuple[float, float, str, str]] = []
         for place, (name, curve) in enumerate(shown.items()):
             steps, values = [t for t, _ in curve], [v for _, v in curve]
@@ -173,7 +171,7 @@ def overlaid_loss_chart(
             ends.append((max(t for c in shown.values() for t, _ in c), values[-1], name, token))
         ax.margins(x=0.01, y=0.08)
         label_ends(ax, ends, height=226)
-        smooth = f" Centred means over up to {span} updates." if span > 1 else ""
+        smooth = f" Centred means over up to {span} steps." if span > 1 else ""
         return canvas.chart(
             f"beside-{slugify(stage)}-{split}",
             title=f"{split.capitalize()} loss during {stage}",
@@ -296,7 +294,7 @@ def evaluation_charts(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: 
             n = max(int(cell.get("n") or 0) for _, _, cell in rows)
             caption = f"Dot: value; bar: bootstrap interval over up to {n:,} items." if n else "Dot: value."
             if floors and "accuracy" in members:
-                caption += " Upright mark: the majority floor, which is always answering the commonest class."
+                caption += " Upright mark: the majority baseline, which is always answering the commonest class."
             title = capitalise(", ".join(names))
             charts.append(canvas.chart(f"eval-{slugify(name)}", title=f"{title} by split", caption=caption))
     return charts

@@ -329,18 +329,18 @@ def describe_protocol(study: Comparison) -> list[str]:
         "seed; its mean over seeds with a two-sided paired t-test. Per-task figures, generation, macro F1, sharpness "
         "and equal-time runs are secondary.",
         f"Every method, {study.baseline} included, gets {study.trials} first trials on every task it runs on and "
-        f"{study.rounds} further ones: beyond the edge where its best learning rate lies on one, else between its best "
+        f"{study.rounds} further ones: beyond the edge where its best learning rate is on one, else between its best "
         "and the better neighbour. A method's own knobs come out of the same trials.",
         f"Trials use the seed {study.tuning_seeds[0]}{_describe_finalists(study)} No final run uses such a seed. "
-        "Trials are judged "
-        f"on validation rows by {judged}, ties by loss. Test rows are judged once, in the final runs; the last step's "
-        "adapter is taken.",
+        "Trials are evaluated "
+        f"on validation rows by {judged}, ties by loss. Test rows are evaluated once, in the final runs; the last "
+        "step's adapter is taken.",
         "A seed fixes the labelled subset, the order, the adapter's initialisation (where methods share it) and "
         "dropout for all methods.",
         f"{study.seeds} seeds: {', '.join([study.baseline, *confirmatory])}. {study.exploratory_seeds} seeds: the "
         "others, exploratory, compared with the baseline on the same seeds.",
         "p-values are Holm-corrected over all methods together. The detectable effect is (t.975 + t.80)·s_d/√S.",
-        f"A task is informative if the accuracy of the tuned {study.baseline} exceeds the majority floor by three "
+        f"A task is informative if the accuracy of the tuned {study.baseline} exceeds the majority baseline by three "
         f"standard errors (seeds and test items){floor}.",
         "The bootstrap resamples seeds and test items, the same for both sides of a difference.",
         f"Equal time: a method whose step takes more than {study.equal_time_above:g} × the baseline's CPU time is run "
@@ -355,13 +355,13 @@ def _metric_wording(name: str) -> tuple[str, str, str, str, str]:
     if name == "auto":
         return (
             "accuracy", "informative classification tasks", "the task's metric", "",
-            "counts with its task's majority floor and is listed; a diverged trial is lost. For a generation task, "
-            "where there is no floor, its seed is left out for both sides.",
+            "counts with its task's majority baseline and is listed; a diverged trial is lost. For a generation task, "
+            "where there is no majority baseline, its seed is left out for both sides.",
         )  # fmt: skip
     title = find_metric(name).title
     return (
-        title, "informative tasks", title, "; one without classes has no floor and counts",
-        "is listed and its seed left out for both sides, of accuracy it counts with its task's majority floor; a "
+        title, "informative tasks", title, "; one without classes has no majority baseline and counts",
+        "is listed and its seed left out for both sides, of accuracy it counts with its task's majority baseline; a "
         "diverged trial is lost.",
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisecti
         raise UserError(f"--bisect {key}: only {KEY} can be searched, the number of training rows")
     epsilon = _EPSILON if epsilon is None else epsilon
     if not 0 < epsilon < 1:
-        raise UserError(f"--epsilon must lie between 0 and 1, got {epsilon}")
+        raise UserError(f"--epsilon must be between 0 and 1, got {epsilon}")
     if not equals:
         return Bisection(key, _FEWEST, _training_row_count(recipe), epsilon)
     found = parse_range(values, f"--bisect {key}")
@@ -200,7 +200,7 @@ def _train_error(out: Path, cell: Cell) -> float:
     error = final_metrics(directory).get("train.error")
     if error is None:
         raise UserError(
-            f"--bisect: cell {cell.key} has no train error; judge training rows too (eval.train_limit) and, for "
+            f"--bisect: cell {cell.key} has no train error; evaluate training rows too (eval.train_limit) and, for "
             "language models, record them (record.steps) with train.eval_every at 0"
         )
     return float(error)

@@ -253,7 +253,7 @@ def _run_until_decided(
         if not open_ones:
             console.say(f"{said}decided ({', '.join(dict.fromkeys(found))})")
             break
-        more = f"; going on to {steps[place + 1].seeds} seeds" if place + 1 < len(steps) else "; no seeds are left"
+        more = f"; continuing to {steps[place + 1].seeds} seeds" if place + 1 < len(steps) else "; no seeds are left"
         console.say(f"{said}{open_ones} of {len(found) or 1} curves undecided{more}")
     return some
 

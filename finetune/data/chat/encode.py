@@ -238,7 +238,7 @@ class ChatEncoder:
         if not counts.rows:
             raise UserError(f"no usable conversation in {file}: all were left out, the first for {self._first_bad}")
         for lost, setting, share, what in (
-            (counts.unsupervised, "max_unsupervised", task.max_unsupervised, "keep no supervised token"),
+            (counts.unsupervised, "max_unsupervised", task.max_unsupervised, "keep no target token"),
             (counts.cut_answers, "max_truncated", task.max_truncated, "have an answer that is cut"),
         ):
             if lost > share * counts.rows:
@@ -259,7 +259,7 @@ class ChatEncoder:
             return
         yield (
             f"{counts.rows:,} conversations: {counts.supervised:,} of {counts.tokens:,} tokens supervised, "
-            f"{counts.cut_answers:,} truncated answers, {counts.unsupervised:,} without a supervised token (left out), "
+            f"{counts.cut_answers:,} truncated answers, {counts.unsupervised:,} without a target token (left out), "
             f"{counts.bad:,} bad rows (left out)"
         )
         if counts.form:

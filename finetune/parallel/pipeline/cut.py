@@ -124,7 +124,7 @@ def check_pipeline(model: nn.Module, *, pp: int, virtual: int | None, schedule: 
         ]
         if touched:
             raise UserError(
-                f"mesh.pp: {touched[0]} is trained, but its matrix is shared by embedding and head, which lie on "
+                f"mesh.pp: {touched[0]} is trained, but its matrix is shared by embedding and head, which are on "
                 "different stages; leave it out of adapter.targets, or set mesh.pp 1"
             )
     for name in trained:
