@@ -1,11 +1,12 @@
-"""Size of the code base: lines and modules of each top-level package, and its import cycles.
+"""Size of the code base: lines and modules of each top-level package, its import cycles, and its ceilings.
 
     python scripts/house.py            # one line per package, the sum, every cycle
     python scripts/house.py --rooms    # one line per folder
+    python scripts/house.py --check    # also every excess over a ceiling; exit code 1 if there is one, or a cycle
 
 The five packages in ROOMS count; tests, benchmarks and scripts do not. A cycle is a set of modules that can reach each
-other by imports, lazy ones within functions included; imports under TYPE_CHECKING are not executed and do not count. An
-import of a name that a package only re-exports counts for the module that defines it.
+other by imports, including lazy ones within functions and those of types under TYPE_CHECKING. An import of a name that
+a package only re-exports counts for the module that defines it.
 """
 
 from __future__ import annotations
@@ -30,30 +31,15 @@ def product_modules(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
-def _executed_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes below `node` except those under `if TYPE_CHECKING`."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            for other in child.orelse:
-                yield from _executed_nodes(other)
-            continue
-        yield child
-        yield from _executed_nodes(child)
-
-
 @cache
 def _parse_file(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def _imported_names(name: str, file: Path, *, all_of_it: bool = False) -> Iterator[tuple[str, str | None]]:
-    """Yield (module, imported name or None) for every import of the module `name`.
-
-    all_of_it: include TYPE_CHECKING blocks, in which a package with a lazy `__getattr__` declares its names.
-    """
+def _imported_names(name: str, file: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield (module, imported name or None) for every import of the module `name`."""
     package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
-    tree = _parse_file(file)
-    for node in ast.walk(tree) if all_of_it else _executed_nodes(tree):
+    for node in ast.walk(_parse_file(file)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, None
@@ -70,11 +56,7 @@ def import_graph(known: dict[str, Path]) -> dict[str, set[str]]:
     for name, file in known.items():
         if file.name == "__init__.py":
             stub = file.with_suffix(".pyi")
-            asked = (
-                _imported_names(name, stub, all_of_it=True)
-                if stub.is_file()
-                else _imported_names(name, file, all_of_it=True)
-            )
+            asked = _imported_names(name, stub if stub.is_file() else file)
             exported[name] = {what: module for module, what in asked if what and module in known}
 
     def home(module: str, what: str | None) -> str | None:

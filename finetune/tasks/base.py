@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from ..compute.micro_batch import PreferenceTargets
     from ..config import Train
     from ..data.encoding import RowEncoder
     from ..data.example import Example, GenerationPrompt
     from ..data.labels import OutputLayer, Units
     from ..data.masking import Masking
-    from ..data.micro_batch import PreferenceTargets
     from ..data.rows import Row
     from ..data.template import Template
     from ..evaluate.bootstrap import BootstrapInterval

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from ..compute.micro_batch import PreferenceTargets
     from ..data.example import Example, GenerationPrompt
-    from ..data.micro_batch import PreferenceTargets
     from ..data.preference import PreferenceEncoder
     from ..data.rows import Row
     from ..data.template import Template

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..data.batches import TrainingDataLoader
     from ..data.example import Example
     from ..tasks import Task
-    from .trace.recorder import Recording
+    from .trace.recording import Recording
 
 
 @dataclass(frozen=True)
