@@ -13,12 +13,22 @@ from __future__ import annotations
 
 import argparse
 import ast
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("flatshift", "experiments", "finetune", "selection", "regularizers")
+
+# Ceilings of --check. Lower one when the tree is below it; raise one only with its reason in CHANGELOG.md.
+MAX_LINES = 86_000
+MAX_MODULES = 455
+MAX_MEMBERS = 88
+"""Names that a class body defines, without inherited ones."""
+MAX_FUNCTION_LINES = 123
+REPEATED_CLASSES = frozenset({"Flags", "Handler"})
+"""Public class names that several modules may define."""
 
 
 def product_modules(root: Path = ROOT) -> dict[str, Path]:
@@ -117,10 +127,47 @@ def count_lines(file: Path) -> int:
     return len(file.read_text(encoding="utf-8").splitlines())
 
 
-def main() -> None:
+def count_members(node: ast.ClassDef) -> int:
+    """Count the names that a class body defines: methods and attributes."""
+    names: set[str] = set()
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(part.name)
+        elif isinstance(part, ast.Assign | ast.AnnAssign):
+            targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+            names |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return len(names)
+
+
+def list_excesses(known: dict[str, Path]) -> list[str]:
+    """Return one line for every excess of the modules over a ceiling."""
+    excesses = []
+    lines = sum(map(count_lines, known.values()))
+    if lines > MAX_LINES:
+        excesses.append(f"{lines:,} product lines, ceiling {MAX_LINES:,}")
+    if len(known) > MAX_MODULES:
+        excesses.append(f"{len(known)} modules, ceiling {MAX_MODULES}")
+    homes: dict[str, list[str]] = {}
+    for name, file in known.items():
+        tree = _parse_file(file)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and (members := count_members(node)) > MAX_MEMBERS:
+                excesses.append(f"{name}.{node.name}: {members} members, ceiling {MAX_MEMBERS}")
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                length = node.end_lineno - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    excesses.append(f"{name}.{node.name}: {length} lines, ceiling {MAX_FUNCTION_LINES}")
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in REPEATED_CLASSES:
+                homes.setdefault(node.name, []).append(name)
+    return excesses + [f"class {name} in {' and '.join(where)}" for name, where in homes.items() if len(where) > 1]
+
+
+def main() -> int:
     """Print lines and modules of each package, and the import cycles."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rooms", action="store_true", help="a line for each folder")
+    parser.add_argument("--check", action="store_true", help="exit code 1 for an excess over a ceiling, or a cycle")
     asked = parser.parse_args()
     known = product_modules()
     depth: dict[str, list[int]] = {}
@@ -130,9 +177,13 @@ def main() -> None:
     for folder, counts in sorted(depth.items()):
         print(f"{folder:<32} {len(counts):>4} modules {sum(counts):>7,} lines")
     print(f"{'product':<32} {len(known):>4} modules {sum(map(count_lines, known.values())):>7,} lines")
-    for part in import_cycles(import_graph(known)):
-        print(f"circle of {len(part)}: {', '.join(part)}")
+    faults = [f"circle of {len(part)}: {', '.join(part)}" for part in import_cycles(import_graph(known))]
+    if asked.check:
+        faults += list_excesses(known)
+    for fault in faults:
+        print(fault)
+    return int(asked.check and bool(faults))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
