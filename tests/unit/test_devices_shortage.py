@@ -138,7 +138,7 @@ def test_a_dev_evaluation_is_named(tmp_path, source, monkeypatch):
     def broken(*args, **how):
         raise type(CUDA)(*CUDA.args)
 
-    monkeypatch.setattr(trainer, "dev_figures", broken)
+    monkeypatch.setattr(trainer, "dev_metrics", broken)
     with pytest.raises(OutOfMemory, match="in the dev evaluation after update 3: "):
         fit(engine_of(source), tmp_path / "run", dev=[object()], eval_every=3)
 
