@@ -25,7 +25,7 @@ TORCH := $(shell sed -n 's/^  "\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
 help:
 	@echo "make demo    the three journeys on shipped samples, then the path of a report"
 	@echo "make test    lint, types, import contracts, tests, and a wheel installed elsewhere"
-	@echo "make lint    ruff, mypy, import-linter"
+	@echo "make lint    ruff, mypy, import-linter, ceilings of size"
 	@echo "make slow    the tests that are left out of make test"
 	@echo "make docs    the documentation as a site: site/index.html"
 	@echo "make image   a container image, where docker is"
@@ -70,6 +70,7 @@ lint: $(VENV)/test
 	$(BIN)/mypy
 	$(BIN)/mypy --warn-unused-ignores tests/public_types.py
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/house.py --check
 
 # Tests start hundreds of processes: an environment that forbids bytecode would have each of them compile all modules.
 test: lint

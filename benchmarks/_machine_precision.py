@@ -100,9 +100,9 @@ def update(backbone: str, rows: int, tokens: int, precision: Any, *, narrow: boo
 
     from flatshift.finetune.adapters.adapter import attach_adapter
     from flatshift.finetune.compute.loss import batch_loss, find_head
+    from flatshift.finetune.compute.micro_batch import MicroBatch
     from flatshift.finetune.compute.precision import autocast
     from flatshift.finetune.config import Adapter, Train
-    from flatshift.finetune.data.micro_batch import MicroBatch
     from flatshift.finetune.models.load import load_backbone
     from flatshift.finetune.seeds import torch_generator
     from flatshift.finetune.tasks import Classify, LanguageModel

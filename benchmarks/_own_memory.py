@@ -156,10 +156,10 @@ def updates(backbone: str, case: Case) -> Callable[[int], None]:
     import torch
 
     from flatshift.finetune.compute import attention
+    from flatshift.finetune.compute.micro_batch import MicroBatch
     from flatshift.finetune.compute.numerics import without_input_casts
     from flatshift.finetune.compute.precision import autocast
     from flatshift.finetune.config import Optimizer
-    from flatshift.finetune.data.micro_batch import MicroBatch
     from flatshift.finetune.parallel.build import build_engine
     from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import LanguageModel

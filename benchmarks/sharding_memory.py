@@ -99,8 +99,8 @@ def _engine(backbone: str, sizes: Sizes, mesh: dict[str, Any], precision: Any) -
 
     import torch
 
+    from flatshift.finetune.compute.micro_batch import MicroBatch
     from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
-    from flatshift.finetune.data.micro_batch import MicroBatch
     from flatshift.finetune.parallel.build import build_engine
     from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import LanguageModel

@@ -84,8 +84,8 @@ def ours(
 
     import torch
 
+    from flatshift.finetune.compute.micro_batch import MicroBatch
     from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
-    from flatshift.finetune.data.micro_batch import MicroBatch
     from flatshift.finetune.parallel.build import build_engine
     from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import LanguageModel

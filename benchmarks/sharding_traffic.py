@@ -129,9 +129,9 @@ def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: 
     import torch
 
     from benchmarks._collectives import Collectives
+    from flatshift.finetune.compute.micro_batch import MicroBatch
     from flatshift.finetune.compute.precision import autocast
     from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
-    from flatshift.finetune.data.micro_batch import MicroBatch
     from flatshift.finetune.parallel.build import build_engine
     from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import LanguageModel

@@ -1,23 +1,34 @@
-"""Size of the code base: lines and modules of each top-level package, and its import cycles.
+"""Size of the code base: lines and modules of each top-level package, its import cycles, and its ceilings.
 
     python scripts/house.py            # one line per package, the sum, every cycle
     python scripts/house.py --rooms    # one line per folder
+    python scripts/house.py --check    # also every excess over a ceiling; exit code 1 if there is one, or a cycle
 
 The five packages in ROOMS count; tests, benchmarks and scripts do not. A cycle is a set of modules that can reach each
-other by imports, lazy ones within functions included; imports under TYPE_CHECKING are not executed and do not count. An
-import of a name that a package only re-exports counts for the module that defines it.
+other by imports, including lazy ones within functions and those of types under TYPE_CHECKING. An import of a name that
+a package only re-exports counts for the module that defines it.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("flatshift", "experiments", "finetune", "selection", "regularizers")
+
+# Ceilings of --check. Lower one when the tree is below it; raise one only with its reason in CHANGELOG.md.
+MAX_LINES = 86_000
+MAX_MODULES = 455
+MAX_MEMBERS = 83
+"""Names that a class body defines, without inherited ones."""
+MAX_FUNCTION_LINES = 123
+REPEATED_CLASSES = frozenset({"Flags", "Handler"})
+"""Public class names that several modules may define."""
 
 
 def product_modules(root: Path = ROOT) -> dict[str, Path]:
@@ -30,30 +41,15 @@ def product_modules(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
-def _executed_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes below `node` except those under `if TYPE_CHECKING`."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            for other in child.orelse:
-                yield from _executed_nodes(other)
-            continue
-        yield child
-        yield from _executed_nodes(child)
-
-
 @cache
 def _parse_file(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def _imported_names(name: str, file: Path, *, all_of_it: bool = False) -> Iterator[tuple[str, str | None]]:
-    """Yield (module, imported name or None) for every import of the module `name`.
-
-    all_of_it: include TYPE_CHECKING blocks, in which a package with a lazy `__getattr__` declares its names.
-    """
+def _imported_names(name: str, file: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield (module, imported name or None) for every import of the module `name`."""
     package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
-    tree = _parse_file(file)
-    for node in ast.walk(tree) if all_of_it else _executed_nodes(tree):
+    for node in ast.walk(_parse_file(file)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, None
@@ -70,11 +66,7 @@ def import_graph(known: dict[str, Path]) -> dict[str, set[str]]:
     for name, file in known.items():
         if file.name == "__init__.py":
             stub = file.with_suffix(".pyi")
-            asked = (
-                _imported_names(name, stub, all_of_it=True)
-                if stub.is_file()
-                else _imported_names(name, file, all_of_it=True)
-            )
+            asked = _imported_names(name, stub if stub.is_file() else file)
             exported[name] = {what: module for module, what in asked if what and module in known}
 
     def home(module: str, what: str | None) -> str | None:
@@ -135,10 +127,47 @@ def count_lines(file: Path) -> int:
     return len(file.read_text(encoding="utf-8").splitlines())
 
 
-def main() -> None:
+def count_members(node: ast.ClassDef) -> int:
+    """Count the names that a class body defines: methods and attributes."""
+    names: set[str] = set()
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(part.name)
+        elif isinstance(part, ast.Assign | ast.AnnAssign):
+            targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+            names |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return len(names)
+
+
+def list_excesses(known: dict[str, Path]) -> list[str]:
+    """Return one line for every excess of the modules over a ceiling."""
+    excesses = []
+    lines = sum(map(count_lines, known.values()))
+    if lines > MAX_LINES:
+        excesses.append(f"{lines:,} product lines, ceiling {MAX_LINES:,}")
+    if len(known) > MAX_MODULES:
+        excesses.append(f"{len(known)} modules, ceiling {MAX_MODULES}")
+    homes: dict[str, list[str]] = {}
+    for name, file in known.items():
+        tree = _parse_file(file)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and (members := count_members(node)) > MAX_MEMBERS:
+                excesses.append(f"{name}.{node.name}: {members} members, ceiling {MAX_MEMBERS}")
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                length = node.end_lineno - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    excesses.append(f"{name}.{node.name}: {length} lines, ceiling {MAX_FUNCTION_LINES}")
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in REPEATED_CLASSES:
+                homes.setdefault(node.name, []).append(name)
+    return excesses + [f"class {name} in {' and '.join(where)}" for name, where in homes.items() if len(where) > 1]
+
+
+def main() -> int:
     """Print lines and modules of each package, and the import cycles."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rooms", action="store_true", help="a line for each folder")
+    parser.add_argument("--check", action="store_true", help="exit code 1 for an excess over a ceiling, or a cycle")
     asked = parser.parse_args()
     known = product_modules()
     depth: dict[str, list[int]] = {}
@@ -148,9 +177,13 @@ def main() -> None:
     for folder, counts in sorted(depth.items()):
         print(f"{folder:<32} {len(counts):>4} modules {sum(counts):>7,} lines")
     print(f"{'product':<32} {len(known):>4} modules {sum(map(count_lines, known.values())):>7,} lines")
-    for part in import_cycles(import_graph(known)):
-        print(f"circle of {len(part)}: {', '.join(part)}")
+    faults = [f"circle of {len(part)}: {', '.join(part)}" for part in import_cycles(import_graph(known))]
+    if asked.check:
+        faults += list_excesses(known)
+    for fault in faults:
+        print(fault)
+    return int(asked.check and bool(faults))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

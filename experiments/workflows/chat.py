@@ -15,7 +15,7 @@ from typing import Any
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.evaluation_target import AdapterSwitcher, EvaluationTarget
-from flatshift.experiments.workflows.generate import read_finished_recipe, to_single_process
+from flatshift.experiments.workflows.generate import check_generative, read_finished_recipe, to_single_process
 from flatshift.finetune.compute.numerics import cpu_threads
 from flatshift.finetune.data.encoding import get_end_token
 from flatshift.finetune.data.example import GenerationPrompt
@@ -49,7 +49,7 @@ class GenerativeRuns:
         self._subjects: dict[str, EvaluationTarget] = {}
         for path in paths:
             recipe = to_single_process(read_finished_recipe(path, overrides))
-            recipe.task.check_writes()
+            check_generative(recipe.task)
             if recipe.adapter.projector is not None:
                 raise UserError(f"{path}: its adapter reads features with every row, and nobody hands it any here")
             name = path.resolve().name

@@ -28,6 +28,7 @@ from flatshift.experiments.workflows.folder_check import (
     compare_folder,
     compute_expected,
 )
+from flatshift.experiments.workflows.generate import check_generative
 from flatshift.experiments.workflows.generation_settings import collect_end_tokens, read_trained_ends
 from flatshift.experiments.workflows.merge import Dtype, merge_into, require_foldable, write_merged
 from flatshift.experiments.workflows.model_card import build_card
@@ -64,7 +65,7 @@ def export_for_program(
     that is read or answered differently from the run.
     """
     recipe = resume_recipe(path).recipe
-    recipe.task.check_writes()
+    check_generative(recipe.task)
     if recipe.task.encoder_decoder and to != "gguf":
         raise UserError(f"--to {to}: it serves no encoder-decoder; take `flatshift merge` and plain transformers")
     if to != "vllm":

@@ -28,6 +28,16 @@ from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import resume_command
+from flatshift.finetune.tasks import Task
+
+
+def check_generative(task: Task) -> None:
+    """Raise UserError unless the models of `task` continue a prompt."""
+    if not task.is_generative:
+        raise UserError(
+            f"task.kind: {task.kind} trains a model that writes no text, so there is nothing to generate; evaluate it "
+            "on rows of yours with `flatshift eval RUN_DIR --data FILE`"
+        )
 
 
 def generate_from_run(
@@ -87,7 +97,7 @@ def _generate_answers(
             "none in; evaluate it with `flatshift eval`"
         )
     task = recipe.task
-    task.check_writes()
+    check_generative(task)
     settings = {"max_new_tokens": task.max_new_tokens, **(decoding or {})}
     if not settings.get("temperature"):
         settings.setdefault("num_beams", task.num_beams or 1)

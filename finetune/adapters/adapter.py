@@ -37,14 +37,12 @@ from .offsets import (
 )
 from .projector import check_projector, read_projector, write_projector
 from .saved import SavedAdapter
-from .settings import adapts_head, check_patterns, lora_config, with_saved_ranks
+from .settings import AdapterTask, adapts_head, check_patterns, lora_config, with_saved_ranks
 from .soft_tokens import attach_soft_tokens
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
-
-    from ..tasks import Task
 
 WEIGHTS = "adapter_model.safetensors"
 _SMALLER = "the adapter is not saved; take a smaller optimizer.lr"
@@ -57,7 +55,7 @@ def attach_adapter(
     backbone: PreTrainedModel,
     adapter: Adapter,
     *,
-    task: Task,
+    task: AdapterTask,
     seed: int,
     dtype: torch.dtype = torch.float32,
     initial: str | Path | None = None,
@@ -174,7 +172,7 @@ def read_adapter_under(name: str, model: PeftModel) -> dict[str, LowRankOffset]:
     return offsets
 
 
-def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, dtype: torch.dtype) -> PeftModel:
+def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: AdapterTask, dtype: torch.dtype) -> PeftModel:
     """Wrap a backbone without weights (`flatshift.finetune.models.meta`) in the same way; no tensor has a value yet.
 
     dtype: of everything that trains.

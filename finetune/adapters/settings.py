@@ -16,7 +16,7 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
-    from ..tasks import Task
-
 
 _HEADS = {"classifier", "score"}
 """Heads that PEFT trains in full by itself (its task type SEQ_CLS)."""
@@ -37,7 +35,17 @@ _BIAS = {None: "none", "all": "all", "adapted": "lora_only"}
 _BLOCK_LISTS = ("layers", "h", "layer", "block", "blocks")
 
 
-def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new: Iterable[str]) -> LoraConfig:
+class AdapterTask(Protocol):
+    """Members of a task that PEFT's settings depend on."""
+
+    @property
+    def peft_type(self) -> str | None: ...
+
+    @property
+    def is_sequence_level(self) -> bool: ...
+
+
+def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: AdapterTask, new: Iterable[str]) -> LoraConfig:
     """Return PEFT's settings for a LoRA adapter with PEFT's default initialisation (`adapter.init` is applied later).
 
     new: parameters missing from the checkpoint, which train in full.
@@ -162,7 +170,9 @@ def _can_have_lora(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or is_linear(module)
 
 
-def _linear_names(backbone: PreTrainedModel, adapter: Adapter, targets: str | list[str], task: Task) -> list[str]:
+def _linear_names(
+    backbone: PreTrainedModel, adapter: Adapter, targets: str | list[str], task: AdapterTask
+) -> list[str]:
     """Return the full names of the layers selected by `targets`, `exclude` and `layers`."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
@@ -232,7 +242,7 @@ def _check_not_shared(backbone: nn.Module, name: str, module: nn.Module) -> None
             )
 
 
-def _new_modules_outside_head(backbone: PreTrainedModel, task: Task, new: Iterable[str]) -> list[str]:
+def _new_modules_outside_head(backbone: PreTrainedModel, task: AdapterTask, new: Iterable[str]) -> list[str]:
     """Return the modules missing from the checkpoint other than PEFT's own `classifier`/`score` (BERT's pooler): they
     train too.
 

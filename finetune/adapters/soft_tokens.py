@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -20,12 +20,11 @@ from ..models.anatomy import cache_name
 from ..planner.rules import RuleSettings, check_settings
 from ..seeds import torch_generator
 from .projector import attach_projector
+from .settings import AdapterTask
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
-
-    from ..tasks import Task
 
 WEIGHT = "prompt_encoder.embedding.weight"
 """Plain name of the trained tensor (n, D)."""
@@ -34,7 +33,7 @@ IN_FILE = "prompt_embeddings"
 
 
 def attach_soft_tokens(
-    backbone: PreTrainedModel, adapter: Adapter, *, task: Task, seed: int, dtype: torch.dtype
+    backbone: PreTrainedModel, adapter: Adapter, *, task: AdapterTask, seed: int, dtype: torch.dtype
 ) -> PeftModel:
     """Wrap `backbone` (in place) to prepend `adapter.soft_tokens` trained vectors to every sequence's embeddings,
     preceded by the features projected by `adapter.projector`.
@@ -46,7 +45,7 @@ def attach_soft_tokens(
     """
     from peft import PromptTuningConfig, get_peft_model
 
-    check_settings(RuleSettings(Mesh(), Train(), adapter, task))
+    check_settings(RuleSettings(Mesh(), Train(), adapter, cast(Any, task)))
     count = adapter.soft_tokens
     assert count is not None
     table: Any = backbone.get_input_embeddings()

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,10 +46,6 @@ from ..config import Train
 from .capabilities import capabilities
 from .cuda_status import is_cuda, product_dtype
 from .numerics import dropout_rates, has_bf16_matmul
-
-if TYPE_CHECKING:
-    from ..parallel.engine import Engine
-
 
 NAME = "flatshift_rows"
 """Name of the attention implementation in transformers."""
@@ -150,20 +146,22 @@ def _make_attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, None
 # --------------------------------------------------------------------------------------------- the choice
 
 
-def flash_attention_problem(engine: Engine, train: Train, device: torch.device) -> str | None:
-    """Return the reason packed rows need a dense mask here; None if the kernel may be tried."""
+def flash_attention_problem(base: Any, train: Train, device: torch.device, *, splits_rows: bool) -> str | None:
+    """Return the reason packed rows of the model `base` need a dense mask here; None if the kernel may be tried.
+
+    splits_rows: tokens of a row are on several ranks.
+    """
     if not is_cuda(device):
         return "no CUDA device"
     if torch.cuda.get_device_capability(device) < _OLDEST or not torch.backends.cuda.is_flash_attention_available():
         return "this device or build has no flash attention"
-    return _model_problem(engine, train)
+    return _model_problem(base, train, splits_rows=splits_rows)
 
 
-def _model_problem(engine: Engine, train: Train) -> str | None:
+def _model_problem(base: Any, train: Train, *, splits_rows: bool) -> str | None:
     """Return a reason given by the run or its base model, as for `flash_attention_problem`; None if there is none."""
-    if engine.world.width("cp", "pp") > 1:
+    if splits_rows:
         return "tokens are on several ranks"
-    base = engine.peft.get_base_model()
     config = base.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     drawn = any(rate > 0 and "att" in key for _, key, rate in dropout_rates(base.config))

@@ -14,10 +14,10 @@ import importlib.util
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,11 @@ from ..atomic import write_json
 from ..config import Train
 from .cuda_status import is_cuda, product_dtype
 from .loss import IGNORED, Head, align_targets, linear_cross_entropy
+from .mesh_model import MeshModel
+from .micro_batch import MicroBatch
 from .numerics import attention_kernel, evaluation_mode
 from .precision import autocast, compute_dtype
-
-if TYPE_CHECKING:
-    from ..data.batches import TrainingDataLoader
-    from ..data.micro_batch import MicroBatch
-    from ..parallel.engine import Engine
-    from ..tasks import Task
+from .task import LossTask
 
 RECORD = "loss_kernel.json"
 GAIN = 0.95
@@ -53,6 +50,12 @@ class FusedLossKernel(Protocol):
     """Alternative implementation of `flatshift.finetune.compute.loss.linear_cross_entropy`."""
 
     def __call__(self, hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor: ...
+
+
+class MicroBatches(Protocol):
+    """Micro-batches of each step on this rank (`flatshift.finetune.data.batches.TrainingDataLoader`)."""
+
+    def at(self, step: int, /) -> Sequence[MicroBatch]: ...
 
 
 # ------------------------------------------------------------------------------------------- available kernels
@@ -175,11 +178,11 @@ def _synchronised_time(device: torch.device) -> float:
 
 
 def choose_loss_kernel(
-    engine: Engine,
+    engine: MeshModel,
     head: Head | None,
-    batches: TrainingDataLoader,
+    batches: MicroBatches,
     *,
-    task: Task,
+    task: LossTask,
     train: Train,
     folder: Path,
     say: Callable[[str], None],
@@ -218,7 +221,13 @@ def choose_loss_kernel(
 
 
 def _try_kernels(
-    engine: Engine, head: Head, micro: MicroBatch, *, task: Task, train: Train, kernels: Mapping[str, FusedLossKernel]
+    engine: MeshModel,
+    head: Head,
+    micro: MicroBatch,
+    *,
+    task: LossTask,
+    train: Train,
+    kernels: Mapping[str, FusedLossKernel],
 ) -> dict[str, KernelTrial]:
     """Try the kernels on the hidden states of `micro` inside the head's own forward, where FSDP2 has gathered its
     weights."""
@@ -231,8 +240,8 @@ def _try_kernels(
         return hidden.new_zeros(1, 1, 1)
 
     around = autocast(train, engine.device) if compute_dtype(train) != torch.float32 else contextlib.nullcontext()
-    with evaluation_mode(engine.model), torch.no_grad(), around, head.computing(cost), attention_kernel(batch.inputs):
-        engine.model(**batch.inputs)
+    with evaluation_mode(engine.judged), torch.no_grad(), around, head.computing(cost), attention_kernel(batch.inputs):
+        engine.judged(**batch.inputs)
     engine.reshard()
     return found
 
@@ -253,7 +262,7 @@ def _read_saved_choice(folder: Path) -> str | None:
     return None
 
 
-def _broadcast_choice(engine: Engine, name: str | None) -> str | None:
+def _broadcast_choice(engine: MeshModel, name: str | None) -> str | None:
     """Return rank 0's value on every rank."""
     if engine.world.size == 1:
         return name
@@ -262,7 +271,7 @@ def _broadcast_choice(engine: Engine, name: str | None) -> str | None:
     return box[0]
 
 
-def _max_over_ranks(engine: Engine, seconds: Mapping[str, float]) -> dict[str, float]:
+def _max_over_ranks(engine: MeshModel, seconds: Mapping[str, float]) -> dict[str, float]:
     """Return each kernel's time on its slowest rank, the same on every rank."""
     if engine.world.size == 1:
         return dict(seconds)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,11 @@ from torch import Tensor, nn
 
 from . import attention as packed_attention
 from .capabilities import capabilities
+from .micro_batch import MicroBatch
 from .numerics import attention_kernel, evaluation_mode
 from .precision import WidenedLinear
 from .slices import slice_rows
-
-if TYPE_CHECKING:
-    from ..data.micro_batch import MicroBatch
-    from ..tasks import Task
+from .task import AlignedTask, LossTask
 
 IGNORED = -100
 _PROBE = 64
@@ -38,7 +36,7 @@ _PROBE = 64
 
 
 class Batch(Protocol):
-    """Required attributes of a micro-batch (`flatshift.finetune.data.micro_batch.MicroBatch`)."""
+    """Required attributes of a micro-batch (`flatshift.finetune.compute.micro_batch.MicroBatch`)."""
 
     @property
     def inputs(self) -> dict[str, Tensor]: ...
@@ -49,7 +47,7 @@ class Batch(Protocol):
 
 def _target_indices(batch: Batch) -> Tensor | None:
     """Return the indices of the target tokens, if the host computed them
-    (`flatshift.finetune.data.micro_batch.MicroBatch.chosen`)."""
+    (`flatshift.finetune.compute.micro_batch.MicroBatch.chosen`)."""
     return getattr(batch, "chosen", None)
 
 
@@ -91,7 +89,7 @@ class Head:
         return only
 
 
-def loss_sum(logits: Tensor, labels: Tensor, *, task: Task, chosen: Tensor | None = None) -> Tensor:
+def loss_sum(logits: Tensor, labels: Tensor, *, task: LossTask, chosen: Tensor | None = None) -> Tensor:
     """Return the loss summed over target items, float32 scalar: cross entropy in nats, or the task's `example_losses`.
 
     Args:
@@ -106,7 +104,7 @@ def loss_sum(logits: Tensor, labels: Tensor, *, task: Task, chosen: Tensor | Non
     return F.cross_entropy(rows.float(), targets, reduction="sum", label_smoothing=task.smoothing)
 
 
-def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None = None) -> Tensor:
+def batch_loss(model: nn.Module, batch: Batch, *, task: LossTask, head: Head | None = None) -> Tensor:
     """Return `loss_sum` of one micro-batch on the model's device, by the sliced path if there is a `head`.
 
     For whole answers, the sum over pairs or answers; the reference is computed here if it is missing.
@@ -130,7 +128,7 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None 
         return model(**inputs).logits.sum()
 
 
-def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
+def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: LossTask) -> Tensor:
     rows, targets = select_targets(hidden, batch.labels, task, _target_indices(batch))
     linear, held = head.linear, getattr(head.linear, "vocabulary", None)
     if held is None:
@@ -141,7 +139,7 @@ def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
     return found
 
 
-def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: Task, head: Head | None = None) -> Tensor:
+def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: LossTask, head: Head | None = None) -> Tensor:
     """Return Σ log p of the target tokens of each row, (R,) float32."""
     if head is None:
         with attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
@@ -165,7 +163,9 @@ def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: Task, head: H
     return log_probs
 
 
-def _sum_by_row(values: Tensor, batch: MicroBatch, task: Task, nats: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _sum_by_row(
+    values: Tensor, batch: MicroBatch, task: AlignedTask, nats: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     chosen = batch.chosen
     assert chosen is not None
     each = nats(*select_targets(values, batch.labels, task, chosen))
@@ -178,7 +178,7 @@ def add_reference(
     model: nn.Module,
     micros: Sequence[MicroBatch],
     *,
-    task: Task,
+    task: LossTask,
     head: Head | None = None,
     precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     add: Callable[[Tensor], Tensor] = lambda sums: sums,
@@ -247,7 +247,7 @@ def head_probe(inputs: Mapping[str, Any], *, multiple: int = 1) -> dict[str, Any
     }
 
 
-def find_head(model: nn.Module, probe: dict[str, Any], *, task: Task) -> Head | None:
+def find_head(model: nn.Module, probe: dict[str, Any], *, task: LossTask) -> Head | None:
     """Return the plain head of `model`, or None if only the model's own forward pass gives its logits.
 
     Runs a short row (`head_probe`) in evaluation mode without gradients. The head must receive one hidden state per
@@ -308,7 +308,9 @@ def _is_plain_linear(linear: nn.Linear) -> bool:
     return kinds[0] in (nn.Linear, WidenedLinear) or (kinds[0].__name__ == "FSDPLinear" and nn.Linear in kinds[1:3])
 
 
-def select_targets(values: Tensor, labels: Tensor, task: Task, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def select_targets(
+    values: Tensor, labels: Tensor, task: AlignedTask, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the rows of `values` [B, T, D] that predict a target token, [n, D], and these tokens [n].
 
     chosen: their indices among the B·T `labels`, ascending; without it the device is asked, and the host waits.
@@ -321,7 +323,7 @@ def select_targets(values: Tensor, labels: Tensor, task: Task, chosen: Tensor | 
     return values.flatten(0, 1).index_select(0, chosen - before), labels.flatten().index_select(0, chosen)
 
 
-def align_targets(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+def align_targets(values: Tensor, labels: Tensor, task: AlignedTask) -> tuple[Tensor, Tensor]:
     """Return the positions of `values` [B, T, ...] and the labels they predict.
 
     A Seq2Seq decoder reads shifted inputs and a masked token is predicted in place, so both need no shift. Labels may

@@ -16,19 +16,17 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, count, pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
+from ..compute.micro_batch import MicroBatch
 from ..errors import UserError
 from ..seeds import numpy_generator
+from .collator import CollatedTask, Collator
 from .example import IGNORE, Example
 from .masking import Masking
-from .micro_batch import Collator, MicroBatch
 from .mixture import EpochSampler, Mixture, MixtureSampler
-
-if TYPE_CHECKING:
-    from ..tasks import Task
 
 _OPEN_ROWS = 64
 _GROUPED = 50
@@ -124,6 +122,16 @@ class RowRuns:
         )
 
 
+class TrainingTask(CollatedTask, Protocol):
+    """Members of a task that its training batches use."""
+
+    @property
+    def pack(self) -> bool: ...
+
+    @property
+    def hides_tokens(self) -> bool: ...
+
+
 class TrainingDataLoader:
     """Endless, seeded stream of training micro-batches."""
 
@@ -131,7 +139,7 @@ class TrainingDataLoader:
         self,
         examples: Sequence[Example],
         *,
-        task: Task,
+        task: TrainingTask,
         batch_size: int,
         accumulate: int = 1,
         seed: int,

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ..config import Projector, Train
 from ..errors import UserError
@@ -31,18 +31,29 @@ from .template import Template, truncate_longest_first
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..tasks import BaseTask, Task
-
 _CHUNK = 1024
 _CHARACTERS = 1 << 14
 """Minimum number of characters of a long text that are tokenised."""
 _Each = TypeVar("_Each")
 
 
+class TruncatedTask(Protocol):
+    """Limit on truncated answers."""
+
+    @property
+    def max_truncated(self) -> float | None: ...
+
+
+class EncoderTask(Protocol):
+    """Task that makes its own encoder."""
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> Any: ...
+
+
 def encode(
     rows: Iterable[Row],
     *,
-    task: Task,
+    task: EncoderTask,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     label_names: Sequence[str] | None = None,
@@ -207,7 +218,7 @@ class TruncationCounts:
         if encoded.at_least is not None:
             self.at_least = min(self.at_least or encoded.at_least, encoded.at_least)
 
-    def refuse(self, task: Task, train: Train) -> None:
+    def refuse(self, task: TruncatedTask, train: Train) -> None:
         """Raise UserError if more was lost than `train.max_dropped`, `task.max_truncated` and `train.max_cut` allow."""
         cut = max(_CUT_SHARE, task.max_truncated or 0) if train.max_cut is None else train.max_cut
         bare = _value_or_default(train.max_cut, task.max_truncated or 0)
@@ -265,12 +276,24 @@ EncodingResult = tuple[Example | list[Example] | str, Truncation]
 """Result of a row: its example, the pieces of its document, or the reason why it is bad; and its truncation."""
 
 
+class EncodedTask(Protocol):
+    """Members of a task that `RowEncoder` uses."""
+
+    @property
+    def truncates(self) -> str: ...
+
+    @property
+    def encoder_decoder(self) -> bool: ...
+
+    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], tuple[str, ...] | None]: ...
+
+
 class RowEncoder:
     """Encoder of rows in chunks that counts what is dropped and truncated."""
 
     def __init__(
         self,
-        task: BaseTask,
+        task: EncodedTask,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         *,

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..compute.micro_batch import MicroBatch
 from ..compute.numerics import forward_precision
 from ..compute.precision import autocast_dtype
 from ..config import Train
+from .collator import CollatedTask, Collator
 from .example import Example
-from .micro_batch import Collator, MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from ..tasks import Task
 
 
 def _identity(value: Any) -> Any:
@@ -96,7 +95,7 @@ class EvalBatching:
         return cls(batch_size, get_pad_token_id(tokenizer), device, dtype, share)
 
     def batches(
-        self, examples: Sequence[Example], task: Task, *, max_tokens: int | None = None
+        self, examples: Sequence[Example], task: CollatedTask, *, max_tokens: int | None = None
     ) -> Iterator[MicroBatch]:
         """Yield every example once, in rows of one sample, longest first (little padding, and memory peaks at the
         start).

@@ -8,7 +8,7 @@ independent of all other draws, so that a resumed run sees the same masks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,20 @@ from ..seeds import numpy_generator
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..tasks import MaskedLM
-
 IGNORE = -100
 SPECIAL = -1
 """Word number of a token that is never masked."""
 _MASKED, _REPLACED = 0.8, 0.1
+
+
+class MaskingSettings(Protocol):
+    """Settings of a task that masks tokens."""
+
+    @property
+    def share(self) -> float: ...
+
+    @property
+    def whole_words(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class Masking:
     whole_words: bool = False
 
     @classmethod
-    def of(cls, task: MaskedLM, tokenizer: PreTrainedTokenizerBase) -> Masking:
+    def of(cls, task: MaskingSettings, tokenizer: PreTrainedTokenizerBase) -> Masking:
         """Return the masking for `task` and tokenizer.
 
         Raises:

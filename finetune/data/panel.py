@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from torch import Tensor
+
+from ..compute.micro_batch import MicroBatch
 from ..errors import UserError
 from .example import IGNORE
 from .labels import Units
-from .micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..tasks import Task
-
 OPEN, CLOSE = "⟦", "⟧"
+
+
+class ShownTask(Protocol):
+    """Members of a task that the panel uses."""
+
+    @property
+    def loss_denominator(self) -> str: ...
+
+    @property
+    def is_sequence_level(self) -> bool: ...
+
+    def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,7 @@ def _split_spans(ids: list[int], marks: list[bool], tokenizer: PreTrainedTokeniz
 def format_first_batch(
     micro: MicroBatch,
     tokenizer: PreTrainedTokenizerBase,
-    task: Task,
+    task: ShownTask,
     *,
     label_names: Sequence[str] | None = None,
     units: Units | None = None,

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from .chat.encode import ChatEncoder
-from .encoding import DroppedRows, RowEncoder, Truncation, describe_prompt_form, is_blank, iter_chunks
+from .chat.encode import ChatEncoder, ChatSettings
+from .encoding import DroppedRows, EncodedTask, RowEncoder, Truncation, describe_prompt_form, is_blank, iter_chunks
 from .example import IGNORE, EncodedRows, Example
 from .rows import Row, missing_column_message, split_shared_prompt
-from .template import fit_completion
+from .template import Template, fit_completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from ..tasks import Preference
 
 _CHUNK = 512
 _ANY_LENGTH = 1 << 40
@@ -71,12 +69,27 @@ def build_conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
     return [*turns, *answer]
 
 
+class PreferenceTask(EncodedTask, Protocol):
+    """Members of a task that `PreferenceEncoder` uses."""
+
+    @property
+    def chat(self) -> bool: ...
+
+    @property
+    def as_chat(self) -> ChatSettings: ...
+
+    @property
+    def is_unpaired(self) -> bool: ...
+
+    def templates(self) -> tuple[Template, Template]: ...
+
+
 class PreferenceEncoder:
     """Encoder of preference rows in chunks, with the interface of `flatshift.finetune.data.encoding.RowEncoder`."""
 
     def __init__(
         self,
-        task: Preference,
+        task: PreferenceTask,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,9 +20,13 @@ from .classes import classification_metrics
 from .metrics import metric_functions
 from .perplexity import document_nats
 from .ranking import rank_choices
+from .task import EvaluatedTask
 
-if TYPE_CHECKING:
-    from ..tasks import Task
+
+class JudgedTask(EvaluatedTask, Protocol):
+    """Task that computes its own metrics."""
+
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]: ...
 
 
 def evaluate(
@@ -30,7 +34,7 @@ def evaluate(
     tokenizer: Any,
     examples: Sequence[Example],
     *,
-    task: Task,
+    task: JudgedTask,
     config: Evaluate,
     inference: EvalBatching | None = None,
     label_names: Sequence[str] | None = None,
@@ -66,7 +70,7 @@ class Evaluator:
 
     model: Any
     tokenizer: Any
-    task: Task
+    task: EvaluatedTask
     inference: EvalBatching
     draw: dict[str, Any]
     """Arguments of the intervals: `resamples, confidence, seed`."""
@@ -223,7 +227,7 @@ def head_scores(
     examples: Sequence[Example],
     inference: EvalBatching,
     *,
-    task: Task,
+    task: EvaluatedTask,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the task's `example_losses` (N,) float64 and the head's outputs (N, C) float64, in the order of the
     examples."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +21,12 @@ from ..compute.attention import (
     offsets_as_mask,
     register_packed_attention,
 )
+from ..compute.mesh_model import MeshModel
 from ..compute.numerics import evaluation_mode
 from ..compute.precision import autocast
 from ..config import Train
 from ..errors import UserError
 from ..models.anatomy import vocabulary_size
-
-if TYPE_CHECKING:
-    from ..parallel.engine import Engine
 
 _NOISE = 10.0
 """Ratio to the model's own noise above which a difference is a leak, for a model that is not bit-reproducible."""
@@ -94,7 +92,7 @@ def _largest_difference(one: Tensor, other: Tensor) -> float:
 
 @contextlib.contextmanager
 def isolate_packed_rows(
-    engine: Engine,
+    engine: MeshModel,
     train: Train,
     device: torch.device,
     say: Callable[[str], None],
@@ -110,7 +108,8 @@ def isolate_packed_rows(
     base: Any = engine.peft.get_base_model()
     before = base.config._attn_implementation
     try:
-        reason = _agree_on_reason(engine, flash_attention_problem(engine, train, device))
+        splits_rows = engine.world.width("cp", "pp") > 1
+        reason = _agree_on_reason(engine, flash_attention_problem(base, train, device, splits_rows=splits_rows))
         if reason is None:
             register_packed_attention(kernel)
             base.set_attn_implementation(NAME)
@@ -124,7 +123,7 @@ def isolate_packed_rows(
         base.set_attn_implementation(before)
 
 
-def _kernel_problem(engine: Engine, train: Train, device: torch.device) -> str | None:
+def _kernel_problem(engine: MeshModel, train: Train, device: torch.device) -> str | None:
     """Try the kernel on this backbone and return the problem; None if examples do not attend to each other."""
     try:
         with autocast(train, device):
@@ -136,7 +135,7 @@ def _kernel_problem(engine: Engine, train: Train, device: torch.device) -> str |
     return None
 
 
-def _agree_on_reason(engine: Engine, reason: str | None) -> str | None:
+def _agree_on_reason(engine: MeshModel, reason: str | None) -> str | None:
     """Return the reason if any rank has one (others get a generic one); collective on a mesh."""
     anywhere = engine.world.any(reason is not None)
     return reason or ("another rank cannot" if anywhere else None)

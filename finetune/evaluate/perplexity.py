@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,21 +15,19 @@ from torch import Tensor
 from ..compute.attention import use_blocked_attention
 from ..compute.capabilities import capabilities
 from ..compute.loss import Head, align_targets, find_head, head_probe
+from ..compute.micro_batch import MicroBatch
 from ..compute.slices import slice_rows
 from ..data.encoding import IGNORE, Example
 from ..data.eval_batching import ALONE, EvalBatching
-from ..data.micro_batch import MicroBatch
 from ..models.anatomy import vocabulary_size
-
-if TYPE_CHECKING:
-    from ..tasks import Task
+from .task import EvaluatedTask
 
 LOGITS = 1 << 28
 """Maximum number of logits in memory at once (one sequence is always allowed): 1 GiB in float32."""
 
 
 def token_nats(
-    values: Tensor, labels: Tensor, task: Task, *, linear: torch.nn.Linear | None = None
+    values: Tensor, labels: Tensor, task: EvaluatedTask, *, linear: torch.nn.Linear | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return −log p of every target token.
 
@@ -60,7 +58,7 @@ def document_nats(
     examples: Sequence[Example],
     inference: EvalBatching,
     *,
-    task: Task,
+    task: EvaluatedTask,
     masked: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the summed −log p of the target tokens of each example, and their number.
@@ -102,7 +100,9 @@ def document_nats(
     return share.add(nats), share.add(tokens)
 
 
-def _token_nats_by_head(model: torch.nn.Module, head: Head, batch: MicroBatch, task: Task) -> tuple[Tensor, Tensor]:
+def _token_nats_by_head(
+    model: torch.nn.Module, head: Head, batch: MicroBatch, task: EvaluatedTask
+) -> tuple[Tensor, Tensor]:
     """Compute `token_nats` without ever holding all logits."""
     return head.taken(
         lambda hidden: token_nats(hidden, batch.labels, task, linear=head.linear),
@@ -110,7 +110,7 @@ def _token_nats_by_head(model: torch.nn.Module, head: Head, batch: MicroBatch, t
     )
 
 
-def _cache_arguments(task: Task) -> dict[str, bool]:
+def _cache_arguments(task: EvaluatedTask) -> dict[str, bool]:
     return {} if task.backbone == "encoder" else {"use_cache": False}  # an encoder has none
 
 

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from ..compute.loss import Head, answer_log_probs, disable_adapters, find_head, head_probe
+from ..compute.micro_batch import PreferenceTargets
 from ..compute.numerics import evaluation_mode
 from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import Example
-from ..data.micro_batch import PreferenceTargets
 from ..models.anatomy import vocabulary_size
 from .bootstrap import BootstrapInterval
 from .metrics import metric_functions
 from .perplexity import LOGITS
+from .task import EvaluatedTask
 
 if TYPE_CHECKING:
-    from ..tasks import Task
     from .evaluator import Evaluator
 
 
@@ -62,7 +62,7 @@ def score_answers(
     examples: Sequence[Example],
     inference: EvalBatching,
     *,
-    task: Task,
+    task: EvaluatedTask,
     head: Head | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> PreferenceScores:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import regex
@@ -29,9 +29,7 @@ from ..errors import UserError
 from .bootstrap import BootstrapInterval, ResampledMetric, ratio_interval, ratio_statistic
 from .metrics import metric_functions
 from .perplexity import Ratio, document_nats
-
-if TYPE_CHECKING:
-    from ..tasks import Task
+from .task import EvaluatedTask
 
 _BOUNDARY = regex.compile(r"\b", regex.WORD | regex.V1)
 _WORDLIKE = regex.compile(r"[\p{L}\p{N}]")
@@ -137,7 +135,7 @@ def score_texts(
     texts: Sequence[str],
     inference: EvalBatching,
     *,
-    task: Task,
+    task: EvaluatedTask,
     window: int,
     overlap: int,
     where: Sequence[str] | None = None,

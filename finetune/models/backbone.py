@@ -23,11 +23,10 @@ from urllib.parse import urlparse
 from .. import assets
 from ..atomic import read_json_object
 from ..errors import UserError, first_error_line, is_out_of_memory, shorten, user_path
+from .task import BackboneTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from ..tasks import Task
 
 
 PACKAGE = "package:"
@@ -392,7 +391,7 @@ def is_bidirectional(config: Any) -> bool:
 # ---------------------------------------------------------------------------------------- tasks it supports
 
 
-def check_task(name: str | Path | Backbone, task: Task) -> None:
+def check_task(name: str | Path | Backbone, task: BackboneTask) -> None:
     """Raise the error that `flatshift.finetune.models.load.load_backbone` would raise for this task and kind of
     backbone.
 
@@ -412,7 +411,7 @@ def check_task(name: str | Path | Backbone, task: Task) -> None:
 
 
 def auto_class(
-    task: Task, *, num_labels: int | None, label_names: Sequence[str] | None
+    task: BackboneTask, *, num_labels: int | None, label_names: Sequence[str] | None
 ) -> tuple[type[Any], dict[str, Any]]:
     """Return transformers' class for `task` and the settings of its config: the classes of a head."""
     import transformers
@@ -420,7 +419,7 @@ def auto_class(
     return getattr(transformers, task.auto_class), task.head_settings(num_labels=num_labels, label_names=label_names)
 
 
-def check_causal(config: Any, task: Task, where: str) -> None:
+def check_causal(config: Any, task: BackboneTask, where: str) -> None:
     """Raise UserError for an encoder as language model, or a decoder as masked one; `config` is transformers' own."""
     if task.backbone == "decoder" and is_bidirectional(config):
         raise UserError(
@@ -431,7 +430,7 @@ def check_causal(config: Any, task: Task, where: str) -> None:
         raise UserError(f"{where} has a decoder ({config.model_type}), and task.kind: masked-lm is for encoders")
 
 
-def unsupported_task_error(task: Task, where: str) -> UserError:
+def unsupported_task_error(task: BackboneTask, where: str) -> UserError:
     """Return the error for a backbone for which transformers has no class of this task."""
     return UserError(
         f"{where}: transformers has no {task.modelling} class for this architecture; `task.kind: seq2seq` is for "
@@ -444,7 +443,7 @@ REFUSED = (OSError, ValueError, KeyError, RuntimeError, ImportError)
 """Errors of transformers if it cannot build a model; ImportError if the package of a quantised one is missing."""
 
 
-def loading_error(error: Exception, task: Task, where: str) -> UserError:
+def loading_error(error: Exception, task: BackboneTask, where: str) -> UserError:
     """Return the error for a model that transformers cannot build or load for `task`; re-raise `error` if memory ran
     out."""
     if is_out_of_memory(error):

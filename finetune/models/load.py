@@ -16,17 +16,16 @@ from ..errors import UserError, first_error_line
 from .backbone import REFUSED, Backbone, auto_class, loading_error, open_backbone, quiet_transformers
 from .meta import build_skeleton, check_dropout, configure_backbone, finalize_model
 from .quantize import check_available, import_bitsandbytes, loading_options, prepare_quantized
+from .task import BackboneTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from ..tasks import Task
 
 
 def load_backbone(
     name: str | Path | Backbone,
     *,
-    task: Task,
+    task: BackboneTask,
     num_labels: int | None = None,
     label_names: Sequence[str] | None = None,
     precision: Precision = "fp32",

@@ -20,18 +20,17 @@ from ..compute.numerics import dropout_rates, uses_dropout
 from ..config import Precision
 from ..errors import UserError
 from .backbone import REFUSED, Backbone, auto_class, check_causal, loading_error, open_backbone, quiet_transformers
+from .task import BackboneTask
 from .weight_names import CheckpointFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..tasks import Task
-
 
 def build_skeleton(
     name: str | Path | Backbone,
     *,
-    task: Task,
+    task: BackboneTask,
     num_labels: int | None = None,
     label_names: Sequence[str] | None = None,
     precision: Precision = "fp32",
@@ -137,7 +136,7 @@ def check_dropout(model: Any, dropout: float | None, where: str) -> None:
         )
 
 
-def finalize_model(model: Any, report: dict[str, Any], *, backbone: Backbone, task: Task) -> None:
+def finalize_model(model: Any, report: dict[str, Any], *, backbone: Backbone, task: BackboneTask) -> None:
     """Check a model against transformers' loading `report`, freeze it and record its origin.
 
     Raises UserError for an encoder used as a language model, and for missing weights other than a new head's.
@@ -197,7 +196,7 @@ def set_pad_token(model: Any, backbone: Backbone) -> None:
     config.pad_token_id = text.pad_token_id = pad
 
 
-def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: Task, where: str) -> tuple[str, ...]:
+def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: BackboneTask, where: str) -> tuple[str, ...]:
     """Return the names of the parameters missing from the checkpoint; only those of a task's own head may be
     missing."""
     mismatched = {entry[0] if isinstance(entry, tuple | list) else entry for entry in report["mismatched_keys"]}

@@ -42,7 +42,7 @@ from .layout import Slice, TensorParallelLayout, copy_local_part, gather_full_te
 from .mesh import DATA, TOKENS, ProcessMesh
 
 if TYPE_CHECKING:
-    from ..data.micro_batch import MicroBatch, PreferenceTargets
+    from ..compute.micro_batch import MicroBatch, PreferenceTargets
     from ..tasks import Task
     from .context import ContextParallel
     from .fsdp import Sharding

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -14,38 +13,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from ..compute.micro_batch import PreferenceTargets
     from ..config import Train
     from ..data.encoding import RowEncoder
     from ..data.example import Example, GenerationPrompt
     from ..data.labels import OutputLayer, Units
     from ..data.masking import Masking
-    from ..data.micro_batch import PreferenceTargets
     from ..data.rows import Row
     from ..data.template import Template
     from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
-
-
-@dataclass(frozen=True)
-class UsageExample:
-    """Python lines for the model card that show how to call a model of a task, given `tokenizer` and `model`."""
-
-    text: str
-    """Expression of the input text."""
-    answer: Sequence[str]
-    """Lines that print the result from `logits`, or from the generated `answer`."""
-    whole: bool = False
-    """True if the text already contains its special tokens, so that the tokenizer must add none."""
-    ends: int | list[int] | None = None
-    """Token ids that end a generated answer."""
-    before: Sequence[str] = ()
-    """Lines at the top of the script, such as the list of class names."""
-    options: str = ""
-    """Additional arguments of the backbone's `from_pretrained`."""
-    ask: Sequence[str] = ()
-    """Lines that build the input text."""
-    inputs: Sequence[tuple[str, str]] = ()
-    """Further model inputs next to `input_ids`: (name, expression)."""
 
 
 class BaseTask:
@@ -92,8 +69,6 @@ class BaseTask:
     """Name of the objective in errors about backbones."""
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     """transformers class that loads its models."""
-    pipeline_tag: ClassVar[str] = "text-generation"
-    """Pipeline tag of its models on the hub."""
     peft_type: ClassVar[str | None] = "CAUSAL_LM"
     """PEFT `task_type`; None if PEFT has none that fits."""
     new_head: ClassVar[bool] = False
@@ -147,14 +122,6 @@ class BaseTask:
     def no_axes(self) -> Mapping[str, str]:
         """Mesh axes on which its models cannot be trained → reason; rows of `flatshift.finetune.planner.rules`."""
         return {}
-
-    def _check_metrics(self) -> None:
-        """Raise UserError for unknown `task.metrics`, or if no answers are generated for them."""
-        from ..evaluate.metrics import check_metric_names
-
-        if self.metrics and self.score != "generate":
-            raise UserError("task.metrics evaluates generated text; set task.score: generate, or leave it out")
-        check_metric_names(self.metrics, "agreement", "task.metrics")
 
     @property
     def figure_names(self) -> tuple[str, ...]:
@@ -407,14 +374,6 @@ class BaseTask:
 
     # ------------------------------------------------------------------------------------------------------- generation
 
-    def check_writes(self) -> None:
-        """Raise UserError unless its models continue a prompt."""
-        if not self.is_generative:
-            raise UserError(
-                f"task.kind: {self.kind} trains a model that writes no text, so there is nothing to generate; evaluate "
-                "it on rows of yours with `flatshift eval RUN_DIR --data FILE`"
-            )
-
     def prompt_columns(self) -> tuple[str, ...]:
         """Return the columns used in the prompt. Raises UserError for a malformed template."""
         return self.columns()
@@ -461,23 +420,14 @@ class BaseTask:
         shown = [(row, self.prompt_text(row)) for row in rows]
         return [GenerationPrompt(row.id, text, self.prompt_ids(tokenizer, text)) for row, text in shown], []
 
-    def sample_prompt(self) -> str:
-        """Return an example prompt for a model card."""
-        return "Once upon a time"
 
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
-        """Return code for the model card that calls a model with inputs formatted as in training.
+def check_task_metrics(task: BaseTask) -> None:
+    """Raise UserError for unknown `task.metrics`, or if no answers are generated for them."""
+    from ..evaluate.metrics import check_metric_names
 
-        label_names: classes in head order, if the task has any.
-        """
-        from ..data.encoding import get_end_token
-
-        return UsageExample(
-            "prompt",
-            ["print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))"],
-            ends=get_end_token(tokenizer),
-            ask=[f"prompt = {self.sample_prompt()!r}"],
-        )
+    if task.metrics and task.score != "generate":
+        raise UserError("task.metrics evaluates generated text; set task.score: generate, or leave it out")
+    check_metric_names(task.metrics, "agreement", "task.metrics")
 
 
 class TemplateTask(BaseTask):
@@ -542,10 +492,6 @@ class TemplateTask(BaseTask):
         rows = [Row({columns[0]: text}, f"prompt-{i}", f"--prompt {i}") for i, text in enumerate(texts, start=1)]
         return self.ask(rows, tokenizer)[0]
 
-    def sample_prompt(self) -> str:
-        shown = (literal + ("" if name is None else "some text") for literal, name in self.templates()[0].parts)
-        return (self.prefix or "") + "".join(shown)
-
 
 class SequenceLevelTask(BaseTask):
     """Base class of tasks with a new head over `text` (or the pair `text`, `text2`) that predicts for the whole row."""
@@ -554,7 +500,6 @@ class SequenceLevelTask(BaseTask):
     new_head: ClassVar[bool] = True
     modelling: ClassVar[str] = "sequence classification"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
-    pipeline_tag: ClassVar[str] = "text-classification"
     peft_type: ClassVar[str] = "SEQ_CLS"
 
     @property
@@ -577,6 +522,3 @@ class SequenceLevelTask(BaseTask):
         """Compare with the tokenizer's own truncation, which cuts as training does."""
         texts = [row.values["text"], *filter(None, [row.values.get("text2")])]
         return list(saved(*texts, truncation=True, max_length=max_length)["input_ids"]) == example.input_ids
-
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
-        return UsageExample("'some text'", ["print(logits)"])

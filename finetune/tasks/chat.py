@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from ..config import check_bounds
-from ..errors import UserError
-from .base import BaseTask, UsageExample
+from .base import BaseTask, check_task_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,7 +78,7 @@ class Chat(BaseTask):
             except ValueError:
                 raise ValueError(f"date must be written YYYY-MM-DD, got {self.date!r}") from None
         check_template_arguments(self.template_arguments or {})
-        self._check_metrics()
+        check_task_metrics(self)
 
     @property
     def uses_chat_template(self) -> bool:
@@ -164,24 +162,6 @@ class Chat(BaseTask):
         from ..data.chat.encode import build_prompts
 
         return build_prompts(rows, task=self, tokenizer=tokenizer, bad_rows=bad_rows)
-
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
-        from ..data.encoding import get_end_token
-
-        ends = {get_end_token(tokenizer)}
-        with contextlib.suppress(UserError):  # an end of turn in ordinary tokens cannot stop generation
-            ends |= {one.stop for one in self.ask_texts(["some text"], tokenizer)}
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return UsageExample(
-            "prompt",
-            ["print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))"],
-            whole=True,
-            ends=sorted(end for end in ends if end is not None),
-            ask=[
-                f"turns = {[*system, {'role': 'user', 'content': 'some text'}]!r}",
-                "prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)",
-            ],
-        )
 
 
 _RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "documents", "chat_template")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from .base import SequenceLevelTask, UsageExample
+from .base import SequenceLevelTask
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
     from ..data.encoding import RowEncoder
     from ..data.example import Example
@@ -148,15 +146,6 @@ class Classify(SequenceLevelTask):
     def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
         indices = label.nonzero()[:, 0].tolist() if self.multi else [int(label)]
         return ", ".join(label_names[k] if label_names else str(k) for k in indices) or "none"
-
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
-        several = "[label for label, logit in zip(LABELS, logits[0]) if logit > 0]"
-        return dataclasses.replace(
-            super().usage(tokenizer, label_names),
-            answer=[f"print({several if self.multi else 'LABELS[int(logits.argmax())]'})"],
-            before=[f"LABELS = {list(label_names or ())!r}"],
-            options=", num_labels=len(LABELS), ignore_mismatched_sizes=True",
-        )
 
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
         return {"label": () if self.multi else (label_names or ("",))[0]}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..config import check_bounds
 from ..errors import UserError
-from .base import TemplateTask
+from .base import TemplateTask, check_task_metrics
 
 if TYPE_CHECKING:
     from ..data.encoding import EncodingResult, RowEncoder
@@ -49,7 +49,7 @@ class Completion(TemplateTask):
 
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(1, None), max_truncated=(0, 1))
-        self._check_metrics()
+        check_task_metrics(self)
 
     @property
     def figure_names(self) -> tuple[str, ...]:

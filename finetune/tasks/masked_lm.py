@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..config import check_bounds
-from .base import BaseTask, UsageExample
+from .base import BaseTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,6 @@ class MaskedLM(BaseTask):
     backbone: ClassVar[Literal["encoder"]] = "encoder"
     modelling: ClassVar[str] = "masked language modelling"
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
-    pipeline_tag: ClassVar[str] = "fill-mask"
     peft_type: ClassVar[None] = None
     new_head: ClassVar[bool] = True
     hides_tokens: ClassVar[bool] = True
@@ -88,13 +87,6 @@ class MaskedLM(BaseTask):
 
         return judge.perplexity_metrics(
             examples, *judge.token_nll(examples), of="hidden", documents=find_document_starts(examples)
-        )
-
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
-        return UsageExample(
-            "text",
-            ["print(tokenizer.decode(logits[0, ids[0] == tokenizer.mask_token_id].argmax(-1)))"],
-            ask=[f"text = 'some {tokenizer.mask_token} text'"],
         )
 
 

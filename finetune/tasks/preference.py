@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from ..config import check_bounds
 from ..errors import UserError
-from .base import TemplateTask, UsageExample
+from .base import TemplateTask
 from .chat import Chat
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from ..compute.micro_batch import PreferenceTargets
     from ..data.example import Example, GenerationPrompt
-    from ..data.micro_batch import PreferenceTargets
     from ..data.preference import PreferenceEncoder
     from ..data.rows import Row
     from ..data.template import Template
@@ -340,9 +340,6 @@ class Preference(TemplateTask):
             turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
             talks.append(dataclasses.replace(row, values={**row.values, "messages": turns}))
         return self.as_chat.ask(talks, tokenizer, bad_rows=bad_rows)
-
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
-        return self.as_chat.usage(tokenizer, label_names) if self.chat else super().usage(tokenizer, label_names)
 
 
 def _log1mexp(x: Tensor) -> Tensor:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..errors import UserError
-from .base import SequenceLevelTask, UsageExample
+from .base import SequenceLevelTask
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
     from ..data.encoding import RowEncoder
     from ..data.example import Example
@@ -112,13 +110,6 @@ class Regress(SequenceLevelTask):
     def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
         seen = float(label)
         return f"{units.offset + units.scale * seen if units else seen:.6g}"
-
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
-        return dataclasses.replace(
-            super().usage(tokenizer, label_names),
-            answer=["print(float(logits))  # in the units of the training targets"],
-            options=", num_labels=1, ignore_mismatched_sizes=True",
-        )
 
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
         return {"label": 0.0}

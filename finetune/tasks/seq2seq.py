@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from ..config import check_bounds
 from ..errors import UserError
-from .base import TemplateTask, UsageExample
+from .base import TemplateTask, check_task_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +66,7 @@ class Seq2Seq(TemplateTask):
         check_bounds(self, max_truncated=(0, 1))
         if self.num_beams is not None and self.score != "generate":
             raise ValueError(f"num_beams is for `score: generate`, got {self.num_beams} with score: {self.score}")
-        self._check_metrics()
+        check_task_metrics(self)
 
     @property
     def figure_names(self) -> tuple[str, ...]:
@@ -148,14 +148,3 @@ class Seq2Seq(TemplateTask):
 
         specials = SpecialTokens.of(tokenizer, begin=False)
         return [*specials.prefix, *tokenize_plain(tokenizer, text), *specials.suffix]
-
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> UsageExample:
-        from ..data.encoding import get_end_token
-
-        return UsageExample(
-            "prompt",
-            ["print(tokenizer.decode(answer[0], skip_special_tokens=True))"],
-            ends=get_end_token(tokenizer),
-            ask=[f"prompt = {self.sample_prompt()!r}"],
-            inputs=[("decoder_input_ids", "torch.tensor([[model.config.decoder_start_token_id]])")],
-        )

@@ -34,7 +34,7 @@ from ..models.quantize import GET, import_bitsandbytes
 from ..planner.memory import QUANTISED_BLOCK, QUANTISED_FROM
 
 if TYPE_CHECKING:
-    from ..data.micro_batch import MicroBatch
+    from ..compute.micro_batch import MicroBatch
     from ..parallel.engine import Context, Engine
     from ..tasks import Task
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..compute.attention import offsets_as_mask, sample_offsets
 from ..compute.cuda_status import is_cuda
+from ..compute.micro_batch import MicroBatch
 from ..config import Train
-from ..data.micro_batch import MicroBatch
 from ..evaluate.packing_check import isolate_packed_rows
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..data.batches import TrainingDataLoader
     from ..data.example import Example
     from ..tasks import Task
-    from .trace.recorder import Recording
+    from .trace.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ def check_metric(metric: str, task: Task, setting: str) -> None:
     if metric in ("auto", "loss"):
         return
     if metric == "accuracy" and not task.accuracy and "accuracy" not in task.figure_names:
-        raise UserError(f"{setting}: accuracy is judged for classification only, not for {task.kind}; take loss")
+        raise UserError(f"{setting}: accuracy is evaluated for classification only, not for {task.kind}; take loss")
     if metric not in task.figure_names or find_metric(metric).is_floor:
         known = ", ".join(name for name in task.figure_names if not find_metric(name).is_floor)
-        raise UserError(f"{setting}: {metric} is not judged for task.kind: {task.kind} as set; there are {known}")
+        raise UserError(f"{setting}: {metric} is not evaluated for task.kind: {task.kind} as set; there are {known}")
 
 
 def full_evaluation_metric(train: Train, task: Task) -> str | None:
@@ -131,7 +131,7 @@ def check_length(engine: Engine, batches: TrainingDataLoader) -> None:
 def positions_left(limit: int, model: Any) -> str:
     """`limit` as in `this backbone's 96 positions`; of `model` only the soft tokens before every text are read."""
     front = describe_prefix(model)
-    beside = f"the {limit} positions that this backbone has left beside {front}"
+    beside = f"the {limit} positions that this backbone has left after {front}"
     return beside if front else f"this backbone's {limit} positions"
 
 

@@ -34,7 +34,7 @@ from ..models.anatomy import attention_modules, is_linear
 from ..parallel.mesh import DATA, TOKENS
 
 if TYPE_CHECKING:
-    from ..data.micro_batch import MicroBatch
+    from ..compute.micro_batch import MicroBatch
     from ..parallel.engine import Engine
     from ..tasks import Task
 

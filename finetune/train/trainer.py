@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.micro_batch import MicroBatch, PreferenceTargets
+    from ..compute.micro_batch import MicroBatch, PreferenceTargets
 
 
 class Trainer:

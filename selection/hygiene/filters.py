@@ -1,8 +1,8 @@
 """Filters on single texts: length, language, repetition.
 
 Language is detected by script and by the commonest words: no model, no download, about 10 µs a text. A heuristic for
-sentences and longer: short or wordless texts stay undecided, and a language that is not in `KNOWN` may be taken for a
-related one. docs/hygiene.md has the shares of NTREX sentences that are recognised.
+sentences and longer: short or wordless texts stay undecided, and a language that is not in `hygiene_config.KNOWN` may
+be taken for a related one. docs/hygiene.md has the shares of NTREX sentences that are recognised.
 
 Repetition is the degree to which a text repeats itself (Rae et al. 2021, arXiv 2112.11446, Table A1). All shares of
 n-grams are of the characters in words. Two readings are ours: an n-gram that occurs once is no repetition, however
@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flatshift.selection.hygiene import hygiene_config
 from flatshift.selection.hygiene.shingles import WORDS, WordHashes, mix64, window_hashes
-
-if TYPE_CHECKING:
-    from flatshift.selection.hygiene import hygiene_config
 
 # Function words, roughly by frequency; a word may belong to several languages.
 _COMMON = {
@@ -97,9 +94,6 @@ _OF_SCRIPT = {code: re.compile(f"[{span}]") for code, span in _SCRIPTS.items()}
 _ANY_SCRIPT = re.compile(f"[{''.join(_SCRIPTS.values())}]")
 _LETTER = re.compile(r"[^\W\d_]")
 
-KNOWN = (*_COMMON, *_SCRIPTS)
-"""ISO 639-1 codes that can be detected."""
-
 _LANGUAGES_OF: dict[str, list[str]] = {}
 for _code, _words in _COMMON.items():
     for _word in _words.split():
@@ -114,8 +108,8 @@ def detect_language(text: str, *, prefer: Collection[str] = ()) -> tuple[str | N
     """Return (code, share): the language whose common words make up the largest share of the text's words.
 
     (None, share) if that share is below 0.1 or rests on fewer than two words. A language of `prefer` wins unless
-    another has at least two such words more; further ties go by the order of `KNOWN`. A text of which at least half is
-    in a script of one language is in that language: share is then the share of letters.
+    another has at least two such words more; further ties go by the order of `hygiene_config.KNOWN`. A text of
+    which at least half is in a script of one language is in that language: share is then the share of letters.
     """
     if not text.isascii() and _ANY_SCRIPT.search(text):
         code, share = _detect_by_script(text)

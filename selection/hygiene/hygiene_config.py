@@ -16,6 +16,12 @@ from typing import Literal
 
 from flatshift.selection.errors import SelectionError
 
+KNOWN = (
+    "en", "de", "fr", "es", "it", "pt", "nl", "sv", "da", "nb", "fi", "et", "pl", "cs",
+    "hu", "ro", "tr", "id", "vi", "ru", "uk", "bg", "ar", "fa", "ur", "el", "he", "hi",
+    "bn", "ta", "te", "th", "ka", "hy", "ko", "ja", "zh",
+)  # fmt: skip
+"""ISO 639-1 codes of the languages that `Language` detects, ties in this order."""
 WORKING_GIB = 0.125
 """GiB reserved for batches of texts and of pairs, in addition to the sorted keys."""
 
@@ -61,13 +67,11 @@ class Language:
     """Drop records in another language, detected by script and common words. A heuristic without a download."""
 
     keep: tuple[str, ...] = ("en",)
-    """ISO 639-1 codes to keep; `flatshift.selection.hygiene.filters.KNOWN` lists the detectable ones."""
+    """ISO 639-1 codes to keep; `flatshift.selection.hygiene.hygiene_config.KNOWN` lists the detectable ones."""
     undecided: Literal["keep", "drop"] = "keep"
     """Action for a text with too few common words to decide, such as a headline or a formula."""
 
     def __post_init__(self) -> None:
-        from flatshift.selection.hygiene.filters import KNOWN
-
         if not self.keep:
             raise SelectionError("keep must name at least one language, for example [en]")
         for code in self.keep:

@@ -56,7 +56,7 @@ def test_circles_are_seen(graph: dict[str, set[str]], found: list[list[str]]) ->
     assert sorted(house.import_cycles(graph)) == found
 
 
-def test_lazy_imports_count_and_those_of_types_do_not(tmp_path: Path) -> None:
+def test_lazy_imports_and_those_of_types_count(tmp_path: Path) -> None:
     for room in house.ROOMS:
         (tmp_path / room).mkdir()
     (tmp_path / "selection" / "one.py").write_text("def f():\n    from .two import g\n")
@@ -64,5 +64,36 @@ def test_lazy_imports_count_and_those_of_types_do_not(tmp_path: Path) -> None:
     known = house.product_modules(tmp_path)
     assert house.import_graph(known) == {
         "flatshift.selection.one": {"flatshift.selection.two"},
-        "flatshift.selection.two": set(),
+        "flatshift.selection.two": {"flatshift.selection.one"},
     }
+
+
+def test_the_tree_is_below_the_ceilings() -> None:
+    assert house.list_excesses(house.product_modules()) == []
+
+
+def test_every_excess_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in house.ROOMS:
+        (tmp_path / room).mkdir()
+    wide = "class Wide:\n    a, b = 1, 2\n    c: int = 3\n\n    def d(self):\n        return 1\n"
+    (tmp_path / "selection" / "one.py").write_text(f"{wide}\n\nclass Flags:\n    pass\n")
+    (tmp_path / "selection" / "two.py").write_text("class Wide:\n    pass\n\n\nclass Flags:\n    pass\n")
+    known = house.product_modules(tmp_path)
+    assert house.list_excesses(known) == ["class Wide in flatshift.selection.one and flatshift.selection.two"]
+    for ceiling, value in (("LINES", 15), ("MODULES", 1), ("MEMBERS", 3), ("FUNCTION_LINES", 1)):
+        monkeypatch.setattr(house, f"MAX_{ceiling}", value)
+    assert house.list_excesses(known)[:-1] == [
+        "16 product lines, ceiling 15",
+        "2 modules, ceiling 1",
+        "flatshift.selection.one.Wide: 4 members, ceiling 3",
+        "flatshift.selection.one.d: 2 lines, ceiling 1",
+    ]
+
+
+def test_an_excess_ends_the_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["house.py", "--check"])
+    assert house.main() == 0
+    monkeypatch.setattr(house, "MAX_MODULES", 1)
+    assert house.main() == 1 and "ceiling 1" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["house.py"])
+    assert house.main() == 0

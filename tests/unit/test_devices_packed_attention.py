@@ -62,7 +62,9 @@ def absent(*args, **how):
 def on_cuda(monkeypatch):
     """The CPU taken for a capable CUDA device."""
     monkeypatch.setattr(
-        packing_check, "flash_attention_problem", lambda engine, train, device: attention._model_problem(engine, train)
+        packing_check,
+        "flash_attention_problem",
+        lambda base, train, device, **how: attention._model_problem(base, train, **how),
     )
 
 

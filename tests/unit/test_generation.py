@@ -9,6 +9,7 @@ from scipy.stats import chi2
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from flatshift.experiments.workflows.generate import check_generative
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.data.encoding import IGNORE, encode, get_end_token
@@ -243,7 +244,7 @@ def test_prompts_are_what_training_put_before_the_answer(tokenizer):
 def test_refusals_name_the_nearest_fix():
     model = tiny_model("gpt2", len(TOKENIZER))
     with pytest.raises(UserError, match=r"classify trains a model that writes no text.*flatshift eval"):
-        Classify().check_writes()
+        check_generative(Classify())
     with pytest.raises(UserError, match=r"prompt 2: 90 tokens and --max-new-tokens 8 do not fit .* 96 positions"):
         written(model, prompts=[[1, 5], [5] * 90])
     with pytest.raises(UserError, match="prompt 1 is empty"):

@@ -12,13 +12,15 @@ import pytest
 from flatshift.selection.hygiene import Language, LengthFilter, Repetition
 from flatshift.selection.hygiene import filters as module
 from flatshift.selection.hygiene.filters import (
-    KNOWN,
+    _COMMON,
+    _SCRIPTS,
     check_language,
     check_length,
     check_repetition,
     detect_language,
     repetition_shares,
 )
+from flatshift.selection.hygiene.hygiene_config import KNOWN
 
 # The first article of the Universal Declaration of Human Rights and a line of everyday speech.
 SENTENCES = {
@@ -80,6 +82,7 @@ def test_language_keeps_what_is_wanted_and_what_it_cannot_tell() -> None:
         assert not broken[len(SENTENCES)] and not broken[-2:].any() and len(share) == len(texts)
     _, broken, _ = check_language(texts, Language(undecided="drop"))
     assert not broken[0] and broken[1 : len(SENTENCES) + 1].all() and broken[-2:].all()
+    assert (*_COMMON, *_SCRIPTS) == KNOWN
     assert len(set(KNOWN)) == len(KNOWN) and set(SENTENCES) <= set(KNOWN)
 
 

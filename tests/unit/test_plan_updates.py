@@ -15,10 +15,10 @@ import transformers
 from benchmarks._harness import held_bytes, peak_bytes
 from flatshift import regularizers
 from flatshift.finetune.compute import attention
+from flatshift.finetune.compute.micro_batch import MicroBatch, PreferenceTargets
 from flatshift.finetune.compute.numerics import without_input_casts
 from flatshift.finetune.compute.precision import autocast
 from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
-from flatshift.finetune.data.micro_batch import MicroBatch, PreferenceTargets
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.planner.cluster import read_sizes

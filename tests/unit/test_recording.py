@@ -24,7 +24,7 @@ from flatshift.finetune.train.trace.curvature import curvature_metrics
 from flatshift.finetune.train.trace.examples import ExampleScores, LabelNoise, score_examples, split_metrics
 from flatshift.finetune.train.trace.factors import AdaptedLayers, LayerFactors, adapter_metrics, gradient_norms
 from flatshift.finetune.train.trace.files import recorded_steps, stability_threshold
-from flatshift.finetune.train.trace.recorder import Recording
+from flatshift.finetune.train.trace.recording import Recording
 from tests.data_models import row
 from tests.finetune_models import IGNORED, save_backbone
 from tests.seq2seq_models import save_encoder_decoder

@@ -17,6 +17,8 @@ import torch
 import flatshift.finetune.tasks
 from flatshift.experiments.recipe import from_override
 from flatshift.experiments.recipe.build import build_settings
+from flatshift.experiments.workflows.generate import check_generative
+from flatshift.experiments.workflows.model_card import usage_example
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Train
@@ -206,13 +208,13 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
 @each_task
 def test_prompts_and_the_cards_lines(task, backbones):
     tokenizer = open_backbone(backbones(task)).tokenizer
-    use = task.usage(tokenizer, ("0", "1"))
+    use = usage_example(task, tokenizer, ("0", "1"))
     ast.parse("\n".join((*use.before, *use.ask, use.text, *use.answer)))
     if not task.is_generative:
         with pytest.raises(UserError, match=rf"task.kind: {task.kind} trains a model that writes no text"):
-            task.check_writes()
+            check_generative(task)
         return
-    task.check_writes()
+    check_generative(task)
     (asked,) = task.ask_texts(["why"], tokenizer)
     assert asked.id == "prompt-1" and asked.ids
     rows = _rows(task)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from ...errors import UserError
 from ..encoding import DroppedRows, Truncation, iter_chunks
@@ -19,13 +19,11 @@ from ..example import IGNORE, EncodedRows, Example, GenerationPrompt
 from ..rows import FORMS, TWO_TURNS, Row
 from .answers import AssistantSpans, RenderedConversation
 from .conversation import read_conversation, read_unanswered_turns
-from .template import ChatTemplate
+from .template import ChatTemplate, TemplateSettings
 from .tokens import ConversationTokeniser, TokenAlignmentError, TokenisedConversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from ...tasks import Chat
 
 _CHUNK = 256
 _THINKS = "enable_thinking"
@@ -58,6 +56,30 @@ class _ChatCounts:
     """From where on these are least numbers; None: all are exact."""
 
 
+class ChatSettings(TemplateSettings, Protocol):
+    """Settings of a task of conversations."""
+
+    @property
+    def turns(self) -> str: ...
+
+    @property
+    def system(self) -> str | None: ...
+
+    @property
+    def score(self) -> str: ...
+
+    @property
+    def empty_thoughts(self) -> bool: ...
+
+    @property
+    def max_truncated(self) -> float: ...
+
+    @property
+    def max_unsupervised(self) -> float: ...
+
+    def replace(self, **settings: Any) -> Self: ...
+
+
 class ChatEncoder:
     """Encoder of conversations in chunks that checks at the end how much was lost.
 
@@ -67,7 +89,7 @@ class ChatEncoder:
 
     def __init__(
         self,
-        task: Chat,
+        task: ChatSettings,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         *,
@@ -339,7 +361,7 @@ _ANY_LENGTH = 1 << 40
 
 
 def build_prompts(
-    rows: Iterable[Row], *, task: Chat, tokenizer: PreTrainedTokenizerBase, bad_rows: str = "refuse"
+    rows: Iterable[Row], *, task: ChatSettings, tokenizer: PreTrainedTokenizerBase, bad_rows: str = "refuse"
 ) -> tuple[list[GenerationPrompt], list[str]]:
     """Return a question for each row, in order, and `file:line: reason` of the skipped rows.
 
@@ -348,7 +370,7 @@ def build_prompts(
     """
     # The turns already include the system turn; empty thoughts are part of the answer, so the prompt ends before them.
     encoder = ChatEncoder(
-        dataclasses.replace(task, score="generate", system=None, empty_thoughts=True),
+        task.replace(score="generate", system=None, empty_thoughts=True),
         tokenizer,
         _ANY_LENGTH,
         bad_rows=bad_rows,

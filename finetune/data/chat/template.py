@@ -13,14 +13,12 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import UserError, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from ...tasks import Chat
 
 _SHIPPED = Path(__file__).resolve().parent / "templates"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -40,6 +38,19 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a turn for the reasoning before it; each template reads one of them."""
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
+
+
+class TemplateSettings(Protocol):
+    """Chat template of a task, and what it is rendered with."""
+
+    @property
+    def template(self) -> str: ...
+
+    @property
+    def template_arguments(self) -> dict[str, Any] | None: ...
+
+    @property
+    def date(self) -> str | None: ...
 
 
 class TemplateRenderError(ValueError):
@@ -84,7 +95,7 @@ def read_template(name: str) -> str:
         raise UserError(f"task.template: {path} cannot be read ({error})") from error
 
 
-def template_record(task: Chat) -> dict[str, str] | None:
+def template_record(task: TemplateSettings) -> dict[str, str] | None:
     """Return `path, sha256` of the template that the task names, for a manifest; None for `auto`."""
     if task.template == AUTO:
         return None
@@ -132,7 +143,7 @@ def _to_jinja_literal(value: Any) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def set_template(tokenizer: PreTrainedTokenizerBase, task: Chat) -> None:
+def set_template(tokenizer: PreTrainedTokenizerBase, task: TemplateSettings) -> None:
     """Store template and arguments of `task` in the tokenizer, so that its users prompt the model as in training."""
     name = resolve_template(task.template, tokenizer)
     own: Any = tokenizer.chat_template if name == AUTO else read_template(name)
@@ -144,7 +155,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, task: Chat) -> None:
 class ChatTemplate:
     """Renderer of conversations for `task` and `tokenizer`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, task: Chat) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, task: TemplateSettings) -> None:
         """Raise UserError for a template that prints today's date or ends turns with a token that the tokenizer
         lacks, or for arguments that it does not read."""
         self.tokenizer = tokenizer

@@ -19,8 +19,8 @@ from flatshift.regularizers.sharpness import AdapterSpace, Hessian, LossFunction
 from flatshift.regularizers.sharpness.spaces import Loss, Purpose
 
 from ...compute.loss import Head, batch_loss
+from ...compute.micro_batch import MicroBatch
 from ...config import Optimizer
-from ...data.micro_batch import MicroBatch
 from .files import stability_threshold
 
 if TYPE_CHECKING:

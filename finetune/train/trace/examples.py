@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...compute.loss import IGNORED, Head, align_targets
+from ...compute.micro_batch import MicroBatch
 from ...compute.numerics import evaluation_mode
 from ...data.eval_batching import EvalBatching
 from ...data.example import Example
-from ...data.micro_batch import MicroBatch
 from ...models.anatomy import vocabulary_size
 
 if TYPE_CHECKING:

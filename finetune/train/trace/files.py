@@ -14,7 +14,7 @@ from ...config import Optimizer, TraceRecording
 from ...run_directory import TRACE, read_metrics
 
 if TYPE_CHECKING:
-    from .recorder import Recording
+    from .recording import Recording
 
 
 ABOUT = "trace.json"

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ...atomic import write_json
 from ...compute.loss import Head
-from ...config import TraceRecording
+from ...compute.micro_batch import MicroBatch
 from ...data.eval_batching import EvalBatching
 from ...data.example import Example
-from ...data.micro_batch import MicroBatch
-from ...data.rows import limit_rows
 from ...errors import UserError
 from ...launch import watchdog
 from ...parallel.engine import Engine
@@ -28,70 +23,16 @@ from ...run_directory import disk_full_interrupts
 from ...seeds import derive_seed
 from ..optimizer import AdapterOptimizer
 from ..schedule import Schedule
-from .examples import ExampleScores, LabelNoise, score_examples, split_metrics
+from .examples import ExampleScores, score_examples, split_metrics
 from .factors import AdaptedLayers, adapter_metrics, global_norm, gradient_norms, is_factor_a, is_factor_b
 from .files import ABOUT, recorded_steps, trace_metadata
+from .recording import Recording
 
 if TYPE_CHECKING:
     from flatshift.regularizers.sharpness.spaces import Loss
 
     from ..checkpointer import TrainingState
     from ..stage import TrainingStage
-
-
-@dataclass(frozen=True)
-class Recording:
-    """Settings of a stage's trace, and the rows that are evaluated for it."""
-
-    record: TraceRecording
-    splits: Mapping[str, Sequence[Example]]
-    """Rows of `train`, `dev` and `test`, if not empty."""
-    flipped: LabelNoise | None = None
-    """Rows of `train` with a wrong label; None without label noise."""
-    curved: Sequence[Example] = ()
-    """Training rows whose mean loss is used for curvature."""
-
-    @classmethod
-    def choose(
-        cls,
-        record: TraceRecording,
-        *,
-        train: Sequence[Example],
-        dev: Sequence[Example],
-        test: Sequence[Example],
-        seed: int,
-        flipped: Sequence[str] | None = None,
-        true_labels: Mapping[str, int] | None = None,
-    ) -> Recording:
-        """Choose the rows that `record` requires.
-
-        Args:
-            seed: of the choice of training rows (`train.seed`); that of held-out rows is the same for every run.
-            flipped: ids of the training rows with a wrong label; None without label noise.
-            true_labels: original class of each of them by id, if rows have classes.
-        """
-        rows = _subsample(train, record.train_rows, seed=derive_seed(seed, "record", "train"))
-        splits = {"train": rows}
-        for name, examples in (("dev", dev), ("test", test)):
-            splits[name] = _subsample(examples, record.heldout_rows, seed=derive_seed(0, "record", name))
-        noise = None
-        if flipped is not None:
-            wrong, true = set(flipped), true_labels or {}
-            classes = [true.get(row.id, row.labels) for row in rows]
-            noise = LabelNoise(
-                np.array([row.id in wrong for row in rows], dtype=bool),
-                np.array(classes, dtype=np.int64) if all(isinstance(each, int) for each in classes) else None,
-            )
-        curved = (
-            _subsample(rows, record.sharpness_rows, seed=derive_seed(seed, "record", "sharpness"))
-            if record.sharpness
-            else []
-        )
-        return cls(record, {name: part for name, part in splits.items() if part}, noise, curved)
-
-
-def _subsample(examples: Sequence[Example], count: int | None, *, seed: int) -> list[Example]:
-    return limit_rows(examples, count if count is not None and count < len(examples) else None, seed=seed)
 
 
 class Recorder:
