@@ -336,7 +336,7 @@ def test_a_loop_that_names_no_micro_batch_is_told_so(scope: str) -> None:
     with regularizer.step(0):
         regularizer.on_micro_batch(0)
         loss_of(model, ids).backward()
-    with pytest.raises(RegularizerError, match=r"q_proj.*micro\(index\)"), regularizer.step(1):
+    with pytest.raises(RegularizerError, match=r"q_proj.*on_micro_batch\(index\)"), regularizer.step(1):
         loss_of(model, ids)
     assert torch.equal(loss_of(model, ids), plain)
 

@@ -25,7 +25,7 @@ def test_arms_get_equal_trials_which_see_no_test_rows(tmp_path: Path, monkeypatc
     tried: list = []
     monkeypatch.setattr("benchmarks.first_study.run_cells", lambda out, cells, *a, **k: tried.extend(cells))
     monkeypatch.setattr(
-        "benchmarks.first_study.result_of",
+        "benchmarks.first_study.read_cell_result",
         lambda out, cell: {"metrics": {"dev": {"loss": {"value": cell.resolved.recipe.optimizer.lr}}}},
     )
     overrides = [from_override(key, value) for key, value in {**SETTINGS, **own}.items()]

@@ -122,7 +122,7 @@ def test_a_run_keeps_its_steps(tmp_path, capsys):
     (tmp_path / "own.yaml").write_text(text)
     out = tmp_path / "run"
     assert run(["train", str(tmp_path / "own.yaml"), "--out", str(out), "--train.peak_tflops", "1"]) == 0
-    assert "steps: 6 (train.epochs 1 of 23 rows)" in capsys.readouterr().out + (out / "log.txt").read_text()
+    assert "6 steps: 1.04 epochs of 23 rows" in capsys.readouterr().out + (out / "log.txt").read_text()
     assert "steps: 6  # train.epochs 1 of 23 rows" in (out / "recipe.resolved.yaml").read_text()
     kept = resume_recipe(out)
     assert (kept.recipe.train.steps, kept.recipe.train.epochs) == (6, None)

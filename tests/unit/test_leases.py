@@ -111,6 +111,6 @@ def test_waiting_for_a_name_says_for_whom(tmp_path):
         assert ours.take("plan")
         told: list[str] = []
         threading.Timer(0.5, ours.release, ["plan"]).start()
-        with theirs.alone("plan", waits=told.append):
+        with theirs.exclusive("plan", waits=told.append):
             assert not ours.take("plan")
         assert told == [f"process {os.getpid()} on {os.uname().nodename}"]

@@ -190,7 +190,7 @@ class Reader(PlainRegularizer):
         norm = torch.cat([p.grad.flatten() for p in theta(self.model).values()]).norm()
         self.norms.append(float(norm) / loss_scale)
 
-    def micro(self, index: int) -> None:
+    def on_micro_batch(self, index: int) -> None:
         self.micros[-1].append(index)
 
     def after_optimizer_step(self, rate: float) -> None:
