@@ -106,7 +106,7 @@ def evaluate_split(
     return evaluate_watched(
         watch,
         split,
-        engine.judged,
+        engine.eval_model,
         tokenizer,
         examples,
         task=task,

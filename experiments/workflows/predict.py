@@ -73,7 +73,7 @@ class Predictor:
         self.tokenizer = self.backbone.tokenizer
         self.engine, _ = load_model(recipe, self.task, self.label_names, adapter=path / "adapter")
         if not self.task.has_reference:  # merging would destroy its reference, the model without the adapter
-            _merge_adapter(self.engine.judged, recipe)
+            _merge_adapter(self.engine.eval_model, recipe)
         self.bad_rows = bad_rows
         self.skipped: list[str] = []
         """`file:line: reason` of skipped rows."""
@@ -127,14 +127,14 @@ class Predictor:
         self.cut += encoded.truncated
         self.skipped += encoded.skipped
         judge = Evaluator(
-            self.engine.judged,
+            self.engine.eval_model,
             self.tokenizer,
             task,
             self._inference(),
             {},
             self.label_names,
         )
-        with evaluation_mode(self.engine.judged):
+        with evaluation_mode(self.engine.eval_model):
             columns = task.predict(judge, encoded.examples)
         texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
         places = {example.where: i for i, example in enumerate(encoded.examples)}  # the first piece of a document

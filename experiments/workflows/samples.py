@@ -227,9 +227,9 @@ def _score_toxicity(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[lis
             rows, task=recipe.task, tokenizer=tokenizer, max_length=recipe.train.max_length, label_names=names
         )
         engine, _ = load_model(recipe, recipe.task, names, adapter=path / "adapter")
-        with evaluation_mode(engine.judged):
+        with evaluation_mode(engine.eval_model):
             _, logits = head_scores(
-                engine.judged,
+                engine.eval_model,
                 coded.examples,
                 EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device),
                 task=recipe.task,

@@ -240,8 +240,14 @@ def _try_kernels(
         return hidden.new_zeros(1, 1, 1)
 
     around = autocast(train, engine.device) if compute_dtype(train) != torch.float32 else contextlib.nullcontext()
-    with evaluation_mode(engine.judged), torch.no_grad(), around, head.computing(cost), attention_kernel(batch.inputs):
-        engine.judged(**batch.inputs)
+    with (
+        evaluation_mode(engine.eval_model),
+        torch.no_grad(),
+        around,
+        head.computing(cost),
+        attention_kernel(batch.inputs),
+    ):
+        engine.eval_model(**batch.inputs)
     engine.reshard()
     return found
 

@@ -127,7 +127,7 @@ def _kernel_problem(engine: MeshModel, train: Train, device: torch.device) -> st
     """Try the kernel on this backbone and return the problem; None if examples do not attend to each other."""
     try:
         with autocast(train, device):
-            check_packing_isolation(engine.judged, starts=True, agree=engine.world.any)
+            check_packing_isolation(engine.eval_model, starts=True, agree=engine.world.any)
     except (UserError, RuntimeError, ValueError, TypeError) as error:
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     finally:

@@ -88,9 +88,9 @@ class Engine:
         self.loss_scale = 1.0
         """Factor by which the gradients of `forward_backward` exceed the true ones
         (`flatshift.finetune.train.loss_scale`)."""
-        self.draws: Callable[..., DropoutPass] | None = None
+        self.dropout_context: Callable[..., DropoutPass] | None = None
         """`KeyedDropout.during` of the current step; None without dropout."""
-        self.beat: Callable[[], None] = lambda: None
+        self.heartbeat: Callable[[], None] = lambda: None
         """Called after every micro-batch: a heartbeat for the watchdog."""
 
     @classmethod
@@ -146,7 +146,7 @@ class Engine:
         return MeshPlacement(self.world, self.layout, self.parameters, gradient_scale=self.gradient_scale)
 
     @property
-    def judged(self) -> Any:
+    def eval_model(self) -> Any:
         """Model for evaluation, called as `model(**inputs).logits`; under a pipeline its stand-in."""
         return self.model if self.runner is None else self.runner.stand_in
 
@@ -251,7 +251,14 @@ class Engine:
         scale = self.gradient_scale * self.loss_scale
         if self.runner is not None:
             total = self.runner.forward_backward(
-                micros, count, task=task, head=head, context=context, scale=scale, beat=self.beat, draws=self.draws
+                micros,
+                count,
+                task=task,
+                head=head,
+                context=context,
+                scale=scale,
+                beat=self.heartbeat,
+                draws=self.dropout_context,
             )
         else:
             total = torch.zeros((), device=self.device)
@@ -263,17 +270,17 @@ class Engine:
                     loss = self._loss(micro.to(self.device), task=task, head=head) / count
                 (loss if scale == 1 else loss * scale).backward()
                 total += loss.detach()
-                self.beat()
+                self.heartbeat()
         self._reduce_gradients()
         return self.world.sum(total, *TOKENS)
 
     def _drawing(self, index: int, rows: int, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         """Return the dropout context of the `index`-th micro-batch, of which a data rank has `rows` rows."""
-        if self.draws is None:
+        if self.dropout_context is None:
             return contextlib.nullcontext()
         place, ranks = self.share
         tokens = micro.inputs["input_ids"].shape[1] // self.world.width("cp")
-        return self.draws(first=(index * ranks + place) * rows, rows=len(micro.labels), tokens=tokens)
+        return self.dropout_context(first=(index * ranks + place) * rows, rows=len(micro.labels), tokens=tokens)
 
     def _loss(self, micro: MicroBatch, *, task: Task, head: Head | None) -> Tensor:
         """Return the loss summed over this rank's tokens of `micro`."""

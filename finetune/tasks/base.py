@@ -341,7 +341,7 @@ class BaseTask:
         the mean of −log p over the vocabulary, as in transformers' `LabelSmoother`."""
         return self.label_smoothing or 0.0
 
-    def judged(self) -> Self:
+    def for_evaluation(self) -> Self:
         """Return the task for evaluation on dev and test, without settings that only regularise training."""
         return self
 

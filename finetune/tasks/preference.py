@@ -158,7 +158,7 @@ class Preference(TemplateTask):
     def smoothing(self) -> float:
         return 0.0  # the base property smooths tokens; `label_smoothing` here applies to pairs
 
-    def judged(self) -> Self:
+    def for_evaluation(self) -> Self:
         return self if self.label_smoothing is None else self.replace(label_smoothing=None)
 
     def without_limits(self) -> Self:

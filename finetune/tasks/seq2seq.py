@@ -128,7 +128,7 @@ class Seq2Seq(TemplateTask):
             made.append((example, cut))
         return made
 
-    def judged(self) -> Self:
+    def for_evaluation(self) -> Self:
         return self.replace(label_smoothing=None)
 
     @property

@@ -40,9 +40,9 @@ class TrainingState:
     best_step: int | None = None
     best_dev_loss: float | None = None
     best_accuracy: float | None = None
-    best_figure: float | None = None
+    best_metric: float | None = None
     misses: int = 0
-    unjudged: bool = False
+    evaluation_pending: bool = False
     """True while the dev evaluation after `step` is still to be done."""
     stopped_early: bool = False
     skipped: int = 0
@@ -53,7 +53,7 @@ class TrainingState:
     """State of `flatshift.finetune.train.loss_scale`; empty unless the stage computes in fp16."""
     recent: list[float] = field(default_factory=list)
     """Losses of the last steps, up to `train.spikes.window` of them."""
-    left_out: list[list[int]] = field(default_factory=list)
+    skipped_ranges: list[list[int]] = field(default_factory=list)
     """Batches [first, stop) skipped because of spikes (`flatshift.finetune.train.data_order`)."""
     rewinds: list[dict[str, Any]] = field(default_factory=list)
     """Spikes that the stage rolled back for: `step`, `loss`, `limit`, and `to`, the step of the checkpoint."""
@@ -137,9 +137,9 @@ class Checkpointer:
         attempt = self.attempt
         self._take(found)
         self.attempt = attempt + 1
-        first = batch_index(found.step, now.left_out)
-        stop = max(first + spikes.skip, batch_index(now.step, now.left_out) + 1)
-        self.progress.left_out = merge_skipped_ranges(now.left_out, first, stop)
+        first = batch_index(found.step, now.skipped_ranges)
+        stop = max(first + spikes.skip, batch_index(now.step, now.skipped_ranges) + 1)
+        self.progress.skipped_ranges = merge_skipped_ranges(now.skipped_ranges, first, stop)
         self.progress.rewinds = [*now.rewinds, {**spike, "to": found.step}]
         self.saved_step = -1  # so that the checkpoint of this step is written again
         self.save()
@@ -173,7 +173,10 @@ class Checkpointer:
             "stage": self.stage,
             "attempt": self.attempt,
             "progress": self.progress.meta(),
-            "data": {"step": self.progress.step, "batch": batch_index(self.progress.step, self.progress.left_out)},
+            "data": {
+                "step": self.progress.step,
+                "batch": batch_index(self.progress.step, self.progress.skipped_ranges),
+            },
             "random": {"seed": self.seed},
             "place": self._place(),
             "scheduler": {**asdict(self.settings), "steps": self.train.steps},

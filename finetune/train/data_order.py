@@ -16,20 +16,20 @@ Ranges = Sequence[Sequence[int]]
 """Skipped batches [first, stop), ascending, no two adjacent."""
 
 
-def batch_index(step: int, left_out: Ranges) -> int:
+def batch_index(step: int, skipped_ranges: Ranges) -> int:
     """Return the batch (from 0) of the step from `step` to `step + 1`: the step-th that is not skipped."""
     index = step
-    for first, stop in left_out:
+    for first, stop in skipped_ranges:
         if index < first:
             break
         index += stop - first
     return index
 
 
-def merge_skipped_ranges(left_out: Ranges, first: int, stop: int) -> list[list[int]]:
-    """Return the union of `left_out` and the batches [first, stop)."""
+def merge_skipped_ranges(skipped_ranges: Ranges, first: int, stop: int) -> list[list[int]]:
+    """Return the union of `skipped_ranges` and the batches [first, stop)."""
     merged: list[list[int]] = []
-    for low, high in sorted([tuple(part) for part in left_out] + [(first, stop)]):
+    for low, high in sorted([tuple(part) for part in skipped_ranges] + [(first, stop)]):
         if merged and low <= merged[-1][1]:
             merged[-1][1] = max(merged[-1][1], high)
         else:

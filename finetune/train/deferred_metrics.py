@@ -35,9 +35,9 @@ class MetricsRow:
     """A row of metrics.jsonl that is not written yet."""
 
     step: int
-    told: dict[str, Any]
+    values: dict[str, Any]
     """Values known on the host, in the order of the row; `loss` and `grad_norm` are filled in when they are read."""
-    scalars: dict[str, Tensor] = field(default_factory=dict)
+    pending: dict[str, Tensor] = field(default_factory=dict)
     """Values on the device: one number each."""
     figures: list[MetricTensors] = field(default_factory=list)
     """Metrics appended after them, in order."""
@@ -47,13 +47,13 @@ class MetricsRow:
     @property
     def vectors(self) -> list[Tensor]:
         """All tensors to read, 1-D each."""
-        return [*(value.reshape(1) for value in self.scalars.values()), *(part.values for part in self.figures)]
+        return [*(value.reshape(1) for value in self.pending.values()), *(part.values for part in self.figures)]
 
     def complete(self, numbers: Iterator[list[float]]) -> dict[str, Any]:
         """Return the complete row; numbers: those of `vectors`."""
-        found = {name: next(numbers)[0] for name in self.scalars}
+        found = {name: next(numbers)[0] for name in self.pending}
         named = [part.named(next(numbers)) for part in self.figures]
-        line = {**self.told, **found}
+        line = {**self.values, **found}
         for each in (*named, self.end):
             line.update(each)
         return line
@@ -82,7 +82,7 @@ class MetricsBuffer:
         self._since = time.monotonic()
 
     @property
-    def at_once(self) -> bool:
+    def reads_are_free(self) -> bool:
         """True if reading is free, so that every step is read before it is applied."""
         return self._most == 1
 
@@ -95,11 +95,11 @@ class MetricsBuffer:
         """Append a row; rows are written in this order."""
         self._lines.append(line)
 
-    def ask(self, flag: bool) -> None:
+    def request_stop(self, flag: bool) -> None:
         """Set a flag (to stop) that all ranks learn of with the next read, if any rank sets it."""
         self._asked |= flag
 
-    def tell(self, write: Callable[[dict[str, Any]], None], *, refuse: Callable[[int, dict[str, Any]], None]) -> bool:
+    def flush(self, write: Callable[[dict[str, Any]], None], *, refuse: Callable[[int, dict[str, Any]], None]) -> bool:
         """Read all buffered rows and `write` each, in order; return True if any rank set its flag. Collective.
 
         `refuse` is called before, with the step and the row, and raises for the first one whose loss or gradient is not
@@ -127,7 +127,7 @@ class MetricsBuffer:
         vectors = [vector for line in lines for vector in line.vectors]
         now = time.monotonic()
         each, self._since = (now - self._since) / max(len(lines), 1), now
-        shared = not self.at_once and self._world.size > 1
+        shared = not self.reads_are_free and self._world.size > 1
         if shared:
             agreed = torch.stack([torch.full((), value, device=self._world.device) for value in (float(asked), each)])
             dist.all_reduce(agreed, dist.ReduceOp.MAX)
@@ -137,7 +137,7 @@ class MetricsBuffer:
         if shared:
             told, each = next(numbers)
             asked = bool(told)
-        if not self.at_once:
+        if not self.reads_are_free:
             # adapt to the step time, so that no row waits much longer than `_PATIENCE`
             self._every = min(self._most, max(1, math.floor(_PATIENCE / max(each, 1e-9))))
         return made, asked

@@ -38,9 +38,9 @@ def dev_metrics(
     Args:
         head: as found by the stage (`flatshift.finetune.compute.loss.find_head`).
     """
-    model, judged = engine.judged, task.judged()
+    model, judged = engine.eval_model, task.for_evaluation()
     if task.by_answer:
-        scores = score_answers(model, examples, inference, task=judged, head=engine.usable(head), beat=engine.beat)
+        scores = score_answers(model, examples, inference, task=judged, head=engine.usable(head), beat=engine.heartbeat)
         engine.reshard()
         return point_metrics(scores)
     found: list[torch.Tensor] = []  # loss and number of correct answers per batch
@@ -60,7 +60,7 @@ def dev_metrics(
             if micro.samples:
                 found.append(torch.stack([loss.double(), torch.zeros_like(loss) if right is None else right.double()]))
                 counts.append(batch.supervised)
-            engine.beat()
+            engine.heartbeat()
     engine.reshard()
     sums = torch.zeros(3, dtype=torch.float64)  # loss, correct answers, targets
     for pair, count in zip(read_numbers(found), counts, strict=True):

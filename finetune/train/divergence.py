@@ -49,10 +49,10 @@ class DivergenceGuard:
         self.watches = train.skip_nonfinite > 0 or train.spikes is not None
         """True if steps are checked inside the regularizer's step; otherwise a value that is not finite ends the
         stage."""
-        self.found: dict[str, float] = {}
+        self.last_values: dict[str, float] = {}
         """`loss` and `grad_norm` of the step checked last."""
 
-    def judge(self, losses: Sequence[torch.Tensor]) -> RejectedUpdate | None:
+    def check(self, losses: Sequence[torch.Tensor]) -> RejectedUpdate | None:
         """Return the reason to reject the current step; None to accept it. Gradients are unchanged.
 
         losses: of each pass, the first at the weights themselves.
@@ -60,7 +60,7 @@ class DivergenceGuard:
         numbers = [*losses, self._engine.clip(None)]
         *values, norm = (each[0] for each in read_numbers([number.reshape(1) for number in numbers]))
         norm /= self._engine.loss_scale
-        self.found = {"loss": values[0], "grad_norm": norm}
+        self.last_values = {"loss": values[0], "grad_norm": norm}
         if not all(map(math.isfinite, [*values, norm])):
             return RejectedUpdate(next((value for value in values if not math.isfinite(value)), values[0]), norm)
         if self._train.spikes is None:
@@ -69,12 +69,12 @@ class DivergenceGuard:
         # sums over ranks may differ in the last bit, so the ranks agree on one decision
         return RejectedUpdate(values[0], norm, limit) if self._engine.world.any(values[0] > limit) else None
 
-    def made(self) -> None:
+    def step_applied(self) -> None:
         """Record that the current step was applied."""
         state = self._keeper.progress
         state.skipped_in_a_row = 0
         if self._train.spikes is not None:
-            state.recent = [*state.recent, self.found["loss"]][-self._train.spikes.window :]
+            state.recent = [*state.recent, self.last_values["loss"]][-self._train.spikes.window :]
 
     def skip(self, verdict: RejectedUpdate) -> dict[str, Any] | None:
         """Count the step as skipped and return the fields for its row; None if the stage must roll back instead.
@@ -98,7 +98,7 @@ class DivergenceGuard:
             self.refuse(number, verdict)
         return None
 
-    def go_back(self, verdict: RejectedUpdate, *, reattach: Callable[[], None]) -> dict[str, Any]:
+    def roll_back(self, verdict: RejectedUpdate, *, reattach: Callable[[], None]) -> dict[str, Any]:
         """Roll back to the checkpoint before a spike, skip the batches around it, and return the row that records it.
 
         reattach: resets the regularizer to its state before the first step.
@@ -109,16 +109,16 @@ class DivergenceGuard:
             if not self._keeper.rewind({"step": number, **spike}, reattach=reattach):
                 self.refuse(number, verdict)
         state = self._keeper.progress
-        first, stop = next(part for part in state.left_out if part[1] > state.step)
+        first, stop = next(part for part in state.skipped_ranges if part[1] > state.step)
         above = f" is above {verdict.limit:.4g}" if verdict.limit is not None else ""
         self._run.log(
             f"warning: {self._stage}: spike in step {number}, its loss {verdict.loss:.4g}{above}; back to step "
             f"{state.step}, without batches {first} to {stop - 1}"
         )
         line = {"attempt": attempt, "step": number, **spike, "tokens": state.tokens}
-        return {**line, "rewound_to": state.step, "left_out": state.left_out}
+        return {**line, "rewound_to": state.step, "left_out": state.skipped_ranges}
 
-    def refuse_broken(self, number: int, line: Mapping[str, Any]) -> None:
+    def raise_if_not_finite(self, number: int, line: Mapping[str, Any]) -> None:
         """Raise Diverged if the `loss` or `grad_norm` of step `number` is not finite."""
         if not (math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])):
             self.refuse(number, RejectedUpdate(line["loss"], line["grad_norm"]))

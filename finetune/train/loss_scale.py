@@ -30,7 +30,7 @@ class LossScale:
         self.value = FIRST if on else 1.0
         self.good = 0
         """Consecutive steps without an overflow."""
-        self.found: dict[str, float] = {}
+        self.last_values: dict[str, float] = {}
         """Unscaled `loss` and `grad_norm` of the step checked last."""
 
     def shrink(self) -> bool:
@@ -46,12 +46,12 @@ class LossScale:
         norm: returns the global norm of the scaled gradients. The result is the same on every rank.
         """
         *values, size = (each[0] for each in read_numbers([number.reshape(1) for number in (*losses, norm(None))]))
-        self.found = {"loss": values[0], "grad_norm": size / self.value}
+        self.last_values = {"loss": values[0], "grad_norm": size / self.value}
         if all(map(math.isfinite, values)) and not math.isfinite(size):
             return self.shrink()
         return False
 
-    def made(self) -> None:
+    def step_applied(self) -> None:
         """Record that a step was applied; double the scale when due."""
         if not self.on:
             return

@@ -196,7 +196,7 @@ class AdapterOptimizer:
                 self.parameters[name].copy_(master)
         self.drop_gradients()
 
-    def leave_fixed(self) -> None:
+    def clear_fixed_gradients(self) -> None:
         """Drop the gradients of fixed parameters, so that no norm counts them."""
         for parameter in self._fixed:
             parameter.grad = None
@@ -204,7 +204,7 @@ class AdapterOptimizer:
     def drop_gradients(self) -> None:
         """Drop all gradients, as after a skipped step."""
         self.inner.zero_grad(set_to_none=True)
-        self.leave_fixed()
+        self.clear_fixed_gradients()
         for name in self.masters:
             self.parameters[name].grad = None
 
@@ -387,7 +387,7 @@ class GaussNewton:
                 )
             jacobians.append(rows.flatten(0, 1).double().cpu().numpy())
             residuals.append(task.residuals(outputs, batch.labels).flatten().double().cpu().numpy())
-            engine.beat()
+            engine.heartbeat()
         jac, residual = np.concatenate(jacobians), np.concatenate(residuals)
         now = torch.cat([p.detach().flatten() for p in self.parameters.values()]).double().cpu().numpy()
         if self.decay:

@@ -48,7 +48,7 @@ class StageResult:
     """Loss spikes that were rolled back (`train.spikes`)."""
     best_accuracy: float | None = None
     """Dev accuracy after `best_step`; None where there are no classes."""
-    best_figure: float | None = None
+    best_metric: float | None = None
     """The metric of `train.best` after `best_step`, where that is neither loss nor accuracy."""
 
 

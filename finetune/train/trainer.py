@@ -62,9 +62,10 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Trains the adapter of one stage.
+    """Trains the adapter of one stage (warm-up or fine-tune).
 
-    On a mesh every rank makes one with its `Engine` and calls `fit`; the main rank writes files.
+    On a mesh every rank makes one with its `Engine` and calls `fit`; the main rank writes files. Optimizer, schedule,
+    checkpointer and meters are made when `fit` starts (`_set_up`): a finished stage needs none of them.
     """
 
     def __init__(self, model: PeftModel | Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage) -> None:
@@ -117,7 +118,7 @@ class Trainer:
                         self._roll_back(row)
                     else:
                         self._after_step(row, rates)
-                self.save()  # stopped early, or finished in an earlier attempt: nothing to do
+                self.save()  # does nothing if the loop has just saved
                 self.callbacks.fire("train_end")
             return self._finish()
 
@@ -127,10 +128,10 @@ class Trainer:
         Whether the step is taken is decided by numbers that are the same on every rank.
         """
         state, engine, task = self.state, self.engine, self.stage.task
-        step, index = state.step, batch_index(state.step, state.left_out)
+        step, index = state.step, batch_index(state.step, state.skipped_ranges)
         context = partial(self._forward_context, step)
-        engine.beat = partial(watchdog.report_progress, step, self.stage.name)
-        engine.draws = partial(self.dropout.during, step) if self.dropout is not None else None
+        engine.heartbeat = partial(watchdog.report_progress, step, self.stage.name)
+        engine.dropout_context = partial(self.dropout.during, step) if self.dropout is not None else None
         count = self.stage.batches.supervised(index)
         lr = self.lr_scheduler(step)
         reference: Sequence[PreferenceTargets | None] = ()
@@ -145,7 +146,7 @@ class Trainer:
                 with self.regularizer.step(step, loss_scale=self.loss_scale.value) as passes:
                     for _ in passes:
                         micros = self._micro_batches(index, reference)
-                        if self.solver is not None:
+                        if self.solver is not None:  # Gauss-Newton: writes its step into the gradients, no backward
                             losses.append(self.solver.compute(engine, micros, count, task=task, context=context))
                             continue
                         with self.throughput.watching(micros, head=self.head), self.layers.working():
@@ -154,30 +155,30 @@ class Trainer:
                             )
                     if self.loss_scale.on and (overflowed := self.loss_scale.overflows(losses, engine.clip)):
                         raise UpdateRejected
-                    if self.guard.watches and (rejected := self.guard.judge(losses)) is not None:
+                    if self.guard.watches and (rejected := self.guard.check(losses)) is not None:
                         raise UpdateRejected
             except UpdateRejected:
                 if rejected is not None:
                     return self._skip_step(rejected, lr)
                 self.optimizer.drop_gradients()
         self.loss_scale.undo(engine.parameters.values())
-        self.optimizer.leave_fixed()
+        self.optimizer.clear_fixed_gradients()
         with self.recorder.update(step + 1):
             norm = engine.clip(self.stage.optimizer.clip)
             row = MetricsRow(step + 1, {"loss": None, "tokens": state.tokens + count, "lr": lr, "grad_norm": None})
-            row.scalars = {"loss": losses[0], "grad_norm": norm}  # of two passes, the first is at the weights
+            row.pending = {"loss": losses[0], "grad_norm": norm}  # of two passes, the first is at the weights
             if self.guard.watches or self.loss_scale.on:  # they have read both already
-                row.scalars, row.told = {}, row.told | (self.guard.found or self.loss_scale.found)
-            elif self.metrics.at_once:
-                row.told, row.scalars = row.complete(iter(read_numbers(row.vectors))), {}
-                self.guard.refuse_broken(step + 1, row.told)
+                row.pending, row.values = {}, row.values | (self.guard.last_values or self.loss_scale.last_values)
+            elif self.metrics.reads_are_free:
+                row.values, row.pending = row.complete(iter(read_numbers(row.vectors))), {}
+                self.guard.raise_if_not_finite(step + 1, row.values)
             self.callbacks.fire("pre_optimizer_step")
             self.optimizer.step(lr)
             self.regularizer.after_optimizer_step(lr)
         state.step += 1
         state.tokens += count
-        self.guard.made()
-        self.loss_scale.made()
+        self.guard.step_applied()
+        self.loss_scale.step_applied()
         row.figures.append(self.regularizer.figures())
         return row
 
@@ -186,12 +187,12 @@ class Trainer:
         state, train = self.state, self.train
         state.seconds = self._elapsed()
         self._update_callbacks()
-        row.told = {"attempt": self.checkpointer.attempt, "step": state.step, "split": "train", **row.told}
+        row.values = {"attempt": self.checkpointer.attempt, "step": state.step, "split": "train", **row.values}
         row.figures.append(rates)
         row.end = {"time_s": round(state.seconds, 4)}
         self.metrics.add(row)
         last = state.step == train.steps
-        stop = self._flush_metrics() if self.metrics.at_once else self._flush_metrics_if_due()
+        stop = self._flush_metrics() if self.metrics.reads_are_free else self._flush_metrics_if_due()
         self.callbacks.fire("step_end")
         evaluate_now = self._callback_asks("evaluate")
         if self.stage.dev and (last or evaluate_now or _every(train.evaluation_interval, state.step)):
@@ -200,7 +201,7 @@ class Trainer:
         state.stopped_early |= self._callback_asks("training_stop") and not last
         self.recorder.at(state, self.checkpointer.attempt)
         state.seconds = self._elapsed()
-        if self.metrics.at_once:
+        if self.metrics.reads_are_free:
             stop = self.engine.world.any(self.stop())
         due = last or state.stopped_early or _every(train.save_every, state.step)
         if stop or due or self._callback_asks("save"):
@@ -243,8 +244,8 @@ class Trainer:
             if stage.optimizer.kind == "gauss-newton"
             else None
         )
-        self.random = uses_dropout(engine.model)
-        self.dropout = engine.dropout(derive_seed(stage.seed, "dropout")) if self.random else None
+        self.has_dropout = uses_dropout(engine.model)
+        self.dropout = engine.dropout(derive_seed(stage.seed, "dropout")) if self.has_dropout else None
         self.loss_scale = LossScale(on=train.precision == "fp16")
         # torch.compile fuses PEFT's forward by itself
         self.layers = CompiledBlocks(engine.model) if train.compile else FusedLayers(engine.model)
@@ -253,7 +254,7 @@ class Trainer:
         self.metrics = MetricsBuffer(engine.world)
         with self._precision():
             if batches.packed:
-                check_packing_isolation(engine.judged, agree=engine.world.any)
+                check_packing_isolation(engine.eval_model, agree=engine.world.any)
             head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=stage.task)
         engine.reshard()
         self.recorder = Recorder(stage, engine, self.optimizer, self.eval_batching, head=head)
@@ -311,7 +312,7 @@ class Trainer:
                 self.save()  # a rollback needs a checkpoint to return to
         self._update_callbacks()
         self.callbacks.fire("train_begin")
-        if state.unjudged:
+        if state.evaluation_pending:
             self.evaluate_dev()
             self.recorder.at(state, self.checkpointer.attempt)
 
@@ -332,7 +333,7 @@ class Trainer:
         rank = (index,) if width > 1 else ()
         draws = (
             seeded_rng(derive_seed(self.stage.seed, "dropout", step, micro, *rank), self.device)
-            if self.random
+            if self.has_dropout
             else None
         )
         with draws or contextlib.nullcontext(), self._precision():
@@ -360,7 +361,7 @@ class Trainer:
             self.regularizer.detach()
             self._attach_regularizer()
 
-        row = self.guard.go_back(rejected, reattach=reattach)
+        row = self.guard.roll_back(rejected, reattach=reattach)
         self.engine.model.train()
         self.state.seconds = self._elapsed()
         self.callbacks.restore(self.state.callbacks)
@@ -384,7 +385,7 @@ class Trainer:
 
     def _flush_metrics(self) -> bool:
         """Write all buffered rows, as before every checkpoint; True if any rank wants to stop."""
-        return self.metrics.tell(lambda row: self.on_step(self.log(**row)), refuse=self.guard.refuse_broken)
+        return self.metrics.flush(lambda row: self.on_step(self.log(**row)), refuse=self.guard.raise_if_not_finite)
 
     def _flush_metrics_if_due(self) -> bool:
         """Flush every few steps on a device where reading a scalar synchronises.
@@ -392,7 +393,7 @@ class Trainer:
         The stop flag is reduced over ranks in the same transfer; one process knows it at once.
         """
         state, stop = self.state, self.stop()
-        self.metrics.ask(stop)
+        self.metrics.request_stop(stop)
         due = self.metrics.due or bool(self.callbacks.callbacks) or self.recorder.wants(state)
         now = due or (stop and self.engine.world.size == 1) or state.step == self.train.steps
         return now and self._flush_metrics()
@@ -404,7 +405,7 @@ class Trainer:
     def _update_callbacks(self) -> None:
         state = self.state
         best = state.best_accuracy if self.train.best != "loss" else None
-        best = state.best_figure if self.metric is not None else state.best_dev_loss if best is None else best
+        best = state.best_metric if self.metric is not None else state.best_dev_loss if best is None else best
         self.callbacks.at(state.step, tokens=state.tokens, best_step=state.best_step, best=best)
 
     def _callback_asks(self, what: str) -> bool:
@@ -425,7 +426,7 @@ class Trainer:
     def evaluate_dev(self) -> None:
         """Evaluate the current adapter on dev; keep it if it is the best so far, else count it for `train.patience`."""
         state = self.state
-        state.unjudged = True
+        state.evaluation_pending = True
         batching = replace(self.eval_batching, beat=self._dev_heartbeat)
         try:
             with (
@@ -439,13 +440,13 @@ class Trainer:
             self.engine.reshard()
             self.save()
             raise Interrupted(f"{self.stage.name} {error}; its state is saved") from error
-        state.unjudged = False
+        state.evaluation_pending = False
         row = {"attempt": self.checkpointer.attempt, "step": state.step, "split": "dev", **metrics}
         self.log(**row, tokens=state.tokens, time_s=round(self._elapsed(), 4))
         if math.isfinite(metrics["loss"]) and self._is_better(metrics):
             state.best_step, state.best_dev_loss, state.misses = state.step, metrics["loss"], 0
             state.best_accuracy = metrics.get("accuracy")
-            state.best_figure = None if self.metric is None else metrics[self.metric]
+            state.best_metric = None if self.metric is None else metrics[self.metric]
             state.best = clone_tensors(self.engine.parameters)
             return
         state.misses += 1
@@ -453,7 +454,7 @@ class Trainer:
 
     def _dev_heartbeat(self, rows: int) -> None:
         """Called after each batch, or generated token, of the dev evaluation: a stop signal ends it on all ranks."""
-        self.engine.beat()
+        self.engine.heartbeat()
         if self.engine.world.any(self.stop()):
             raise Interrupted(f"stopped in the dev evaluation after step {self.state.step}")
 
@@ -461,10 +462,10 @@ class Trainer:
         """Every metric of the current adapter on dev; the same on every rank."""
         return dict(
             evaluate(
-                self.engine.judged,
+                self.engine.eval_model,
                 self.tokenizer,
                 self.stage.dev,
-                task=self.stage.task.judged(),
+                task=self.stage.task.for_evaluation(),
                 config=replace(self.stage.evaluate, bootstrap=1),
                 inference=batching,
                 label_names=self.stage.label_names,
@@ -477,7 +478,7 @@ class Trainer:
         if state.best_dev_loss is None:
             return True
         if self.metric is not None:
-            value, best = metrics[self.metric], state.best_figure
+            value, best = metrics[self.metric], state.best_metric
             if value != best and (value is None or best is None):
                 return best is None
             if value != best:
@@ -504,7 +505,7 @@ class Trainer:
             skipped=state.skipped,
             rewinds=len(state.rewinds),
             best_accuracy=state.best_accuracy,
-            best_figure=state.best_figure,
+            best_metric=state.best_metric,
         )
         rates = self.throughput.whole()
         folder = self.stage.folder

@@ -212,8 +212,10 @@ def _whole_rows() -> dict[str, Any]:
     alone.model.eval(), engine.model.eval()
     greedy = {"max_new_tokens": 6, "do_sample": False, "use_cache": True}
     with torch.no_grad():
-        equal = [torch.equal(alone.judged(**rows).logits, engine.judged(**rows).logits) for rows in (inputs, packed)]
-        same = alone.judged.generate(**prompts, **greedy).equal(engine.judged.generate(**prompts, **greedy))
+        equal = [
+            torch.equal(alone.eval_model(**rows).logits, engine.eval_model(**rows).logits) for rows in (inputs, packed)
+        ]
+        same = alone.eval_model.generate(**prompts, **greedy).equal(engine.eval_model.generate(**prompts, **greedy))
     engine.reshard()
     return {"logits": all(equal), "generation": same, "share": engine.evaluation.part}
 

@@ -79,7 +79,7 @@ def course(run: Run, other: dict[str, Tensor] | None = None) -> dict[str, Any]:
         found["metrics"].append(regularizer.metrics())
         if step == 3:  # may leave weights gathered
             with torch.no_grad():
-                engine.judged(**batch[0].inputs)
+                engine.eval_model(**batch[0].inputs)
             engine.reshard()
     engine.reshard()
     found["untouched"] = checksums(engine) == before

@@ -159,7 +159,7 @@ def course(case: Case, other: dict[str, Tensor] | None = None) -> dict[str, Any]
         found["metrics"] = regularizer.metrics()
         if step == 3:  # may leave weights gathered, and the next step looks at them
             with torch.no_grad():
-                engine.judged(**batch[0].inputs)
+                engine.eval_model(**batch[0].inputs)
     if engine.sharding is not None:
         engine.sharding.reshard()
     found["untouched"] = checksums(engine) == before

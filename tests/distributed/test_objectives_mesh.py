@@ -62,7 +62,7 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     losses, first = few_updates(engine, batches, task, STEPS)
     fold_units(engine.parameters, units)
     found = evaluate(
-        engine.judged, tokenizer, examples[:9], task=task, config=Evaluate(bootstrap=5),
+        engine.eval_model, tokenizer, examples[:9], task=task, config=Evaluate(bootstrap=5),
         inference=EvalBatching.of(tokenizer, batch_size=4, share=engine.evaluation),
     )  # fmt: skip
     saved = engine.full_tensors(engine.parameters)

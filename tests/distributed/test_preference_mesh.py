@@ -54,7 +54,7 @@ def curve(source: str, loss: str, mesh: Any) -> dict[str, Any]:
     )  # fmt: skip
     losses, first = few_updates(engine, batches, task, STEPS)
     found = evaluate(
-        engine.judged, PadOnly(), examples, task=task, config=Evaluate(bootstrap=5),
+        engine.eval_model, PadOnly(), examples, task=task, config=Evaluate(bootstrap=5),
         inference=EvalBatching.of(PadOnly(), batch_size=4, share=engine.evaluation),
     )  # fmt: skip
     return {"losses": losses, "first": first, "found": {n: f["value"] for n, f in found.items()}}

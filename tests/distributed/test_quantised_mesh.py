@@ -109,7 +109,7 @@ def course(case: Case, sources: dict[str, Path], adapter: Path | None) -> dict[s
         found["losses"].append(float(loss))
         if step == 2:
             with torch.no_grad(), autocast(train, device):
-                engine.judged.eval()(**batch[0].inputs)
+                engine.eval_model.eval()(**batch[0].inputs)
             engine.model.train()
     with contextlib.suppress(KeyboardInterrupt), regularizer.step(STEPS):
         raise KeyboardInterrupt

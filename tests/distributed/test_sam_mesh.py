@@ -57,7 +57,7 @@ def course(kind: str, case: Case, other: dict[str, Any] | None = None) -> dict[s
         found["metrics"] = regularizer.metrics()
         if step == 3:  # may leave weights gathered
             with torch.no_grad():
-                engine.judged(**batch[0].inputs)
+                engine.eval_model(**batch[0].inputs)
             engine.reshard()
     found["untouched"] = checksums(engine) == before
     found["state"] = engine.union(regularizer.state_dict())

@@ -55,7 +55,7 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
         examples, task=task, batch_size=4, accumulate=2, seed=0, max_length=24, pad_id=0, share=engine.share
     )
     losses, first = few_updates(engine, batches, task, STEPS)
-    some, judged, share = examples[:7], engine.judged, engine.evaluation
+    some, judged, share = examples[:7], engine.eval_model, engine.evaluation
     inference = EvalBatching.of(TOKENIZER, batch_size=3, share=share)
     figures = evaluate(judged, TOKENIZER, some, task=task, config=Evaluate(bootstrap=10), inference=inference)
     with evaluation_mode(judged):

@@ -79,7 +79,9 @@ def table(page: str, first: str) -> dict[str, dict[str, str]]:
 
 def test_support_matrix_is_fresh() -> None:
     script = load(ROOT / "scripts" / "write_support_matrix.py")
-    assert script.PAGE.read_text(encoding="utf-8") == script.render_page(), "run: python scripts/write_support_matrix.py"
+    assert script.PAGE.read_text(encoding="utf-8") == script.render_page(), (
+        "run: python scripts/write_support_matrix.py"
+    )
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)

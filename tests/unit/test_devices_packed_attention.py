@@ -135,7 +135,7 @@ def test_a_kernel_that_leaks_or_fails_is_not_taken(on_cuda):
     with pytest.raises(UserError, match="see each other"):
         attention.register_packed_attention(leaking)
         engine.peft.get_base_model().set_attn_implementation(NAME)
-        check_packing_isolation(engine.judged, starts=True)
+        check_packing_isolation(engine.eval_model, starts=True)
 
 
 @pytest.mark.parametrize(

@@ -68,16 +68,16 @@ def test_a_scale_halves_on_overflow_and_doubles_after_a_long_time():
     scale = LossScale(on=True)
     assert scale.value == FIRST and scale.shrink() and scale.value == FIRST / 2
     for _ in range(GROWTH_EVERY):
-        scale.made()
+        scale.step_applied()
     assert scale.value == FIRST and scale.good == 0
     scale.value = LARGEST
     for _ in range(GROWTH_EVERY):
-        scale.made()
+        scale.step_applied()
     assert scale.value == LARGEST
     scale.value = 1.0
     assert not scale.shrink()
     off = LossScale(on=False)
-    off.made()
+    off.step_applied()
     assert off.value == 1.0 and off.state() == {}
 
 

@@ -336,7 +336,7 @@ def test_lines_come_when_they_are_many_or_old(monkeypatch):
         assert after(2, 3.0) == [0, 1]
         assert after(1, 0.01) == [0]  # slower than that: each
         assert after(10, 0.01) == list(range(10))
-    assert MetricsBuffer(ProcessMesh.alone()).at_once  # a CPU's
+    assert MetricsBuffer(ProcessMesh.alone()).reads_are_free  # a CPU's
 
 
 # --------------------------------------------------------------------------------------------- other ways, same sums

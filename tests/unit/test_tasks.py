@@ -197,7 +197,7 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
     if not task.has_targets:  # which a folded head answers in the user's own units
         with torch.no_grad():
             all_of_them = list(EvalBatching(**how).batches(encoded.examples, task))
-            total = sum(float(batch_loss(model.eval(), batch, task=task.judged())) for batch in all_of_them)
+            total = sum(float(batch_loss(model.eval(), batch, task=task.for_evaluation())) for batch in all_of_them)
         count = sum(batch.supervised for batch in all_of_them)
         assert figures["loss"]["value"] == pytest.approx(total / count, rel=1e-4)
     if task.is_sequence_level:
@@ -231,7 +231,7 @@ def test_what_a_task_refuses_is_one_sentence(task):
         assert str(refused.value) == sentence and len(sentence) <= 300 and "; " in sentence
     task.refuse("nothing of that name")
     for axis in ("dp", "tp", "pp", "cp"):
-        settings = RuleSettings(Mesh(**{axis: 2}), Train(batch_size=4), Adapter(), task.judged())
+        settings = RuleSettings(Mesh(**{axis: 2}), Train(batch_size=4), Adapter(), task.for_evaluation())
         if axis not in task.no_axes:
             check_settings(settings)
         else:
@@ -248,7 +248,7 @@ def test_settings_that_a_kind_has_not_answer_as_if_nobody_had_set_them():
         "auto",
         0,
     )
-    assert plain.judged() is plain and plain.without_limits() is plain and plain.template_record() is None
+    assert plain.for_evaluation() is plain and plain.without_limits() is plain and plain.template_record() is None
 
 
 # ---------------------------------------------------------------------------------------- nobody asks which kind it is

@@ -144,9 +144,9 @@ def judge_examples(
     from flatshift.finetune.evaluate.perplexity import document_nats
 
     inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
-    with evaluation_mode(engine.judged):
+    with evaluation_mode(engine.eval_model):
         if task.one_class:
-            nats, logits = head_scores(engine.judged, examples, inference, task=task)
+            nats, logits = head_scores(engine.eval_model, examples, inference, task=task)
             predicted = logits.argmax(-1)
             gold = [int(example.labels) for example in examples]  # type: ignore[arg-type]
             figures = classification_metrics(gold, predicted.tolist(), resamples=0, confidence=0.95, seed=0)
@@ -156,7 +156,7 @@ def judge_examples(
             return {"loss": float(nats.mean()), **values}, right
         if task.score != "perplexity":
             raise UserError("task.score: a comparison judges answers by their loss; take perplexity")
-        nats, tokens = document_nats(engine.judged, examples, inference, task=task)
+        nats, tokens = document_nats(engine.eval_model, examples, inference, task=task)
     _refuse_nan(nats)
     return {"loss": float(nats.sum() / tokens.sum())}, [[round(n, 4) for n in nats.tolist()], tokens.tolist()]
 

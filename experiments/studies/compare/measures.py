@@ -61,9 +61,9 @@ def _correct_answers(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: P
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.evaluator import head_scores
 
-    with evaluation_mode(engine.judged):
+    with evaluation_mode(engine.eval_model):
         _, logits = head_scores(
-            engine.judged,
+            engine.eval_model,
             prepared.test,
             EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device),
             task=recipe.task,
