@@ -87,7 +87,7 @@ def test_backbone_is_small_and_bf16(backbone: Path) -> None:
 def test_small_backbones_are_smaller_and_have_their_card(name: str) -> None:
     from safetensors import safe_open
 
-    from scripts.pretrain.small_cards import render
+    from scripts.pretrain.small_cards import render_card
 
     folder = assets.backbone_directory(name)
     assert folder is not None and (folder / "model.safetensors").stat().st_size <= 6_000_000
@@ -98,7 +98,7 @@ def test_small_backbones_are_smaller_and_have_their_card(name: str) -> None:
     assert card["parameters"] <= 3_000_000 and card["cpu_minutes"] <= 12 and card["threads"] == 1
     found = card["validation"]
     assert found["nats_per_token"] < found["unigram_nats_per_token"] - 0.5
-    assert (folder / "README.md").read_text(encoding="utf-8") == render(folder)
+    assert (folder / "README.md").read_text(encoding="utf-8") == render_card(folder)
 
 
 def test_the_small_encoder_tells_hidden_words_from_both_sides() -> None:

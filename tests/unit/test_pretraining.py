@@ -15,21 +15,21 @@ import torch
 
 from scripts.pretrain import backbone as pretrain_backbone
 from scripts.pretrain.backbone import (
-    Pretraining,
-    batch_of,
+    PretrainingConfig,
     build_model,
+    copy_to_device,
     learning_rate,
+    load_windows,
     main,
-    on_device,
     pretrain,
     stream_loss,
     token_stream,
     train,
     train_tokenizer,
 )
-from scripts.pretrain.backbone_card import measure, orders_of, render
+from scripts.pretrain.backbone_card import measure_backbone, ngram_orders, render_card
 from scripts.pretrain.ngram import KneserNey, unigram_log_probabilities
-from scripts.pretrain.packed_tokens import pack, passages, shipped
+from scripts.pretrain.packed_tokens import pack_tokens, read_passages, sample_texts
 from scripts.pretrain.state import Stopped
 
 
@@ -88,7 +88,9 @@ def test_ngram_refuses_what_it_cannot_pack() -> None:
         KneserNey(6, 4096).fit(np.zeros(10, dtype=int))
 
 
-TINY = Pretraining(hidden=32, layers=1, heads=2, kv_heads=1, vocabulary=300, sequence=16, batch=4, tokens=16 * 4 * 12)
+TINY = PretrainingConfig(
+    hidden=32, layers=1, heads=2, kv_heads=1, vocabulary=300, sequence=16, batch=4, tokens=16 * 4 * 12
+)
 
 
 def test_training_is_a_function_of_the_seed_and_learns() -> None:
@@ -110,14 +112,14 @@ def test_an_epoch_draws_every_window_once(monkeypatch: pytest.MonkeyPatch) -> No
     import scripts.pretrain.backbone as script
 
     drawn: dict[int, int] = defaultdict(int)
-    original = script.window
+    original = script.stack_windows
 
     def spy(stream: np.ndarray, indices: np.ndarray, length: int) -> torch.Tensor:
         for index in indices:
             drawn[int(index)] += 1
         return original(stream, indices, length)
 
-    monkeypatch.setattr(script, "window", spy)
+    monkeypatch.setattr(script, "stack_windows", spy)
     stream = np.arange(16 * 24 + 1, dtype=np.int32) % 300
     train(build_model(TINY), stream, TINY, device="cpu", log=lambda line: None)  # 12 steps of 4 = two epochs of 24
     assert dict(drawn) == dict.fromkeys(range(24), 2)
@@ -166,7 +168,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     data = write_texts(tmp_path / "data")
-    config = Pretraining(**{**vars(TINY), "judge_every": 4})
+    config = PretrainingConfig(**{**vars(TINY), "judge_every": 4})
     whole = pretrain(data, tmp_path / "whole", config, device="cpu")
     steps = iter([False] * 5 + [True] + [False] * 2 + [True])
     for _ in range(2):
@@ -175,7 +177,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
         assert not (tmp_path / "parts").exists()
     (tmp_path / "parts.work" / ".state.12345678.tmp").mkdir()  # as a kill inside a save leaves it
     with pytest.raises(SystemExit, match="this state is of lr"):
-        pretrain(data, tmp_path / "parts", Pretraining(**{**vars(config), "lr": 1e-4}), device="cpu")
+        pretrain(data, tmp_path / "parts", PretrainingConfig(**{**vars(config), "lr": 1e-4}), device="cpu")
     parts = pretrain(data, tmp_path / "parts", config, device="cpu")
     assert {**parts, "minutes": 0} == {**whole, "minutes": 0}
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
@@ -187,7 +189,7 @@ def test_the_best_validation_is_kept(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     stream = np.tile(rng.integers(3, 300, size=70), 40).astype(np.uint16)
     held_out = np.concatenate([stream[:200], rng.integers(3, 300, size=600)]).astype(np.uint16)
-    config = Pretraining(**{**vars(TINY), "tokens": 16 * 4 * 400, "lr": 1e-2, "judge_every": 20})
+    config = PretrainingConfig(**{**vars(TINY), "tokens": 16 * 4 * 400, "lr": 1e-2, "judge_every": 20})
     model, said = build_model(config), []
     train(model, stream, config, device="cpu", log=said.append, held_out=held_out)
     judged = [float(line.split()[3]) for line in said if " validation " in line and line.startswith("step")]
@@ -198,24 +200,24 @@ def test_the_best_validation_is_kept(tmp_path: Path) -> None:
 
 def test_epochs_are_of_the_text() -> None:
     stream = np.arange(16 * 24 + 1, dtype=np.int32) % 300
-    config = Pretraining(**{**vars(TINY), "epochs": 1.5})
+    config = PretrainingConfig(**{**vars(TINY), "epochs": 1.5})
     assert train(build_model(config), stream, config, device="cpu", log=lambda line: None) == (9, 576)
     with pytest.raises(SystemExit, match="1 to 1024"):
-        Pretraining(sequence=2048)
+        PretrainingConfig(sequence=2048)
 
 
 def test_a_stream_on_a_device_gives_the_windows_of_the_mapped_one() -> None:
     stream = np.random.default_rng(0).integers(0, 65_000, 500).astype(np.uint16)
     there = torch.from_numpy(stream.astype(np.int32))
     chosen = np.array([3, 0, 7])
-    assert torch.equal(batch_of(there, chosen, 60, "cpu"), batch_of(stream, chosen, 60, "cpu"))
-    assert on_device(stream, "cpu") is stream
+    assert torch.equal(load_windows(there, chosen, 60, "cpu"), load_windows(stream, chosen, 60, "cpu"))
+    assert copy_to_device(stream, "cpu") is stream
 
 
 def test_packed_tokens_are_those_of_the_stream_and_are_made_once(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(iter(TEXTS), 300, 4000)
     wanted, size = token_stream(tokenizer, iter(TEXTS))
-    packed = pack(tmp_path, "train", tokenizer, TEXTS, of="texts")
+    packed = pack_tokens(tmp_path, "train", tokenizer, TEXTS, of="texts")
     assert packed.tokens.dtype == np.uint16 and np.array_equal(packed.tokens, wanted)
     assert (packed.bytes, packed.documents) == (size, 80)
 
@@ -223,26 +225,26 @@ def test_packed_tokens_are_those_of_the_stream_and_are_made_once(tmp_path: Path)
         raise AssertionError("made again")
         yield
 
-    assert np.array_equal(pack(tmp_path, "train", tokenizer, never(), of="texts").tokens, wanted)
+    assert np.array_equal(pack_tokens(tmp_path, "train", tokenizer, never(), of="texts").tokens, wanted)
     with (tmp_path / "train.bin").open("r+b") as file:  # a copy that broke off
         file.truncate(101)
-    assert np.array_equal(pack(tmp_path, "train", tokenizer, TEXTS, of="texts").tokens, wanted)
-    assert len(pack(tmp_path, "train", tokenizer, TEXTS[:3], of="others").tokens) < len(wanted)
+    assert np.array_equal(pack_tokens(tmp_path, "train", tokenizer, TEXTS, of="texts").tokens, wanted)
+    assert len(pack_tokens(tmp_path, "train", tokenizer, TEXTS[:3], of="others").tokens) < len(wanted)
     with pytest.raises(SystemExit, match="no text"):
-        pack(tmp_path, "none", tokenizer, [], of="nothing")
+        pack_tokens(tmp_path, "none", tokenizer, [], of="nothing")
 
 
 def test_passages_are_open_and_none_that_ships(tmp_path: Path) -> None:
-    known = shipped()
+    known = sample_texts()
     assert len(known) > 24_000
     texts = ["a", next(iter(known)), "b", "c"]
     file, tags = write_passages(tmp_path, texts, ["open", "open", "research-or-unclear", "open"])
-    assert list(passages(file, tags, without=known)) == ["a", "c"]
-    assert list(passages(file, None, without=known)) == ["a", "b", "c"]
+    assert list(read_passages(file, tags, without=known)) == ["a", "c"]
+    assert list(read_passages(file, None, without=known)) == ["a", "b", "c"]
     (tmp_path / "short").mkdir()
     _, fewer = write_passages(tmp_path / "short", texts[:2], ["open"] * 2)
     with pytest.raises(SystemExit, match=r"tags.tsv.xz:3: not the tags of"):
-        list(passages(file, fewer))
+        list(read_passages(file, fewer))
 
 
 def test_the_command_stops_in_time_goes_on_and_its_backbone_gets_a_card(
@@ -263,19 +265,19 @@ def test_the_command_stops_in_time_goes_on_and_its_backbone_gets_a_card(
     monkeypatch.setattr(
         "scripts.pretrain.backbone_card.shipped_texts", lambda seed: {"pool: code": ["def house(): return 1"]}
     )
-    card = measure(tmp_path / "tiny", data)
+    card = measure_backbone(tmp_path / "tiny", data)
     config = json.loads((tmp_path / "tiny" / "config.json").read_text(encoding="utf-8"))
-    text = render(card, config, "tiny")
+    text = render_card(card, config, "tiny")
     assert "# tiny" in text and "3.0 epochs" in text and "none that" not in text
     assert "no text that ships as a sample" in text and "--epochs 3.0" in text and "3-gram" in text
     assert card["baselines"]["ngram_train_tokens"] < card["train_tokens"]
 
 
 def test_n_grams_have_the_order_that_fits_the_vocabulary() -> None:
-    assert (orders_of(4096), orders_of(8192)) == ((3, 5), (3, 4))
+    assert (ngram_orders(4096), ngram_orders(8192)) == ((3, 5), (3, 4))
 
 
 def test_the_shipped_card_is_what_the_script_renders() -> None:
     folder = Path(pretrain_backbone.__file__).parents[2] / "finetune" / "backbones" / "flatshift-5m"
     card, config = (json.loads((folder / name).read_text(encoding="utf-8")) for name in ("card.json", "config.json"))
-    assert render(card, config) == (folder / "README.md").read_text(encoding="utf-8")
+    assert render_card(card, config) == (folder / "README.md").read_text(encoding="utf-8")

@@ -15,16 +15,16 @@ from scripts.pretrain.small import (
     ENCODER,
     SENTINELS,
     SEQ2SEQ,
-    Objective,
+    PretrainingObjective,
     build_model,
+    build_tokenizer,
     corrupted_batch,
-    held_out,
-    make_tokenizer,
+    evaluate_held_out,
     pretrain,
     train,
-    unigram_of,
+    unigram_table,
 )
-from scripts.pretrain.small_cards import render
+from scripts.pretrain.small_cards import render_card
 
 TINY = {"sequence": 24, "batch": 4, "tokens": 24 * 4 * 6, "save_every": 2}
 CONFIGS = {
@@ -63,7 +63,7 @@ def test_the_tokenizers_keep_the_decoders_and_add_what_is_needed() -> None:
     old = AutoTokenizer.from_pretrained(backbone_directory("flatshift-5m"))
     text = "The river of naïve 日本 words."
     plain = old(text, add_special_tokens=False)["input_ids"]
-    encoder, seq2seq = make_tokenizer("encoder"), make_tokenizer("seq2seq")
+    encoder, seq2seq = build_tokenizer("encoder"), build_tokenizer("seq2seq")
     a = old("a")["input_ids"]
     assert encoder(text)["input_ids"] == [1, *plain, 2] and encoder("a", "a")["input_ids"] == [1, *a, 2, *a, 2]
     assert encoder.mask_token_id == 4096 == len(encoder) - 1
@@ -93,15 +93,15 @@ def test_the_encoder_is_the_decoder_that_sees_ahead() -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_training_learns_and_resumes_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     config, stream = CONFIGS[kind], stream_of()
-    objective = Objective(config, make_tokenizer(kind))
-    unigram = unigram_of(stream, 4096)
+    objective = PretrainingObjective(config, build_tokenizer(kind))
+    unigram = unigram_table(stream, 4096)
     before = torch.random.get_rng_state()
-    whole = build_model(config, len(make_tokenizer(kind)))
-    first = held_out(whole, stream, unigram, objective)["nats_per_token"]
+    whole = build_model(config, len(build_tokenizer(kind)))
+    first = evaluate_held_out(whole, stream, unigram, objective)["nats_per_token"]
     assert train(whole, stream, objective, tmp_path / "whole", log=lambda line: None)[0] == 6
-    assert held_out(whole, stream, unigram, objective)["nats_per_token"] < first
+    assert evaluate_held_out(whole, stream, unigram, objective)["nats_per_token"] < first
 
-    cut = build_model(config, len(make_tokenizer(kind)))
+    cut = build_model(config, len(build_tokenizer(kind)))
 
     class Killed(Exception):
         pass
@@ -112,7 +112,7 @@ def test_training_learns_and_resumes_with_the_same_bits(kind: str, tmp_path: Pat
 
     with pytest.raises(Killed):
         train(cut, stream, objective, tmp_path / "cut", log=kill)
-    again = build_model(config, len(make_tokenizer(kind)))
+    again = build_model(config, len(build_tokenizer(kind)))
     train(again, stream, objective, tmp_path / "cut", log=lambda line: None)
     for one, other in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -135,6 +135,6 @@ def test_the_folder_it_writes_loads_and_has_a_card(kind: str, tmp_path: Path) ->
     assert model.config.vocab_size == len(tokenizer)
     assert card == json.loads((out / "card.json").read_text(encoding="utf-8"))
     assert (tokenizer.mask_token == "<mask>") == (kind == "encoder")
-    page = render(out)
+    page = render_card(out)
     assert f"{card['parameters']:,}" in page and f"{card['validation']['nats_per_token']:.3f}" in page
     assert not (tmp_path / "small.state").exists()
