@@ -76,3 +76,13 @@ def frozen_backbones():
     after = _shipped()
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     assert not changed, f"the suite changed the shipped backbones: {', '.join(changed)}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """Hide objects of earlier modules from the garbage collector.
+
+    Every training ends with a collection, which takes seconds in a worker that has run thousands of tests.
+    """
+    gc.collect()
+    gc.freeze()
