@@ -156,7 +156,7 @@ def check_minimal_dependencies() -> None:
         for top, owners in importlib.metadata.packages_distributions().items()
         if not {owner.lower().replace("_", "-") for owner in owners} & allowed
     )
-    modules = [name for name in house.modules(ROOT) if not name.endswith("__main__")]
+    modules = [name for name in house.product_modules(ROOT) if not name.endswith("__main__")]
     code = (
         "import importlib, sys\n"
         f"for name in {blocked!r}: sys.modules[name] = None\n"
