@@ -241,7 +241,7 @@ def test_a_spike_is_gone_back_from_and_its_batches_are_never_seen(source, tmp_pa
     clean = {key: value for key, value in curve(tmp_path / "run").items() if key[0] == "train"}
     assert clean == curve(tmp_path / "straight")
     meta = json.loads((tmp_path / "run" / "state" / f"step-{STEPS}" / "state.json").read_text())
-    assert meta["progress"]["left_out"] == [[6, 10]] and meta["data"] == {"step": STEPS, "batch": STEPS + 4}
+    assert meta["progress"]["skipped_ranges"] == [[6, 10]] and meta["data"] == {"step": STEPS, "batch": STEPS + 4}
     assert meta["progress"]["rewinds"] == [{"step": 10, "loss": spike["loss"], "limit": spike["limit"], "to": 6}]
     from flatshift.experiments.results.run import read_metrics as report_metrics
 
