@@ -20,12 +20,6 @@ CPU_S = 240.0
 """What one test may compute, with the processes it waits for; `timeout` (wall time) is only there for what hangs."""
 
 
-def pytest_collection_finish() -> None:
-    """Spare what collection made to every later search for garbage: thousands of tests, and all that they import."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item):
     """Hold every test but the slow ones to `CPU_S`, however long the machine makes it wait."""
@@ -80,9 +74,9 @@ def frozen_backbones():
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> None:
-    """Hide objects of earlier modules from the garbage collector.
+    """Hide what collection and earlier modules made from the garbage collector.
 
-    Every training ends with a collection, which takes seconds in a worker that has run thousands of tests.
+    Every training ends with a search for garbage, which takes seconds in a worker that has run thousands of tests.
     """
     gc.collect()
     gc.freeze()

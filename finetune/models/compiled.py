@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from ..compute.numerics import uses_dropout
 from ..errors import UserError
 from .anatomy import transformer_blocks
-
-if TYPE_CHECKING:
-    pass
 
 
 class CompiledBlocks:
