@@ -14,7 +14,7 @@ Families: a tiny random backbone of each (`benchmarks._families`) is trained thr
 `merge`, `export` and `export --to gguf --outtype f32` (by llama.cpp's own converter: extra gguf) are asked by plain
 transformers and PEFT in a process that never imports Flatshift, beside the run's own model: logits on rows, greedy
 answers to two prompts and where they stop, classes and their names. A GGUF file's tensors are read by the package
-`gguf`, and its settings stand in for the configuration's (`experiments/workflows/plain_gguf.py`). A decoder's turns end
+`gguf`, and its settings stand in for the configuration's (`finetune/models/gguf_tensors.py`). A decoder's turns end
 with a token that its backbone's own settings do not name.
 """
 

@@ -362,7 +362,7 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
         places = {name: place if is_remote(place) else _absolute(place) for name, place in places.items()}
         own = dataclasses.replace(own, **places)
         select = dataclasses.replace(select, embedder=own)
-    backbone = _absolute(recipe.backbone) if Path(recipe.backbone).is_dir() else recipe.backbone
+    backbone = _absolute(recipe.backbone) if Path(recipe.backbone).exists() else recipe.backbone
     adapter = dataclasses.replace(
         recipe.adapter,
         start=recipe.adapter.start and _absolute(recipe.adapter.start),

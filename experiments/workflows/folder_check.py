@@ -24,6 +24,7 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.saved_tokenizer import RunRows, read_run_rows
 from flatshift.finetune.atomic import read_json_object
+from flatshift.finetune.compute.process_memory import available_memory
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import GenerationPrompt
@@ -139,7 +140,7 @@ class Folder:
     adapter: bool = False
     """It is one for PEFT."""
     gguf: GgufFile | None = None
-    """Its GGUF file, which is compared (`plain_gguf`)."""
+    """Its GGUF file, which is compared (`flatshift.finetune.models.gguf_tensors`)."""
 
 
 def compare_folder(
@@ -448,17 +449,3 @@ def load_streamed(
 
     stream_weights(model, changed)
     return model
-
-
-def available_memory() -> int:
-    """Return the bytes of host memory available to this process: of the machine, or within its control group's
-    limit."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text(encoding="utf-8"))
-        free = min(free, limit - int((group / "memory.current").read_text(encoding="utf-8")))
-    return free

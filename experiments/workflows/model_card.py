@@ -96,7 +96,7 @@ def published_name(backbone: str) -> str:
 def _is_local(backbone: str) -> bool:
     if backbone.startswith(PACKAGE):
         return False
-    return assets.backbone_directory(backbone) is None and Path(backbone).expanduser().is_dir()
+    return assets.backbone_directory(backbone) is None and Path(backbone).expanduser().exists()
 
 
 # --------------------------------------------------------------------------------------------- markdown
@@ -305,6 +305,9 @@ def _backbone_lines(backbone: str, base: str) -> list[str]:
     if base == backbone and assets.backbone_directory(backbone) is not None:
         found = f"str(assets.backbone_directory({base!r}))  # ships with Flatshift: pip install flatshift"
         return ["from flatshift.finetune import assets", "", f"BACKBONE = {found}"]
+    if base.endswith(".gguf"):
+        found = f"str(open_backbone({base!r}).directory)  # converted once by Flatshift: pip install 'flatshift[gguf]'"
+        return ["from flatshift.finetune.models.backbone import open_backbone", "", f"BACKBONE = {found}"]
     if backbone.startswith(PACKAGE) and base == published_name(backbone):
         package, _, folder = backbone.removeprefix(PACKAGE).partition("/")
         found = f"str(files({package!r}) / {folder!r})  # in the Python package {package}"

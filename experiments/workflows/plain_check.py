@@ -111,7 +111,7 @@ def load_gguf(asked: Mapping[str, Any]) -> Any:
     """The GGUF file's model in evaluation mode, and the settings that llama.cpp has otherwise."""
     import transformers
 
-    module = runpy.run_path(str(Path(__file__).with_name("plain_gguf.py")))
+    module = runpy.run_path(str(Path(__file__).parents[2] / "finetune" / "models" / "gguf_tensors.py"))
     model, other = module["load"](asked, getattr(transformers, asked["auto_class"]))
     return model.eval(), other
 

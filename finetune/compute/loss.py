@@ -27,7 +27,7 @@ from .capabilities import capabilities
 from .micro_batch import MicroBatch
 from .numerics import attention_kernel, evaluation_mode
 from .precision import WidenedLinear
-from .slices import slice_rows
+from .slices import slice_columns, slice_rows
 from .task import AlignedTask, LossTask
 
 IGNORED = -100
@@ -368,24 +368,44 @@ def _sliced_nll(
     device = capabilities(hidden.device).autocast
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
-    rows = slice_rows(len(weight), device, hidden.element_size())
+    vocabulary, is_wide = len(weight), hidden.dtype == torch.float32
+    count = -(-len(hidden) // slice_rows(vocabulary, device, hidden.element_size()))
+    rows = -(-len(hidden) // max(count, 1))
+    # Every slice reuses these: on a CPU, new pages cost more than the sums
+    buffer = hidden.new_empty(rows, vocabulary)
+    columns = slice_columns(vocabulary, device)
+    wide = buffer if is_wide else hidden.new_empty(rows, columns, dtype=torch.float32)
     with torch.autocast(device, enabled=False):
-        for start in range(0, len(hidden), rows):
+        for start in range(0, len(hidden), max(rows, 1)):
             part, wanted = hidden[start : start + rows], targets[start : start + rows, None]
-            logits = F.linear(part, weight, bias).float()
-            peak = logits.amax(dim=1, keepdim=True)
-            chosen = logits.gather(1, wanted)
-            if smoothing:  # mix log p(target) with the mean over the vocabulary
-                chosen = (1 - smoothing) * chosen + smoothing * logits.mean(dim=1, keepdim=True)
-            logits.sub_(peak).exp_()
-            norm = logits.sum(dim=1, keepdim=True)
-            yield norm.log() + peak - chosen
-            if gradient is not None:
-                logits.div_(norm).scatter_add_(1, wanted, torch.full_like(norm, smoothing - 1.0))
+            logits = buffer[: len(part)]
+            if bias is None:
+                torch.mm(part, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, part, weight.t(), out=logits)
+            peak = logits.amax(dim=1, keepdim=True).float()
+            chosen = logits.gather(1, wanted).float()
+            norm, total = torch.zeros_like(peak), torch.zeros_like(peak)
+            for tile in logits.split(columns, dim=1):
+                exps = tile if is_wide else wide[: len(part), : tile.shape[1]].copy_(tile)
                 if smoothing:
-                    logits.sub_(smoothing / logits.shape[1])
-                torch.mm(logits.to(weight.dtype), weight, out=gradient[start : start + rows])
-            del logits  # free this slice before the next one is allocated
+                    total += exps.sum(dim=1, keepdim=True)
+                norm += exps.sub_(peak).exp_().sum(dim=1, keepdim=True)
+                if gradient is not None and not is_wide:
+                    tile.copy_(exps)
+            # with smoothing, log p(target) is mixed with the mean over the vocabulary
+            yield norm.log() + peak - ((1 - smoothing) * chosen + smoothing / vocabulary * total)
+            if gradient is not None:
+                scale = norm
+                if logits.dtype == torch.float16:  # a sum over the vocabulary can exceed its range
+                    logits.div_(norm)
+                    scale = torch.ones_like(norm)
+                if smoothing:
+                    logits.sub_((scale * (smoothing / vocabulary)).to(logits.dtype))
+                # p - 1 in float32: the difference of rounded numbers would be all rounding where p is near 1
+                error = (chosen - peak).exp() / norm - (1 - smoothing) - smoothing / vocabulary
+                logits.scatter_(1, wanted, (scale * error).to(logits.dtype))
+                torch.mm(logits, weight, out=gradient[start : start + rows]).div_(scale)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

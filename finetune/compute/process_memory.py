@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -82,3 +83,17 @@ def measure_peaks(work: Callable[[], object], *, every: float = 0.002) -> tuple[
         done.set()
         watcher.join()
     return process_bytes("VmHWM"), highest[-1]
+
+
+def available_memory() -> int:
+    """Return the bytes of host memory available to this process: of the machine, or within its control group's
+    limit."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text(encoding="utf-8"))
+        free = min(free, limit - int((group / "memory.current").read_text(encoding="utf-8")))
+    return free

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..compute.attention import use_blocked_attention
 from ..compute.capabilities import capabilities
-from ..compute.loss import Head, align_targets, find_head, head_probe
+from ..compute.loss import Head, align_targets, find_head, head_probe, linear_cross_entropies
 from ..compute.micro_batch import MicroBatch
 from ..compute.slices import slice_rows
 from ..data.encoding import IGNORE, Example
@@ -42,13 +42,13 @@ def token_nats(
     mask = targets != IGNORE
     rows = mask.nonzero()[:, 0]
     scores, wanted = scores[mask], targets[mask]
-    vocabulary = values.shape[-1] if linear is None else len(linear.weight)
-    size = slice_rows(vocabulary, capabilities(values.device).kind, values.element_size())
-    parts = []
-    for i in range(0, len(wanted), size):
-        part = scores[i : i + size]
-        logits = part if linear is None else F.linear(part, linear.weight, linear.bias)
-        parts.append(F.cross_entropy(logits.float(), wanted[i : i + size], reduction="none"))
+    if linear is not None:
+        return linear_cross_entropies(scores, linear, wanted), rows
+    size = slice_rows(values.shape[-1], capabilities(values.device).kind, values.element_size())
+    parts = [
+        F.cross_entropy(part.float(), labels, reduction="none")
+        for part, labels in zip(scores.split(size), wanted.split(size), strict=True)
+    ]
     return torch.cat(parts) if parts else scores.new_zeros(0, dtype=torch.float32), rows
 
 

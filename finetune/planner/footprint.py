@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flatshift.regularizers.config import GGPO, MGPO, BiLora, FlatLora, Plain, RegularizerConfig
 
 from ..atomic import read_json_object
-from ..compute.slices import slice_rows
+from ..compute.slices import slice_columns, slice_rows
 from ..config import WIDTHS, Adapter, Mesh, Train, match_pattern
 from ..errors import UserError
 from ..figures import format_bytes
@@ -359,10 +359,11 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
 def work_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train, rows: int, device: str) -> int:
     """Return the bytes at the worst of three moments, beyond the activations kept by then.
 
-    The loss: a slice of logits in float32, and of its inputs in fewer bits; states of target tokens, their gradient and
-    the last norm's output (a head over whole sequences reads one state of each, and has few logits). The last norm's
-    backward pass: its sums in float32 and three gradients of states. A block's backward pass: two feed-forward-wide
-    gradients, or those of its norms. If blocks are recomputed, one is kept only by the last of these moments.
+    The loss: a slice of logits, and a tile of it in float32 if it has fewer bits; states of target tokens, their
+    gradient and the last norm's output (a head over whole sequences reads one state of each, and has few logits). The
+    last norm's backward pass: its sums in float32 and three gradients of states. A block's backward pass: two
+    feed-forward-wide gradients, or those of its norms. If blocks are recomputed, one is kept only by the last of these
+    moments.
     """
     width = WIDTHS[train.precision]
     piece = rows if mesh.pp == 1 else math.ceil(rows / (mesh.microbatches or min(rows, 4 * mesh.pp)))
@@ -370,7 +371,8 @@ def work_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Tra
     states = tokens * backbone.hidden
     cut = -(-backbone.outputs // mesh.tp)
     read = piece if backbone.whole_rows else backbone.supervised * tokens
-    logits = min(slice_rows(cut, device, width), read) * cut * (4 + (width if width < 4 else 0))
+    tile = 4 * slice_columns(cut, device) if width < 4 else 0
+    logits = min(slice_rows(cut, device, width), read) * (cut * width + tile)
     loss = int(width * (states + 2 * read * backbone.hidden) + logits)
     norm = (20 if width < 4 else 16) * states
     block = max(2 * width * tokens * backbone.feed_forward // mesh.tp, 12 * states)

@@ -24,9 +24,9 @@ from flatshift.experiments.workflows.generation_settings import (
     read_trained_ends,
     save_generation_settings,
 )
-from flatshift.experiments.workflows.plain_gguf import configuration, undone
 from flatshift.finetune.data.encoding import find_end_tokens
 from flatshift.finetune.data.example import IGNORE, Example
+from flatshift.finetune.models.gguf_tensors import configuration, undone
 from tests.data_models import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("warm_checks")

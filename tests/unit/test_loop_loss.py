@@ -15,7 +15,7 @@ from flatshift.finetune.compute.loss import (
     linear_cross_entropy,
     loss_sum,
 )
-from flatshift.finetune.compute.slices import slice_rows
+from flatshift.finetune.compute.slices import slice_columns, slice_rows
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.tasks import Classify, LanguageModel
@@ -107,7 +107,7 @@ def test_linear_cross_entropy_gradient_by_finite_differences(bias):
         assert abs(gradient[index].item() - numeric) < 1e-5
 
 
-@pytest.mark.parametrize(("vocabulary", "rows"), [(5000, 600), (70_001, 250), (140_003, 140)])
+@pytest.mark.parametrize(("vocabulary", "rows"), [(5000, 600), (70_001, 300), (140_003, 250)])
 def test_slices_that_divide_neither_rows_nor_vocabulary_agree_with_dense_float64(vocabulary, rows):
     assert 0 < rows % slice_rows(vocabulary, "cpu", 4) < rows  # a whole slice and a part of one
     generator = torch.Generator().manual_seed(3)
@@ -134,10 +134,11 @@ def test_slices_that_divide_neither_rows_nor_vocabulary_agree_with_dense_float64
 
 def test_slices_are_products_of_many_rows_and_bounded_memory():
     for vocabulary in (2, 999, 4096, 30_522, 32_000, 50_257, 128_256, 262_144):
-        for width, most in ((4, 1 << 24), (2, 1 << 22)):
+        for width in (4, 2):
             rows = slice_rows(vocabulary, "cpu", width)
             assert rows >= 128
-            assert rows * vocabulary <= max(most, 128 * vocabulary)
+            assert rows * vocabulary * width <= max(1 << 27, 128 * vocabulary * width)
+            assert 256 * slice_columns(vocabulary, "cpu") * 4 <= 1 << 23
             assert rows <= 256 or rows * vocabulary <= 1 << 20
             assert slice_rows(vocabulary, "cuda", width) >= max(128, rows)
 

@@ -111,7 +111,7 @@ def test_training_holds_one_slice_and_loses_no_digit(model, monkeypatch):
 
 
 def test_evaluation_holds_one_slice_and_gives_the_same_figures(model, monkeypatch):
-    monkeypatch.setattr(perplexity, "slice_rows", lambda vocabulary, device, width: ALL // 16 // vocabulary)
+    monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device, width: ALL // 16 // vocabulary)
     ids = micro().inputs["input_ids"].tolist()
     examples = [Example(row, [IGNORED, *row[1:]], str(i), f"f:{i}") for i, row in enumerate(ids)]
     with evaluation_mode(model):

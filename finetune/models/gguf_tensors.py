@@ -1,16 +1,17 @@
-"""A GGUF file as a model of plain transformers, for `plain_check`; imports nothing of this project.
+"""Tensors and configuration of a GGUF file in the form of transformers; imports nothing of this project, so that
+`flatshift.experiments.workflows.plain_check` can run it where this project is not installed.
 
-Tensors are read by the package `gguf`, and what llama.cpp's converter does to them is undone. The model is built by
-the backbone's configuration with everything in it that llama.cpp reads from the file instead: what the file lacks,
-llama.cpp lacks too. transformers' own reader of these files ignores much of that (`attention.key_length` of Qwen 3, the
-experts of Mixtral, every scaling of rotary positions), and is taken for other architectures only.
+Tensors are read by the package `gguf`, and what llama.cpp's converter does to them is undone. Everything that llama.cpp
+reads from the file replaces the configuration's value, and what the file lacks, llama.cpp lacks too. transformers' own
+reader of these files ignores much of that (`attention.key_length` of Qwen 3, the experts of Mixtral, every scaling of
+rotary positions), so `load` uses it for other architectures only.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ _SETTINGS = {
 """Keys of a file, and their names in configurations."""
 _ROPE_BASE = 10_000.0
 """llama.cpp's own, for a file without one."""
+_CHUNK = 1 << 24
+"""Numbers dequantised at once."""
 _FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 """Tensors that llama.cpp scales positions by; transformers has them in its configuration."""
 
@@ -126,9 +129,19 @@ def _scale(rope: dict[str, Any], fields: Mapping[str, Any], tensors: set[str], w
 
 
 def fill(model: Any, tensors: Any, architecture: str) -> None:
-    """Give `model` the file's tensors.
+    """Set the parameters of `model` to the file's tensors, in float32. Raises ValueError as `convert_tensors`."""
+    import torch
 
-    Raises ValueError for one that the file or the model lacks, or has in another shape.
+    parameters = dict(model.named_parameters())
+    for name, value in convert_tensors(model, tensors, architecture, dtype=torch.float32):
+        parameters[name].data = value
+
+
+def convert_tensors(model: Any, tensors: Iterable[Any], architecture: str, *, dtype: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of every parameter of `model` (its own may be on meta), one at a time, from the file's
+    `tensors`: matrices in `dtype`, others in float32.
+
+    Raises ValueError for a tensor that the file or the model lacks, or has in another shape.
     """
     import gguf
     import torch
@@ -141,8 +154,7 @@ def fill(model: Any, tensors: Any, architecture: str) -> None:
         if name not in stored:
             raise ValueError(f"the GGUF file has no tensor {name}")
         used.add(name)
-        values = gguf.dequantize(stored[name].data, stored[name].tensor_type)
-        return torch.tensor(values, dtype=torch.float32)
+        return dequantize(stored[name], dtype)
 
     for name, parameter in model.named_parameters():
         expert = re.fullmatch(r".*\.layers\.(\d+)\..*experts\.(gate_up|down)_proj", name)
@@ -155,9 +167,33 @@ def fill(model: Any, tensors: Any, architecture: str) -> None:
         if value.shape != parameter.shape:
             shapes = f"{list(value.shape)} instead of {list(parameter.shape)}"
             raise ValueError(f"the GGUF file has {name} in the shape {shapes}")
-        parameter.data = value
-    if left := stored.keys() - used - _FACTORS:
-        raise ValueError(f"transformers has no place for the GGUF file's tensor {min(left)}")
+        yield name, value
+    if surplus := stored.keys() - used - _FACTORS:
+        raise ValueError(f"transformers has no place for the GGUF file's tensor {min(surplus)}")
+
+
+def dequantize(tensor: Any, dtype: Any) -> Any:
+    """Return a tensor of `gguf.GGUFReader` in `dtype`, a vector in float32.
+
+    Some rows are dequantised at a time, because `gguf` returns float32. Raises ValueError for a quantisation that it
+    does not know.
+    """
+    import gguf
+    import torch
+
+    data, kind = tensor.data, tensor.tensor_type
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    try:
+        if len(shape) == 1:
+            return torch.tensor(gguf.dequantize(data, kind), dtype=torch.float32)
+        rows = data.reshape(-1, data.shape[-1])
+        out = torch.empty(len(rows), shape[-1], dtype=dtype)
+        step = max(1, _CHUNK // shape[-1])
+        for start in range(0, len(rows), step):
+            out[start : start + step] = torch.tensor(gguf.dequantize(rows[start : start + step], kind))
+    except NotImplementedError:
+        raise ValueError(f"the GGUF file has {tensor.name} in {kind.name}, which `gguf` cannot dequantise") from None
+    return out.view(shape)
 
 
 def undone(architecture: str, name: str, value: Any, config: Any) -> Any:

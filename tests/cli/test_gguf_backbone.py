@@ -1,0 +1,227 @@
+"""GGUF files as backbones: the converted model is the one that the file was made of."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks._families import named, save_family, train_words
+from flatshift.cli import run
+from flatshift.experiments.workflows import gguf_conversion
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models import gguf_backbone
+from flatshift.finetune.models.backbone import open_backbone
+
+pytest.importorskip("convert_hf_to_gguf")
+TEXT = "the red pump is late; Ünïcode\n\n  2,345"
+
+
+def convert(backbone: Path, file: Path, outtype: str = "f32") -> Path:
+    """Write the GGUF file of a model directory by llama.cpp's converter."""
+    command = [gguf_conversion.__file__, "model", str(backbone), str(file), str(backbone), outtype, "gpt-2"]
+    subprocess.run([sys.executable, *command, str(file.with_suffix(".json")), ""], check=True, capture_output=True)
+    return file
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama and, beside it, its file."""
+    home = tmp_path_factory.mktemp("gguf")
+    convert(save_family(named("Llama"), home / "backbone"), home / "model.gguf")
+    return home
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLATSHIFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def words(source: Path, out: Path) -> list[str]:
+    """A training command on the file."""
+    return [
+        *train_words(named("Llama"), source / "backbone", out),
+        *("--backbone", str(source / "model.gguf")),
+    ]
+
+
+def assert_same_model(directory: Path, backbone: Path, *, same_tokens: bool = True) -> None:
+    """Require equal parameters and logits, and tokens too if `same_tokens`."""
+    ours, other = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (directory, backbone))
+    expected = dict(other.named_parameters())
+    assert {name for name, _ in ours.named_parameters()} == expected.keys()
+    for name, parameter in ours.named_parameters():
+        assert (parameter - expected[name]).abs().max() <= 1e-6 * expected[name].abs().max() + 1.2e-7, name
+    tokens = [AutoTokenizer.from_pretrained(each)(TEXT).input_ids for each in (directory, backbone)]
+    assert tokens[0] == tokens[1] or not same_tokens
+    ids = torch.tensor([tokens[1]])
+    with torch.no_grad():
+        assert (ours(ids).logits - other(ids).logits).abs().max() <= 1e-5
+
+
+def test_a_gguf_file_is_the_model_it_was_made_of(source: Path, caplog) -> None:
+    backbone = open_backbone(source / "model.gguf")
+    assert "converted once, to torch.float32 in " in caplog.text and "licence: none named in the file" in caplog.text
+    assert_same_model(backbone.directory, source / "backbone")
+    assert backbone.recorded_name == str(source / "model.gguf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Mistral", "Qwen 3, both", "Gemma 3", "Phi 3", "GPT-2", "Qwen 2", "Qwen 3 MoE"])
+def test_every_architecture(name: str, tmp_path: Path) -> None:
+    backbone = save_family(named(name), tmp_path / "backbone")
+    found = open_backbone(convert(backbone, tmp_path / "model.gguf"))
+    # these two tiny backbones do not have the tokenizer that transformers builds for their architecture
+    assert_same_model(found.directory, backbone, same_tokens=name not in ("Phi 3", "Gemma 3"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "scaling"),
+    [
+        ("Llama", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("Llama", {"rope_type": "linear", "factor": 4.0}),
+        ("Llama", {"rope_type": "yarn", "factor": 4.0}),
+    ],
+    ids=["llama3", "linear", "yarn"],
+)
+def test_scaled_positions_are_kept_or_refused(name: str, scaling: dict[str, Any], tmp_path: Path) -> None:
+    backbone = save_family(named(name), tmp_path / "backbone")
+    settings = json.loads((backbone / "config.json").read_text(encoding="utf-8"))
+    settings["rope_parameters"] |= scaling | {"original_max_position_embeddings": 8192}
+    (backbone / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    file = convert(backbone, tmp_path / "model.gguf")
+    if scaling["rope_type"] == "yarn":
+        with pytest.raises(UserError, match=r"its scaled positions \(yarn\) are not converted"):
+            open_backbone(file)
+        return
+    assert_same_model(open_backbone(file).directory, backbone)
+
+
+def test_quantised_matrices_are_what_gguf_says_they_are(source: Path, tmp_path: Path) -> None:
+    """q8_0, in several shards and in rows at a time."""
+    import gguf
+
+    file = convert(source / "backbone", tmp_path / "q8.gguf", "q8_0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_backbone, "_SHARD", 10_000)
+        directory = open_backbone(file).directory
+    index = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    assert len(set(index.values())) > 2
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    tensor = stored["blk.0.ffn_down.weight"]
+    assert tensor.tensor_type.name == "Q8_0"
+    expected = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)).to(torch.bfloat16)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(load_file(directory / index[name])[name], expected)
+
+
+def test_the_command_trains_and_answers_from_the_file(
+    source: Path, tmp_path: Path, capsys, caplog, cache: Path
+) -> None:
+    assert run(words(source, tmp_path / "run")) == 0
+    assert caplog.text.count("converted once") == 1
+    (directory,) = cache.glob("gguf-*")
+    before = (directory / "config.json").stat().st_mtime_ns
+    assert run(["generate", str(tmp_path / "run"), "--prompt", "the red", "--max-new-tokens", "3"]) == 0
+    assert caplog.text.count("converted once") == 1 and (directory / "config.json").stat().st_mtime_ns == before
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["backbone"]["name"] == str(source / "model.gguf")
+    assert run(["merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged")]) == 0
+
+
+@pytest.mark.slow
+def test_two_ranks_convert_once_and_train_as_one_process(source: Path, tmp_path: Path) -> None:
+    assert run(words(source, tmp_path / "one")) == 0
+    for entry in (tmp_path / "cache").glob("gguf-*"):
+        (entry / "config.json").unlink()
+    assert run([*words(source, tmp_path / "two"), "--mesh.dp", "2"]) == 0
+    one, two = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("one", "two"))
+    assert all((one[name] - two[name]).abs().max() <= 1e-5 for name in one)
+
+
+# -------------------------------------------------------------------------------------------------------- files
+
+
+def split_file(file: Path, folders: list[Path]) -> None:
+    data = file.read_bytes()
+    size = -(-len(data) // len(folders))
+    for number, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        (folder / f"model.gguf.part{number:02}").write_bytes(data[number * size : (number + 1) * size])
+
+
+def test_parts_in_several_packages(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site"
+    split_file(source / "model.gguf", [site / f"small_gguf_part{k}" / "data" for k in (1, 2, 3)])
+    (site / "small_gguf").mkdir()
+    for package in site.iterdir():
+        (package / "__init__.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(site))
+    backbone = open_backbone("package:small_gguf/model.gguf")
+    assert_same_model(backbone.directory, source / "backbone")
+    assert backbone.recorded_name == "package:small_gguf/model.gguf"
+    (site / "small_gguf_part2" / "data" / "model.gguf.part01").unlink()
+    with pytest.raises(UserError, match=r"part 1 of model.gguf is missing"):
+        gguf_backbone.gguf_directory("x", site / "small_gguf" / "model.gguf", sorted(site.iterdir()))
+
+
+def rewritten(source: Path, file: Path, *, architecture: str = "llama", without: str = "") -> Path:
+    """Write a copy of the file with another architecture's name, or without the fields that begin so."""
+    import gguf
+
+    reader = gguf.GGUFReader(source / "model.gguf")
+    writer = gguf.GGUFWriter(file, architecture)
+    for name, field in reader.fields.items():
+        if name.startswith(("GGUF.", "general.architecture")) or (without and name.startswith(without)):
+            continue
+        kind = field.types[0]
+        writer.add_key_value(name, field.contents(), kind, sub_type=field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda s, p: p.write_bytes(b"PK\x03\x04 and more"), r"is no GGUF file \(it begins with b'PK"),
+        (lambda s, p: p.write_bytes((s / "model.gguf").read_bytes()[:-5000]), "is damaged or cut short"),
+        (lambda s, p: p.write_bytes((s / "model.gguf").read_bytes()[:300]), "is damaged or cut short"),
+        (lambda s, p: rewritten(s, p, architecture="mamba"), "GGUF files of 'mamba' are not converted, only gemma3"),
+        (lambda s, p: rewritten(s, p, without="tokenizer"), "has no tokenizer; take another conversion"),
+        (lambda s, p: None, "no such file, nor parts of it"),
+    ],
+    ids=["zip", "torn", "header", "architecture", "tokenizer", "none"],
+)
+def test_a_file_that_is_not_read_is_refused(make, message: str, source: Path, tmp_path: Path, cache: Path) -> None:
+    make(source, tmp_path / "bad.gguf")
+    with pytest.raises(UserError, match=message):
+        open_backbone(tmp_path / "bad.gguf")
+    assert not cache.exists() or not list(cache.glob("*gguf*")), "nothing is left"
+
+
+def test_missing_splits_memory_and_disk_are_said_before(source: Path, tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(UserError, match=r"m-00001-of-00002.gguf is not beside it; all 2 files"):
+        open_backbone(tmp_path / "m-00001-of-00002.gguf")
+    monkeypatch.setattr(gguf_backbone, "available_memory", lambda: 1000)
+    with pytest.raises(UserError, match=r"converting it needs .* GiB of memory and 0.0 GiB are free"):
+        open_backbone(shutil.copy(source / "model.gguf", tmp_path / "model.gguf"))
+
+
+def test_the_command_refuses_in_one_sentence(tmp_path: Path, capsys) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGML")
+    code = run(["train", "language-model", "--backbone", str(tmp_path / "x.gguf"), "--out", str(tmp_path / "o")])
+    assert code == 2 and "is no GGUF file" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
