@@ -23,9 +23,8 @@ from flatshift.selection.methods.gotd import GotDSelector
 from flatshift.selection.methods.knn import KNNSelector
 from flatshift.selection.methods.length import LengthSelector
 from flatshift.selection.methods.less import LessSelector
-from flatshift.selection.methods.loss_gap import LossGapSelector
 from flatshift.selection.methods.moore_lewis import MooreLewisSelector
-from flatshift.selection.methods.perplexity import PerplexitySelector
+from flatshift.selection.methods.perplexity import LossGapSelector, PerplexitySelector
 from flatshift.selection.methods.random import RandomSelector
 from flatshift.selection.methods.round_robin import RoundRobinSelector
 from flatshift.selection.methods.tsds import TSDSSelector

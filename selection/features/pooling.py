@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import check_fields
+from flatshift.selection.validation import Settings, bounded
 
 EncodeBatch = Callable[[list[str]], tuple[Any, Any]]
 """Function texts of a batch → (last hidden states (B, T, D), mask (B, T) that is 1 on real tokens); torch or NumPy."""
@@ -21,57 +21,47 @@ POOLINGS: tuple[str, ...] = get_args(Pooling)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackboneEmbedder:
+class BackboneEmbedder(Settings):
     """Masked mean of the backbone's last hidden states, L2-normalised."""
 
     kind: Literal["backbone"] = "backbone"
-    max_length: int = 256
+    max_length: int = bounded(256, minimum=1)
     """Maximum number of tokens per text."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "max_length", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gradients:
+class Gradients(Settings):
     """Per-text gradients of a light adapter on the backbone, preconditioned as in Adam and projected (for `less`,
     `round-robin`, gotd and others). One forward and backward pass per text."""
 
     kind: Literal["gradients"] = "gradients"
-    rank: int = 4
+    rank: int = bounded(4, minimum=1)
     """Rank of the adapter; gradients are taken with respect to its factors B, at B = 0."""
-    dim: int = 1024
+    dim: int = bounded(1024, minimum=1)
     """Dimension after projection (a subsampled randomised Hadamard transform)."""
-    max_length: int = 128
+    max_length: int = bounded(128, minimum=8)
     """Maximum number of tokens per text."""
-    batch_size: int = 16
+    batch_size: int = bounded(16, minimum=1)
     """Texts per pass."""
     adam: bool = True
     """Divide each entry by the root of its second moment, as in Adam's steps."""
-    moment_texts: int = 256
+    moment_texts: int = bounded(256, minimum=1)
     """Pool texts, drawn by seed, for the second moments."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "rank", "dim", "batch_size", "moment_texts", least=1)
-        check_fields(self, "max_length", least=8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderEmbedder:
+class EncoderEmbedder(Settings):
     """Pooled last hidden states of any Hugging Face encoder or decoder. A directory in sentence-transformers' layout
     sets its own pooling, normalisation, prompt and length; any other: masked mean, L2-normalised."""
 
     kind: Literal["encoder"] = "encoder"
     path: str = ""
     """Hub name or local directory."""
-    max_length: int = 256
+    max_length: int = bounded(256, minimum=1)
     """Maximum number of tokens per text; capped by a sentence-transformers directory's own limit."""
     pooling: Literal["auto", "mean", "cls", "max", "last"] = "auto"
     """Pooling of a text's states to one normalised vector; `auto`: the directory's own settings, else `mean` over the
     text's tokens."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "max_length", least=1)
 
 
 def pool_features(

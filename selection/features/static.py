@@ -18,7 +18,7 @@ from typing import IO, Any, Literal
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.pooling import normalise_rows, read_json
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import check_fields
+from flatshift.selection.validation import Settings, bounded
 
 _BATCH = 4096
 _WORDS = re.compile(r"\w+|[^\w\s]")
@@ -27,18 +27,15 @@ Tokenise = Callable[[list[str]], list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Static:
+class Static(Settings):
     """Mean of static word vectors (model2vec or sentence-transformers' StaticEmbedding, or a text file of word2vec,
     GloVe or fastText). No model is run."""
 
     kind: Literal["static"] = "static"
     path: str = ""
     """Local directory with model.safetensors and tokenizer.json, or a .txt or .vec file (also .gz)."""
-    max_length: int = 512
+    max_length: int = bounded(512, minimum=1)
     """Maximum number of tokens per text."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "max_length", least=1)
 
 
 class StaticEmbedder:

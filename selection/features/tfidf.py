@@ -19,28 +19,24 @@ from typing import Any, Literal, Self
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.pooling import normalise_rows
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import check_fields
+from flatshift.selection.validation import Settings, bounded
 
 _CHUNK = 4096
 """Texts counted at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TfIdf:
+class TfIdf(Settings):
     """Hashing TF-IDF followed by truncated SVD and L2 normalisation. Offline, no model."""
 
     kind: Literal["tfidf"] = "tfidf"
-    dim: int = 128
+    dim: int = bounded(128, minimum=1)
     """Components of the SVD."""
-    buckets: int = 2**18
+    buckets: int = bounded(2**18, minimum=2)
     """Hash buckets."""
-    fit_rows: int = 20_000
+    fit_rows: int = bounded(20_000, minimum=2)
     """Maximum number of texts for fitting document frequencies and SVD: the target's first, then a seeded draw of the
     pool's."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "dim", least=1)
-        check_fields(self, "buckets", "fit_rows", least=2)
 
 
 class TfIdfEmbedder:

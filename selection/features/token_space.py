@@ -16,22 +16,19 @@ from typing import Any, Literal, Self
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.tokens import CHUNK, Tokenize, TokenRows, ngram_keys
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import check_fields
+from flatshift.selection.validation import Settings, bounded
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenNgrams:
+class TokenNgrams(Settings):
     """Uni- and bigrams of the backbone's tokens, TF-IDF of length 1, in the span of the target's texts. Depends on
     case, spacing and punctuation as the backbone does. Offline, no model."""
 
     kind: Literal["tokens"] = "tokens"
-    dim: int = 512
+    dim: int = bounded(512, minimum=1)
     """Directions of the target's span; distances to up to this many target texts are exact."""
-    fit_rows: int = 20_000
+    fit_rows: int = bounded(20_000, minimum=1)
     """Pool texts, drawn by seed, for document frequencies."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "dim", "fit_rows", least=1)
 
 
 class TokenNgramEmbedder:

@@ -1,8 +1,8 @@
 """Relevance of whole domains: the transport distance from a sample of each to the target (GOT-D paper, C.2).
 
 rows = sample_domains(domains, 10_000, ids=ids, seed=0)         # before anything is embedded
-found = domain_distances({name: embed(texts[rows[name]]) …}, y) # name → OT_ε, nearest first
-near = nearest_domains(found, 2)                                # or mass_by_distance(found, …)
+distances = domain_distances({name: embed(texts[rows[name]]) …}, y)   # name → OT_ε, nearest first
+near = choose_nearest_domains(distances, 2)                           # or weights_by_distance(distances, …)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flatshift.selection.errors import SelectionError
-from flatshift.selection.methods.base import UNITS, scaled_features
+from flatshift.selection.methods.base import mean_cost
 from flatshift.selection.transport import sinkhorn_potentials
 
 
@@ -27,23 +27,23 @@ def sample_domains(
     Raises SelectionError if no row has a domain.
     """
     key = hashlib.sha256(f"domain sample\x1f{seed}".encode()).digest()
-    drawn: dict[str, list[tuple[int, int]]] = {}
+    samples: dict[str, list[tuple[int, int]]] = {}
     for row, (name, identity) in enumerate(zip(domains, ids, strict=True)):
         if name is None:
             continue
         raw = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest()
-        kept = drawn.setdefault(name, [])
-        kept.append((int.from_bytes(raw, "big"), row))
-        if len(kept) >= 2 * count + 1024:  # memory: a few samples, not the pool
-            kept.sort()
-            del kept[count:]
-    if not drawn:
+        sample = samples.setdefault(name, [])
+        sample.append((int.from_bytes(raw, "big"), row))
+        if len(sample) >= 2 * count + 1024:  # memory: a few samples, not the pool
+            sample.sort()
+            del sample[count:]
+    if not samples:
         raise SelectionError(
             "domain relevance needs domains, and no row of the pool has one; name the column they are in"
         )
     return {
-        name: np.sort(np.array([row for _, row in sorted(kept)[:count]], dtype=np.int64))
-        for name, kept in sorted(drawn.items())
+        name: np.sort(np.array([row for _, row in sorted(sample)[:count]], dtype=np.int64))
+        for name, sample in sorted(samples.items())
     }
 
 
@@ -64,24 +64,25 @@ def domain_distances(
     """
     if not samples:
         raise SelectionError("domain relevance needs at least one domain")
-    costs = {name: _mean_cost(x, target, cost) for name, x in samples.items()}
+    with np.errstate(divide="ignore", invalid="ignore"):  # the solver reports a row that has no cosine
+        costs = {name: mean_cost(np.asarray(x), target, cost=cost) for name, x in samples.items()}
     overall = float(np.mean(list(costs.values())))
-    found: dict[str, float] = {}
+    distances: dict[str, float] = {}
     for name, x in samples.items():
         if costs[name] <= 1e-12 * max(overall, 1e-300):  # the domain coincides with the target
-            found[name] = 0.0
+            distances[name] = 0.0
             continue
         # If a cost is not finite, the solver reports the faulty row.
         relative = epsilon * overall / costs[name] if np.isfinite(overall) else epsilon
-        found[name] = sinkhorn_potentials(
+        distances[name] = sinkhorn_potentials(
             x, target, epsilon=relative, tolerance=tolerance, seed=seed, cost=cost
         ).dual_value
-    return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
+    return dict(sorted(distances.items(), key=lambda item: (item[1], item[0])))
 
 
-def choose_nearest_domains(distances: Mapping[str, float], keep: int) -> list[str]:
-    """Return the `keep` nearest domains, nearest first; all if there are fewer."""
-    return sorted(distances, key=lambda name: (distances[name], name))[:keep]
+def choose_nearest_domains(distances: Mapping[str, float], count: int) -> list[str]:
+    """Return the `count` nearest domains, nearest first; all if there are fewer."""
+    return sorted(distances, key=lambda name: (distances[name], name))[:count]
 
 
 def weights_by_distance(
@@ -103,11 +104,3 @@ def weights_by_distance(
     share = np.append(mass / np.maximum(sizes, 1), 0.0)  # −1 indexes this last entry
     weights = share[member]
     return weights / weights.sum(), {name: float(mass[i]) for i, name in enumerate(names)}
-
-
-def _mean_cost(sample: Any, target: Any, cost: str) -> float:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        x, y = scaled_features(sample, cost), scaled_features(target, cost)
-    centre = y.mean(0)
-    x, y = x - centre, y - centre
-    return UNITS[cost] * float((x * x).sum(1).mean() + (y * y).sum(1).mean() - 2.0 * x.mean(0) @ y.mean(0))

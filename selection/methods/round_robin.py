@@ -6,86 +6,84 @@ The strongest of the methods that Nayak et al. (2026, arXiv 2602.14696) compare 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, check_number, move_behind, require_field
-from flatshift.selection.validation import SelectorContext, check_fields, check_no_overflow, from_settings
+from flatshift.selection.methods.base import (
+    MethodSettings,
+    Pool,
+    Progress,
+    Selector,
+    Target,
+    move_behind,
+    require_field,
+)
+from flatshift.selection.validation import bounded, check_no_overflow
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundRobin:
+class RoundRobin(MethodSettings):
     """Each target text in turn takes its most similar record that is left (cosine of features; gradients or others)."""
 
     kind: Literal["round-robin"] = "round-robin"
     title: ClassVar[str] = "Each target's neighbours in turn"
     needs: ClassVar[tuple[str, ...]] = ("features",)
-    neighbours: int = 1000
+    neighbours: int = bounded(1000, minimum=1)
     """Maximum number of neighbours of each target; records beyond follow by distance to their nearest target."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "neighbours", least=1)
 
-    def build(self, around: SelectorContext) -> RoundRobinSelector:
-        return from_settings(RoundRobinSelector, self, around)
+class RoundRobinSelector(Selector, RoundRobin):
+    """Scores are the order in which rows are taken: in each round every target, those with the nearer next row first,
+    takes its nearest row that is still free; distances are between rows of length one. Rows taken by no target follow
+    by the squared distance to their nearest target. A zero row is at distance 1 of all. Needs features on both sides;
+    ignores weights. chunk: rows per tile, None to choose."""
 
+    chunk: int | None = None
 
-class RoundRobinSelector(Selector):
-    """Scores are round + place: in round r each target, those with the nearer next row first, takes its nearest row
-    that is left; distances are between rows of length one. Rows taken by no target follow by the squared distance to
-    their nearest target. A zero row is at distance 1 of all. Ignores weights. neighbours, chunk: as elsewhere."""
-
-    def __init__(self, *, neighbours: int = 1000, chunk: int | None = None):
-        self.neighbours = neighbours
-        self.chunk = chunk
-
-    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Assign rows in turns; needs features on both sides."""
+    def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
         from flatshift.selection.methods.neighbours import nearest_rows  # imports torch
 
-        check_number(self.neighbours, "neighbours", least=1)
         x, y = require_field(pool, target, "features", "round-robin")
-        found = nearest_rows(_UnitRows(x), _UnitRows(y), int(self.neighbours), chunk=self.chunk, progress=progress)
-        m, k = found.rows.shape
-        taken = np.full(len(pool), -1, dtype=np.int64)
-        place = np.zeros(m, dtype=np.int64)
+        nearest = nearest_rows(_UnitRows(x), _UnitRows(y), self.neighbours, chunk=self.chunk, progress=progress)
+        m, k = nearest.rows.shape
+        turn_of = np.full(len(pool), -1, dtype=np.int64)
+        next_rank = np.zeros(m, dtype=np.int64)
         count = rounds = 0
-        alive = np.ones(m, dtype=bool)
-        while alive.any() and count < len(pool):
-            for j in np.flatnonzero(alive):
-                while place[j] < k and taken[found.rows[j, place[j]]] >= 0:
-                    place[j] += 1
-                alive[j] = place[j] < k
-            turn = np.flatnonzero(alive)
+        active = np.ones(m, dtype=bool)
+        while active.any() and count < len(pool):
+            for j in np.flatnonzero(active):
+                while next_rank[j] < k and turn_of[nearest.rows[j, next_rank[j]]] >= 0:
+                    next_rank[j] += 1
+                active[j] = next_rank[j] < k
+            turn = np.flatnonzero(active)
+            next_rows, next_squared = nearest.rows[turn, next_rank[turn]], nearest.squared[turn, next_rank[turn]]
             # The nearest goes first, so that the order of the targets does not matter.
-            for j in turn[np.lexsort((found.rows[turn, place[turn]], found.squared[turn, place[turn]]))]:
-                row = found.rows[j, place[j]]
-                if taken[row] < 0:
-                    taken[row], count = count, count + 1
+            for row in next_rows[np.lexsort((next_rows, next_squared))]:
+                if turn_of[row] < 0:
+                    turn_of[row], count = count, count + 1
             rounds += bool(len(turn))
-        self.scores_ = move_behind(taken.astype(np.float64), taken < 0, found.row_squared)
-        self.nearest_target_ = found.row_nearest
+        self.scores_ = move_behind(turn_of.astype(np.float64), turn_of < 0, nearest.row_squared)
+        self.nearest_target_ = nearest.row_nearest
         self.diagnostics_ = {"taken": count, "turns": rounds}
-        return self
 
 
 class _UnitRows:
     """Rows scaled to length one as they are read; zero rows stay zero."""
 
-    def __init__(self, rows: object):
+    def __init__(self, rows: Any):
         self._rows = rows
-        self.shape, self.dtype = rows.shape, np.dtype(np.float64)  # type: ignore[attr-defined]
+        self.shape, self.dtype = rows.shape, np.dtype(np.float64)
 
     def __len__(self) -> int:
         return int(self.shape[0])
 
-    def __getitem__(self, key: object) -> np.ndarray:
-        rows = np.asarray(self._rows[key], dtype=np.float64)  # type: ignore[index]
+    def __getitem__(self, key: Any) -> np.ndarray:
+        rows = np.asarray(self._rows[key], dtype=np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
             lengths = np.linalg.norm(rows, axis=-1, keepdims=True)
             if np.isfinite(rows).all():  # else the search reports the row
                 check_no_overflow(lengths)
             return np.asarray(rows / np.where(lengths > 0, lengths, 1.0))
 
-    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self[:]

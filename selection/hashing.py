@@ -1,4 +1,4 @@
-"""Texts as sequences of hashed shingles: runs of `size` characters or words. Array arithmetic, no Python loop.
+"""Hashes of words and of shingles, runs of `size` characters or words. Array arithmetic, no Python loop.
 
 The same text has the same hashes on every machine and in every process.
 """
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Literal
 
-import numpy as np
+from flatshift.selection.lazy import np
 
 WORDS = re.compile(r"\w+")
-_BASE = np.uint64(0x9E3779B97F4A7C15)
+_BASE = 0x9E3779B97F4A7C15
 _TILE = 1 << 15
 
 
@@ -65,8 +65,8 @@ class Shingler:
             codes = np.frombuffer("".join(padded).encode("utf-32-le", "surrogatepass"), dtype="<u4")
             return window_hashes(codes, counts, self.size)
         words = [WORDS.findall(text) for text in texts]
-        short = [found + [""] * (self.size - len(found)) if found else found for found in words]
-        codes, counts = self._words.codes(short)
+        padded_words = [text + [""] * (self.size - len(text)) if text else text for text in words]
+        codes, counts = self._words.codes(padded_words)
         return window_hashes(codes, counts, self.size)
 
 
@@ -77,22 +77,22 @@ def window_hashes(codes: np.ndarray, counts: np.ndarray, size: int) -> tuple[np.
     text, and their (n,) counts.
     """
     total = len(codes) - size + 1
-    kept = np.maximum(counts - size + 1, 0)
+    window_counts = np.maximum(counts - size + 1, 0)
     if total < 1:
-        return np.empty(0, np.uint64), kept
-    hashes = np.empty(total, np.uint64)
+        return np.empty(0, np.uint64), window_counts
+    base, hashes = np.uint64(_BASE), np.empty(total, np.uint64)
     for low in range(0, total, _TILE):  # tiles that fit in the processor's cache
-        part = codes[low : min(low + _TILE, total) + size - 1].astype(np.uint64)
-        length = len(part) - size + 1
-        rolling = part[:length].copy()
+        tile = codes[low : min(low + _TILE, total) + size - 1].astype(np.uint64)
+        length = len(tile) - size + 1
+        rolling = tile[:length].copy()
         for k in range(1, size):
-            rolling *= _BASE
-            rolling += part[k : k + length]
-        hashes[low : low + length] = mix64(rolling * _BASE)
+            rolling *= base
+            rolling += tile[k : k + length]
+        hashes[low : low + length] = mix64(rolling * base)
     if np.count_nonzero(counts) == 1:
-        return hashes, kept
+        return hashes, window_counts
     starts = np.cumsum(counts) - counts
-    inside = np.zeros(total + 1, dtype=np.int32)  # +1 at the start of a text's windows, −1 after their end
-    np.add.at(inside, starts[kept > 0], 1)
-    np.add.at(inside, (starts + kept)[kept > 0], -1)
-    return hashes[np.cumsum(inside[:-1]).astype(bool)], kept
+    change = np.zeros(total + 1, dtype=np.int32)  # +1 at the start of a text's windows, −1 after their end
+    np.add.at(change, starts[window_counts > 0], 1)
+    np.add.at(change, (starts + window_counts)[window_counts > 0], -1)
+    return hashes[np.cumsum(change[:-1]).astype(bool)], window_counts
