@@ -92,8 +92,7 @@ def check_chunk(chunk: Any) -> None:
 
 
 def bounded(default: Any, *, above: float = -inf, minimum: float = -inf, maximum: float = inf) -> Any:
-    """Return a dataclass field with a default and the bounds that `Settings.check` tests; None passes if it is
-    the default."""
+    """Return a dataclass field with a default and the bounds that `Settings.check` tests."""
     return field(default=default, metadata={"above": above, "minimum": minimum, "maximum": maximum})
 
 
@@ -109,32 +108,24 @@ class Settings:
 
         The message begins with the field's name, so that a recipe loader can add where it was set.
         """
-        for name, options, whole, bounds in _checked_fields(type(self)):
+        for name, hint, bounds in _checked_fields(type(self)):
             value = getattr(self, name)
-            if value is None and getattr(type(self), name, None) is None:
+            if value is None and type(None) in get_args(hint):
                 continue
-            if options and value not in options:
-                raise SelectionError(f"{name} must be {' or '.join(map(json.dumps, options))}, got {value!r}")
-            if whole and not is_whole(value):
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                raise SelectionError(f"{name} must be {' or '.join(map(json.dumps, get_args(hint)))}, got {value!r}")
+            if hint in (int, int | None) and not is_whole(value):
                 raise SelectionError(f"{name} must be a whole number, got {value!r}")
             if bounds:
                 check_number(name, value, **bounds)
 
 
 @cache
-def _checked_fields(cls: type) -> list[tuple[str, tuple[Any, ...], bool, Mapping[str, float]]]:
-    """Return each setting's name, choices (none: any), True if it is a whole number, and bounds."""
+def _checked_fields(cls: type) -> list[tuple[str, Any, Mapping[str, float]]]:
+    """Return each setting's name, type and bounds."""
     settings = next(base for base in cls.__mro__ if "__dataclass_fields__" in vars(base))
     hints = get_type_hints(settings)
-    return [
-        (
-            item.name,
-            get_args(hints[item.name]) if get_origin(hints[item.name]) is Literal else (),
-            hints[item.name] in (int, int | None),
-            item.metadata,
-        )
-        for item in fields(settings)
-    ]
+    return [(item.name, hints[item.name], item.metadata) for item in fields(settings)]
 
 
 def check_number(name: str, value: Any, *, above: float = -inf, minimum: float = -inf, maximum: float = inf) -> None:

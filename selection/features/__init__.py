@@ -8,9 +8,9 @@ from typing import Any
 
 _HOME = {
     "FeatureCache": "cache",
-    "HashedNgrams": "hashed_ngrams",
+    "HashedNgrams": "tfidf",
     "SentenceLayout": "pooling",
-    "ShardWriter": "shard_writer",
+    "ShardWriter": "directory",
     "ShardedRows": "matrix",
     "StaticEmbedder": "static",
     "IndexedRows": "matrix",

@@ -110,16 +110,16 @@ def pool_features(
 
 def _pool_states(hidden: np.ndarray, real: np.ndarray, pooling: str) -> np.ndarray:
     """Pool states (B, T, D) with mask (B, T) bool to (B, D). Rows without a real token are 0."""
-    some: np.ndarray = np.asarray(real.any(axis=1))
+    not_empty = np.asarray(real.any(axis=1))[:, None]
     if not real.shape[1]:  # no text of the batch has a token
         return np.zeros((len(hidden), hidden.shape[2]), dtype=np.float32)
     if pooling in ("cls", "last"):
         steps = real.shape[1]
-        place = real.argmax(axis=1) if pooling == "cls" else steps - 1 - real[:, ::-1].argmax(axis=1)
-        return np.where(some[:, None], hidden[np.arange(len(hidden)), place], 0.0)
+        step = real.argmax(axis=1) if pooling == "cls" else steps - 1 - real[:, ::-1].argmax(axis=1)
+        return np.where(not_empty, hidden[np.arange(len(hidden)), step], 0.0)
     # Padding is masked out, not multiplied by zero: some attention kernels leave NaN in fully masked rows.
     if pooling == "max":
-        return np.where(some[:, None], np.where(real[:, :, None], hidden, -np.inf).max(axis=1, initial=-np.inf), 0.0)
+        return np.where(not_empty, np.where(real[:, :, None], hidden, -np.inf).max(axis=1, initial=-np.inf), 0.0)
     weight = real.astype(np.float32)
     total = np.einsum("btd,bt->bd", np.where(real[:, :, None], hidden, 0.0), weight)
     return np.asarray(total / np.maximum(weight.sum(1), 1.0)[:, None])
@@ -132,37 +132,31 @@ def normalise_rows(features: np.ndarray) -> np.ndarray:
     return (wide / np.where(norms > 0, norms, 1.0)).astype(np.float32)
 
 
-def _to_numpy(part: Any) -> np.ndarray:
-    if hasattr(part, "detach"):
-        part = part.detach().float().cpu().numpy()
-    return np.asarray(part)
+def _to_numpy(value: Any) -> np.ndarray:
+    return np.asarray(value.detach().float().cpu().numpy() if hasattr(value, "detach") else value)
 
 
-_FLAGS: dict[str, Pooling | None] = {
+_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_lasttoken": "last",
-    "pooling_mode_mean_sqrt_len_tokens": None,
-    "pooling_mode_weightedmean_tokens": None,
 }
 _NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last"}
 
 
 @dataclass(frozen=True)
 class SentenceLayout:
-    """Settings of a sentence-transformers directory other than its transformer."""
+    """Settings of a sentence-transformers directory. transformer: its folder with config.json and the weights.
+    max_length: maximum number of tokens per text, None if not set. lower: texts are lower-cased first. prompt: prefix
+    of every text."""
 
     transformer: Path
-    """Directory with config.json and the weights."""
     pooling: Pooling
     normalise: bool
     max_length: int | None
-    """Maximum number of tokens per text, or None if the directory does not set it."""
     lower: bool
-    """True if texts are lower-cased first."""
     prompt: str
-    """Prefix of every text."""
 
 
 def read_layout(directory: str | Path) -> SentenceLayout | None:
@@ -191,8 +185,8 @@ def read_layout(directory: str | Path) -> SentenceLayout | None:
             )
     if transformer is None or pooling is None:
         raise SelectionError(f"{root / 'modules.json'}: names no Transformer followed by Pooling; is it complete?")
-    about = transformer / "sentence_bert_config.json"
-    settings = read_json(about, dict) if about.is_file() else {}
+    config = transformer / "sentence_bert_config.json"
+    settings = read_json(config, dict) if config.is_file() else {}
     length = settings.get("max_seq_length")
     return SentenceLayout(
         transformer=transformer,
@@ -215,20 +209,20 @@ def transformer_folder(directory: str | Path) -> Path:
 def _read_pooling(path: Path) -> Pooling:
     config = read_json(path, dict)
     if "pooling_mode" in config:
-        asked = config["pooling_mode"]
-        names = [asked] if isinstance(asked, str) else list(asked)
-        found = [_NAMES.get(name) for name in names]
+        modes = config["pooling_mode"]
+        names = [modes] if isinstance(modes, str) else list(modes)
+        poolings = [_NAMES.get(name) for name in names]
     else:
         names = [flag for flag, on in config.items() if flag.startswith("pooling_mode_") and on]
-        found = [_FLAGS.get(flag) for flag in names]
-    if len(found) != 1 or found[0] is None:
+        poolings = [_FLAGS.get(flag) for flag in names]
+    if len(poolings) != 1 or poolings[0] is None:
         raise SelectionError(
             f"{path}: the pooling {' + '.join(map(str, names)) or '(none)'} is not supported; "
             "one of cls, mean, max and lasttoken is"
         )
     if not config.get("include_prompt", True):
         raise SelectionError(f"{path}: include_prompt: false is not supported; use a model that pools the prompt too")
-    return found[0]
+    return poolings[0]
 
 
 def _read_prompt(path: Path) -> str:
@@ -251,7 +245,6 @@ def read_json(path: Path, kind: type) -> Any:
         raise SelectionError(
             f"{path}: cannot be read ({error}); name a complete local copy of the repository"
         ) from error
-    whole = isinstance(value, list) and all(isinstance(part, dict) for part in value)
-    if not (whole if kind is list else isinstance(value, kind)):
+    if not isinstance(value, kind) or (kind is list and not all(isinstance(item, dict) for item in value)):
         raise SelectionError(f"{path}: must hold a JSON {'object' if kind is dict else 'array of objects'}")
     return value

@@ -55,15 +55,15 @@ class StaticEmbedder:
             raise SelectionError(f"{path}: there is no user of this name; write the path without ~") from None
         self.max_tokens = max_tokens
         if self.path.is_dir():
-            self._table, self._tokenise, wanted = _read_directory(self.path)
+            self._table, self._tokenise, default = _read_directory(self.path)
         elif self.path.is_file():
             self._table, vocabulary = _read_text_vectors(self.path)
-            self._tokenise, wanted = _tokenise_words(vocabulary), True
+            self._tokenise, default = _tokenise_words(vocabulary), True
         else:
             raise SelectionError(f"{self.path}: no such directory or file of word vectors")
         if not np.isfinite(self._table).all():
             raise SelectionError(f"{self.path}: a vector holds a NaN or an infinity")
-        self.normalise = wanted if normalise is None else normalise
+        self.normalise = default if normalise is None else normalise
 
     @property
     def dim(self) -> int:
@@ -151,10 +151,10 @@ def _tokenise_with(path: Path, rows: int, *, without_unknown: bool) -> Tokenise:
         unknown = tokenizer.token_to_id(model["unk_token"])
 
     def tokenise(texts: list[str]) -> list[list[int]]:
-        found = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        rows = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         if without_unknown and unknown is not None:
-            return [[token for token in ids if token != unknown] for ids in found]
-        return found
+            return [[token for token in ids if token != unknown] for ids in rows]
+        return rows
 
     return tokenise
 

@@ -231,3 +231,31 @@ class _BucketTable(dict[str, int]):
     def __missing__(self, word: str) -> int:
         value = self[word] = abs(int(self._hash(word.encode("utf-8", "surrogatepass"), 0))) % self.buckets
         return value
+
+
+class HashedNgrams:
+    """Callable texts → (n, dim) float32; inner products estimate those of n-gram counts, scaled to norm 1.
+
+    dim: number of counters. longest: words of the longest n-grams. A text without a word is a row of zeros.
+    Raises SelectionError for a size below 1.
+    """
+
+    def __init__(self, dim: int = 512, longest: int = 2):
+        for name, value in (("dim", dim), ("longest", longest)):
+            if value < 1:
+                raise SelectionError(f"{name} must be at least 1, got {value}")
+        self.dim, self.longest = dim, longest
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        return normalise_rows(np.asarray(self._counter().transform(texts).todense()))
+
+    def _counter(self) -> Any:
+        from sklearn.feature_extraction.text import HashingVectorizer
+
+        return HashingVectorizer(
+            n_features=self.dim,
+            ngram_range=(1, self.longest),
+            token_pattern=r"\w+",
+            norm=None,
+            dtype=np.float32,
+        )

@@ -47,35 +47,35 @@ class TokenNgramEmbedder:
     def fit(self, pool_texts: Sequence[str], target_texts: Sequence[str]) -> Self:
         """Fit document frequencies and the target's span. Raises SelectionError for a target without a token."""
         draw = np.random.Generator(np.random.PCG64([self.seed, 0x70CE5]))
-        some = np.arange(len(pool_texts))
-        if len(some) > self.fit_rows:
-            some = np.sort(draw.choice(some, self.fit_rows, replace=False))
-        seen = [np.empty(0, np.uint64)]
-        for low in range(0, len(some), CHUNK):
-            seen.append(self._counted([pool_texts[i] for i in some[low : low + CHUNK].tolist()])[1])
-        text_of, keys, counts = self._counted(list(target_texts))
-        self._known, frequency = np.unique(np.concatenate([*seen, keys]), return_counts=True)
-        texts = len(some) + len(target_texts)
+        sample = np.arange(len(pool_texts))
+        if len(sample) > self.fit_rows:
+            sample = np.sort(draw.choice(sample, self.fit_rows, replace=False))
+        pool_keys = [np.empty(0, np.uint64)]
+        for low in range(0, len(sample), CHUNK):
+            pool_keys.append(self._count([pool_texts[i] for i in sample[low : low + CHUNK].tolist()])[1])
+        text_of, keys, counts = self._count(list(target_texts))
+        self._known, frequency = np.unique(np.concatenate([*pool_keys, keys]), return_counts=True)
+        texts = len(sample) + len(target_texts)
         self._idf = np.log((1.0 + texts) / (1.0 + frequency)) + 1.0
         self._unknown = float(np.log(1.0 + texts) + 1.0)
         if not len(keys):
             raise SelectionError("no target text holds a single token; there is nothing to embed")
         self._columns = np.unique(keys)
-        rows = self._weighted(text_of, keys, counts, len(target_texts))
+        rows = self._weigh(text_of, keys, counts, len(target_texts))
         # Directions from the Gram matrix of the target's rows: M × M, whatever the number of columns.
         values, vectors = np.linalg.eigh((rows @ rows.T).toarray())
-        kept = np.argsort(-values)[: self.dim]
-        kept = kept[values[kept] > 1e-10 * values.max()]
-        self._basis = np.ascontiguousarray(rows.T @ (vectors[:, kept] / np.sqrt(values[kept])))
+        strongest = np.argsort(-values)[: self.dim]
+        strongest = strongest[values[strongest] > 1e-10 * values.max()]
+        self._basis = np.ascontiguousarray(rows.T @ (vectors[:, strongest] / np.sqrt(values[strongest])))
         return self
 
     def transform(self, texts: Sequence[str]) -> np.ndarray:
         """Return (n, rank + 2) for texts of the pool."""
-        return self._placed(texts, -2)
+        return self._embed(texts, -2)
 
     def transform_target(self, texts: Sequence[str]) -> np.ndarray:
         """Return (m, rank + 2) for texts of the target."""
-        return self._placed(texts, -1)
+        return self._embed(texts, -1)
 
     @property
     def fingerprint(self) -> str:
@@ -85,18 +85,19 @@ class TokenNgramEmbedder:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
-    def _placed(self, texts: Sequence[str], rest: int) -> np.ndarray:
+    def _embed(self, texts: Sequence[str], residual_column: int) -> np.ndarray:
         out = np.zeros((len(texts), self._basis.shape[1] + 2), dtype=np.float32)
         for low in range(0, len(texts), CHUNK):
-            text_of, keys, counts = self._counted(list(texts[low : low + CHUNK]))
+            text_of, keys, counts = self._count(list(texts[low : low + CHUNK]))
             high = min(low + CHUNK, len(texts))
-            inside = self._weighted(text_of, keys, counts, high - low) @ self._basis
-            whole = np.bincount(text_of, minlength=high - low) > 0
-            out[low:high, :-2] = inside
-            out[low:high, rest] = np.sqrt(np.maximum(whole - (inside * inside).sum(1), 0.0))
+            coordinates = self._weigh(text_of, keys, counts, high - low) @ self._basis
+            squared_length = np.bincount(text_of, minlength=high - low) > 0
+            out[low:high, :-2] = coordinates
+            residual = np.maximum(squared_length - (coordinates * coordinates).sum(1), 0.0)
+            out[low:high, residual_column] = np.sqrt(residual)
         return out
 
-    def _counted(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _count(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return text, key and count of each distinct uni- and bigram of each text, text by text."""
         rows = TokenRows.of(self.tokenize(texts), self.size)
         keys, text_of = ngram_keys(*rows.part(0, len(rows)), self.size)
@@ -107,14 +108,14 @@ class TokenNgramEmbedder:
         starts = np.flatnonzero(first)
         return text_of[starts], keys[starts], np.diff(starts, append=len(keys))
 
-    def _weighted(self, text_of: np.ndarray, keys: np.ndarray, counts: np.ndarray, texts: int) -> Any:
+    def _weigh(self, text_of: np.ndarray, keys: np.ndarray, counts: np.ndarray, texts: int) -> Any:
         from scipy.sparse import csr_matrix
 
-        place = np.minimum(np.searchsorted(self._known, keys), len(self._known) - 1)
-        idf = np.where(self._known[place] == keys, self._idf[place], self._unknown)
+        index = np.minimum(np.searchsorted(self._known, keys), len(self._known) - 1)
+        idf = np.where(self._known[index] == keys, self._idf[index], self._unknown)
         weights = (1.0 + np.log(counts)) * idf
         norms = np.sqrt(np.bincount(text_of, weights=weights * weights, minlength=texts))
         column = np.minimum(np.searchsorted(self._columns, keys), len(self._columns) - 1)
-        inside = self._columns[column] == keys
-        values = weights[inside] / norms[text_of[inside]]
-        return csr_matrix((values, (text_of[inside], column[inside])), shape=(texts, len(self._columns)))
+        in_target = self._columns[column] == keys
+        values = weights[in_target] / norms[text_of[in_target]]
+        return csr_matrix((values, (text_of[in_target], column[in_target])), shape=(texts, len(self._columns)))

@@ -33,11 +33,11 @@ class TokenRows(Sequence[Any]):
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], size: int) -> TokenRows:
         """Build from rows in memory. Raises SelectionError for a token that is not below `size`."""
-        parts = [np.asarray(row, dtype=np.int64) for row in rows]
-        flat = np.concatenate([np.empty(0, np.int64), *parts])
+        arrays = [np.asarray(row, dtype=np.int64) for row in rows]
+        flat = np.concatenate([np.empty(0, np.int64), *arrays])
         if len(flat) and not 0 <= flat.min() <= flat.max() < size:
             raise SelectionError(f"tokens must be between 0 and {size - 1}, and there is {flat.min()} or {flat.max()}")
-        return cls(flat.astype(_token_dtype(size)), np.cumsum([len(part) for part in parts]), size)
+        return cls(flat.astype(_token_dtype(size)), np.cumsum([len(row) for row in arrays]), size)
 
     @classmethod
     def spilled(
@@ -50,14 +50,14 @@ class TokenRows(Sequence[Any]):
     ) -> TokenRows:
         """Build on disk from texts read a chunk at a time: the file at `path` is removed with the rows, or with the
         process."""
-        kind, ends, total = np.dtype(_token_dtype(size)), [np.empty(0, np.int64)], 0
+        dtype, ends, total = _token_dtype(size), [np.empty(0, np.int64)], 0
         try:
             with path.open("wb") as sink:
                 for low in range(0, len(texts), CHUNK):
-                    part = cls.of(tokenize(list(texts[low : low + CHUNK])), size)
-                    sink.write(part.flat.tobytes())
-                    ends.append(part.ends + total)
-                    total += len(part.flat)
+                    chunk = cls.of(tokenize(list(texts[low : low + CHUNK])), size)
+                    sink.write(chunk.flat.tobytes())
+                    ends.append(chunk.ends + total)
+                    total += len(chunk.flat)
                     if progress:
                         progress(min(low + CHUNK, len(texts)))
             mapped = None
@@ -67,7 +67,7 @@ class TokenRows(Sequence[Any]):
         finally:
             with contextlib.suppress(OSError):
                 path.unlink()
-        flat = np.empty(0, kind) if mapped is None else np.frombuffer(mapped, kind)
+        flat = np.empty(0, dtype) if mapped is None else np.frombuffer(mapped, dtype)
         return cls(flat, np.concatenate(ends), size, mapped)
 
     def __len__(self) -> int:
@@ -96,23 +96,22 @@ class TokenRows(Sequence[Any]):
 
     def parts(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yield the number of the first text, tokens, and lengths of one chunk after another."""
-        read = 0
+        resident = 0
         for low in range(0, len(self), CHUNK):
             flat, lengths = self.part(low, min(low + CHUNK, len(self)))
             yield low, flat, lengths
-            read += flat.nbytes
-            if self._mapped is not None and read > _RESIDENT and hasattr(mmap, "MADV_DONTNEED"):
+            resident += flat.nbytes
+            if self._mapped is not None and resident > _RESIDENT and hasattr(mmap, "MADV_DONTNEED"):
                 self._mapped.madvise(mmap.MADV_DONTNEED)
-                read = 0
+                resident = 0
 
     def take(self, rows: Any) -> TokenRows:
         """Return the rows with these numbers, in memory."""
         return TokenRows.of([self[int(row)] for row in rows], self.size)
 
 
-def _token_dtype(size: int) -> type:
-    found: type = np.uint16 if size <= 1 << 16 else np.uint32
-    return found
+def _token_dtype(size: int) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
 
 
 def text_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -128,6 +127,6 @@ def ngram_keys(flat: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.nda
     """
     tokens = flat.astype(np.uint64)
     text_of = np.repeat(np.arange(len(lengths)), lengths)
-    inside = text_of[1:] == text_of[:-1]
-    pairs = ((tokens[:-1] + np.uint64(1)) * np.uint64(size) + tokens[1:])[inside]
-    return np.concatenate([tokens, pairs]), np.concatenate([text_of, text_of[1:][inside]])
+    same_text = text_of[1:] == text_of[:-1]
+    pairs = ((tokens[:-1] + np.uint64(1)) * np.uint64(size) + tokens[1:])[same_text]
+    return np.concatenate([tokens, pairs]), np.concatenate([text_of, text_of[1:][same_text]])

@@ -9,8 +9,7 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
-from flatshift.selection.hygiene.external_sort import Keyed, sort_keys
-from flatshift.selection.hygiene.store import GrowingArray, block_ranges, build_array
+from flatshift.selection.hygiene.store import GrowingArray, Keyed, block_ranges, build_array, sort_keys
 
 WINDOW = 64
 """A row is compared with the first row that has its key and with this many before it. So in a cluster of more than 65

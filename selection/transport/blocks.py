@@ -4,13 +4,20 @@ Rows are summed in blocks of `BLOCK`, in order; the blocks' sums in the binary t
 inner nodes are computed as soon as both children exist. The owner of a range of blocks sums the largest complete
 subtrees in it, some two for each doubling of its length, and only these are communicated. Scalars are added exactly
 (Shewchuk's `math.fsum`), so that only their blocks need an order.
+
+One tile per core: a tile is a GEMM followed by some ten short operations. Run one by one on all cores, each would end
+in a barrier where the faster cores spin; on a busy machine that costs several times the work itself. Here every core
+keeps its own tile in its own cache, and synchronises with the others once a pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
+import torch
 from torch import Tensor
 
 BLOCK = 4096
@@ -68,3 +75,134 @@ def block_sums(values: np.ndarray, factors: np.ndarray) -> np.ndarray:
         if whole < len(product):
             found.append(product[whole:].sum(keepdims=True))
     return np.concatenate(found)
+
+
+class ThreadCrew:
+    """Pool of as many threads as torch uses here (one on CUDA: the device is parallel by itself)."""
+
+    def __init__(self, device: torch.device):
+        self.size = torch.get_num_threads() if device.type == "cpu" else 1
+        self._pool: ThreadPoolExecutor | None = None
+
+    def each(
+        self,
+        n: int,
+        step: int,
+        work: Callable[[int, int], Tensor | None],
+        on_rows: Callable[[int, int], None] | None = None,
+    ) -> Tensor | None:
+        """Call `work(low, high)` for tiles of `step` rows that cover n rows; return the sum of the tensors it returns.
+
+        A thread works through one contiguous share, sums its tensors in order, and the shares are added in order: with
+        the same number of threads the result is bit-identical. `on_rows(done, n)` is called from the caller's thread.
+        Exceptions of `work` are raised for the first share that failed.
+        """
+        tiles = -(-n // step)
+        if self.size == 1 or tiles < 2 * self.size:
+            return _work_through(range(0, n, step), n, step, work, on_rows)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.size, "tiles", initializer=_use_one_thread)
+        stop = threading.Event()
+        counts = [0] * self.size
+        threads = torch.get_num_threads()
+
+        def run(number: int) -> Tensor | None:
+            def note(done: int, _: int) -> None:
+                counts[number] = done
+
+            part = range(n)[number * tiles // self.size * step : (number + 1) * tiles // self.size * step]
+            with torch.inference_mode():
+                return _work_through(range(part.start, part.stop, step), part.stop, step, work, note, stop)
+
+        try:
+            # The number of BLAS threads is global to the process: unless it is 1 here too, every worker's GEMM would
+            # start as many threads again.
+            torch.set_num_threads(1)
+            jobs = [self._pool.submit(run, number) for number in range(self.size)]
+            _wait_with_progress(jobs, counts, n, on_rows)
+            parts = [job.result() for job in jobs]
+        finally:
+            stop.set()
+            torch.set_num_threads(threads)
+        found = [part for part in parts if part is not None]
+        return torch.stack(found).sum(0) if found else None
+
+    def tree(
+        self,
+        n: int,
+        step: int,
+        work: Callable[[int, int], Tensor],
+        on_rows: Callable[[int, int], None] | None = None,
+        first: int = 0,
+    ) -> BlockSumTree:
+        """Run `work` as `each`, with tiles of at most `step` rows inside blocks; return the tree of block sums
+        . first: number of the block that begins at row 0."""
+        found: list[list[Node]] = []
+        own = threading.local()
+
+        def block(low: int, high: int) -> None:
+            total: Tensor | None = None
+            for tile in tile_ranges(low, high, step):
+                part = work(*tile)
+                total = part if total is None else total.add_(part)
+            assert total is not None
+            if not hasattr(own, "tree"):
+                own.tree = BlockSumTree()
+                found.append(own.tree.nodes)
+            own.tree.add(first + low // BLOCK, total)
+
+        self.each(n, BLOCK, block, on_rows)
+        return BlockSumTree(node for nodes in found for node in nodes)
+
+
+_thread = threading.local()
+
+
+def _use_one_thread() -> None:
+    torch.set_num_threads(1)
+    _thread.flushes = torch.set_flush_denormal(True)
+
+
+def flushes_subnormals() -> bool:
+    """True if the calling thread belongs to a Crew, whose threads flush subnormal numbers (slow on many processors) to
+    0."""
+    return getattr(_thread, "flushes", False)
+
+
+def _work_through(
+    lows: range,
+    end: int,
+    step: int,
+    work: Callable[[int, int], Tensor | None],
+    note: Callable[[int, int], None] | None,
+    stop: threading.Event | None = None,
+) -> Tensor | None:
+    total: Tensor | None = None
+    for low in lows:
+        if stop is not None and stop.is_set():
+            break
+        high = min(low + step, end)
+        part = work(low, high)
+        if part is not None:
+            total = part if total is None else total.add_(part)
+        if note:
+            note(high - lows.start, end - lows.start)
+    return total
+
+
+def _wait_with_progress(
+    jobs: list[Future[Tensor | None]], counts: list[int], n: int, on_rows: Callable[[int, int], None] | None
+) -> None:
+    """Wait for the jobs, reporting progress from this thread.
+
+    If a job fails the others still finish: the raised failure must not depend on which was faster.
+    """
+    told = 0
+    while True:
+        pending = wait(jobs, timeout=0.1 if on_rows else None).not_done
+        done = sum(counts)
+        if on_rows and done > told:
+            on_rows(done, n)
+            told = done
+        if not pending:
+            return

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatshift.selection.transport.blocks import tile_ranges
+from flatshift.selection.transport.blocks import ThreadCrew, flushes_subnormals, tile_ranges
 from flatshift.selection.transport.ranks import ProcessTeam
 from flatshift.selection.transport.rows import TileSource
-from flatshift.selection.transport.threads import ThreadCrew, flushes_subnormals
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Bytes of one tile: large enough for GEMM at full speed, on CPUs small enough to stay in cache afterwards."""

@@ -17,9 +17,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from flatshift.selection.errors import BadRow, SelectionError
-from flatshift.selection.transport.blocks import BlockSumTree
+from flatshift.selection.transport.blocks import BlockSumTree, ThreadCrew
 from flatshift.selection.transport.ranks import ProcessTeam
-from flatshift.selection.transport.threads import ThreadCrew
 from flatshift.selection.validation import check_no_overflow, check_same_width, feature_matrix, to_weights
 
 COSTS = ("sqeuclidean", "cosine")

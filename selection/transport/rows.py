@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatshift.selection.transport.blocks import ThreadCrew
 from flatshift.selection.transport.problem import ScratchBuffers, TransportProblem, to_aligned_tensor
-from flatshift.selection.transport.threads import ThreadCrew
 
 _PER_LN2 = 1.0 / math.log(2.0)
 
