@@ -85,8 +85,8 @@ def transport() -> Work:
 
 def signatures() -> Work:
     """MinHash signatures of the pool's shingles, 128 permutations."""
-    from flatshift.selection.hygiene.duplicates import MinHasher
     from flatshift.selection.hashing import Shingler
+    from flatshift.selection.hygiene.duplicates import MinHasher
 
     hashes, counts = Shingler("char", 5)(texts() * 4)
     return lambda: MinHasher(128, 0).signatures(hashes, counts)

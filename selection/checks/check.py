@@ -133,8 +133,8 @@ class MixtureTransport:
             self._rows.a = torch.from_numpy(np.ascontiguousarray(weights, dtype=np.float64))
             b = self._rows.b
             g = torch.zeros_like(b) if start is None else torch.from_numpy(start / unit)
-            found = solve_dense(self._kernel, g, marginal=b, tolerance=_TOLERANCE, max_iterations=_ITERATIONS).at
-            return MixtureSolution(found.value * unit, found.f.numpy() * unit, found.g.numpy() * unit, found.error)
+            at, _ = solve_dense(self._kernel, g, marginal=b, tolerance=_TOLERANCE, max_iterations=_ITERATIONS)
+            return MixtureSolution(at.value * unit, at.f.numpy() * unit, at.g.numpy() * unit, at.error)
 
 
 def mean_cost(x: np.ndarray, y: np.ndarray, weights: np.ndarray, cost: str = "sqeuclidean") -> float:

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.selection.hygiene import hygiene_config
 from flatshift.selection.hashing import WORDS, WordHashes, window_hashes
+from flatshift.selection.hygiene import hygiene_config
 from flatshift.selection.hygiene.store import GrowingArray, block_ranges
 
 Spans = list[tuple[int, int]]

@@ -31,7 +31,6 @@ from flatshift.selection.hygiene import hygiene_config
 from flatshift.selection.hygiene.duplicate_clusters import DisjointSets, DuplicateClusters, first_matches
 from flatshift.selection.hygiene.store import GrowingArray, Keyed, block_ranges, build_array
 
-
 _TILE = 1 << 16
 """Hashes signed at a time: two such arrays fit in the processor's cache."""
 

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from flatshift.selection.hygiene import hygiene_config
 from flatshift.selection.hashing import WORDS, WordHashes, mix64, window_hashes
+from flatshift.selection.hygiene import hygiene_config
 
 # Function words, roughly by frequency; a word may belong to several languages.
 _COMMON = {

@@ -67,14 +67,14 @@ class BlockSumTree:
 
 def block_sums(values: np.ndarray, factors: np.ndarray) -> np.ndarray:
     """Return (⌈n / BLOCK⌉,) float64: Σ values·factors over each block of two (n,) arrays."""
-    found = []
+    sums = []
     for low in range(0, len(values), _AT_ONCE):
         product = values[low : low + _AT_ONCE] * factors[low : low + _AT_ONCE]
         whole = len(product) // BLOCK * BLOCK
-        found.append(product[:whole].reshape(-1, BLOCK).sum(1))
+        sums.append(product[:whole].reshape(-1, BLOCK).sum(1))
         if whole < len(product):
-            found.append(product[whole:].sum(keepdims=True))
-    return np.concatenate(found)
+            sums.append(product[whole:].sum(keepdims=True))
+    return np.concatenate(sums)
 
 
 class ThreadCrew:
@@ -99,7 +99,7 @@ class ThreadCrew:
         """
         tiles = -(-n // step)
         if self.size == 1 or tiles < 2 * self.size:
-            return _work_through(range(0, n, step), n, step, work, on_rows)
+            return _sum_tiles(range(0, n, step), n, step, work, on_rows)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.size, "tiles", initializer=_use_one_thread)
         stop = threading.Event()
@@ -107,12 +107,12 @@ class ThreadCrew:
         threads = torch.get_num_threads()
 
         def run(number: int) -> Tensor | None:
-            def note(done: int, _: int) -> None:
+            def count(done: int, _: int) -> None:
                 counts[number] = done
 
-            part = range(n)[number * tiles // self.size * step : (number + 1) * tiles // self.size * step]
+            share = range(n)[number * tiles // self.size * step : (number + 1) * tiles // self.size * step]
             with torch.inference_mode():
-                return _work_through(range(part.start, part.stop, step), part.stop, step, work, note, stop)
+                return _sum_tiles(range(share.start, share.stop, step), share.stop, step, work, count, stop)
 
         try:
             # The number of BLAS threads is global to the process: unless it is 1 here too, every worker's GEMM would
@@ -120,12 +120,12 @@ class ThreadCrew:
             torch.set_num_threads(1)
             jobs = [self._pool.submit(run, number) for number in range(self.size)]
             _wait_with_progress(jobs, counts, n, on_rows)
-            parts = [job.result() for job in jobs]
+            results = [job.result() for job in jobs]
         finally:
             stop.set()
             torch.set_num_threads(threads)
-        found = [part for part in parts if part is not None]
-        return torch.stack(found).sum(0) if found else None
+        sums = [result for result in results if result is not None]
+        return torch.stack(sums).sum(0) if sums else None
 
     def tree(
         self,
@@ -137,22 +137,22 @@ class ThreadCrew:
     ) -> BlockSumTree:
         """Run `work` as `each`, with tiles of at most `step` rows inside blocks; return the tree of block sums
         . first: number of the block that begins at row 0."""
-        found: list[list[Node]] = []
-        own = threading.local()
+        trees: list[list[Node]] = []
+        thread = threading.local()
 
-        def block(low: int, high: int) -> None:
+        def sum_block(low: int, high: int) -> None:
             total: Tensor | None = None
             for tile in tile_ranges(low, high, step):
-                part = work(*tile)
-                total = part if total is None else total.add_(part)
+                value = work(*tile)
+                total = value if total is None else total.add_(value)
             assert total is not None
-            if not hasattr(own, "tree"):
-                own.tree = BlockSumTree()
-                found.append(own.tree.nodes)
-            own.tree.add(first + low // BLOCK, total)
+            if not hasattr(thread, "tree"):
+                thread.tree = BlockSumTree()
+                trees.append(thread.tree.nodes)
+            thread.tree.add(first + low // BLOCK, total)
 
-        self.each(n, BLOCK, block, on_rows)
-        return BlockSumTree(node for nodes in found for node in nodes)
+        self.each(n, BLOCK, sum_block, on_rows)
+        return BlockSumTree(node for nodes in trees for node in nodes)
 
 
 _thread = threading.local()
@@ -169,12 +169,12 @@ def flushes_subnormals() -> bool:
     return getattr(_thread, "flushes", False)
 
 
-def _work_through(
+def _sum_tiles(
     lows: range,
     end: int,
     step: int,
     work: Callable[[int, int], Tensor | None],
-    note: Callable[[int, int], None] | None,
+    on_rows: Callable[[int, int], None] | None,
     stop: threading.Event | None = None,
 ) -> Tensor | None:
     total: Tensor | None = None
@@ -182,11 +182,11 @@ def _work_through(
         if stop is not None and stop.is_set():
             break
         high = min(low + step, end)
-        part = work(low, high)
-        if part is not None:
-            total = part if total is None else total.add_(part)
-        if note:
-            note(high - lows.start, end - lows.start)
+        value = work(low, high)
+        if value is not None:
+            total = value if total is None else total.add_(value)
+        if on_rows:
+            on_rows(high - lows.start, end - lows.start)
     return total
 
 
@@ -197,12 +197,12 @@ def _wait_with_progress(
 
     If a job fails the others still finish: the raised failure must not depend on which was faster.
     """
-    told = 0
+    reported = 0
     while True:
         pending = wait(jobs, timeout=0.1 if on_rows else None).not_done
         done = sum(counts)
-        if on_rows and done > told:
+        if on_rows and done > reported:
             on_rows(done, n)
-            told = done
+            reported = done
         if not pending:
             return

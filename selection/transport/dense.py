@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,17 +20,8 @@ from flatshift.selection.transport.kernel import Evaluation, StoredKernel
 NEWTON_MAX_COLUMNS = 4096
 """Above this the M×M factor costs more than the iterations it saves."""
 
-_WATCHED = 64
+_REPORTED = 64
 """Iterations of Sinkhorn between progress reports."""
-
-
-@dataclass(frozen=True)
-class DenseResult:
-    """Result of `solve_dense`; `at`: the exact evaluation of the best g found."""
-
-    at: Evaluation
-    iterations: int
-    newton_steps: int
 
 
 def solve_dense(
@@ -43,17 +33,18 @@ def solve_dense(
     max_iterations: int,
     newton_columns: int = NEWTON_MAX_COLUMNS,
     inverse: Tensor | None = None,
-    watch: Callable[[int], None] | None = None,
-) -> DenseResult:
-    """Find g with |col(g) − marginal|₁ ≤ tolerance, starting at g (M,); stop after `max_iterations` otherwise.
+    on_iterations: Callable[[int], None] | None = None,
+) -> tuple[Evaluation, int]:
+    """Find g with |col(g) − marginal|₁ ≤ tolerance, starting at g (M,), or the best after `max_iterations`; return its
+    exact evaluation and the iterations.
 
     `marginal` (M,) float64, positive, sums to 1; it need not be the kernel's own b (control variates use another).
     `newton_columns`: number of targets up to which Newton steps are used; they take some six M×M matrices. `inverse`
     (M, M): the `inverse_hessian` of a similar kernel near g; steps with it come first, as long as they pay off.
-    `watch`: called now and then with the iterations so far.
+    `on_iterations`: called now and then with the iterations so far.
     """
-    search = _Search(kernel, marginal, tolerance, max_iterations, newton_columns, watch)
-    return search.run(g, inverse)
+    search = _Search(kernel, marginal, tolerance, max_iterations, newton_columns, on_iterations)
+    return search.run(g, inverse), search.iterations
 
 
 def inverse_hessian(kernel: StoredKernel, g: Tensor, marginal: Tensor, ridge: float = 1e-3) -> Tensor:
@@ -69,21 +60,20 @@ class _Search:
         tolerance: float,
         max_iterations: int,
         newton_columns: int,
-        watch: Callable[[int], None] | None,
+        on_iterations: Callable[[int], None] | None,
     ):
-        self.watch = watch or (lambda iterations: None)
+        self.on_iterations = on_iterations or (lambda iterations: None)
         self.kernel = kernel
         self.marginal = marginal
         self.log_marginal = marginal.log()
         self.tolerance = tolerance
         self.max_iterations = max_iterations
         self.iterations = 0
-        self.newton_steps = 0
         m = len(marginal)
         # Cost of a Newton step in Sinkhorn iterations: 2nM² flop at GEMM speed versus 4nM at memory speed.
         self.newton_cost = 2.0 + m / 20.0 if m <= newton_columns else math.inf
 
-    def run(self, g: Tensor, inverse: Tensor | None) -> DenseResult:
+    def run(self, g: Tensor, inverse: Tensor | None) -> Evaluation:
         at = self.evaluate(g)
         self.iterations += 1
         if inverse is not None:
@@ -93,7 +83,7 @@ class _Search:
             at, omega = self.relax(at, omega)
             if self.error(at) > self.tolerance and math.isfinite(self.newton_cost):
                 at = self.newton(at)
-        return DenseResult(at, self.iterations, self.newton_steps)
+        return at
 
     def evaluate(self, g: Tensor) -> Evaluation:
         return self.kernel.evaluate(g - self.marginal @ g)
@@ -116,8 +106,6 @@ class _Search:
             at = trial
         return at
 
-    # ------------------------------------------------------------------------------------------ Sinkhorn
-
     def relax(self, at: Evaluation, omega: float) -> tuple[Evaluation, float]:
         """Run Sinkhorn iterations from `at` until the tolerance, or until Newton is the cheaper way to it."""
         kernel, epsilon = self.kernel, self.kernel.epsilon
@@ -131,8 +119,8 @@ class _Search:
         while self.iterations < self.max_iterations:
             log_z, column = kernel.scale(log_v, log_z, omega)
             self.iterations += 1
-            if self.iterations % _WATCHED == 0:
-                self.watch(self.iterations)
+            if self.iterations % _REPORTED == 0:
+                self.on_iterations(self.iterations)
             error = float((column - self.marginal).abs().sum())
             if not error <= 8 * best:
                 # Over-relaxation overshot: return to the best point with a milder factor. Plain steps always climb.
@@ -156,18 +144,13 @@ class _Search:
             if len(errors) > window and len(errors) % window == 1:
                 rate = (errors[-1] / errors[-1 - window]) ** (1.0 / window)
                 omega = min(_relaxation_factor(rate, omega), ceiling)
-                if rate < 1.0:
-                    left = math.log(self.tolerance / error) / math.log(max(rate, 1e-3))
-                else:
-                    left = math.inf
+                remaining = math.log(self.tolerance / error) / math.log(max(rate, 1e-3)) if rate < 1.0 else math.inf
                 steps = 2 + math.log2(max(1.0, math.log(self.tolerance) / math.log(min(error, 0.5))))
                 # Newton is quadratic only near the optimum; far away a few more plain iterations are better.
-                if left > steps * self.newton_cost and (error < 0.2 or len(errors) > 10 * window):
+                if remaining > steps * self.newton_cost and (error < 0.2 or len(errors) > 10 * window):
                     break
         assert origin is not None
         return self.evaluate(origin + epsilon * log_v), omega
-
-    # ------------------------------------------------------------------------------------------ Newton
 
     def newton(self, at: Evaluation) -> Evaluation:
         """Take safeguarded Newton steps from `at` until the tolerance, or until a step fails (then Sinkhorn
@@ -178,8 +161,7 @@ class _Search:
         radius = 2.0 * epsilon
         while self.error(at) > self.tolerance and self.iterations < self.max_iterations:
             factor = _cholesky_factor(self.kernel.curvature(at.g), at.column, self.marginal, ridge)
-            self.newton_steps += 1
-            self.watch(self.iterations)
+            self.on_iterations(self.iterations)
             self.iterations += max(1, int(self.newton_cost) // 4)
             moved = False
             for _ in range(12):

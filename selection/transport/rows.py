@@ -96,10 +96,10 @@ class StreamedRows:
         """Gather the rows `index` (this process's, sorted, repeats allowed) of every process in the memory of the first
         one, in their own dtype; return None on the others. weights: one for each, None for equal ones."""
         problem, team = self.problem, self.problem.team
-        raw = team.rows(to_aligned_tensor(self.x[index]).numpy(), self.device)
-        scale = None if problem.scale is None else team.rows(problem.scale[index], self.device)
-        squared = team.rows(problem.x_squared[index], self.device)
-        a = None if weights is None else team.rows(weights, self.device)
+        raw = team.gather_rows(to_aligned_tensor(self.x[index]).numpy(), self.device)
+        scale = None if problem.scale is None else team.gather_rows(problem.scale[index], self.device)
+        squared = team.gather_rows(problem.x_squared[index], self.device)
+        a = None if weights is None else team.gather_rows(weights, self.device)
         if raw is None or squared is None:
             return None
         n = len(raw)

@@ -48,20 +48,20 @@ def find_threshold(f: Tensor, k: int, team: ProcessTeam) -> SelectionThreshold |
     return SelectionThreshold(tau, (high - low) / total / span, k, total) if span > 0.0 else None
 
 
-def estimate_overlap(end: SelectionThreshold | None, sample: Tensor, moved: Tensor) -> float:
-    """Estimate overlap@k of f, whose threshold is `end`, with f after the next correction: 1 − h·E|δ|/(2q) (gotd.md
+def estimate_overlap(threshold: SelectionThreshold | None, sample: Tensor, moved: Tensor) -> float:
+    """Estimate overlap@k of f, whose `threshold` is this, with f after the next correction: 1 − h·E|δ|/(2q) (gotd.md
     §5.7).
 
     sample, moved (n,): the potential on a subsample, before and after the next correction. h: density of f at the
     threshold; δ: change of rows near it minus their mean change; q = k/N.
     """
-    if end is None or len(sample) < 2:
+    if threshold is None or len(sample) < 2:
         return 1.0
-    share = len(sample) * end.k // end.rows
-    near = torch.argsort((sample - end.tau).abs(), stable=True)[: max(min(200, len(sample)), share)]
+    share = len(sample) * threshold.k // threshold.rows
+    near = torch.argsort((sample - threshold.tau).abs(), stable=True)[: max(min(200, len(sample)), share)]
     change = (moved - sample)[near]
     spread = float((change - change.mean()).abs().mean())
-    return max(0.0, 1.0 - end.density * spread * end.rows / (2.0 * end.k))
+    return max(0.0, 1.0 - threshold.density * spread * threshold.rows / (2.0 * threshold.k))
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ def descend(
     iterations = 0
     for relative in _epsilon_schedule(settings.relative) if start is None else []:
         kernel.absorb(g, relative / settings.relative * settings.epsilon)
-        rough = solve_dense(
+        rough, used = solve_dense(
             kernel, g, marginal=b, tolerance=3e-2, max_iterations=60, newton_columns=newton_columns,
-            watch=_iteration_progress(settings, iterations),
+            on_iterations=_iteration_progress(settings, iterations),
         )  # fmt: skip
-        g = rough.at.g
-        iterations += rough.iterations
+        g = rough.g
+        iterations += used
     kernel.absorb(g, settings.epsilon)
-    result = solve_dense(
+    at, used = solve_dense(
         kernel,
         g,
         marginal=b,
@@ -154,19 +154,18 @@ def descend(
         max_iterations=settings.max_iterations - iterations,
         newton_columns=newton_columns,
         inverse=inverse,
-        watch=_iteration_progress(settings, iterations),
+        on_iterations=_iteration_progress(settings, iterations),
     )
-    return result.at, iterations + result.iterations
+    return at, iterations + used
 
 
 def _iteration_progress(settings: SolverSettings, before: int) -> Callable[[int], None] | None:
     """Return a progress callback for iterations that follow `before` others; the total is the maximum, as a tiny ε
     takes many."""
-    told = settings.progress
-    if told is None:
+    progress, maximum = settings.progress, settings.max_iterations
+    if progress is None:
         return None
-    most = settings.max_iterations
-    return lambda done: told(ITERATIONS, min(before + done, most - 1), most)
+    return lambda done: progress(ITERATIONS, min(before + done, maximum - 1), maximum)
 
 
 def _epsilon_schedule(relative: float) -> list[float]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flatshift.selection.errors import SelectionError, is_disk_full
 from flatshift.selection.transport.kernel import Evaluation
-from flatshift.selection.transport.problem import TransportProblem
+from flatshift.selection.transport.problem import TransportProblem, on_every_member
 from flatshift.selection.transport.settings import SolverSettings
 
 
@@ -73,8 +73,8 @@ def problem_identity(problem: TransportProblem, settings: SolverSettings, **more
 class StateDirectory:
     """State directory of one process of the team."""
 
-    def __init__(self, directory: Path, problem: TransportProblem, known: dict[str, Any]):
-        self.directory, self.team, self.known = directory, problem.team, known
+    def __init__(self, directory: Path, problem: TransportProblem, identity: dict[str, Any]):
+        self.directory, self.team, self.identity = directory, problem.team, identity
 
     def _path(self, passes: int) -> Path:
         return self.directory / f"pass-{passes:04d}-process-{self.team.rank}.npz"
@@ -92,7 +92,7 @@ class StateDirectory:
         for i, (point, image) in enumerate(standing.tried):
             arrays |= {f"point_{i}": point, f"image_{i}": image}
         meta = {
-            "identity": self.known,
+            "identity": self.identity,
             "passes": standing.passes,
             "iterations": standing.iterations,
             "value": best.value,
@@ -100,45 +100,40 @@ class StateDirectory:
             "length": standing.length,
             "overlap": standing.overlap,
         }
-        mistake: SelectionError | OSError | None = None
+        failure: SelectionError | OSError | None = None
         path = self._path(standing.passes)
         scratch = path.with_name(f".{path.name}.tmp")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with scratch.open("wb") as handle:
-                found = {name: value.cpu().numpy() for name, value in arrays.items() if value is not None}
-                np.savez(handle, meta=np.array(json.dumps(meta)), **found)
+                stored = {name: value.cpu().numpy() for name, value in arrays.items() if value is not None}
+                np.savez(handle, meta=np.array(json.dumps(meta)), **stored)
                 handle.flush()
                 os.fsync(handle.fileno())
             scratch.replace(path)
         except OSError as error:
-            mistake = error
+            failure = error
             if not is_disk_full(error):
-                told = f"state {self.directory}: cannot be written ({error}); name a writable directory"
-                mistake = SelectionError(told)
+                failure = SelectionError(
+                    f"state {self.directory}: cannot be written ({error}); name a writable directory"
+                )
             with contextlib.suppress(OSError):
                 scratch.unlink()
-        self.team.agree(mistake)
-        for old in self._mine():
+        self.team.agree(failure)
+        for old in self._own_files():
             if old != path:
                 old.unlink(missing_ok=True)
 
     def load(self, device: torch.device) -> SolverState | None:
         """Load the latest pass that every process has, or None. Raises SelectionError for the state of another
         problem."""
-        mine = [int(path.name.split("-")[1]) for path in self._mine()]
-        shared = set.intersection(*(set(found) for found in self.team.gather(mine)))
+        passes = [int(path.name.split("-")[1]) for path in self._own_files()]
+        shared = set.intersection(*map(set, self.team.gather(passes)))
         if not shared:
             return None
-        mistake, standing = None, None
-        try:
-            standing = self._read(self._path(max(shared)), device)
-        except SelectionError as error:
-            mistake = error
-        self.team.agree(mistake)
-        return standing
+        return on_every_member(self.team, lambda: self._read(self._path(max(shared)), device))
 
-    def _mine(self) -> list[Path]:
+    def _own_files(self) -> list[Path]:
         return sorted(self.directory.glob(f"pass-*-process-{self.team.rank}.npz"))
 
     def _read(self, path: Path, device: torch.device) -> SolverState:
@@ -148,15 +143,16 @@ class StateDirectory:
                 arrays = {name: torch.from_numpy(file[name]).to(device) for name in file.files if name != "meta"}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise SelectionError(f"state {path}: cannot be read ({error}); delete it to start again") from error
-        theirs = meta["identity"]
-        other = [name for name, value in self.known.items() if theirs.get(name) != value]
-        if other:
-            name = next((name for name in other if name != "data"), "data")
-            told = (
-                "other features or weights" if name == "data" else f"{name} {theirs.get(name)}, not {self.known[name]}"
-            )
+        stored = meta["identity"]
+        different = sorted(
+            (name for name, value in self.identity.items() if stored.get(name) != value), key="data".__eq__
+        )
+        if different:
+            name = different[0]
+            reason = f"{name} {stored.get(name)}, not {self.identity[name]}"
             raise SelectionError(
-                f"state {self.directory}: belongs to another problem ({told}); name an empty directory or delete it"
+                f"state {self.directory}: belongs to another problem "
+                f"({'other features or weights' if name == 'data' else reason}); name an empty directory or delete it"
             )
         best = Evaluation(
             arrays["best_g"],

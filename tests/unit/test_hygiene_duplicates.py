@@ -10,11 +10,16 @@ import numpy as np
 import pytest
 
 from flatshift.selection.errors import SelectionError
+from flatshift.selection.hashing import Shingler
 from flatshift.selection.hygiene import NearDuplicates as Settings
 from flatshift.selection.hygiene import duplicate_clusters, duplicates
-from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicateGroups, normalise_text
-from flatshift.selection.hygiene.duplicates import MinHasher, choose_bands
-from flatshift.selection.hashing import Shingler
+from flatshift.selection.hygiene.duplicates import (
+    ExactDuplicates,
+    MinHasher,
+    NearDuplicateGroups,
+    choose_bands,
+    normalise_text,
+)
 from flatshift.selection.hygiene.store import GrowingArray
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgkl" for b in "aeiou" for c in ("", "n", "rt", "st", "ll")]

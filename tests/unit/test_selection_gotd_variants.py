@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from flatshift.selection import GotDContrastSelector, GotDSelector, Pool, sinkhorn_potentials
-from flatshift.selection.methods.debias import self_potential
 from flatshift.selection.methods.base import mean_cost
+from flatshift.selection.methods.debias import self_potential
 from flatshift.selection.methods.rounds import _hold_out, choose_in_rounds
 from flatshift.selection.transport import Potentials
 
