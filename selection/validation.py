@@ -108,7 +108,7 @@ class Settings:
 
         The message begins with the field's name, so that a recipe loader can add where it was set.
         """
-        for name, hint, bounds in _checked_fields(type(self)):
+        for name, hint, bounds in _checked_fields(type(self)):  # type: ignore[arg-type]
             value = getattr(self, name)
             if value is None and type(None) in get_args(hint):
                 continue

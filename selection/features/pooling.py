@@ -245,6 +245,6 @@ def read_json(path: Path, kind: type) -> Any:
         raise SelectionError(
             f"{path}: cannot be read ({error}); name a complete local copy of the repository"
         ) from error
-    if not isinstance(value, kind) or (kind is list and not all(isinstance(item, dict) for item in value)):
+    if not isinstance(value, kind) or (isinstance(value, list) and not all(isinstance(item, dict) for item in value)):
         raise SelectionError(f"{path}: must hold a JSON {'object' if kind is dict else 'array of objects'}")
     return value

@@ -113,7 +113,8 @@ class ClassifierSelector(Selector, Classifier):
 
         from flatshift.selection.features.tokens import TokenRows
 
-        examples = TokenRows.of([*(rows[int(i)] for i in half), *positives], rows.size)
+        texts: list[Any] = [*(rows[int(i)] for i in half), *positives]
+        examples = TokenRows.of(texts, rows.size)
         features = self._features(*examples.part(0, len(examples)), rows.size)
         used = np.unique(features.indices)
         model = LogisticRegression(C=self.strength, class_weight="balanced", max_iter=200)

@@ -100,7 +100,7 @@ class TSDSSelector(Selector, TSDS):
         index = index.reshape(nearest.rows.shape)
         points = np.asarray(x[union], dtype=np.float64)
         density = np.zeros(len(union))
-        count = index.shape[1]
+        count = nearest.rows.shape[1]
         reach = min(_FIRST, count)
         pairs, everywhere = 0, True
         while True:

@@ -238,7 +238,7 @@ def _check_settings(
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and value >= 1
+    return isinstance(value, int | np.integer) and bool(value >= 1)
 
 
 def _cuda_unavailable_reason() -> str:
