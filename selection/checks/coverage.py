@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.selection.methods.base import UNITS, Progress, scaled_features
+from flatshift.selection.methods.base import UNITS, ConvertedRows, Progress, scaled_features
 from flatshift.selection.methods.neighbours import nearest_rows
 
 _FELLOWS = 2000
@@ -57,7 +57,7 @@ def target_coverage(
     """
     affordable = int(_WORK / (x.shape[0] * x.shape[1]))
     worst = np.argsort(-np.asarray(g), kind="stable")[: max(_FEWEST, affordable)]
-    pool = x if cost == "sqeuclidean" else _ScaledRows(x, cost)
+    pool = x if cost == "sqeuclidean" else ConvertedRows(x, lambda rows: scaled_features(rows, cost))
     targets = scaled_features(y, cost)
     found = nearest_rows(pool, targets[worst], 1, progress=progress)
     return Coverage(
@@ -83,16 +83,3 @@ def _typical_spacing(y: np.ndarray, unit: float, seed: int) -> float | None:
     costs = np.maximum(squared[:, None] + squared - 2.0 * (centred @ centred.T), 0.0)
     np.fill_diagonal(costs, np.inf)
     return float(np.quantile(costs.min(1), _QUANTILE)) * unit
-
-
-class _ScaledRows:
-    """Rows of a matrix of any size with `scaled_features` applied, a slice at a time."""
-
-    def __init__(self, source: Any, cost: str):
-        self.source = source
-        self.cost = cost
-        self.shape = tuple(source.shape)
-        self.dtype = np.dtype(np.float64)
-
-    def __getitem__(self, key: Any) -> np.ndarray:
-        return scaled_features(self.source[key], self.cost)

@@ -22,7 +22,6 @@ from flatshift.selection.methods.base import (
     Selector,
     Target,
     check_budget,
-    keyed_uniform,
     require_field,
 )
 from flatshift.selection.methods.classifier import Classifier
@@ -149,7 +148,7 @@ class AutoSelector(Selector):
                 f"auto holds out {self.holdout:g} of the target, and of {len(target)} texts that leaves too few; "
                 "give more target texts, or name a method"
             )
-        order = np.argsort(keyed_uniform(target, self.seed, "auto held-out target"), kind="stable")
+        order = np.argsort(target.draw(self.seed, "auto held-out target"), kind="stable")
         training, held_out = (_take_rows(target, np.sort(rows)) for rows in (order[count:], order[:count]))
         if not len(held_out.tokens.flat):
             raise SelectionError("the target texts that auto held out hold no token; give more target texts")

@@ -7,11 +7,14 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
 from flatshift.selection.validation import Settings, check_chunk, check_strings, feature_matrix, is_whole
+
+if TYPE_CHECKING:
+    from flatshift.selection.features.tokens import TokenRows
 
 Progress = Callable[[str, int, int], None]
 UNITS = {"sqeuclidean": 1.0, "cosine": 0.5}
@@ -52,6 +55,32 @@ class Pool:
 
     def __len__(self) -> int:
         return next(len(value) for value in self.__dict__.values() if value is not None)
+
+    def draw(self, seed: int, purpose: str) -> np.ndarray:
+        """Return (N,) float64 in (0, 1): a uniform draw for each row, keyed by (seed, purpose, id) and not by its
+        position.
+
+        Rows that share an id get different draws, by order of appearance.
+        """
+        key = hashlib.sha256(f"{purpose}\x1f{seed}".encode()).digest()
+
+        def digest(text: str) -> int:
+            raw = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest()
+            return int.from_bytes(raw, "little")
+
+        ids = self.ids if self.ids is not None else map(str, range(len(self)))
+        bits = np.fromiter(map(digest, ids), np.uint64, len(self))
+        if self.ids is not None:
+            # Only rows whose draw is not unique can share an id; names are stored for these alone.
+            ordered = np.sort(bits)
+            shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+            occurrences: Counter[str] = Counter()
+            for row in np.flatnonzero(np.isin(bits, shared)).tolist() if len(shared) else ():
+                name = self.ids[row]
+                if occurrences[name]:
+                    bits[row] = digest(f"{name}\x1f{occurrences[name]}")
+                occurrences[name] += 1
+        return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
 Target = Pool
@@ -96,6 +125,8 @@ class Selector(Settings):
     signed: ClassVar[bool] = False
     """True if rows of negative score help and others do not; otherwise zero has no meaning."""
     __signature__: ClassVar[inspect.Signature]
+    kind: str
+    needs: ClassVar[tuple[str, ...]]
     scores_: np.ndarray
     nearest_target_: np.ndarray | None = None
     diagnostics_: dict[str, Any]
@@ -135,6 +166,10 @@ class Selector(Settings):
         check_chunk(getattr(self, "chunk", None))
         self._fit(pool, target, progress or _ignore_progress, **inputs)
         return self
+
+    def _sides(self, pool: Pool, target: Target) -> tuple[Any, Any]:
+        """Return what the method works on, the first of its `needs`, of both sides."""
+        return require_field(pool, target, self.needs[0], self.kind)
 
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
         """Set `scores_`, `diagnostics_` and, if the method has them, `nearest_target_` and `readings_`."""
@@ -226,6 +261,27 @@ class Selector(Settings):
         return f"{type(self).__name__}({', '.join(changed)})"
 
 
+class TokenSelector(Selector):
+    """Base of methods that explain their choice: `explains` is True once `_gains` can be computed."""
+
+    @property
+    def explains(self) -> bool:
+        """True if `evidence` is available: after `fit`."""
+        return hasattr(self, "scores_")
+
+    def evidence(self, rows: TokenRows) -> list[np.ndarray]:
+        """Return each text's evidence by token: what the token, after those before it, adds in favour of the text."""
+        self._fitted()
+        if not len(rows):
+            return []
+        flat, lengths = rows.part(0, len(rows))
+        return np.split(self._gains(flat, lengths, rows.size), np.cumsum(lengths)[:-1])
+
+    def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+        """Return (T,) evidence of each token of some texts, concatenated; size: of the vocabulary."""
+        raise NotImplementedError
+
+
 def _ignore_progress(stage: str, done: int, total: int) -> None:
     """Report nothing."""
 
@@ -274,6 +330,23 @@ def scaled_features(rows: Any, cost: str) -> np.ndarray:
     return wide if cost == "sqeuclidean" else np.asarray(wide / np.linalg.norm(wide, axis=1, keepdims=True))
 
 
+class ConvertedRows:
+    """Rows of a matrix of any size as float64, each slice converted by a function as it is read."""
+
+    def __init__(self, source: Any, convert: Callable[[np.ndarray], np.ndarray]):
+        self._source, self._convert = source, convert
+        self.shape, self.dtype = tuple(source.shape), np.dtype(np.float64)
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        return self._convert(np.asarray(self._source[key], dtype=np.float64))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:]
+
+
 def mean_cost(
     x: Any,
     y: Any,
@@ -303,44 +376,14 @@ def mean_cost(
 
 
 def move_behind(scores: np.ndarray, rows: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Return `scores` with those of `rows` (a mask) moved behind all others, sorted among themselves by `order`.
+    """Return `scores` with those of `rows` (a mask) moved behind all others, if there are any, sorted by `order`.
 
     The moved rows get the largest other score plus 1 plus `order` minus its smallest: finite, and larger.
     """
-    if not rows.any():
+    if not rows.any() or rows.all():
         return scores
     floor = scores[~rows].max(initial=0.0)
     moved = order[rows] - order[rows].min()
     out = scores.copy()
     out[rows] = np.maximum(floor + 1.0 + moved, np.nextafter(floor, np.inf))
     return out
-
-
-def keyed_uniform(pool: Pool, seed: int, purpose: str) -> np.ndarray:
-    """Return (N,) float64 in (0, 1): a uniform draw for each row, keyed by (seed, purpose, id) and not by its position.
-
-    Rows that share an id get different draws, by order of appearance.
-    """
-    key = hashlib.sha256(f"{purpose}\x1f{seed}".encode()).digest()
-
-    def draw(text: str) -> bytes:
-        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest()
-
-    raw = bytearray()
-    for name in pool.ids if pool.ids is not None else map(str, range(len(pool))):
-        raw += draw(name)
-    bits = np.frombuffer(raw, dtype="<u8")
-    if pool.ids is not None:
-        # Only rows whose draw is not unique can share an id; names are kept for these alone.
-        ordered = np.sort(bits)
-        twins = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-        del ordered
-        if len(twins):
-            bits = bits.copy()
-            occurrences: Counter[str] = Counter()
-            for row in np.flatnonzero(np.isin(bits, twins)).tolist():
-                name = pool.ids[row]
-                if occurrences[name]:
-                    bits[row] = int.from_bytes(draw(f"{name}\x1f{occurrences[name]}"), "little")
-                occurrences[name] += 1
-    return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53

@@ -6,25 +6,14 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from flatshift.selection.features.tokens import TokenRows, ngram_keys
+from flatshift.selection.hashing import mix64
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import (
-    MethodSettings,
-    Pool,
-    Progress,
-    Selector,
-    Target,
-    keyed_uniform,
-    move_behind,
-    require_field,
-)
+from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Target, TokenSelector, move_behind
 from flatshift.selection.validation import bounded
-
-if TYPE_CHECKING:
-    from flatshift.selection.features.tokens import TokenRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +34,20 @@ class Classifier(MethodSettings):
     """Minimum number of tokens; shorter texts are ranked last."""
 
 
-class ClassifierSelector(Selector, Classifier):
+class ClassifierSelector(TokenSelector, Classifier):
     """Scores by −log odds that a text is from the target. Features: its distinct n-grams, scaled to length one.
 
     Two classifiers are trained on two halves of the pool's sample, each with all target texts, classes balanced. A text
     is scored only by those not trained on it, so that it is not penalised for having been a negative example. Texts of
-    fewer than `minimum` tokens follow behind all others. Needs tokens on both sides; ignores weights.
+    fewer than `minimum` tokens follow behind all others. `evidence`: a token's weight plus that of its bigram with the
+    one before. Needs tokens on both sides; ignores weights.
     """
 
     seed: int = 0
 
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
-        rows, target_rows = require_field(pool, target, "tokens", "classifier")
-        sample = np.argsort(keyed_uniform(pool, self.seed, "classifier sample"), kind="stable")[: self.fit_rows]
+        rows, target_rows = self._sides(pool, target)
+        sample = np.argsort(pool.draw(self.seed, "classifier sample"), kind="stable")[: self.fit_rows]
         # The result must not depend on the order of rows, bit for bit: the pool is drawn by id, the target sorted by
         # content.
         positives = sorted((target_rows[i] for i in range(len(target_rows))), key=lambda row: row.tobytes())
@@ -81,7 +71,7 @@ class ClassifierSelector(Selector, Classifier):
             )
             progress("classifying", low + len(lengths), len(rows))
         short = rows.lengths < self.minimum
-        self.scores_ = move_behind(scores, short, scores) if not short.all() else scores
+        self.scores_ = move_behind(scores, short, scores)
         self.diagnostics_ = {
             "learnt_pool": len(sample),
             "learnt_target": len(positives),
@@ -89,29 +79,17 @@ class ClassifierSelector(Selector, Classifier):
             "short": int(short.sum()),
         }
 
-    @property
-    def explains(self) -> bool:
-        """True if `evidence` is available: after `fit`."""
-        return hasattr(self, "_weights")
-
-    def evidence(self, rows: TokenRows) -> list[Sequence[float]]:
-        """Return each text's evidence by token: the token's weight plus that of its bigram with the one before."""
-        from flatshift.selection.hashing import mix64
-
-        weights, buckets, out = self._weights[:, :-1].mean(0), np.uint64(self.buckets), []
-        for row in rows:
-            tokens = row.astype(np.uint64)
-            gains = weights[(mix64(tokens) % buckets).astype(np.int64)].copy()
-            pairs = (tokens[:-1] + np.uint64(1)) * np.uint64(rows.size) + tokens[1:]
-            gains[1:] += weights[(mix64(pairs) % buckets).astype(np.int64)]
-            out.append(gains)
-        return out
+    def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+        keys, _ = ngram_keys(flat, lengths, size)
+        weights = self._weights[:, :-1].mean(0)[(mix64(keys) % np.uint64(self.buckets)).astype(np.int64)]
+        gains = weights[: len(flat)].copy()
+        text_of = np.repeat(np.arange(len(lengths)), lengths)
+        gains[1:][text_of[1:] == text_of[:-1]] += weights[len(flat) :]
+        return gains
 
     def _train(self, rows: TokenRows, half: np.ndarray, positives: list[np.ndarray]) -> np.ndarray:
         """Fit one classifier; return (buckets + 1,) weights and intercept."""
         from sklearn.linear_model import LogisticRegression
-
-        from flatshift.selection.features.tokens import TokenRows
 
         texts: list[Any] = [*(rows[int(i)] for i in half), *positives]
         examples = TokenRows.of(texts, rows.size)
@@ -126,9 +104,6 @@ class ClassifierSelector(Selector, Classifier):
     def _features(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> Any:
         """Return CSR (n, buckets) float64: 1/√(number of distinct n-grams) for each distinct n-gram of a text."""
         from scipy.sparse import csr_matrix
-
-        from flatshift.selection.features.tokens import ngram_keys
-        from flatshift.selection.hashing import mix64
 
         keys, text_of = ngram_keys(flat, lengths, size)
         # A repeated n-gram counts once: a line of slashes is no evidence for anything.

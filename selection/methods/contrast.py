@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from flatshift.selection.errors import SelectionError, TooLittleMemory
-from flatshift.selection.methods.base import Pool, Progress, Target, require_field
+from flatshift.selection.methods.base import Pool, Progress, Target
 from flatshift.selection.methods.gotd import TransportSelector, TransportSettings
 from flatshift.selection.validation import bounded
 
@@ -45,7 +45,7 @@ class GotDContrastSelector(TransportSelector, GotDContrast):
     def _fit(self, pool: Pool, target: Target, progress: Progress, negative: Target | None = None) -> None:
         if negative is None:
             raise SelectionError("gotd-contrast needs negative examples; pass negative= to fit")
-        x, y = require_field(pool, target, "features", "gotd-contrast")
+        x, y = self._sides(pool, target)
         if negative.features is None:
             raise SelectionError("gotd-contrast works on features, and the negative has none; pass features= to it")
         towards = self._solve(x, y, pool.weights, target.weights, self.epsilon, progress=progress)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from flatshift.selection.features.tokens import text_sums
 from flatshift.selection.lazy import np
@@ -20,11 +20,10 @@ from flatshift.selection.methods.base import (
     MethodSettings,
     Pool,
     Progress,
-    Selector,
     Target,
+    TokenSelector,
     check_budget,
     move_behind,
-    require_field,
 )
 from flatshift.selection.validation import bounded
 
@@ -65,7 +64,7 @@ class Cynical(MethodSettings):
     more than any text not yet chosen, and the budget counts each time."""
 
 
-class CynicalSelector(Selector, Cynical):
+class CynicalSelector(TokenSelector, Cynical):
     """Repeatedly takes the text of the largest gain ΔF / (n + prior), n its tokens, where
 
         F(S) = Σ_g w_g log(1 + c_S(g) / (κ p(g)))   over the target's uni-, bi- and trigrams g,
@@ -81,14 +80,15 @@ class CynicalSelector(Selector, Cynical):
     budget would bring at this rate. Texts that were not taken follow by their gain given the selection (an upper bound:
     repeats inside a text count in full), those of fewer than `minimum` tokens behind all others. budget None: a tenth
     of the pool. Needs tokens on both sides, and reads the pool at least three times and leading texts individually;
-    weights are ignored. `evidence` returns the tokens that speak for a text.
+    weights are ignored. `evidence`: the gain of the n-grams that end in a token,
+    with nothing chosen yet.
     """
 
     budget: int | None = None
 
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
         budget = max(1, len(pool) // 10) if self.budget is None else check_budget(self.budget, len(pool))
-        rows, target_rows = require_field(pool, target, "tokens", "cynical")
+        rows, target_rows = self._sides(pool, target)
         self._ngrams = ngrams = _TargetNgrams(target_rows)
         count = np.ones(len(ngrams))
         for low, flat, lengths in rows.parts():
@@ -107,8 +107,7 @@ class CynicalSelector(Selector, Cynical):
             np.maximum(self.scores_, np.nextafter(reached[-1], np.inf), out=self.scores_)
             self.scores_[distinct[0]] = reached[distinct[1]]
         self.scores_ *= max(tokens, 1.0) / len(_ORDERS)
-        if not short.all():
-            self.scores_ = move_behind(self.scores_, short, self.scores_)
+        self.scores_ = move_behind(self.scores_, short, self.scores_)
         self.diagnostics_ = {
             "tokens_pool": len(rows.flat),
             "tokens_target": len(target_rows.flat),
@@ -122,16 +121,8 @@ class CynicalSelector(Selector, Cynical):
             "short": int(short.sum()),
         }
 
-    @property
-    def explains(self) -> bool:
-        """True if `evidence` is available: after `fit`."""
-        return hasattr(self, "_ngrams")
-
-    def evidence(self, rows: TokenRows) -> list[Any]:
-        """Return each text's evidence by token: the gain of the n-grams that end in it, with nothing chosen yet."""
-        self._fitted()
-        flat, lengths = rows.part(0, len(rows))
-        return np.split(self._by_token(flat, lengths, self._base), np.cumsum(lengths)[:-1]) if len(rows) else []
+    def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+        return self._by_token(flat, lengths, self._base)
 
     def _by_token(self, flat: np.ndarray, lengths: np.ndarray, base: np.ndarray) -> np.ndarray:
         """Return (T,) gain of one more occurrence of the n-grams that end in each token."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flatshift.selection.methods.base import UNITS, Pool, Progress, keyed_uniform, scaled_features, unit_weights
+from flatshift.selection.methods.base import UNITS, Pool, Progress, scaled_features, unit_weights
 from flatshift.selection.validation import feature_matrix
 
 _TOLERANCE = 1e-10
@@ -47,7 +47,7 @@ def self_potential(
     a = unit_weights(pool.weights, n)
     sampled = np.flatnonzero(a > 0)
     if len(sampled) > sample:
-        order = np.argsort(keyed_uniform(pool, seed, "gotd self-transport")[sampled], kind="stable")
+        order = np.argsort(pool.draw(seed, "gotd self-transport")[sampled], kind="stable")
         sampled = np.sort(sampled[order[:sample]])
     # All below is in squared distances; a cosine cost is half of them between rows of length one.
     epsilon = epsilon / UNITS[cost]

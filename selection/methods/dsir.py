@@ -17,15 +17,7 @@ from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.tokens import text_sums
 from flatshift.selection.hashing import WordHashes, mix64
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import (
-    MethodSettings,
-    Pool,
-    Progress,
-    Selector,
-    Target,
-    keyed_uniform,
-    require_field,
-)
+from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target
 from flatshift.selection.validation import bounded
 
 _WORDS = re.compile(r"\w+|[^\w\s]+")
@@ -169,7 +161,7 @@ class DSIRSelector(Selector, DSIR):
     memory_bytes: int = 1 << 30
 
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
-        pool_texts, target_texts = require_field(pool, target, "texts", "dsir")
+        pool_texts, target_texts = self._sides(pool, target)
         hasher = (NgramHasher if self.hashing == "fast" else Sha256Hasher)(self.buckets)
         target_counts = np.zeros(self.buckets)
         for ngrams, _ in hasher.batches(target_texts):
@@ -193,7 +185,7 @@ class DSIRSelector(Selector, DSIR):
         self.scores_ = -self.log_weights_
         if self.resample:
             # Minus Gumbel noise, as smaller scores are better.
-            self.scores_ = self.scores_ + np.log(-np.log(keyed_uniform(pool, self.seed, "dsir gumbel")))
+            self.scores_ = self.scores_ + np.log(-np.log(pool.draw(self.seed, "dsir gumbel")))
         self.diagnostics_ = {"ngrams_pool": int(pool_counts.sum()), "ngrams_target": int(target_counts.sum())}
 
     def _log_probability(self, counts: np.ndarray) -> np.ndarray:

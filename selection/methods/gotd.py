@@ -15,7 +15,6 @@ from flatshift.selection.methods.base import (
     Selector,
     Target,
     check_budget,
-    require_field,
     unit_weights,
 )
 from flatshift.selection.validation import bounded
@@ -132,7 +131,7 @@ class GotDSelector(TransportSelector, GotD):
         if self.rounds > 1:
             self._fit_in_rounds(pool, target, progress)
             return
-        x, y = require_field(pool, target, "features", "gotd")
+        x, y = self._sides(pool, target)
         solution = self.potentials_ = self._solve(
             x,
             y,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target, require_field
+from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class KNNSelector(Selector, KNN):
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
         from flatshift.selection.methods.neighbours import nearest_rows  # imports torch
 
-        x, y = require_field(pool, target, "features", "knn")
+        x, y = self._sides(pool, target)
         nearest = nearest_rows(x, y, 0, chunk=self.chunk, progress=progress)
         self.scores_ = nearest.row_squared
         self.nearest_target_ = nearest.row_nearest

@@ -7,15 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import (
-    MethodSettings,
-    Pool,
-    Progress,
-    Selector,
-    Target,
-    keyed_uniform,
-    require_field,
-)
+from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target
 
 _BINS = 10
 _BATCH = 8192
@@ -47,7 +39,7 @@ class LengthSelector(Selector, Length):
     seed: int = 0
 
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
-        texts, target_texts = require_field(pool, target, "texts", "length")
+        texts, target_texts = self._sides(pool, target)
         lengths = self.lengths_ = self._lengths(texts, progress)
         if self.prefer == "target":
             target_lengths = self._lengths(target_texts)
@@ -57,7 +49,7 @@ class LengthSelector(Selector, Length):
             bins, target_bins = (np.searchsorted(edges, values, side="right") for values in (lengths, target_lengths))
             share = np.bincount(target_bins, minlength=len(edges) + 1) + 0.5
             weight = share / np.maximum(np.bincount(bins, minlength=len(edges) + 1), 1)
-            draw = keyed_uniform(pool, self.seed, "length draw")
+            draw = pool.draw(self.seed, "length draw")
             self.scores_ = -np.log(weight[bins]) + np.log(-np.log(draw))
         else:
             self.scores_ = (-lengths if self.prefer == "long" else lengths).astype(np.float64)

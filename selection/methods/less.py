@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target, require_field
+from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target
 from flatshift.selection.validation import check_no_overflow, check_number
 
 
@@ -48,7 +48,7 @@ class LessSelector(Selector, Less):
 
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
         blocks = len(self.checkpoint_weights)
-        x, y = require_field(pool, target, "features", "less")
+        x, y = self._sides(pool, target)
         n, width = x.shape
         if y.shape[1] != width:
             raise SelectionError(

@@ -9,23 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from flatshift.selection.features.tokens import text_sums
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import (
-    MethodSettings,
-    Pool,
-    Progress,
-    Selector,
-    Target,
-    move_behind,
-    require_field,
-)
+from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Target, TokenSelector, move_behind
 from flatshift.selection.validation import bounded
-
-if TYPE_CHECKING:
-    from flatshift.selection.features.tokens import TokenRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +39,7 @@ class MooreLewis(MethodSettings):
     dropped."""
 
 
-class MooreLewisSelector(Selector, MooreLewis):
+class MooreLewisSelector(TokenSelector, MooreLewis):
     """Scores by −(Σ_t g_t + prior·ḡ) / (n + prior) over the n tokens t of a text, where
 
     g_t = log (share·p_target + (1 − share)·p_pool)/p_pool, and ḡ is the mean of the texts' mean gains.
@@ -60,13 +49,13 @@ class MooreLewisSelector(Selector, MooreLewis):
     the order of the mean ratio itself, which is the gradient of the target's cross-entropy as the pool's model takes up
     a text, share 1 that of Moore and Lewis. `prior` shrinks short texts to the pool's mean. Texts of fewer than
     `minimum` tokens follow behind all others, among themselves by their scores. Needs tokens on both sides, and reads
-    the pool twice; weights are ignored. `evidence` returns the tokens that speak for a text.
+    the pool twice; weights are ignored. `evidence`: the log of each token's ratio, nats.
     """
 
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
         from flatshift.selection.methods.ngrams import ROW_BYTES, KneserNey, TrigramCounts
 
-        rows, target_rows = require_field(pool, target, "tokens", "moore-lewis")
+        rows, target_rows = self._sides(pool, target)
         limit = max(1000, int(self.memory_gib * 2**30) // ROW_BYTES)
         counts = TrigramCounts(rows.size, limit)
         for low, flat, lengths in rows.parts():
@@ -83,7 +72,7 @@ class MooreLewisSelector(Selector, MooreLewis):
         usual = math.fsum(gains / np.maximum(lengths, 1)) / len(rows)
         scores = -(gains + self.prior * usual) / np.maximum(lengths + self.prior, 1.0)
         short = lengths < self.minimum
-        self.scores_ = move_behind(scores, short, scores) if not short.all() else scores
+        self.scores_ = move_behind(scores, short, scores)
         self.diagnostics_ = {
             "tokens_pool": counts.tokens,
             "tokens_target": len(target_rows.flat),
@@ -92,17 +81,6 @@ class MooreLewisSelector(Selector, MooreLewis):
             "ngrams_dropped_up_to": counts.dropped,
             "short": int(short.sum()),
         }
-
-    @property
-    def explains(self) -> bool:
-        """True if `evidence` is available: after `fit`."""
-        return hasattr(self, "_models")
-
-    def evidence(self, rows: TokenRows) -> list[Any]:
-        """Return each text's evidence by token: log of its ratio, nats."""
-        self._fitted()
-        flat, lengths = rows.part(0, len(rows))
-        return np.split(self._gains(flat, lengths, rows.size), np.cumsum(lengths)[:-1]) if len(rows) else []
 
     def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
         from flatshift.selection.methods.ngrams import trigram_keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target, keyed_uniform
+from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,5 +24,5 @@ class RandomSelector(Selector, Random):
     seed: int = 0
 
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
-        self.scores_ = keyed_uniform(pool, self.seed, "random selection")
+        self.scores_ = pool.draw(self.seed, "random selection")
         self.diagnostics_ = {}

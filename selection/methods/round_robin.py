@@ -6,17 +6,17 @@ The strongest of the methods that Nayak et al. (2026, arXiv 2602.14696) compare 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from flatshift.selection.lazy import np
 from flatshift.selection.methods.base import (
+    ConvertedRows,
     MethodSettings,
     Pool,
     Progress,
     Selector,
     Target,
     move_behind,
-    require_field,
 )
 from flatshift.selection.validation import bounded, check_no_overflow
 
@@ -43,8 +43,13 @@ class RoundRobinSelector(Selector, RoundRobin):
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
         from flatshift.selection.methods.neighbours import nearest_rows  # imports torch
 
-        x, y = require_field(pool, target, "features", "round-robin")
-        nearest = nearest_rows(_UnitRows(x), _UnitRows(y), self.neighbours, chunk=self.chunk, progress=progress)
+        x, y = self._sides(pool, target)
+        nearest = nearest_rows(
+            *(ConvertedRows(side, _to_unit_length) for side in (x, y)),
+            self.neighbours,
+            chunk=self.chunk,
+            progress=progress,
+        )
         m, k = nearest.rows.shape
         turn_of = np.full(len(pool), -1, dtype=np.int64)
         next_rank = np.zeros(m, dtype=np.int64)
@@ -67,23 +72,10 @@ class RoundRobinSelector(Selector, RoundRobin):
         self.diagnostics_ = {"taken": count, "turns": rounds}
 
 
-class _UnitRows:
-    """Rows scaled to length one as they are read; zero rows stay zero."""
-
-    def __init__(self, rows: Any):
-        self._rows = rows
-        self.shape, self.dtype = rows.shape, np.dtype(np.float64)
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
-
-    def __getitem__(self, key: Any) -> np.ndarray:
-        rows = np.asarray(self._rows[key], dtype=np.float64)
-        with np.errstate(over="ignore", invalid="ignore"):
-            lengths = np.linalg.norm(rows, axis=-1, keepdims=True)
-            if np.isfinite(rows).all():  # else the search reports the row
-                check_no_overflow(lengths)
-            return np.asarray(rows / np.where(lengths > 0, lengths, 1.0))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self[:]
+def _to_unit_length(rows: np.ndarray) -> np.ndarray:
+    """Scale rows to length one; zero rows stay zero."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        lengths = np.linalg.norm(rows, axis=-1, keepdims=True)
+        if np.isfinite(rows).all():  # else the search reports the row
+            check_no_overflow(lengths)
+        return np.asarray(rows / np.where(lengths > 0, lengths, 1.0))

@@ -22,14 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.selection.methods.base import (
-    Pool,
-    Target,
-    keyed_uniform,
-    mean_cost,
-    require_field,
-    unit_weights,
-)
+from flatshift.selection.methods.base import Pool, Target, mean_cost, require_field, unit_weights
 from flatshift.selection.transport.problem import check_finite_rows
 from flatshift.selection.transport.solver import Potentials
 from flatshift.selection.validation import to_weights
@@ -172,7 +165,7 @@ def _hold_out(target: Target, share: float, seed: int) -> tuple[np.ndarray, np.n
     count = round(share * len(target))
     if count < 2 or len(target) - count < 2:
         return np.arange(len(target)), np.empty(0, dtype=np.int64)
-    order = np.argsort(keyed_uniform(target, seed, "gotd held-out target"), kind="stable")
+    order = np.argsort(target.draw(seed, "gotd held-out target"), kind="stable")
     return np.sort(order[count:]), np.sort(order[:count])
 
 

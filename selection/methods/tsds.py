@@ -7,16 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import (
-    MethodSettings,
-    Pool,
-    Progress,
-    Selector,
-    Target,
-    keyed_uniform,
-    move_behind,
-    require_field,
-)
+from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target, move_behind
 from flatshift.selection.validation import bounded
 
 if TYPE_CHECKING:
@@ -71,14 +62,14 @@ class TSDSSelector(Selector, TSDS):
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
         from flatshift.selection.methods.neighbours import nearest_rows  # imports torch
 
-        x, y = require_field(pool, target, "features", "tsds")
+        x, y = self._sides(pool, target)
         nearest = nearest_rows(x, y, self.neighbours, chunk=self.chunk, progress=progress)
         mass, spread, density, extent = self._spread(x, nearest, progress)
         p = np.zeros(len(pool))
         np.add.at(p, nearest.rows[:, : mass.shape[1]], mass)
         self.probabilities_ = p / p.sum()
         with np.errstate(divide="ignore"):
-            noisy = -np.log(p) + np.log(-np.log(keyed_uniform(pool, self.seed, "tsds draw")))
+            noisy = -np.log(p) + np.log(-np.log(pool.draw(self.seed, "tsds draw")))
         self.scores_ = move_behind(noisy, p == 0, nearest.row_squared)
         self.nearest_target_ = nearest.row_nearest
         self.diagnostics_ = {

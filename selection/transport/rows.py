@@ -1,11 +1,12 @@
 """Sources of tiles of −cost: a GEMM over streamed rows, or a matrix already in memory.
 
-Both give, for rows [low, high), the tile
+Both have, on `device`, the rows' weights `a` (n,) and squared norms `squared` (n,) and the targets' weights `b` (M,).
+After `prepare` with g (M,) float64 and ε, `tile` writes S/ln 2 for rows [low, high) into `out` (high − low, M), minus
+`shift` (high − low,) if given:
 
     S_ij = (2 x_i·y_j − |y_j|² + g_j)/ε + log b_j  =  (|x_i|² − c_ij + g_j)/ε + log b_j,
 
-so that  f_i = |x_i|² − ε log Σ_j exp(S_ij)  and softmax_j(S_i) is row i of the transport plan over a_i. Tiles hold S/ln
-2: exp2 costs a quarter of exp on CPUs, and the factor is folded into the GEMM's operand.
+so that  f_i = |x_i|² − ε log Σ_j exp(S_ij)  and softmax_j(S_i) is row i of the transport plan over a_i. exp2 costs a quarter of exp on CPUs, and the factor is folded into the GEMM's operand.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,23 +24,6 @@ from flatshift.selection.transport.blocks import ThreadCrew
 from flatshift.selection.transport.problem import ScratchBuffers, TransportProblem, to_aligned_tensor
 
 _PER_LN2 = 1.0 / math.log(2.0)
-
-
-class TileSource(Protocol):
-    """Source of tiles; `a` (n,) and `squared` (n,) float64 are the rows' weights and squared norms, `b` (M,) the
-    targets' weights; all on `device`."""
-
-    a: Tensor
-    b: Tensor
-    squared: Tensor
-    dtype: torch.dtype
-    device: torch.device
-
-    def prepare(self, g: Tensor, epsilon: float) -> None:
-        """Set g (M,) float64 and ε for the following tiles."""
-
-    def tile(self, low: int, high: int, out: Tensor, shift: Tensor | None = None) -> None:
-        """Write S/ln 2 for rows [low, high) into `out` (high − low, M), minus `shift` (high − low,) if given."""
 
 
 class StreamedRows:
@@ -175,3 +159,6 @@ class DenseRows:
         """Return every `stride`-th row, on the same memory; the weights are scaled to sum 1 again."""
         a = self.a[::stride]
         return DenseRows(self.affinity[::stride], a / a.sum(), self.b, self.squared[::stride])
+
+
+TileSource = StreamedRows | DenseRows

@@ -204,7 +204,7 @@ def test_texts_that_cannot_be_read_again() -> None:
         (lambda: Hygiene(memory_gib=0.1), "memory_gib must be at least 0.25, got 0.1"),
         (lambda: Language(keep=()), "keep must name at least one"),
         (lambda: Language(keep=("english",)), "keep must hold codes out of en, de, .* got 'english'"),
-        (lambda: Repetition(lines=2), "lines must be between 0 and 1"),
+        (lambda: Repetition(lines=2), "lines must be at least 0 and at most 1"),
         (lambda: Repetition(top_ngrams=(0.1, 0.2, 0.3, 0.4)), "top_ngrams must be at most 3 shares"),
     ],
 )
