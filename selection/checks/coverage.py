@@ -59,12 +59,12 @@ def target_coverage(
     worst = np.argsort(-np.asarray(g), kind="stable")[: max(_FEWEST, affordable)]
     pool = x if cost == "sqeuclidean" else ConvertedRows(x, lambda rows: scaled_features(rows, cost))
     targets = scaled_features(y, cost)
-    found = nearest_rows(pool, targets[worst], 1, progress=progress)
+    nearest = nearest_rows(pool, targets[worst], 1, progress=progress)
     return Coverage(
         targets=worst,
         g=np.asarray(g)[worst],
-        rows=found.rows[:, 0],
-        costs=found.squared[:, 0] * UNITS[cost],
+        rows=nearest.rows[:, 0],
+        costs=nearest.squared[:, 0] * UNITS[cost],
         limit=_typical_spacing(targets, UNITS[cost], seed),
     )
 

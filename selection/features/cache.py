@@ -41,10 +41,10 @@ def embed_in_shards(
     """Compute features (len(texts), d) in memory, shard by shard: bit for bit the result of `FeatureCache.features`."""
     parts = []
     for low in range(0, len(texts), shard_rows):
-        some = list(texts[low : low + shard_rows])
-        parts.append(_to_stored_dtype(embed(some), len(some), dtype, low))
+        batch = list(texts[low : low + shard_rows])
+        parts.append(_to_stored_dtype(embed(batch), len(batch), dtype, low))
         if progress:
-            progress(low + len(some))
+            progress(low + len(batch))
     if not parts:
         raise SelectionError("there are no texts to embed")
     return np.concatenate(parts)
@@ -85,11 +85,11 @@ class FeatureCache:
         lengths: list[int] = []
         width: int | None = None
         for low in range(0, len(texts), shard_rows):
-            some = list(texts[low : low + shard_rows])
-            path = self.directory / f"{_shard_name(key, dtype, some)}.npy"
-            dim = self._intact(path, len(some), dtype)
+            batch = list(texts[low : low + shard_rows])
+            path = self.directory / f"{_shard_name(key, dtype, batch)}.npy"
+            dim = self._intact(path, len(batch), dtype)
             if dim is None:
-                matrix = _to_stored_dtype(embed(some), len(some), dtype, low)
+                matrix = _to_stored_dtype(embed(batch), len(batch), dtype, low)
                 self._write(path, matrix)
                 dim = matrix.shape[1]
                 self.computed += 1
@@ -99,9 +99,9 @@ class FeatureCache:
                 raise SelectionError(f"the embedder gave {width} columns before text {low} and {dim} from there on")
             width = dim
             files.append(path)
-            lengths.append(len(some))
+            lengths.append(len(batch))
             if progress:
-                progress(low + len(some))
+                progress(low + len(batch))
         assert width is not None
         return ShardedRows(files, lengths, width, dtype)
 
@@ -161,24 +161,24 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 def _shard_name(key: str, dtype: str, texts: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for part in (key, dtype, *texts):
-        # Each part is preceded by its length, so that different splits of the same bytes have different digests.
-        raw = part.encode("utf-8", "surrogatepass")
+    for text in (key, dtype, *texts):
+        # Each text is preceded by its length, so that different splits of the same bytes have different digests.
+        raw = text.encode("utf-8", "surrogatepass")
         digest.update(len(raw).to_bytes(8, "little"))
         digest.update(raw)
     return digest.hexdigest()[:40]
 
 
-def _to_stored_dtype(features: np.ndarray, rows: int, dtype: Stored, first: int) -> np.ndarray:
+def _to_stored_dtype(features: np.ndarray, rows: int, dtype: Stored, offset: int) -> np.ndarray:
     """Convert `features` to the stored dtype; raise SelectionError if that is impossible."""
     if features.ndim != 2 or len(features) != rows or not features.shape[1]:
         raise SelectionError(f"the embedder must return ({rows}, d) for {rows} texts, not {features.shape}")
     with np.errstate(over="ignore"):
-        kept = np.ascontiguousarray(features, dtype=dtype)
-    if not np.isfinite(kept).all():
-        row = first + int(np.flatnonzero(~np.isfinite(kept).all(axis=1))[0])
+        stored = np.ascontiguousarray(features, dtype=dtype)
+    if not np.isfinite(stored).all():
+        row = offset + int(np.flatnonzero(~np.isfinite(stored).all(axis=1))[0])
         raise SelectionError(f"the features of text {row} are not finite in {dtype}; store float32, or mend the model")
-    return kept
+    return stored
 
 
 def _is_alive(process: int) -> bool:

@@ -91,8 +91,8 @@ class ShardedRows(_LazyRows):
         out = np.empty((len(rows), self.shape[1]), dtype=self.dtype)
         shard_of = np.searchsorted(self._starts, rows, side="right") - 1
         for shard in np.unique(shard_of).tolist():
-            here = np.flatnonzero(shard_of == shard)
-            out[here] = self._mapped(shard)[rows[here] - self._starts[shard]]
+            positions = np.flatnonzero(shard_of == shard)
+            out[positions] = self._mapped(shard)[rows[positions] - self._starts[shard]]
         return out
 
     def _mapped(self, shard: int) -> np.ndarray:
@@ -158,9 +158,9 @@ def load_features(path: str | Path, *, rows: int | None = None, flag: str = "fea
     except MemoryError:
         raise SelectionError(f"{flag}: {path} claims more numbers than memory holds; save it again") from None
     except Exception as error:  # the header is Python text, and a damaged one raises errors of any kind
-        told = (str(error).splitlines() or [type(error).__name__])[0]
-        told = "its header is damaged" if told.startswith(("Cannot parse header", "malformed")) else told[:120]
-        raise SelectionError(f"{flag}: {path} is not a readable .npy file of numbers ({told})") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = "its header is damaged" if reason.startswith(("Cannot parse header", "malformed")) else reason[:120]
+        raise SelectionError(f"{flag}: {path} is not a readable .npy file of numbers ({reason})") from error
     if not isinstance(features, np.ndarray):
         raise SelectionError(f"{flag}: {path} is an archive; save one array with numpy.save")
     if features.ndim != 2 or features.dtype.kind not in "fiu" or 0 in features.shape:

@@ -161,8 +161,8 @@ def _tokenise_with(path: Path, rows: int, *, without_unknown: bool) -> Tokenise:
 
 def _tokenise_words(vocabulary: dict[str, int]) -> Tokenise:
     def row(word: str) -> int | None:
-        found = vocabulary.get(word)
-        return vocabulary.get(word.lower()) if found is None else found
+        number = vocabulary.get(word)
+        return vocabulary.get(word.lower()) if number is None else number
 
     def tokenise(texts: list[str]) -> list[list[int]]:
         return [[r for word in _WORDS.findall(text) if (r := row(word)) is not None] for text in texts]

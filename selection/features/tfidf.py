@@ -194,7 +194,7 @@ class WordHasher:
         from scipy.sparse import csr_matrix
 
         parts = [self._batch(texts[low : low + _BATCH]) for low in range(0, len(texts), _BATCH)]
-        columns, values, lengths = (np.concatenate(part) for part in zip(*parts, strict=True))
+        columns, values, lengths = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         ends = np.concatenate([[0], np.cumsum(lengths)])
         matrix = csr_matrix((values, columns, ends), shape=(len(texts), self.buckets), copy=False)
         matrix.has_sorted_indices = True
@@ -210,9 +210,9 @@ class WordHasher:
         buckets = np.fromiter(map(self._table.__getitem__, chain.from_iterable(words)), dtype=np.int64, count=total)
         keys = np.repeat(np.arange(len(words)) * self.buckets, sizes) + buckets
         keys.sort()
-        first = np.ones(total, dtype=bool)
-        np.not_equal(keys[1:], keys[:-1], out=first[1:])
-        starts = np.flatnonzero(first)
+        opens = np.ones(total, dtype=bool)
+        np.not_equal(keys[1:], keys[:-1], out=opens[1:])
+        starts = np.flatnonzero(opens)
         counts = np.diff(starts, append=total).astype(np.float32)
         text_of, column = np.divmod(keys[starts], self.buckets)
         return column.astype(np.int32), counts, np.bincount(text_of, minlength=len(words))

@@ -103,9 +103,9 @@ class TokenNgramEmbedder:
         keys, text_of = ngram_keys(*rows.part(0, len(rows)), self.size)
         order = np.lexsort((keys, text_of))
         keys, text_of = keys[order], text_of[order]
-        first = np.ones(len(keys), dtype=bool)
-        first[1:] = (keys[1:] != keys[:-1]) | (text_of[1:] != text_of[:-1])
-        starts = np.flatnonzero(first)
+        opens = np.ones(len(keys), dtype=bool)
+        opens[1:] = (keys[1:] != keys[:-1]) | (text_of[1:] != text_of[:-1])
+        starts = np.flatnonzero(opens)
         return text_of[starts], keys[starts], np.diff(starts, append=len(keys))
 
     def _weigh(self, text_of: np.ndarray, keys: np.ndarray, counts: np.ndarray, texts: int) -> Any:

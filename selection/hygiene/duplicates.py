@@ -122,10 +122,10 @@ class MinHasher:
         # A text with more shingles than a tile is split into parts, whose minima are combined at the end.
         parts = -(-counts[full] // _TILE)
         owner = np.repeat(np.arange(len(full)), parts)
-        first = np.cumsum(parts) - parts
-        starts = (np.cumsum(counts) - counts)[full][owner] + _TILE * (np.arange(len(owner)) - first[owner])
+        part_starts = np.cumsum(parts) - parts
+        starts = (np.cumsum(counts) - counts)[full][owner] + _TILE * (np.arange(len(owner)) - part_starts[owner])
         minima = self._minima(short, starts)
-        out[:, full] = minima if len(owner) == len(full) else np.minimum.reduceat(minima, first, axis=1)
+        out[:, full] = minima if len(owner) == len(full) else np.minimum.reduceat(minima, part_starts, axis=1)
         return out
 
     def _minima(self, short: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -136,12 +136,12 @@ class MinHasher:
         while low < len(starts):
             high = max(int(np.searchsorted(ends, starts[low] + _TILE, side="right")), low + 1)
             tile = short[starts[low] : ends[high - 1]]
-            inside = starts[low:high] - starts[low]
+            tile_starts = starts[low:high] - starts[low]
             value = np.empty_like(tile)
             for k in range(len(self.a)):
                 np.multiply(tile, self.a[k], out=value)
                 value += self.b[k]
-                np.minimum.reduceat(value, inside, out=minima[k, low:high])
+                np.minimum.reduceat(value, tile_starts, out=minima[k, low:high])
             low = high
         return minima
 
@@ -188,33 +188,33 @@ class NearDuplicateGroups:
         """First pass: add the next rows."""
         hashes, counts = self._shingler(normalised)
         keys = band_keys(self._hasher.signatures(hashes, counts), self.bands, self.rows)
-        for store, some in zip(self._keys, keys, strict=True):
-            store.append(some)
+        for store, values in zip(self._keys, keys, strict=True):
+            store.append(values)
         self._filled.append(counts > 0)
 
     def propose(self, alive: np.ndarray) -> None:
         """Find the rows that share a band with another one. alive: (N,) bool, the rows that take part."""
         filled = self._filled.array()
-        part = build_array(len(alive), np.bool_, lambda low, high: alive[low:high] & filled[low:high])
+        taking_part = build_array(len(alive), np.bool_, lambda low, high: alive[low:high] & filled[low:high])
         proposed = build_array(len(alive), np.bool_, lambda low, high: False)
         for store in self._keys:
             keys = store.array()
-            crowds = DuplicateClusters(((keys[rows], rows) for rows in rows_in_blocks(part)), self.memory)
+            crowds = DuplicateClusters(((keys[rows], rows) for rows in rows_in_blocks(taking_part)), self.memory)
             for low, high in block_ranges(len(crowds.rows)):
                 proposed[crowds.rows[low:high]] = True
-        found = GrowingArray(np.int64)
+        proposed_rows = GrowingArray(np.int64)
         for rows in rows_in_blocks(proposed):
-            found.append(rows)
-        self._total, self._proposed = len(alive), found.array()
+            proposed_rows.append(rows)
+        self._total, self._proposed = len(alive), proposed_rows.array()
         self.diagnostics["proposed"] = len(self._proposed)
 
     def collect(self, normalised: Sequence[str]) -> None:
         """Second pass: add the same rows again."""
         low, self._seen = self._seen, self._seen + len(normalised)
         span = np.searchsorted(self._proposed, [low, self._seen])
-        found = self._proposed[span[0] : span[1]]
-        if len(found):
-            self._sets.append(*self._shingler([normalised[row - low] for row in found]))
+        rows = self._proposed[span[0] : span[1]]
+        if len(rows):
+            self._sets.append(*self._shingler([normalised[row - low] for row in rows]))
 
     def resolve(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (first, similarity), each (N,): the first row of each row's group (possibly itself), and the exact
@@ -227,11 +227,11 @@ class NearDuplicateGroups:
         if len(self._proposed):
             groups = self._groups()
             for low, high in block_ranges(len(self._proposed)):
-                rows, place = self._proposed[low:high], np.arange(low, high)
-                label = groups.of(place)
+                rows, index = self._proposed[low:high], np.arange(low, high)
+                label = groups.of(index)
                 first[rows] = self._proposed[label]
-                moved = label != place
-                similarity[rows[moved]] = self._sets.jaccard(place[moved], label[moved])
+                repeats = label != index
+                similarity[rows[repeats]] = self._sets.jaccard(index[repeats], label[repeats])
         return first, similarity
 
     def _groups(self) -> DisjointSets:
@@ -242,18 +242,18 @@ class NearDuplicateGroups:
         compared = left_out = 0
         for store in self._keys:
             crowds = DuplicateClusters(self._keyed(store.array(), distinct), self.memory)
-            for one, other in crowds.pairs(groups):
-                similar = self._sets.jaccard(one, other, floor=self.settings.threshold) >= self.settings.threshold
-                groups.join(one[similar], other[similar])
-                compared += len(one)
+            for rows, partners in crowds.pairs(groups):
+                similar = self._sets.jaccard(rows, partners, floor=self.settings.threshold) >= self.settings.threshold
+                groups.join(rows[similar], partners[similar])
+                compared += len(rows)
             left_out += crowds.left_out(groups)
         self.diagnostics |= {"compared": compared, "left_out": left_out}
         return groups
 
     def _keyed(self, keys: np.ndarray, distinct: np.ndarray) -> Iterator[Keyed]:
         """Yield a band's keys of those proposed rows that are `distinct` (C,)."""
-        for place in rows_in_blocks(distinct):
-            yield keys[self._proposed[place]], place
+        for index in rows_in_blocks(distinct):
+            yield keys[self._proposed[index]], index
 
 
 class _ShingleSets:
@@ -267,8 +267,8 @@ class _ShingleSets:
     def append(self, hashes: np.ndarray, counts: np.ndarray) -> None:
         """Add the sets of the next rows: hashes (uint64), row after row, and the number of each row's (at least 1)."""
         hashes = hashes >> np.uint64(1)  # 63 bits, so that a shingle may be a column index of a sparse matrix
-        sets = [_sort_distinct(part) for part in np.split(hashes, np.cumsum(counts)[:-1])]
-        self._borders.append(self._values.length + np.cumsum([len(part) for part in sets]))
+        sets = [_sort_distinct(group) for group in np.split(hashes, np.cumsum(counts)[:-1])]
+        self._borders.append(self._values.length + np.cumsum([len(group) for group in sets]))
         self._values.append(np.concatenate(sets))
 
     def equal(self, memory: int) -> np.ndarray:
@@ -289,19 +289,21 @@ class _ShingleSets:
         keyed = ((added[low:high], np.arange(low, high)) for low, high in block_ranges(count))
         return first_matches(count, keyed, lambda rows: borders[rows + 1] - borders[rows], memory)
 
-    def jaccard(self, one: np.ndarray, other: np.ndarray, *, floor: float = 0.0) -> np.ndarray:
+    def jaccard(self, rows: np.ndarray, partners: np.ndarray, *, floor: float = 0.0) -> np.ndarray:
         """Return the exact Jaccard similarity of each pair, or, if the sizes keep it below `floor`, that upper
         bound."""
         borders = self._borders.array()
-        a, b = borders[one + 1] - borders[one], borders[other + 1] - borders[other]
+        a, b = borders[rows + 1] - borders[rows], borders[partners + 1] - borders[partners]
         result = np.minimum(a, b) / np.maximum(a, b)
-        todo = np.flatnonzero(result >= floor)
-        batch = np.cumsum(a[todo] + b[todo]) // _BATCH
-        for part in np.split(todo, np.flatnonzero(np.diff(batch)) + 1):
-            if len(part):
-                shared = self._matrix(one[part], a[part]).multiply(self._matrix(other[part], b[part]))
+        pairs = np.flatnonzero(result >= floor)
+        batch = np.cumsum(a[pairs] + b[pairs]) // _BATCH
+        for pairs_of_batch in np.split(pairs, np.flatnonzero(np.diff(batch)) + 1):
+            if len(pairs_of_batch):
+                shared = self._matrix(rows[pairs_of_batch], a[pairs_of_batch]).multiply(
+                    self._matrix(partners[pairs_of_batch], b[pairs_of_batch])
+                )
                 both = np.diff(csr_matrix(shared).indptr)
-                result[part] = both / (a[part] + b[part] - both)
+                result[pairs_of_batch] = both / (a[pairs_of_batch] + b[pairs_of_batch] - both)
         return result
 
     def _matrix(self, rows: np.ndarray, sizes: np.ndarray) -> csr_matrix:

@@ -35,17 +35,17 @@ class GrowingArray:
 
     def append(self, values: np.ndarray) -> None:
         """Append values at the end."""
-        part = np.ascontiguousarray(values, dtype=self.dtype)
-        if not len(part):
+        block = np.ascontiguousarray(values, dtype=self.dtype)
+        if not len(block):
             return
-        self.length += len(part)
-        self._parts.append(part)
-        self._held += part.nbytes
+        self.length += len(block)
+        self._parts.append(block)
+        self._held += block.nbytes
         if self._held > self.limit:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="flatshift-")  # noqa: SIM115 - open as long as the array
-            for held in self._parts:
-                held.tofile(self._file)
+            for previous in self._parts:
+                previous.tofile(self._file)
             self._parts, self._held = [], 0
 
     def array(self) -> np.ndarray:
@@ -53,8 +53,8 @@ class GrowingArray:
         if self._file is None:
             self._parts = [np.concatenate(self._parts)] if self._parts else [np.empty(0, self.dtype)]
             return self._parts[0]
-        for held in self._parts:
-            held.tofile(self._file)
+        for block in self._parts:
+            block.tofile(self._file)
         self._parts, self._held = [], 0
         self._file.flush()
         return np.asarray(np.memmap(self._file, dtype=self.dtype, mode="r+", shape=(self.length,)))
@@ -105,25 +105,25 @@ def _split_blocks(keys: np.ndarray, rows: np.ndarray) -> Iterator[Keyed]:
 
 def _sorted_runs(keyed: Iterable[Keyed], capacity: int) -> Iterator[Keyed]:
     """Yield sorted runs of `capacity` rows; only the last is shorter."""
-    held: list[Keyed] = []
+    blocks: list[Keyed] = []
     count = 0
     for keys, rows in keyed:
         while count + len(keys) >= capacity:
             room = capacity - count
-            held.append((keys[:room], rows[:room]))
-            yield _sort_blocks(held)
+            blocks.append((keys[:room], rows[:room]))
+            yield _sort_blocks(blocks)
             count, keys, rows = 0, keys[room:], rows[room:]
         if len(keys):
-            held.append((keys, rows))
+            blocks.append((keys, rows))
             count += len(keys)
-    if held:
-        yield _sort_blocks(held)
+    if blocks:
+        yield _sort_blocks(blocks)
 
 
-def _sort_blocks(held: list[Keyed]) -> Keyed:
+def _sort_blocks(blocks: list[Keyed]) -> Keyed:
     """Merge the blocks of `held`, which is emptied, into one in the order of the keys."""
-    keys, rows = (np.concatenate(part) for part in zip(*held, strict=True))
-    held.clear()
+    keys, rows = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
+    blocks.clear()
     order = np.argsort(keys, kind="stable")
     return keys[order], rows[order]
 
@@ -134,17 +134,17 @@ def _merge_runs(keys: np.ndarray, rows: np.ndarray, borders: list[int], window: 
     Each step takes from every run the keys up to the end of the window that ends first; if equal keys continue beyond
     it, later runs keep theirs for a later step.
     """
-    at, ends = borders[:-1], borders[1:]
-    while any(low < end for low, end in zip(at, ends, strict=True)):
-        reach = [min(low + window, end) for low, end in zip(at, ends, strict=True)]
+    starts, ends = borders[:-1], borders[1:]
+    while any(low < end for low, end in zip(starts, ends, strict=True)):
+        reach = [min(low + window, end) for low, end in zip(starts, ends, strict=True)]
         beyond = [run for run, end in enumerate(ends) if reach[run] < end]
         if beyond:
-            least = min(beyond, key=lambda run: (keys[reach[run] - 1], run))
-            limit = keys[reach[least] - 1]
-            for run, low in enumerate(at):
-                if run != least:
-                    here = keys[low : reach[run]]
-                    reach[run] = low + int(here.searchsorted(limit, side="right" if run < least else "left"))
-        some = [slice(low, high) for low, high in zip(at, reach, strict=True)]
-        yield _sort_blocks([(keys[part], rows[part]) for part in some])
-        at = reach
+            shortest = min(beyond, key=lambda run: (keys[reach[run] - 1], run))
+            limit = keys[reach[shortest] - 1]
+            for run, low in enumerate(starts):
+                if run != shortest:
+                    window_keys = keys[low : reach[run]]
+                    reach[run] = low + int(window_keys.searchsorted(limit, side="right" if run < shortest else "left"))
+        windows = [slice(low, high) for low, high in zip(starts, reach, strict=True)]
+        yield _sort_blocks([(keys[span], rows[span]) for span in windows])
+        starts = reach

@@ -370,8 +370,8 @@ def mean_cost(
     step = max(16, _READ_BYTES // (8 * x.shape[1]))
     total = 0.0
     for low in range(0, count, step):
-        part = scaled_features(x[low : low + step] if index is None else x[index[low : low + step]], cost) - centre
-        total += float(a[low : low + step] @ np.einsum("ij,ij->i", part, part))
+        centred = scaled_features(x[low : low + step] if index is None else x[index[low : low + step]], cost) - centre
+        total += float(a[low : low + step] @ np.einsum("ij,ij->i", centred, centred))
     return UNITS[cost] * (total + spread)
 
 

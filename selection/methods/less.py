@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
 from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target
-from flatshift.selection.validation import check_no_overflow, check_number
+from flatshift.selection.validation import check_no_overflow, is_real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class Less(MethodSettings):
         super().check()
         if not self.checkpoint_weights:
             raise SelectionError("checkpoint_weights is empty; give one weight per checkpoint")
-        for weight in self.checkpoint_weights:
-            check_number("checkpoint_weights", weight, above=0)
+        if not all(is_real(weight) and weight > 0 for weight in self.checkpoint_weights):
+            raise SelectionError(f"checkpoint_weights must all be above 0, got {list(self.checkpoint_weights)}")
 
 
 class LessSelector(Selector, Less):

@@ -120,9 +120,9 @@ class KneserNey:
         starts = _run_starts(pairs)
         followed = np.diff(starts, append=len(pairs))
         self._pairs = pairs[starts]
-        known, self._pair_shares, rests = _discount_by_context(self._pairs >> self._bits, followed)
+        pair_contexts, self._pair_shares, rests = _discount_by_context(self._pairs >> self._bits, followed)
         self._pair_rests = np.ones(size + 1)
-        self._pair_rests[known.astype(np.int64)] = rests
+        self._pair_rests[pair_contexts.astype(np.int64)] = rests
         words = np.sort(self._pairs & self._mask)
         starts = _run_starts(words)
         _, shares, rests = _discount_by_context(np.zeros(len(starts), np.uint64), np.diff(starts, append=len(words)))
@@ -145,8 +145,8 @@ class KneserNey:
         words = (keys & self._mask).astype(np.int64)
         context = ((keys >> self._bits) & self._mask).astype(np.int64)
         lower = _look_up(self._pairs, pairs, self._pair_shares, 0.0) + self._pair_rests[context] * self._single[words]
-        rest = _look_up(self._contexts, keys >> self._bits, self._rests, 1.0)
-        return np.asarray(_look_up(self._keys, keys, self._shares, 0.0) + rest * lower)
+        backoff = _look_up(self._contexts, keys >> self._bits, self._rests, 1.0)
+        return np.asarray(_look_up(self._keys, keys, self._shares, 0.0) + backoff * lower)
 
 
 def _discount_by_context(contexts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

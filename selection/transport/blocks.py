@@ -133,10 +133,10 @@ class ThreadCrew:
         step: int,
         work: Callable[[int, int], Tensor],
         on_rows: Callable[[int, int], None] | None = None,
-        first: int = 0,
+        first_block: int = 0,
     ) -> BlockSumTree:
         """Run `work` as `each`, with tiles of at most `step` rows inside blocks; return the tree of block sums
-        . first: number of the block that begins at row 0."""
+        . first_block: number of the block that begins at row 0."""
         trees: list[list[Node]] = []
         thread = threading.local()
 
@@ -149,7 +149,7 @@ class ThreadCrew:
             if not hasattr(thread, "tree"):
                 thread.tree = BlockSumTree()
                 trees.append(thread.tree.nodes)
-            thread.tree.add(first + low // BLOCK, total)
+            thread.tree.add(first_block + low // BLOCK, total)
 
         self.each(n, BLOCK, sum_block, on_rows)
         return BlockSumTree(node for nodes in trees for node in nodes)

@@ -373,11 +373,11 @@ def draw_stratified(a: np.ndarray, size: int, seed: int, team: ProcessTeam) -> n
     points = (np.arange(size) + generator.random(size)) / size * edges[-1]
     # Mass is counted from the start of its block, so that roundings are the same wherever a shard begins.
     blocks = np.minimum(np.searchsorted(edges, points, side="right"), len(edges) - 1)
-    first = team.first_block
+    first_block = team.first_block
     sampled = []
-    borders = np.searchsorted(blocks, np.arange(first, first + -(-len(a) // BLOCK) + 1))
+    borders = np.searchsorted(blocks, np.arange(first_block, first_block + -(-len(a) // BLOCK) + 1))
     for low, start, end in zip(range(0, len(a), BLOCK), borders[:-1], borders[1:], strict=True):
-        block = first + low // BLOCK
+        block = first_block + low // BLOCK
         mass = np.cumsum(a[low : low + BLOCK])
         rows = np.searchsorted(mass, points[start:end] - (edges[block] - masses[block]), side="right")
         sampled.append(low + np.minimum(rows, len(mass) - 1))

@@ -108,26 +108,26 @@ class ProcessTeam:
             raise SelectionError(message[0])
         return tuple(value.to(device) if isinstance(value, Tensor) else value for value in message[0])
 
-    def gather_rows(self, own: np.ndarray, device: torch.device) -> np.ndarray | None:
+    def gather_rows(self, rows: np.ndarray, device: torch.device) -> np.ndarray | None:
         """Return every member's array (n_r, …), stacked by rank, on the first member; None on the others.
 
         device: one that the group's backend can send from.
         """
         if self.size == 1:
-            return own
+            return rows
         import torch.distributed as dist
 
-        counts = self.gather(len(own))
-        width = int(np.prod(own.shape[1:], dtype=np.int64)) * own.dtype.itemsize
+        counts = self.gather(len(rows))
+        width = int(np.prod(rows.shape[1:], dtype=np.int64)) * rows.dtype.itemsize
         buffer = torch.zeros(max(counts), width, dtype=torch.uint8, device=device)
-        raw = np.ascontiguousarray(own).view(np.uint8).reshape(len(own), width)
-        buffer[: len(own)] = torch.from_numpy(raw.copy()).to(device)
+        raw = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), width)
+        buffer[: len(rows)] = torch.from_numpy(raw.copy()).to(device)
         buffers = [torch.empty_like(buffer) for _ in counts] if self.rank == 0 else None
         dist.gather(buffer, buffers, dst=dist.get_global_rank(self.group, 0), group=self.group)
         if buffers is None:
             return None
         shards = [shard[:count].cpu().numpy() for shard, count in zip(buffers, counts, strict=True)]
-        return np.concatenate(shards).view(own.dtype).reshape(-1, *own.shape[1:])
+        return np.concatenate(shards).view(rows.dtype).reshape(-1, *rows.shape[1:])
 
     def agree(self, error: SelectionError | OSError | None) -> None:
         """Raise on every member the error of the first member that has one; no-op if none has.

@@ -18,11 +18,11 @@ from flatshift.selection.transport.progress import ITERATIONS
 from flatshift.selection.transport.ranks import ProcessTeam
 
 
-def measure_overlap(first: Tensor, second: Tensor, k: int, team: ProcessTeam) -> float:
+def measure_overlap(scores: Tensor, other_scores: Tensor, k: int, team: ProcessTeam) -> float:
     """Return |TopK(first) ∩ TopK(second)| / k over all rows of the team; rows that tie at a threshold count as
     taken."""
-    limits = team.smallest((first, k), (second, k))
-    both = float(((first <= limits[0]) & (second <= limits[1])).sum())
+    limits = team.smallest((scores, k), (other_scores, k))
+    both = float(((scores <= limits[0]) & (other_scores <= limits[1])).sum())
     return min(1.0, team.total(both) / k)
 
 

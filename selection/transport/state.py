@@ -49,11 +49,11 @@ class SolverState:
     overlap: float | None = None
 
 
-def problem_identity(problem: TransportProblem, settings: SolverSettings, **more: Any) -> dict[str, Any]:
+def problem_identity(problem: TransportProblem, settings: SolverSettings, **settings_of_solver: Any) -> dict[str, Any]:
     """Return the data digest and settings that a state must share with the solve that resumes from it."""
     digest = hashlib.sha256()
-    for part in (problem.x_squared, problem.mean, problem.a, problem.y, problem.b, problem.centre):
-        digest.update(np.ascontiguousarray(part).tobytes())
+    for array in (problem.x_squared, problem.mean, problem.a, problem.y, problem.b, problem.centre):
+        digest.update(np.ascontiguousarray(array).tobytes())
     return {
         "data": digest.hexdigest(),
         "pool rows": problem.total,
@@ -66,7 +66,7 @@ def problem_identity(problem: TransportProblem, settings: SolverSettings, **more
         "seed": settings.seed,
         "chunk": settings.chunk,
         "processes": problem.team.size,
-        **more,
+        **settings_of_solver,
     }
 
 
