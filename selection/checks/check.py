@@ -24,7 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatshift.selection.methods.base import UNITS, Pool, Progress, mean_cost, scaled_features, unit_weights
+from flatshift.selection.methods.base import (
+    UNITS,
+    Pool,
+    Progress,
+    mean_cost,
+    scaled_features,
+    squared_distances,
+    unit_weights,
+)
 from flatshift.selection.methods.gotd import GotDSelector
 from flatshift.selection.transport.dense import solve_dense
 from flatshift.selection.transport.kernel import StoredKernel
@@ -143,9 +151,7 @@ def self_transport(x: np.ndarray, mixtures: np.ndarray, *, epsilon: float, cost:
     Both potentials are one function p = −ε log u, u_i = Σ_j w_j K_ij / u_j, and the value is 2 Σ w p.
     """
     points = scaled_features(x, cost)
-    points = points - points.mean(0)
-    squared = np.einsum("ij,ij->i", points, points)
-    kernel = np.maximum(squared[:, None] + squared - 2.0 * (points @ points.T), 0.0)
+    kernel = squared_distances(points - points.mean(0))
     np.fill_diagonal(kernel, 0.0)
     np.exp(np.divide(kernel, -epsilon / UNITS[cost], out=kernel), out=kernel)
     weights = np.ascontiguousarray(mixtures.T)
@@ -161,8 +167,7 @@ def self_transport(x: np.ndarray, mixtures: np.ndarray, *, epsilon: float, cost:
     return np.asarray(-2.0 * epsilon * (weights * np.log(u)).sum(0))
 
 
-SHARES = (0.1, 0.25, 0.5, 1.0)
-"""λ: the share of the selection in the mixture."""
+SHARES = (0.1, 0.25, 0.5, 1.0)  # λ: the share of the selection in the mixture
 _MIN_TARGETS = 8
 _COINCIDENT = 1e-12
 """Mean cost from the pool to half of the target, as a share of that to all of it, below which it is rounding."""

@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.selection.methods.base import UNITS, ConvertedRows, Progress, scaled_features
+from flatshift.selection.methods.base import UNITS, ConvertedRows, Progress, scaled_features, squared_distances
 from flatshift.selection.methods.neighbours import nearest_rows
 
 _FELLOWS = 2000
 _QUANTILE = 0.95
-_WORK = 2e10
-"""Limit on multiplications for finding nearest records, except for the minimum number of targets."""
+_WORK = 2e10  # limit on multiplications for finding nearest records, except for the minimum number of targets
 _FEWEST = 128
-_LEAST = 10
-"""Minimum number of targets with distinct features for a typical distance among them."""
+_LEAST = 10  # minimum number of targets with distinct features for a typical distance among them
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,6 @@ def _typical_spacing(y: np.ndarray, unit: float, seed: int) -> float | None:
     distinct = np.unique(y, axis=0)
     if len(distinct) < _LEAST:
         return None
-    centred = distinct - distinct.mean(0)
-    squared = np.einsum("ij,ij->i", centred, centred)
-    costs = np.maximum(squared[:, None] + squared - 2.0 * (centred @ centred.T), 0.0)
+    costs = squared_distances(distinct - distinct.mean(0))
     np.fill_diagonal(costs, np.inf)
     return float(np.quantile(costs.min(1), _QUANTILE)) * unit

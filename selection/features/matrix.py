@@ -100,35 +100,20 @@ class ShardedRows(_LazyRows):
 
 
 class IndexedRows(_LazyRows):
-    """Rows `index` (N,) of another matrix, read on demand."""
+    """Rows `index` of another matrix, an array (N,) or a range, read on demand."""
 
-    def __init__(self, source: Any, index: np.ndarray):
-        self.source = source
-        self.index = index
+    def __init__(self, source: Any, index: np.ndarray | range):
+        self.source, self.index = source, index
         self.shape = (len(index), source.shape[1])
         self.dtype = source.dtype
 
     def _span(self, low: int, high: int) -> np.ndarray:
-        return np.asarray(self.source[self.index[low:high]])
+        rows = self.index[low:high]
+        return np.asarray(self.source[slice(rows.start, rows.stop) if isinstance(rows, range) else rows])
 
     def _gather(self, rows: np.ndarray) -> np.ndarray:
-        return np.asarray(self.source[self.index[rows]])
-
-
-class RowRange(_LazyRows):
-    """Rows [low, high) of another matrix, read on demand."""
-
-    def __init__(self, source: Any, low: int, high: int):
-        self.source = source
-        self.low = low
-        self.shape = (high - low, source.shape[1])
-        self.dtype = source.dtype
-
-    def _span(self, low: int, high: int) -> np.ndarray:
-        return np.asarray(self.source[self.low + low : self.low + high])
-
-    def _gather(self, rows: np.ndarray) -> np.ndarray:
-        return np.asarray(self.source[rows + self.low])
+        index = rows + self.index.start if isinstance(self.index, range) else self.index[rows]
+        return np.asarray(self.source[index])
 
 
 def sendable_rows(x: Any, low: int, high: int) -> Any:
@@ -137,7 +122,7 @@ def sendable_rows(x: Any, low: int, high: int) -> Any:
         return IndexedRows(sendable_rows(x.source, 0, len(x.source)), x.index[low:high])
     if isinstance(x, np.memmap):
         x = ShardedRows([Path(str(x.filename)).resolve()], [len(x)], x.shape[1], x.dtype)
-    return RowRange(x, low, high) if isinstance(x, _LazyRows) else np.asarray(x[low:high])
+    return IndexedRows(x, range(low, high)) if isinstance(x, _LazyRows) else np.asarray(x[low:high])
 
 
 def load_features(path: str | Path, *, rows: int | None = None, flag: str = "features") -> np.ndarray:

@@ -21,8 +21,7 @@ from flatshift.selection.features.pooling import normalise_rows
 from flatshift.selection.lazy import np
 from flatshift.selection.validation import Settings, bounded
 
-_CHUNK = 4096
-"""Texts counted at a time."""
+_CHUNK = 4096  # texts counted at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +177,7 @@ def _draw_texts(generator: np.random.Generator, texts: Sequence[str], count: int
 
 _WORDS = re.compile(r"\w+")
 _BATCH = 512
-_REMEMBERED = 1 << 20
-"""Maximum number of distinct words in the bucket table: about 120 MB."""
+_REMEMBERED = 1 << 20  # maximum number of distinct words in the bucket table: about 120 MB
 
 
 class WordHasher:

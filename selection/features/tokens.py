@@ -11,8 +11,7 @@ from typing import Any, overload
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
 
-CHUNK = 8192
-"""Texts whose tokens are processed together."""
+CHUNK = 8192  # texts whose tokens are processed together
 _RESIDENT = 1 << 26
 """Bytes of a mapped file read before its pages are released to the system, which would otherwise keep them."""
 Tokenize = Callable[[list[str]], Sequence[Sequence[int]]]

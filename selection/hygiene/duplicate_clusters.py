@@ -14,8 +14,7 @@ from flatshift.selection.hygiene.store import GrowingArray, Keyed, block_ranges,
 WINDOW = 64
 """A row is compared with the first row that has its key and with this many before it. So in a cluster of more than 65
 texts that share a key without being similar, some pairs are skipped; they are counted."""
-PIECE = 1 << 18
-"""Rows of clusters whose pairs are processed at a time."""
+PIECE = 1 << 18  # rows of clusters whose pairs are processed at a time
 
 
 class DisjointSets:

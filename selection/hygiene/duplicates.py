@@ -31,8 +31,7 @@ from flatshift.selection.hygiene import hygiene_config
 from flatshift.selection.hygiene.duplicate_clusters import DisjointSets, DuplicateClusters, first_matches
 from flatshift.selection.hygiene.store import GrowingArray, Keyed, block_ranges, build_array
 
-_TILE = 1 << 16
-"""Hashes signed at a time: two such arrays fit in the processor's cache."""
+_TILE = 1 << 16  # hashes signed at a time: two such arrays fit in the processor's cache
 
 
 def normalise_text(text: str) -> str:
@@ -159,8 +158,7 @@ def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
     return keys
 
 
-_BATCH = 1 << 20
-"""Shingles compared at a time."""
+_BATCH = 1 << 20  # shingles compared at a time
 
 
 class NearDuplicateGroups:

@@ -23,8 +23,7 @@ KNOWN = (
     "bn", "ta", "te", "th", "ka", "hy", "ko", "ja", "zh",
 )  # fmt: skip
 """ISO 639-1 codes of the languages that `Language` detects, ties in this order."""
-WORKING_GIB = 0.125
-"""GiB reserved for batches of texts and of pairs, in addition to the sorted keys."""
+WORKING_GIB = 0.125  # GiB reserved for batches of texts and of pairs, in addition to the sorted keys
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,11 +28,9 @@ from flatshift.selection.hygiene.store import GrowingArray, block_ranges, build_
 Progress = Callable[[str, int], None]
 """Called as (stage, rows so far)."""
 
-LISTED = "listed"
-"""Cause of records that another tool listed for dropping."""
+LISTED = "listed"  # cause of records that another tool listed for dropping
 _DROPS_AT_ONCE = 4096
-CHARACTERS = 1 << 20
-"""Characters per batch of texts, with at most 4,096 texts (one long text may be a batch by itself)."""
+CHARACTERS = 1 << 20  # characters per batch of texts, with at most 4,096 texts (one long text may be a batch by itself)
 
 
 _IDS = 4096

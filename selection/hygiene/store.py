@@ -74,8 +74,7 @@ def build_array(count: int, dtype: Any, make: Callable[[int, int], Any]) -> np.n
 Keyed = tuple[np.ndarray, np.ndarray]
 """keys (n,) uint64 and their rows (n,) int64."""
 
-_ROW_BYTES = 48
-"""Bytes per row while a run is sorted: key and row before and after, the order, the sort's workspace."""
+_ROW_BYTES = 48  # bytes per row while a run is sorted: key and row before and after, the order, the sort's workspace
 
 
 def sort_keys(keyed: Iterable[Keyed], memory: int) -> Iterator[Keyed]:

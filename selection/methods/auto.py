@@ -44,10 +44,8 @@ _TRIED: dict[str, Any] = {
     "gotd": GotD,
     "knn": KNN,
 }
-_DRAWS = 3
-"""Random draws that a method is compared with."""
-_SHARE = 0.5
-"""Weight of the selection's model in its mixture with the pool's."""
+_DRAWS = 3  # random draws that a method is compared with
+_SHARE = 0.5  # weight of the selection's model in its mixture with the pool's
 _TRANSPORT = ("gotd", "knn")
 
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 UNITS = {"sqeuclidean": 1.0, "cosine": 0.5}
 """Each cost as a multiple of squared distances between `scaled_features` rows."""
-_READ_BYTES = 2 << 20
-"""Bytes of float64 rows read at a time for averaging costs."""
+_READ_BYTES = 2 << 20  # bytes of float64 rows read at a time for averaging costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,6 +372,12 @@ def mean_cost(
         centred = scaled_features(x[low : low + step] if index is None else x[index[low : low + step]], cost) - centre
         total += float(a[low : low + step] @ np.einsum("ij,ij->i", centred, centred))
     return UNITS[cost] * (total + spread)
+
+
+def squared_distances(points: np.ndarray) -> np.ndarray:
+    """Return (n, n): the squared distances between centred points (n, d), none below 0 by rounding."""
+    squared = np.einsum("ij,ij->i", points, points)
+    return np.asarray(np.maximum(squared[:, None] + squared - 2.0 * (points @ points.T), 0.0))
 
 
 def move_behind(scores: np.ndarray, rows: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -31,14 +31,12 @@ if TYPE_CHECKING:
     from flatshift.selection.features.tokens import TokenRows
 
 _ORDERS = (1, 2, 3)
-_BLOCK = 256
-"""Texts whose n-grams are looked up together."""
+_BLOCK = 256  # texts whose n-grams are looked up together
 _LOOKS, _MAX_LOOKS = 8192, 1 << 18
 """Texts rescored with the same bounds: a 32nd of the pool within these limits. Their n-grams are kept, about a kB
 each."""
 
-_MULTIPLIER = 0x9E3779B97F4A7C15
-"""Multiplier of multiplicative hashing (Knuth): 2^64 over the golden ratio."""
+_MULTIPLIER = 0x9E3779B97F4A7C15  # multiplier of multiplicative hashing (Knuth): 2^64 over the golden ratio
 
 
 @dataclass(frozen=True, kw_only=True)

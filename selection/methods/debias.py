@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flatshift.selection.methods.base import UNITS, Pool, Progress, scaled_features, unit_weights
+from flatshift.selection.methods.base import UNITS, Pool, Progress, scaled_features, squared_distances, unit_weights
 from flatshift.selection.validation import feature_matrix
 
 _TOLERANCE = 1e-10
@@ -58,7 +58,7 @@ def self_potential(
     own = a[sampled]
     weights = own / own.sum()
 
-    kernel = np.maximum(squared[:, None] + squared - 2.0 * points @ points.T, 0.0)
+    kernel = squared_distances(points)
     np.fill_diagonal(kernel, np.inf)
     np.exp(np.divide(kernel, -epsilon, out=kernel), out=kernel)
     # The other rows' mass 1 − a_i is spread over Σ_{j≠i} w_j = 1 − w_i.

@@ -22,8 +22,7 @@ from flatshift.selection.validation import bounded
 
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 _BATCH = 1024
-_CACHED_PAIRS = 1 << 20
-"""Maximum number of distinct bigrams whose bucket is cached between batches: about 100 MB."""
+_CACHED_PAIRS = 1 << 20  # maximum number of distinct bigrams whose bucket is cached between batches: about 100 MB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,8 @@ import numpy as np
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.tokens import TokenRows
 
-MAX_TOKENS = (1 << 21) - 2
-"""Maximum vocabulary size: three tokens make a key of 63 bits."""
-ROW_BYTES = 40
-"""Memory of one distinct trigram while runs are merged and the model is built."""
+MAX_TOKENS = (1 << 21) - 2  # maximum vocabulary size: three tokens make a key of 63 bits
+ROW_BYTES = 40  # memory of one distinct trigram while runs are merged and the model is built
 
 
 def check_vocabulary(size: int) -> int:

@@ -13,10 +13,8 @@ from flatshift.selection.validation import bounded
 if TYPE_CHECKING:
     from flatshift.selection.methods.neighbours import NearestRows
 
-_FIRST = 64
-"""Number of neighbours of each target in the first attempt."""
-_PAIRS = 2e9
-"""Pairs of rows up to which densities count all neighbours of all targets: some ten seconds of one core."""
+_FIRST = 64  # number of neighbours of each target in the first attempt
+_PAIRS = 2e9  # pairs of rows up to which densities count all neighbours of all targets: some ten seconds of one core
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from flatshift.selection.transport.kernel import Evaluation, StoredKernel
 
-NEWTON_MAX_COLUMNS = 4096
-"""Above this the M×M factor costs more than the iterations it saves."""
+NEWTON_MAX_COLUMNS = 4096  # above this the M×M factor costs more than the iterations it saves
 
-_REPORTED = 64
-"""Iterations of Sinkhorn between progress reports."""
+_REPORTED = 64  # iterations of Sinkhorn between progress reports
 
 
 def solve_dense(

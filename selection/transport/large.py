@@ -35,8 +35,7 @@ from flatshift.selection.transport.settings import (
 )
 from flatshift.selection.transport.state import SolverState, StateDirectory, problem_identity
 
-THINNED = 40
-"""Rows per target from which a quarter of the subsample is solved before the whole of it."""
+THINNED = 40  # rows per target from which a quarter of the subsample is solved before the whole of it
 
 
 def choose_dtype(problem: TransportProblem, settings: SolverSettings) -> torch.dtype:

@@ -15,13 +15,13 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flatshift.selection.errors import BadRow, SelectionError, TooLittleMemory
 from flatshift.selection.transport.blocks import BLOCK, BlockSumTree, block_sums
 
-_GRID = 4096
-"""Grid points of a threshold that are counted at a time."""
+_GRID = 4096  # grid points of a threshold that are counted at a time
 
 
 class ProcessTeam:
@@ -32,8 +32,6 @@ class ProcessTeam:
         self.rank, self.size = 0, 1
         self.first_row = self.first_block = self.rows_of_all = 0
         if group is not None:
-            import torch.distributed as dist
-
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def over(self, count: int) -> Self:
@@ -63,8 +61,6 @@ class ProcessTeam:
         """Return every member's small object, by rank."""
         if self.size == 1:
             return [value]
-        import torch.distributed as dist
-
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -77,8 +73,6 @@ class ProcessTeam:
         """Return the first member's tensor: keeps members from drifting apart by different roundings."""
         if self.size == 1:
             return value
-        import torch.distributed as dist
-
         buffer = value.clone()
         dist.broadcast(buffer, src=dist.get_global_rank(self.group, 0), group=self.group)
         return buffer
@@ -92,8 +86,6 @@ class ProcessTeam:
         """
         if self.size == 1:
             return work()
-        import torch.distributed as dist
-
         message: list[Any] = [None]
         failure: Exception | None = None
         if self.rank == 0:
@@ -115,8 +107,6 @@ class ProcessTeam:
         """
         if self.size == 1:
             return rows
-        import torch.distributed as dist
-
         counts = self.gather(len(rows))
         width = int(np.prod(rows.shape[1:], dtype=np.int64)) * rows.dtype.itemsize
         buffer = torch.zeros(max(counts), width, dtype=torch.uint8, device=device)
@@ -168,8 +158,6 @@ class ProcessTeam:
         selection takes. All are found by the same messages."""
         if self.size == 1:
             return [float(np.partition(values.cpu().numpy(), k - 1)[k - 1]) for values, k in requests]
-        import torch.distributed as dist
-
         ordered = {id(values): np.sort(values.cpu().numpy()) for values, _ in requests}
         owns = [ordered[id(values)] for values, _ in requests]
         ends = self.gather([(float(own[0]), float(own[-1])) for own in owns])

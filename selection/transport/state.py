@@ -26,6 +26,8 @@ from flatshift.selection.transport.kernel import Evaluation
 from flatshift.selection.transport.problem import TransportProblem, on_every_member
 from flatshift.selection.transport.settings import SolverSettings
 
+_SCALARS = ("passes", "iterations", "length", "overlap")
+
 
 @dataclass
 class SolverState:
@@ -86,19 +88,15 @@ class StateDirectory:
         """
         assert standing.best is not None
         best = standing.best
-        arrays: dict[str, Any] = {"best_g": best.g, "best_f": best.f, "best_column": best.column}
-        arrays |= {"g": standing.g, "ahead": standing.ahead, "nearest": best.nearest}
-        arrays |= {"origin": standing.origin, "anchor": standing.anchor}
+        arrays = {"best_g": best.g, "best_f": best.f, "best_column": best.column, "nearest": best.nearest}
+        arrays |= {name: getattr(standing, name) for name in ("g", "ahead", "origin", "anchor")}
         for i, (point, image) in enumerate(standing.tried):
             arrays |= {f"point_{i}": point, f"image_{i}": image}
         meta = {
             "identity": self.identity,
-            "passes": standing.passes,
-            "iterations": standing.iterations,
             "value": best.value,
             "error": best.error,
-            "length": standing.length,
-            "overlap": standing.overlap,
+            **{name: getattr(standing, name) for name in _SCALARS},
         }
         failure: SelectionError | OSError | None = None
         path = self._path(standing.passes)
@@ -154,24 +152,11 @@ class StateDirectory:
                 f"state {self.directory}: belongs to another problem "
                 f"({'other features or weights' if name == 'data' else reason}); name an empty directory or delete it"
             )
-        best = Evaluation(
-            arrays["best_g"],
-            arrays["best_f"],
-            arrays["best_column"],
-            meta["value"],
-            meta["error"],
-            arrays.get("nearest"),
-        )
+        best = [arrays[f"best_{name}"] for name in ("g", "f", "column")]
         count = sum(name.startswith("point_") for name in arrays)
         return SolverState(
-            g=arrays.get("g"),
-            passes=meta["passes"],
-            iterations=meta["iterations"],
-            best=best,
-            ahead=arrays.get("ahead"),
-            length=meta["length"],
+            best=Evaluation(*best, meta["value"], meta["error"], arrays.get("nearest")),
             tried=[(arrays[f"point_{i}"], arrays[f"image_{i}"]) for i in range(count)],
-            origin=arrays.get("origin"),
-            anchor=arrays.get("anchor"),
-            overlap=meta["overlap"],
+            **{name: arrays.get(name) for name in ("g", "ahead", "origin", "anchor")},
+            **{name: meta[name] for name in _SCALARS},
         )
