@@ -15,18 +15,15 @@ from flatshift.selection.features.token_space import TokenNgrams
 from flatshift.selection.methods.auto import Auto
 from flatshift.selection.methods.base import MethodSettings, Selector
 from flatshift.selection.methods.classifier import Classifier
-from flatshift.selection.methods.contrast import GotDContrast
+from flatshift.selection.methods.controls import Length, Random
 from flatshift.selection.methods.cynical import Cynical
 from flatshift.selection.methods.domains import DomainsSelector
 from flatshift.selection.methods.dsir import DSIR
-from flatshift.selection.methods.gotd import GotD
-from flatshift.selection.methods.knn import KNN
-from flatshift.selection.methods.length import Length
+from flatshift.selection.methods.gotd import GotD, GotDContrast
+from flatshift.selection.methods.knn import KNN, RoundRobin
 from flatshift.selection.methods.less import Less
 from flatshift.selection.methods.moore_lewis import MooreLewis
 from flatshift.selection.methods.perplexity import LossGap, Perplexity
-from flatshift.selection.methods.random import Random
-from flatshift.selection.methods.round_robin import RoundRobin
 from flatshift.selection.methods.tsds import TSDS
 from flatshift.selection.validation import Settings, bounded
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from flatshift.selection.hashing import WORDS, WordHashes, mix64, window_hashes
 from flatshift.selection.hygiene import hygiene_config
+from flatshift.selection.hygiene.store import bounded_batches
 
 # Function words, roughly by frequency; a word may belong to several languages.
 _COMMON = {
@@ -154,7 +155,7 @@ def repetition_shares(texts: Sequence[str], *, top: int = 3, repeated: int = 6) 
         "repeated paragraphs": paragraphs[:, 0],
         "characters in repeated paragraphs": paragraphs[:, 1],
     }
-    batches = list(_bounded_batches([WORDS.findall(text.lower()) for text in texts])) or [[]]
+    batches = list(bounded_batches([WORDS.findall(text.lower()) for text in texts], _WORDS_AT_ONCE)) or [[]]
     results = [_ngram_shares(batch, top, repeated) for batch in batches]
     for name in results[0]:
         shares[name] = np.concatenate([result[name] for result in results])
@@ -174,20 +175,6 @@ def _repeated_shares(pieces: list[str]) -> tuple[float, float]:
             characters += len(piece)
         previous.add(piece)
     return count / len(pieces), characters / sum(map(len, pieces))
-
-
-def _bounded_batches(words: list[list[str]]) -> Iterator[list[list[str]]]:
-    """Yield consecutive texts with a bounded number of words (a single text may have more)."""
-    batch: list[list[str]] = []
-    size = 0
-    for text in words:
-        if batch and size + len(text) > _WORDS_AT_ONCE:
-            yield batch
-            batch, size = [], 0
-        batch.append(text)
-        size += len(text)
-    if batch:
-        yield batch
 
 
 def _ngram_shares(words: list[list[str]], top: int, repeated: int) -> dict[str, np.ndarray]:

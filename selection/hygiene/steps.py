@@ -23,7 +23,7 @@ from flatshift.selection.hygiene.decontaminate import Decontaminator, Spans
 from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicateGroups, normalise_text
 from flatshift.selection.hygiene.filters import apply_filters
 from flatshift.selection.hygiene.hygiene_config import WORKING_GIB, Hygiene
-from flatshift.selection.hygiene.store import GrowingArray, block_ranges, build_array
+from flatshift.selection.hygiene.store import GrowingArray, block_ranges, bounded_batches, build_array
 
 Progress = Callable[[str, int], None]
 """Called as (stage, rows so far)."""
@@ -405,25 +405,11 @@ class _CleaningRun:
     def _batches(self, texts: Iterable[str], stage: str, *, whole: bool) -> Iterator[list[str]]:
         """Yield the texts in lists of bounded size. `whole`: they begin with the references' texts."""
         done = -len(self.earlier) if whole else 0
-        for batch in _split_texts(texts, self.batch_characters):
+        for batch in bounded_batches(texts, self.batch_characters, 4096):
             yield batch
             done += len(batch)
             if self.progress is not None and stage:
                 self.progress(stage, max(done, 0))
-
-
-def _split_texts(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Yield the texts in lists of at most so many characters (or one text) and 4,096 texts."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        if batch and (size + len(text) > characters or len(batch) == 4096):
-            yield batch
-            batch, size = [], 0
-        batch.append(text)
-        size += len(text)
-    if batch:
-        yield batch
 
 
 def _strip_spans(text: str, spans: Spans) -> Spans:

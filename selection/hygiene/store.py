@@ -4,11 +4,13 @@ external sort, sorted runs merged window by window (Knuth, The Art of Computer P
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Iterator, Sized
+from math import inf
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
+Batched = TypeVar("Batched", bound=Sized)
 _BLOCK = 1 << 18
 
 
@@ -16,6 +18,21 @@ def block_ranges(count: int) -> Iterator[tuple[int, int]]:
     """Yield (low, high) of consecutive blocks of rows, for processing in constant memory."""
     for low in range(0, count, _BLOCK):
         yield low, min(low + _BLOCK, count)
+
+
+def bounded_batches(items: Iterable[Batched], total: int, count: float = inf) -> Iterator[list[Batched]]:
+    """Yield consecutive items in lists of at most `count`, whose lengths add up to at most `total` (one item may have
+    more)."""
+    batch: list[Batched] = []
+    size = 0
+    for item in items:
+        if batch and (size + len(item) > total or len(batch) == count):
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += len(item)
+    if batch:
+        yield batch
 
 
 class GrowingArray:

@@ -25,12 +25,12 @@ from flatshift.selection.methods.base import (
     require_field,
 )
 from flatshift.selection.methods.classifier import Classifier
+from flatshift.selection.methods.controls import RandomSelector
 from flatshift.selection.methods.cynical import Cynical
 from flatshift.selection.methods.dsir import DSIR
 from flatshift.selection.methods.gotd import GotD
 from flatshift.selection.methods.knn import KNN
 from flatshift.selection.methods.moore_lewis import MooreLewis
-from flatshift.selection.methods.random import RandomSelector
 from flatshift.selection.validation import bounded, check_number
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
 from flatshift.selection.methods.base import Pool, Progress, Selector, Target, check_budget
-from flatshift.selection.methods.random import RandomSelector
+from flatshift.selection.methods.controls import RandomSelector
 from flatshift.selection.validation import check_number, to_weights
 
 
