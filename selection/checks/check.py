@@ -2,17 +2,16 @@
 
 Entropic transport is convex in the pool's weights, so a step of length λ towards the selection U changes it by at least
 λ·mean_U s (s: calibrated gradients): the prediction is optimistic on the target that the scores were computed with, and
-may be wrong on an unseen target. So both are measured, next to a random draw of the same size and GOT-D in rounds, at λ
-= 0.1, 0.25, 0.5 and 1, with
+may be wrong on an unseen one. Both are measured at λ = 0.1, 0.25, 0.5 and 1, next to a random draw of the same size and
+GOT-D in rounds, with
 
     gap(λ) = λ·(mean_U f_λ − mean of the k smallest f_λ) ≥ OT_ε(mixture) − min over all selections of the same size,
 
 f_λ the potential at the mixture: a certificate that needs no other selection. (science.md §4.)
 
-The check uses a few thousand rows that represent a pool of any size and its selection. The kernel of all their mixtures
-is computed once, and solves are warm-started from each other. The second argument of every value is the target; the
-self-transport that turns OT_ε into the Sinkhorn divergence S = OT_ε(w, y) − ½OT_ε(w, w) − ½OT_ε(y, y) is computed for
-all mixtures at once, one GEMM an iteration.
+A few thousand rows represent a pool of any size and its selection. The kernel of all their mixtures is computed once,
+and solves are warm-started from each other; the self-transport that turns OT_ε into the Sinkhorn divergence S = OT_ε(w,
+y) − ½OT_ε(w, w) − ½OT_ε(y, y) is computed for all mixtures at once, one GEMM an iteration.
 """
 
 from __future__ import annotations
@@ -208,9 +207,8 @@ class SelectionCheck:
     fitted: arm → a reading for each of SHARES, on the target that the selection saw. held_out: arm → (R, 4), change of
     OT_ε to one half of the target, chosen with the other; held_distance (R,): OT_ε(pool, half) before. Both are empty
     if the target has too few rows, and lack the `left_out` splits of which a half coincides with the pool. g (m,): the
-    targets' potentials. error: largest L1 marginal error of a solve.
-
-    Arms: "selection", "random", and "rounds" (or "one step", if the selection itself was made in rounds).
+    targets' potentials. error: largest L1 marginal error. Arms: "selection", "random", and "rounds" ("one step" for a
+    selection in rounds).
     """
 
     sample: PoolSample

@@ -1,9 +1,8 @@
 """Cached features in shards on disk: computed once, verified on every read, resumed after a kill.
 
-A shard holds the features of `shard_rows` consecutive texts. Its file is named by a digest of everything it depends on:
-the embedder (model and parameters), the stored dtype, and the texts, byte by byte. So nothing is ever out of date:
-changed inputs give another name. A file is a plain `.npy` array followed by 32 bytes, the SHA-256 of all before; it is
-written atomically, and one that does not match its digest is computed again.
+The file of a shard, the features of `shard_rows` consecutive texts, is named by a digest of everything it depends on:
+the embedder (model and parameters), the stored dtype, and the texts, byte by byte; so nothing is ever out of date. It
+is a plain `.npy` array followed by 32 bytes, the SHA-256 of all before; one that does not match is computed again.
 """
 
 from __future__ import annotations

@@ -232,11 +232,9 @@ class ShardWriter:
     on.
 
     directory: of the shards. embed: texts → (n, dim), the same in every task; it is pickled for them. dtype: of the
-    stored rows. ids: also write ids, so that a shuffled shard can be matched later.
-
-    The rows of one task are held in memory. Both files are written atomically, rows last; a task that runs again writes
-    the same files again. If several tasks share the work, each has to read one file, so that the order of shards is
-    that of the files.
+    stored rows. ids: also write ids, so that a shuffled shard can be matched later. The rows of one task are held in
+    memory; files are written atomically, rows last. If several tasks share the work, each has to read one file, so that
+    the order of shards is that of the files.
 
     Raises SelectionError for a task that reads a second file while there are other tasks, an id with a line break, and
     features of another number of rows.

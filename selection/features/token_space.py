@@ -1,9 +1,8 @@
 """Uni- and bigrams of the backbone's tokens as features: sparse TF-IDF, projected losslessly to the target's span.
 
-Transport depends only on distances to M target texts. A text's component in the span of the target's vectors and the
-length of the residual give all of them exactly, so a sparse row of a hundred thousand columns becomes M + 2 numbers by
-one sparse × dense product. If the target has more texts than `dim`, the span is cut to its strongest directions, and
-the residuals of pool and target count as orthogonal.
+A text's component in the span of the M target texts' vectors and the length of the residual give all distances to them
+exactly, so a sparse row of a hundred thousand columns becomes M + 2 numbers. If the target has more texts than `dim`,
+the span is cut to its strongest directions, and the residuals of pool and target count as orthogonal.
 """
 
 from __future__ import annotations

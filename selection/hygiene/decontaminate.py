@@ -1,13 +1,12 @@
 """n-gram decontamination by the rules of Megatron-LM's task filter (tools/openwebtext/filter_ngrams.py, MT-NLG).
 
-Words are runs of letters, digits and underscores in lower case; 13 consecutive words shared with an evaluation text are
+13 consecutive words (runs of letters, digits and underscores in lower case) shared with an evaluation text are
 contamination. The record is split there: the shared words and 200 characters on both sides are removed, and further
 text up to the nearest end of a sentence (`.`, `!` or `?`); pieces under 200 characters are dropped; the rest of the
 text is searched again; with more than 10 pieces, or none, the record is dropped. N-grams with 10 or more occurrences in
-the pool are ordinary phrases.
-
-Two differences from the original: the end of the shared words is their end in the text (there: the length of the words
-joined by blanks), and every occurrence of an n-gram is counted (there: not those that overlap an earlier match).
+the pool are ordinary phrases. Two differences from the original: the end of the shared words is their end in the text
+(there: the length of the words joined by blanks), and every occurrence of an n-gram is counted (there: not those that
+overlap an earlier match).
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ connected components become groups.
     for batch in batches: finder.collect(batch)     # second pass: shingle sets of the rows that share a band
     first, similarity = finder.resolve()
 
-Memory: `memory` bytes for sorting the keys of a band, plus the batches of texts and of pairs. Arrays with a value for
-each row are on disk: 8 bytes a band, some tens more, and the shingle sets of proposed rows. No text is stored. The
-result depends on the order of the rows, never on the batches or the memory.
+Memory: `memory` bytes for sorting the keys of a band, plus the batches of texts and of pairs; arrays with a value for
+each row are on disk. The result depends on the order of the rows, never on the batches or the memory.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ def choose_bands(threshold: float, permutations: int, recall: float) -> tuple[in
     proposed.
 
     A pair of similarity s shares at least one band with probability 1 − (1 − s^rows)^bands; more rows mean fewer pairs
-    to compare.
-
-    Raises:
-        SelectionError: not even one row per band reaches the recall.
+    to compare. Raises SelectionError if not even one row per band reaches the recall.
     """
     for rows in range(permutations, 0, -1):
         bands = permutations // rows
@@ -164,10 +160,7 @@ _BATCH = 1 << 20  # shingles compared at a time
 class NearDuplicateGroups:
     """Groups of rows whose shingle sets have a Jaccard similarity of at least `settings.threshold`.
 
-    memory: bytes for sorting the keys of a band.
-
-    Raises:
-        SelectionError: the permutations cannot reach the recall.
+    memory: bytes for sorting the keys of a band. Raises SelectionError if the permutations cannot reach the recall.
     """
 
     def __init__(self, settings: hygiene_config.NearDuplicates, *, seed: int, memory: int):

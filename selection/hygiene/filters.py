@@ -1,12 +1,11 @@
 """Filters on single texts: length, language, repetition.
 
-Language is detected by script and by the commonest words: no model, no download, about 10 µs a text. A heuristic for
-sentences and longer: short or wordless texts stay undecided, and a language that is not in `hygiene_config.KNOWN` may
-be taken for a related one. docs/hygiene.md has the shares of NTREX sentences that are recognised.
+Language is detected by script and by the commonest words: no model, about 10 µs a text. A heuristic for sentences and
+longer: short or wordless texts stay undecided, and a language that is not in `hygiene_config.KNOWN` may be taken for a
+related one. docs/hygiene.md has the shares of NTREX sentences that are recognised.
 
-Repetition is the degree to which a text repeats itself (Rae et al. 2021, arXiv 2112.11446, Table A1). All shares of
-n-grams are of the characters in words. Two readings are ours: an n-gram that occurs once is no repetition, however
-short the text; and a character is counted once, in however many repeated n-grams it occurs.
+Repetition: Rae et al. 2021, arXiv 2112.11446, Table A1; shares of n-grams are of the characters in words. Two readings
+are ours: an n-gram that occurs once is no repetition, and a character counts once, in however many n-grams it occurs.
 """
 
 from __future__ import annotations

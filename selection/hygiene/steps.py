@@ -154,14 +154,13 @@ class CleaningResult:
         ids: Sequence[str] | Callable[[np.ndarray], Sequence[str]],
         reference_ids: Mapping[str, Sequence[str]] | None = None,
     ) -> Iterator[dict]:
-        """Yield one record for each row that was dropped or cut, in file order:
-        `id, cause, rule, value, match, match_in`.
+        """Yield one record for each row that was dropped or cut, in file order: `id, cause, rule, value, match,
+        match_in`.
 
         ids: N strings, or a function from row numbers to their ids. reference_ids: the ids of each reference's texts by
-        its name; their positions if missing.
-
-        `match` is the id of the record or text that the row repeats, `match_in` its source ("pool" or a reference's
-        name); for a listed record both come from its list. A row that was cut has the cause "cut" and its `pieces`.
+        its name; their positions if missing. `match` is the id of the record or text that the row repeats, `match_in`
+        its source ("pool" or a reference's name); for a listed record both come from its list. A row that was cut has
+        the cause "cut" and its `pieces`.
         """
         cut = np.sort(np.fromiter(self.pieces, dtype=np.int64, count=len(self.pieces)))
         skip = sum(len(reference.texts) for reference in self.references)
@@ -214,19 +213,16 @@ def clean_pool(
     batch_characters: int = CHARACTERS,
     progress: Progress | None = None,
 ) -> CleaningResult:
-    """Clean a pool: decide for every row whether it stays.
+    """Decide for every row of a pool whether it stays.
 
-    Arguments:
-        texts: the pool's texts in file order, read two or three times.
-        references: their texts are never dropped. Those named in `settings.against` count as earlier rows for exact
-            and near-duplicates; those called "eval" are searched for by decontamination.
-        seed: of the hash functions of MinHash.
-        listed: the entries of `settings.drops`, found among the pool's ids; these records are dropped before any step.
-        batch_characters: characters processed at a time; the result does not depend on it.
+    texts: the pool's in file order, read two or three times. references: their texts are never dropped. Those named in
+    `settings.against` count as earlier rows for exact and near-duplicates; those called "eval" are searched for by
+    decontamination. seed: of the hash functions of MinHash. listed: the entries of `settings.drops`, found among the
+    pool's ids; these records are dropped before any step. batch_characters: processed at a time, without effect on the
+    result.
 
-    Raises:
-        SelectionError: `texts` can be read only once or changes, decontamination has no evaluation texts, or `drops`
-            are named and not passed in.
+    Raises SelectionError if `texts` can be read only once or changes, decontamination has no evaluation texts, or
+    `drops` are named and not passed in.
     """
     if settings.drops and listed is None:
         raise SelectionError("drops: clean reads no files; read them into a DropList and pass it as listed")

@@ -177,12 +177,10 @@ class Selector(Settings):
     def fit_texts(
         self, pool: Sequence[str], target: Sequence[str], embedder: Any = None, *, progress: Progress | None = None
     ) -> Self:
-        """Fit on lists of texts, embedded by `embedder`.
-
-        embedder: an object with `fit_transform(pool, target)`, one with `transform(texts)`, or a function from a list
-        of texts to (n, d) vectors, as `SentenceTransformer(...).encode`; None: `TfIdfEmbedder()`.
-        Raises SelectionError for anything else, or for arguments that are not lists of texts.
-        """
+        """Fit on lists of texts, embedded by `embedder`: an object with `fit_transform(pool, target)`, one with
+        `transform(texts)`, or a function from a list of texts to (n, d) vectors, as
+        `SentenceTransformer(...).encode`; None: `TfIdfEmbedder()`. Raises SelectionError for anything else, or for
+        arguments that are not lists of texts."""
         for name, side in (("pool", pool), ("target", target)):
             if isinstance(side, str) or not hasattr(side, "__len__"):
                 raise SelectionError(

@@ -2,10 +2,9 @@
 
 Moore and Lewis score every text by itself, so that the first choices repeat one another and the rest of the target is
 never covered. Here a text is scored given those already chosen: an n-gram that the selection holds often enough gains
-little more. If no other text gains as much, the same one is chosen again, to be read more than once: a few repeats cost
-a language model little (Muennighoff et al. 2023, arXiv 2305.16264). The objective is a submodular function of n-gram
-counts (Kirchhoff and Bilmes 2014), so that gains only fall as the selection grows, and a text is rescored only when its
-last known gain leads.
+little more. If no other text gains as much, the same one is chosen again: a few repeats cost a language model little
+(Muennighoff et al. 2023, arXiv 2305.16264). The objective is a submodular function of n-gram counts (Kirchhoff and
+Bilmes 2014): gains only fall as the selection grows, and a text is rescored only when its last known gain leads.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """The pool's entropic transport potential to itself, from a subsample: the term that debiased GOT-D subtracts.
 
-For OT_ε(α, α) both potentials are one function p, the fixed point of
+For OT_ε(α, α) both potentials are one function p, the fixed point of the N×N problem
 
     p(x_i) = −ε log Σ_j a_j exp((p(x_j) − |x_i − x_j|²)/ε) .
 
-With N rows that is an N×N problem. A uniform subsample T of rows with positive weight represents the *other* rows, and
-the row's own term, which in high dimension outweighs all others, is kept separate at its true weight a_i:
+A uniform subsample T of rows with positive weight represents the *other* rows, and the row's own term, which in high
+dimension outweighs all others, is kept separate at its true weight a_i (else rows in T, with a match at distance zero
+that the others lack, would rank by membership in the sample):
 
     u_i = A_i + a_i/u_i ,  u = exp(−p/ε) ,  A_i = (1 − a_i) Σ_{j∈T, j≠i} w_j exp((p_j − c_ij)/ε) ,
 
-so u_i = (A_i + √(A_i² + 4 a_i))/2. Leaving the own term to the sample would give rows in T a match at distance zero
-that the others lack, and would rank the pool by membership in the sample. With T = all rows this is the exact equation.
+so u_i = (A_i + √(A_i² + 4 a_i))/2. With T = all rows this is the exact equation.
 """
 
 from __future__ import annotations

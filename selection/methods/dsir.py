@@ -147,13 +147,11 @@ class _Vocabulary(dict[str, int]):
 class DSIRSelector(Selector, DSIR):
     """Scores by −log w, w = Π p_target(bucket)/p_pool(bucket) over the text's hashed word uni- and bigrams.
 
-    buckets: size of the hashed bag. resample: add Gumbel noise, keyed by seed and id, to log w before negation, so that
-    the k smallest scores are a draw without replacement in proportion to w; without it the score is −log w itself.
-    smoothing: count added to every bucket of both bags (Laplace). floor: added to every probability after that.
-    hashing: "fast" mixes the hashes of words, "sha256" uses the buckets of PyPI's data-selection, whose log weights are
-    reproduced with smoothing=0, floor=1e-8. Weights are not divided by length, as in DSIR: drop very short texts
-    before. memory_bytes: of n-grams cached between the two passes; texts beyond are hashed twice. `log_weights_` holds
-    log w in any case. Needs texts on both sides.
+    resample: add Gumbel noise, keyed by seed and id, to log w before negation, so that the k smallest scores are a draw
+    without replacement in proportion to w. hashing: "sha256" uses the buckets of PyPI's data-selection, whose log
+    weights are reproduced with smoothing=0, floor=1e-8. Weights are not divided by length, as in DSIR: drop very short
+    texts before. memory_bytes: of n-grams cached between the two passes; texts beyond are hashed twice. `log_weights_`
+    holds log w in any case. Needs texts on both sides.
     """
 
     seed: int = 0

@@ -7,10 +7,9 @@ share λ of the selection in the mixture is fixed, and with U_r the selection af
     w_0 = a ,    w_r = (1 − λ) a + λ · uniform(U_r) ,    U_{r+1} = U_r ∪ {the k/R smallest unchosen s^{w_r}} .
 
 ε stays at its value at w_0, in units of cost. Part of the target is held out. At each round the budget is also filled
-at once from the current solution, and the result is the filling whose mixture is nearest to the held-out target: all
-rounds up to it count, the later ones do not, and the result is never worse there than one-shot GOT-D. Comparing
-selections of the full size excludes the growth of U_r, which dilutes any selection, from the comparison. All rounds are
-run, because the first step after U_1 often overshoots. (science.md §4.)
+at once from the current solution (so that its size is the same), and the result is the filling whose mixture is nearest
+to the held-out target: never worse there than one-shot GOT-D. All rounds are run, because the first step after U_1
+often overshoots. (science.md §4.)
 """
 
 from __future__ import annotations

@@ -42,16 +42,13 @@ class TSDSSelector(Selector, TSDS):
 
     Each of the M targets gives its mass 1/M to its nearest rows in turn, at most 1/(M s ρ_i) to a row of density ρ_i
     (near-duplicates count together: ρ_i = Σ max(0, 1 − d²/σ²) over the rows in question, itself included). s is the
-    largest for which the mean transport cost of spreading stays below C(1 − α)/α, as in the authors' code, which this
-    follows exactly except for three points: neighbours are exact instead of approximate, a density counts all rows
-    within σ and not the 1,000 nearest, and rows are drawn without repeats and by seed. If counting over the neighbours
-    of all targets would take more than `_PAIRS` pairs of rows, a row's density is the largest that the neighbours of
-    one target give it (`diagnostics_["densities"]` is then "by target"): its near-duplicates are neighbours of the same
-    target, and the work is M·K² instead of the square of their union. Rows that receive no mass follow, by squared
-    distance to the nearest target.
-
-    scale is C. chunk: rows per tile. `probabilities_` (N,) is p. Distances are absolute: the defaults suit
-    L2-normalised features. Needs features on both sides; ignores weights.
+    largest for which the mean transport cost of spreading stays below C(1 − α)/α, C the `scale`, as in the authors'
+    code; but neighbours are exact, a density counts all rows within σ and not the 1,000 nearest, and rows are drawn
+    without repeats and by seed. If counting over the neighbours of all targets would take more than `_PAIRS` pairs of
+    rows, a row's density is the largest that the neighbours of one target give it (`diagnostics_["densities"]` is then
+    "by target"): the work is M·K² instead of the square of their union. Rows that receive no mass follow, by squared
+    distance to the nearest target. chunk: rows per tile. `probabilities_` (N,) is p. Distances are absolute: the
+    defaults suit L2-normalised features. Needs features on both sides; ignores weights.
     """
 
     seed: int = 0

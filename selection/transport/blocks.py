@@ -93,9 +93,9 @@ class ThreadCrew:
     ) -> Tensor | None:
         """Call `work(low, high)` for tiles of `step` rows that cover n rows; return the sum of the tensors it returns.
 
-        A thread works through one contiguous share, sums its tensors in order, and the shares are added in order: with
-        the same number of threads the result is bit-identical. `on_rows(done, n)` is called from the caller's thread.
-        Exceptions of `work` are raised for the first share that failed.
+        A thread sums its contiguous share in order, and the shares are added in order: with the same number of threads
+        the result is bit-identical. `on_rows(done, n)` is called from the caller's thread. Exceptions of `work` are
+        raised for the first share that failed.
         """
         tiles = -(-n // step)
         if self.size == 1 or tiles < 2 * self.size:

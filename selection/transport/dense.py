@@ -1,10 +1,9 @@
 """Maximiser of the semi-dual on a kernel in memory: over-relaxed Sinkhorn, then Newton where that is cheaper.
 
 Sinkhorn relaxed in both potentials is successive over-relaxation of a two-block system (Thibault et al. 2021, arXiv
-1711.01851); with λ the rate of the plain iteration, the best factor is ω = 2/(1 + √(1 − λ)) and the rate becomes ω − 1.
-λ is estimated from the observed errors (Young's formula). Near the optimum, or where Sinkhorn is slow (small ε), a
-safeguarded Newton step on g ∈ R^M takes over: its Hessian is one GEMM and a Cholesky factor, and a factor is reused as
-long as steps with it shrink the error.
+1711.01851); with λ the rate of the plain iteration, estimated from the observed errors (Young's formula), the best
+factor is ω = 2/(1 + √(1 − λ)) and the rate becomes ω − 1. Near the optimum, or where Sinkhorn is slow (small ε), a
+safeguarded Newton step on g ∈ R^M takes over; a Cholesky factor is reused as long as steps with it shrink the error.
 """
 
 from __future__ import annotations

@@ -281,10 +281,7 @@ class _LargeSolver:
 
     def iterate(self, standing: SolverState, nearest: bool) -> SolverResult:
         """Solve with every row's kernel in memory: one pass from the subsample's answer, one correction, then
-        iterations on all.
-
-        If an overlap is required, continue to ten times smaller errors until two answers agree.
-        """
+        iterations on all; if an overlap is required, to ten times smaller errors until two answers agree."""
         settings, b = self.settings, self.rows.b
         full = StoredKernel(self.rows, settings.epsilon, chunk=settings.chunk, on_rows=self.report)
         assert standing.g is not None

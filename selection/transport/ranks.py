@@ -1,9 +1,8 @@
 """Processes that share a pool: each holds a shard of its rows, all hold the same target.
 
 Communicated are sums of M numbers, scalars, the subsample's rows once and only to the first member, which solves it for
-all, and error messages. Without a group every method is the identity; without torch.distributed the class behaves as a
-team of one. If every member but the last holds whole blocks of rows (`flatshift.selection.transport.blocks`), no sum
-depends on the number of members, bit for bit.
+all, and error messages. Without a group every method is the identity. If every member but the last holds whole blocks
+of rows (`flatshift.selection.transport.blocks`), no sum depends on the number of members, bit for bit.
 """
 
 from __future__ import annotations
@@ -78,11 +77,11 @@ class ProcessTeam:
         return buffer
 
     def run_on_first(self, work: Callable[[], tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:
-        """Run `work` on the first member only, and return its result (tensors and plain values) on every member.
+        """Run `work` on the first member only, and return its result (tensors, on `device`, and plain values) on every
+        member.
 
-        The others meanwhile sleep in the group's broadcast, with gloo without using a processor. device: for the
-        tensors.
-        Raises the exception of `work` on the first member, and SelectionError with its message on the others.
+        The others meanwhile sleep in the group's broadcast, with gloo without using a processor. Raises the exception
+        of `work` on the first member, and SelectionError with its message on the others.
         """
         if self.size == 1:
             return work()

@@ -180,11 +180,8 @@ def _epsilon_schedule(relative: float) -> list[float]:
 
 def free_bytes(problem: TransportProblem, settings: SolverSettings) -> float:
     """Return the memory limit minus the vectors of length N: potentials of two answers, norms, weights, scores,
-    sorting.
-
-    In a group these are not counted: the rest determines the subsample, which must not depend on the number of
-    processes.
-    """
+    sorting. In a group these are not counted: the rest determines the subsample, which must not depend on the number
+    of processes."""
     if problem.team.group is not None:
         return settings.allowance
     per_row = 56 + 8 * (problem.scale is not None) + 8 * (settings.overlap is not None)

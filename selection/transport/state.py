@@ -1,9 +1,8 @@
 """Resumable solver state: after every pass each process atomically writes the inputs of the next pass.
 
 `DIRECTORY/pass-<p>-process-<r>.npz`, plain arrays without pickles. A file of pass p is removed only when every process
-has written p + 1, so that all can always resume from the same pass. A file belongs to one problem: it records a digest
-of the data (row norms, means, targets, weights) and every setting that affects the solver's path, and is rejected by a
-solve of anything else.
+has written p + 1, so that all can always resume from the same pass. It records a digest of the data (row norms, means,
+targets, weights) and every setting that affects the solver's path, and is rejected by a solve of anything else.
 """
 
 from __future__ import annotations
