@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Literal
 
@@ -26,15 +26,19 @@ def mix64(h: np.ndarray) -> np.ndarray:
 
 
 class WordHashes(dict[str, int]):
-    """Table word → 64-bit BLAKE2b hash, filled on first use and cleared before it exceeds about 100 MB."""
+    """Table word → number below 2^64, of its UTF-8 by `hash_word` (None: 64-bit BLAKE2b), filled on first use and
+    cleared before it exceeds about 100 MB."""
 
     limit = 1 << 20
+
+    def __init__(self, hash_word: Callable[[bytes], int] | None = None):
+        super().__init__()
+        self._hash_word = hash_word or _blake2b_hash
 
     def __missing__(self, word: str) -> int:
         if len(self) >= self.limit:
             self.clear()
-        digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        value = self[word] = int.from_bytes(digest, "little")
+        value = self[word] = self._hash_word(word.encode("utf-8", "surrogatepass"))
         return value
 
     def codes(self, words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
@@ -42,6 +46,10 @@ class WordHashes(dict[str, int]):
         counts = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
         flat = map(self.__getitem__, chain.from_iterable(words))
         return np.fromiter(flat, dtype=np.uint64, count=int(counts.sum())), counts
+
+
+def _blake2b_hash(word: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "little")
 
 
 class Shingler:

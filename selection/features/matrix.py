@@ -134,8 +134,10 @@ def load_features(path: str | Path, *, rows: int | None = None, flag: str = "fea
     path = Path(path)
     if path.exists() and not path.is_file():
         raise SelectionError(f"{flag}: {path} is no file; save one array with numpy.save")
-    if path.is_file() and not _is_npy(path):
-        raise SelectionError(f"{flag}: {path} is no .npy file; save one array with numpy.save")
+    if path.is_file():
+        with path.open("rb") as handle:
+            if handle.read(4) not in (b"\x93NUM", b"PK\x03\x04"):  # an archive of arrays is reported below
+                raise SelectionError(f"{flag}: {path} is no .npy file; save one array with numpy.save")
     try:
         features = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -158,8 +160,3 @@ def load_features(path: str | Path, *, rows: int | None = None, flag: str = "fea
             f"{flag}: {path} has {len(features)} rows for {rows} records; one row per record is needed"
         )
     return features
-
-
-def _is_npy(path: Path) -> bool:
-    with path.open("rb") as handle:
-        return handle.read(4) in (b"\x93NUM", b"PK\x03\x04")  # an archive of arrays is reported by load_features

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.pooling import normalise_rows, read_json
@@ -176,7 +176,8 @@ def _read_text_vectors(path: Path) -> tuple[np.ndarray, dict[str, int]]:
     parts: list[np.ndarray] = []
     width = 0
     try:
-        with _open_text(path) as handle:
+        opener: Any = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rb") as handle:
             for number, raw in enumerate(handle, start=1):
                 fields = raw.decode("utf-8", errors="replace").rstrip().split(" ")
                 if number == 1 and len(fields) == 2 and all(field.isdigit() for field in fields):
@@ -199,9 +200,3 @@ def _read_text_vectors(path: Path) -> tuple[np.ndarray, dict[str, int]]:
     if not parts:
         raise SelectionError(f"{path}: holds no vectors")
     return np.stack(parts), vocabulary
-
-
-def _open_text(path: Path) -> IO[bytes]:
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    handle: IO[bytes] = opener(path, "rb")
-    return handle

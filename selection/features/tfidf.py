@@ -8,16 +8,15 @@ rest is array arithmetic.
 from __future__ import annotations
 
 import hashlib
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.pooling import normalise_rows
+from flatshift.selection.hashing import WORDS, WordHashes
 from flatshift.selection.lazy import np
 from flatshift.selection.validation import Settings, bounded
 
@@ -174,9 +173,7 @@ def _draw_texts(generator: np.random.Generator, texts: Sequence[str], count: int
     return [texts[i] for i in np.sort(generator.choice(len(texts), count, replace=False)).tolist()]
 
 
-_WORDS = re.compile(r"\w+")
 _BATCH = 512
-_REMEMBERED = 1 << 20  # maximum number of distinct words in the bucket table: about 120 MB
 
 
 class WordHasher:
@@ -184,7 +181,9 @@ class WordHasher:
 
     def __init__(self, buckets: int):
         self.buckets = buckets
-        self._table = _BucketTable(buckets)
+        from sklearn.utils import murmurhash3_32
+
+        self._table = WordHashes(lambda word: abs(int(murmurhash3_32(word, 0))) % buckets)
 
     def counts(self, texts: Sequence[str]) -> Any:
         """Return a scipy CSR matrix; element (i, b) is the number of words of text i in bucket b."""
@@ -199,13 +198,10 @@ class WordHasher:
 
     def _batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return buckets, counts, and the number of distinct buckets of each text."""
-        if len(self._table) > _REMEMBERED:
-            self._table.clear()
-        words = [_WORDS.findall(text.lower()) for text in texts]
-        sizes = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
-        total = int(sizes.sum())
-        buckets = np.fromiter(map(self._table.__getitem__, chain.from_iterable(words)), dtype=np.int64, count=total)
-        keys = np.repeat(np.arange(len(words)) * self.buckets, sizes) + buckets
+        words = [WORDS.findall(text.lower()) for text in texts]
+        buckets, sizes = self._table.codes(words)
+        total = len(buckets)
+        keys = np.repeat(np.arange(len(words)) * self.buckets, sizes) + buckets.astype(np.int64)
         keys.sort()
         opens = np.ones(total, dtype=bool)
         np.not_equal(keys[1:], keys[:-1], out=opens[1:])
@@ -213,21 +209,6 @@ class WordHasher:
         counts = np.diff(starts, append=total).astype(np.float32)
         text_of, column = np.divmod(keys[starts], self.buckets)
         return column.astype(np.int32), counts, np.bincount(text_of, minlength=len(words))
-
-
-class _BucketTable(dict[str, int]):
-    """word → bucket, filled on first use."""
-
-    def __init__(self, buckets: int):
-        super().__init__()
-        from sklearn.utils import murmurhash3_32
-
-        self.buckets = buckets
-        self._hash = murmurhash3_32
-
-    def __missing__(self, word: str) -> int:
-        value = self[word] = abs(int(self._hash(word.encode("utf-8", "surrogatepass"), 0))) % self.buckets
-        return value
 
 
 class HashedNgrams:
@@ -244,15 +225,9 @@ class HashedNgrams:
         self.dim, self.longest = dim, longest
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        return normalise_rows(np.asarray(self._counter().transform(texts).todense()))
-
-    def _counter(self) -> Any:
         from sklearn.feature_extraction.text import HashingVectorizer
 
-        return HashingVectorizer(
-            n_features=self.dim,
-            ngram_range=(1, self.longest),
-            token_pattern=r"\w+",
-            norm=None,
-            dtype=np.float32,
+        counter = HashingVectorizer(
+            n_features=self.dim, ngram_range=(1, self.longest), token_pattern=r"\w+", norm=None, dtype=np.float32
         )
+        return normalise_rows(np.asarray(counter.transform(texts).todense()))

@@ -271,12 +271,18 @@ class _CleaningRun:
     def run(self) -> CleaningResult:
         self._first_pass()
         self._drop_listed()
-        self._drop_exact()
+        if self.exact is not None:
+            self._drop_repeats(self.exact.first(self._alive()), "exact-duplicate", "the same text")
         if self.near is not None:
             self.near.propose(self._alive())
         if self.near is not None or self.decontaminator is not None:
             self._second_pass()
-        self._drop_near()
+        if self.near is not None:
+            first, similarity = self.near.resolve()
+            threshold = self.near.settings.threshold
+            rule = f"Jaccard similarity of at least {threshold:g}, or a chain of such pairs"
+            self._drop_repeats(first, "near-duplicate", rule, similarity)
+            self.diagnostics["near"] = self.near.diagnostics
         pieces = self._decontaminate()
         return CleaningResult(
             self.rule, self.rules, self.value, self.match, self.references, pieces, self.listed, self.diagnostics
@@ -333,18 +339,6 @@ class _CleaningRun:
             rows = low + np.flatnonzero(self.listed.entry[low:high] >= 0)
             self.rule[rows] = 1
             self.value[rows] = np.nan
-
-    def _drop_exact(self) -> None:
-        if self.exact is not None:
-            self._drop_repeats(self.exact.first(self._alive()), "exact-duplicate", "the same text")
-
-    def _drop_near(self) -> None:
-        if self.near is not None:
-            first, similarity = self.near.resolve()
-            assert self.settings.near is not None
-            rule = f"Jaccard similarity of at least {self.settings.near.threshold:g}, or a chain of such pairs"
-            self._drop_repeats(first, "near-duplicate", rule, similarity)
-            self.diagnostics["near"] = self.near.diagnostics
 
     def _drop_repeats(self, first: np.ndarray, cause: str, rule: str, value: np.ndarray | None = None) -> None:
         """Drop the rows of the pool that have an earlier `first`, each with its `value`. Both arrays include

@@ -163,7 +163,7 @@ class Selector(Settings):
         """
         self.check()
         check_chunk(getattr(self, "chunk", None))
-        self._fit(pool, target, progress or _ignore_progress, **inputs)
+        self._fit(pool, target, progress or (lambda stage, done, total: None), **inputs)
         return self
 
     def _sides(self, pool: Pool, target: Target) -> tuple[Any, Any]:
@@ -277,10 +277,6 @@ class TokenSelector(Selector):
     def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
         """Return (T,) evidence of each token of some texts, concatenated; size: of the vocabulary."""
         raise NotImplementedError
-
-
-def _ignore_progress(stage: str, done: int, total: int) -> None:
-    """Report nothing."""
 
 
 def check_budget(k: Any, count: int) -> int:

@@ -54,7 +54,7 @@ def nearest_rows(
     dtype = torch.float64 if 2.0 * n * m * d <= _EXACT_FLOPS else torch.float32
     right = torch.from_numpy(-2.0 * targets.T).to(dtype)
     lift = torch.from_numpy(y_squared).to(dtype)
-    furthest = np.sqrt(y_squared.max())
+    furthest, limit = np.sqrt(y_squared.max()), float(np.sqrt(torch.finfo(dtype).max))
     best_squared = torch.empty(m, 0, dtype=dtype)
     best_rows = torch.empty(m, 0, dtype=torch.int64)
     row_nearest = np.empty(n, dtype=np.int64)
@@ -65,7 +65,7 @@ def nearest_rows(
         check_finite_rows(rows, "pool", low)
         rows = rows - centre
         squared = np.einsum("ij,ij->i", rows, rows)
-        _check_range(np.sqrt(squared.max()) + furthest, dtype)
+        check_no_overflow(0.0 if np.sqrt(squared.max()) + furthest < limit else np.inf)
         tile = torch.addmm(lift, torch.from_numpy(rows).to(dtype), right)
         nearest = tile.argmin(1).numpy()
         row_nearest[low : low + len(rows)] = nearest
@@ -88,12 +88,6 @@ def nearest_rows(
     return NearestRows(
         np.take_along_axis(candidates, order, 1), np.take_along_axis(exact, order, 1), row_nearest, row_squared
     )
-
-
-def _check_range(distance: float, dtype: torch.dtype) -> None:
-    """Raise SelectionError if the square of `distance`, the largest possible, does not fit into `dtype`."""
-    limit = float(np.sqrt(torch.finfo(dtype).max))
-    check_no_overflow(distance if distance < limit else np.inf)
 
 
 def _k_smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

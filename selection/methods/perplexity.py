@@ -51,7 +51,9 @@ class PerplexitySelector(Selector):
             raise SelectionError(f'keep must be "low", "middle" or "high", got {self.keep!r}')
         losses = self.losses_ = _measure_losses(pool, target, self.measure, progress)
         if self.keep == "middle":
-            self.scores_ = np.abs(_midranks(losses) - 0.5)
+            ordered = np.sort(losses)
+            below, up_to = (np.searchsorted(ordered, losses, side) for side in ("left", "right"))
+            self.scores_ = np.abs((below + up_to) / (2.0 * len(losses)) - 0.5)
         else:
             self.scores_ = losses.copy() if self.keep == "low" else -losses
         self.diagnostics_ = {"keep": self.keep, "mean_loss": float(losses.mean()), "median": float(np.median(losses))}
@@ -122,10 +124,3 @@ def _measure_losses(pool: Pool, target: Target, measure: Measure | None, progres
             f"losses: row {int(bad[0])} is {losses[bad[0]]}; a text without a token has none, leave it out"
         )
     return losses
-
-
-def _midranks(values: np.ndarray) -> np.ndarray:
-    """Return the share of values below each plus half the share equal to it."""
-    ordered = np.sort(values)
-    below, up_to = np.searchsorted(ordered, values, "left"), np.searchsorted(ordered, values, "right")
-    return (below + up_to) / (2.0 * len(values))

@@ -129,15 +129,15 @@ def descend(
     start: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> tuple[Evaluation, int]:
-    """Solve at a falling ε (each stage roughly, from the last one's g), then at the real one; also return the
-    iterations.
+    """Solve at ε falling by thirds from 0.05 (each stage roughly, from the last one's g), then at the real one; also
+    return the iterations.
 
     start: a g near enough to begin with the real ε. inverse: as in `solve_dense`.
     """
     b = kernel.rows.b
     g: Tensor = torch.zeros_like(b) if start is None else start
-    iterations = 0
-    for relative in _epsilon_schedule(settings.relative) if start is None else []:
+    iterations, relative = 0, 0.05
+    while start is None and relative > 1.5 * settings.relative:
         kernel.absorb(g, relative / settings.relative * settings.epsilon)
         rough, used = solve_dense(
             kernel, g, marginal=b, tolerance=3e-2, max_iterations=60, newton_columns=newton_columns,
@@ -145,6 +145,7 @@ def descend(
         )  # fmt: skip
         g = rough.g
         iterations += used
+        relative /= 3.0
     kernel.absorb(g, settings.epsilon)
     at, used = solve_dense(
         kernel,
@@ -166,16 +167,6 @@ def _iteration_progress(settings: SolverSettings, before: int) -> Callable[[int]
     if progress is None:
         return None
     return lambda done: progress(ITERATIONS, min(before + done, maximum - 1), maximum)
-
-
-def _epsilon_schedule(relative: float) -> list[float]:
-    """Return the falling values of ε before the real one: from 0.05 by thirds, none if the real one is near enough."""
-    stages = []
-    current = 0.05
-    while current > 1.5 * relative:
-        stages.append(current)
-        current /= 3.0
-    return stages
 
 
 def free_bytes(problem: TransportProblem, settings: SolverSettings) -> float:

@@ -30,7 +30,7 @@ from flatshift.selection.transport.problem import COSTS, Progress, TransportProb
 from flatshift.selection.transport.ranks import ProcessTeam
 from flatshift.selection.transport.rows import DenseRows, StreamedRows
 from flatshift.selection.transport.settings import SolverResult, SolverSettings, descend, measure_overlap
-from flatshift.selection.validation import check_chunk, is_real
+from flatshift.selection.validation import check_chunk, is_real, is_whole
 
 EXACT_PAIRS = 10_000_000
 """N·M up to which the cost is stored in float64 and the default tolerance is 1e-9 (above: 1e-3)."""
@@ -141,7 +141,7 @@ def sinkhorn_potentials(
     with torch.inference_mode():
         problem = pose_problem(x, y, a, b, chunk=chunk, progress=progress, cost=cost, team=team)
         m, total = len(problem.b), problem.total
-        if budget is not None and not (isinstance(budget, int | np.integer) and 1 <= budget <= total):
+        if budget is not None and not (is_whole(budget) and 1 <= budget <= total):
             raise SelectionError(f"budget must be a whole number from 1 to the pool's {total} rows, not {budget!r}")
         small = total * m <= EXACT_PAIRS
         settings = SolverSettings(
@@ -214,8 +214,13 @@ def _check_settings(
             overlap is None or (is_real(overlap) and 0 < overlap <= 1),
             "be above 0 and at most 1 (a share of the selection)",
         ),
-        ("max_iterations", max_iterations, _is_count(max_iterations), "be a whole number of at least 1"),
-        ("max_passes", max_passes, _is_count(max_passes), "be a whole number of at least 1"),
+        (
+            "max_iterations",
+            max_iterations,
+            is_whole(max_iterations) and max_iterations >= 1,
+            "be a whole number of at least 1",
+        ),
+        ("max_passes", max_passes, is_whole(max_passes) and max_passes >= 1, "be a whole number of at least 1"),
         ("held_bytes", held_bytes, is_real(held_bytes) and held_bytes >= 0, "not be negative"),
         ("memory_bytes", memory_bytes, is_real(memory_bytes) and memory_bytes > 0, "be positive"),
     ):
@@ -235,10 +240,6 @@ def _check_settings(
     if requested.type == "cuda" and (requested.index or 0) >= torch.cuda.device_count():
         raise SelectionError(f'device {device!r}: {_cuda_unavailable_reason()}; use "cpu"')
     return requested
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and bool(value >= 1)
 
 
 def _cuda_unavailable_reason() -> str:
