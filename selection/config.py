@@ -11,7 +11,7 @@ from flatshift.selection.features.matrix import PrecomputedFeatures
 from flatshift.selection.features.pooling import BackboneEmbedder, EncoderEmbedder, Gradients
 from flatshift.selection.features.static import Static
 from flatshift.selection.features.tfidf import TfIdf
-from flatshift.selection.features.token_space import TokenNgrams
+from flatshift.selection.features.tokens import TokenNgrams
 from flatshift.selection.methods.auto import Auto
 from flatshift.selection.methods.base import MethodSettings, Selector
 from flatshift.selection.methods.classifier import Classifier
