@@ -86,7 +86,7 @@ class FeatureCache:
         for low in range(0, len(texts), shard_rows):
             batch = list(texts[low : low + shard_rows])
             path = self.directory / f"{_shard_name(key, dtype, batch)}.npy"
-            dim = self._intact(path, len(batch), dtype)
+            dim = self._intact_width(path, len(batch))
             if dim is None:
                 matrix = _to_stored_dtype(embed(batch), len(batch), dtype, low)
                 self._write(path, matrix)
@@ -104,7 +104,7 @@ class FeatureCache:
         assert width is not None
         return ShardedRows(files, lengths, width, dtype)
 
-    def _intact(self, path: Path, rows: int, dtype: Stored) -> int | None:
+    def _intact_width(self, path: Path, rows: int) -> int | None:
         """Return the width of the shard at `path`, or None if it is missing or broken."""
         try:
             content = path.read_bytes()
@@ -131,7 +131,9 @@ class FeatureCache:
         """Remove temporary files of killed processes of this machine; running processes keep theirs."""
         for leftover in self.directory.glob(".*.tmp"):
             with contextlib.suppress(ValueError, IndexError, OSError):
-                if not _is_alive(int(leftover.name.split(".")[-3])):
+                try:
+                    os.kill(int(leftover.name.split(".")[-3]), 0)
+                except ProcessLookupError:
                     leftover.unlink(missing_ok=True)
 
 
@@ -178,13 +180,3 @@ def _to_stored_dtype(features: np.ndarray, rows: int, dtype: Stored, offset: int
         row = offset + int(np.flatnonzero(~np.isfinite(stored).all(axis=1))[0])
         raise SelectionError(f"the features of text {row} are not finite in {dtype}; store float32, or mend the model")
     return stored
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -233,33 +233,28 @@ def clean_pool(
     return _CleaningRun(texts, settings, references, seed, listed, batch_characters, progress).run()
 
 
+@dataclass
 class _CleaningRun:
     """One run of `clean_pool`: the rows are the references' texts first, then the pool's."""
 
-    def __init__(
-        self,
-        texts: Iterable[str],
-        settings: Hygiene,
-        references: Sequence[ReferenceTexts],
-        seed: int,
-        listed: DropList | None,
-        batch_characters: int,
-        progress: Progress | None,
-    ):
-        self.texts = texts
-        self.settings = settings
-        self.references = references
-        self.batch_characters = batch_characters
-        self.progress = progress
+    texts: Iterable[str]
+    settings: Hygiene
+    references: Sequence[ReferenceTexts]
+    seed: int
+    listed: DropList | None
+    batch_characters: int
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        settings, references = self.settings, self.references
         self.earlier = [text for reference in references for text in reference.texts]
         self.compared = np.concatenate(
             [np.full(len(ref.texts), ref.name in settings.against) for ref in references] or [np.empty(0, dtype=bool)]
         )
         memory = int((settings.memory_gib - WORKING_GIB) * 2**30)
         self.exact = ExactDuplicates(memory=memory) if settings.exact else None
-        self.near = None if settings.near is None else NearDuplicateGroups(settings.near, seed=seed, memory=memory)
-        self.listed = listed
-        self.rules = [("kept", "")] if listed is None else [("kept", ""), (LISTED, "listed in drops")]
+        self.near = None if settings.near is None else NearDuplicateGroups(settings.near, seed=self.seed, memory=memory)
+        self.rules = [("kept", "")] if self.listed is None else [("kept", ""), (LISTED, "listed in drops")]
         self.diagnostics: dict[str, Any] = {}
         self.decontaminator = None
         if settings.decontaminate is not None:

@@ -36,13 +36,9 @@ from flatshift.selection.validation import bounded, check_number
 if TYPE_CHECKING:
     from flatshift.selection.features.tokens import TokenRows
 
-_TRIED: dict[str, Any] = {
-    "cynical": Cynical,
-    "moore-lewis": MooreLewis,
-    "classifier": Classifier,
-    "dsir": DSIR,
-    "gotd": GotD,
-    "knn": KNN,
+Tried = Literal["cynical", "moore-lewis", "classifier", "dsir", "gotd", "knn"]
+_TRIED: dict[str, MethodSettings] = {
+    method.kind: method for method in (Cynical(), MooreLewis(), Classifier(), DSIR(), GotD(), KNN())
 }
 _DRAWS = 3  # random draws that a method is compared with
 _SHARE = 0.5  # weight of the selection's model in its mixture with the pool's
@@ -57,14 +53,7 @@ class Auto(MethodSettings):
     kind: Literal["auto"] = "auto"
     title: ClassVar[str] = "The selector"
     needs: ClassVar[tuple[str, ...]] = ("tokens", "texts", "features")
-    tried: tuple[Literal["cynical", "moore-lewis", "classifier", "dsir", "gotd", "knn"], ...] = (
-        "cynical",
-        "moore-lewis",
-        "classifier",
-        "dsir",
-        "gotd",
-        "knn",
-    )
+    tried: tuple[Tried, ...] = ("cynical", "moore-lewis", "classifier", "dsir", "gotd", "knn")
     """Methods to try, each with its default settings; a random draw is always included."""
     holdout: float = bounded(0.25, above=0, maximum=0.9)
     """Share of the target held out for the comparison; the winner then uses all of it."""
@@ -79,7 +68,7 @@ class Auto(MethodSettings):
     def build(self, **arguments: Any) -> Selector:
         # The tried selectors must not share one state directory.
         options = arguments | {"state": None}
-        return super().build(**arguments, tried={name: _TRIED[name]().build(**options) for name in self.tried})
+        return super().build(**arguments, tried={name: _TRIED[name].build(**options) for name in self.tried})
 
 
 class AutoSelector(Selector):
