@@ -103,6 +103,10 @@ class MethodSettings(Settings):
         values = vars(self) | arguments
         return self.selector(**{name: value for name, value in values.items() if name in self.selector.parameters})
 
+    def _sides(self, pool: Pool, target: Target) -> tuple[Any, Any]:
+        """Return what the method works on, the first of its `needs`, of both sides."""
+        return require_field(pool, target, self.needs[0], self.kind)
+
 
 class Selector(Settings):
     """Base of all selectors, in scikit-learn's style.
@@ -124,8 +128,6 @@ class Selector(Settings):
     signed: ClassVar[bool] = False
     """True if rows of negative score help and others do not; otherwise zero has no meaning."""
     __signature__: ClassVar[inspect.Signature]
-    kind: str
-    needs: ClassVar[tuple[str, ...]]
     scores_: np.ndarray
     nearest_target_: np.ndarray | None = None
     diagnostics_: dict[str, Any]
@@ -165,10 +167,6 @@ class Selector(Settings):
         check_chunk(getattr(self, "chunk", None))
         self._fit(pool, target, progress or (lambda stage, done, total: None), **inputs)
         return self
-
-    def _sides(self, pool: Pool, target: Target) -> tuple[Any, Any]:
-        """Return what the method works on, the first of its `needs`, of both sides."""
-        return require_field(pool, target, self.needs[0], self.kind)
 
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
         """Set `scores_`, `diagnostics_` and, if the method has them, `nearest_target_` and `readings_`."""

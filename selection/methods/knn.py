@@ -74,12 +74,8 @@ class RoundRobinSelector(Selector, RoundRobin):
         from flatshift.selection.methods.neighbours import nearest_rows  # imports torch
 
         x, y = self._sides(pool, target)
-        nearest = nearest_rows(
-            *(ConvertedRows(side, _to_unit_length) for side in (x, y)),
-            self.neighbours,
-            chunk=self.chunk,
-            progress=progress,
-        )
+        x, y = (ConvertedRows(side, _to_unit_length) for side in (x, y))
+        nearest = nearest_rows(x, y, self.neighbours, chunk=self.chunk, progress=progress)
         m, k = nearest.rows.shape
         turn_of = np.full(len(pool), -1, dtype=np.int64)
         next_rank = np.zeros(m, dtype=np.int64)

@@ -103,7 +103,9 @@ class StateDirectory:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with scratch.open("wb") as handle:
-                stored = {name: value.cpu().numpy() for name, value in arrays.items() if value is not None}
+                stored: dict[str, Any] = {
+                    name: value.cpu().numpy() for name, value in arrays.items() if value is not None
+                }
                 np.savez(handle, meta=np.array(json.dumps(meta)), **stored)
                 handle.flush()
                 os.fsync(handle.fileno())
@@ -151,11 +153,12 @@ class StateDirectory:
                 f"state {self.directory}: belongs to another problem "
                 f"({'other features or weights' if name == 'data' else reason}); name an empty directory or delete it"
             )
-        best = [arrays[f"best_{name}"] for name in ("g", "f", "column")]
+        g, f, column = (arrays[f"best_{name}"] for name in ("g", "f", "column"))
+        fields: dict[str, Any] = {name: arrays.get(name) for name in ("g", "ahead", "origin", "anchor")}
         count = sum(name.startswith("point_") for name in arrays)
         return SolverState(
-            best=Evaluation(*best, meta["value"], meta["error"], arrays.get("nearest")),
+            best=Evaluation(g, f, column, meta["value"], meta["error"], arrays.get("nearest")),
             tried=[(arrays[f"point_{i}"], arrays[f"image_{i}"]) for i in range(count)],
-            **{name: arrays.get(name) for name in ("g", "ahead", "origin", "anchor")},
+            **fields,
             **{name: meta[name] for name in _SCALARS},
         )
