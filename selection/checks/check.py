@@ -283,6 +283,38 @@ class SelectionCheck:
         return warnings
 
 
+@dataclass
+class _ArmChooser:
+    """Choice of each arm's rows on the sample: x (n, d) of the pool, y (M, d) of the whole target."""
+
+    x: np.ndarray
+    y: np.ndarray
+    sample: PoolSample
+    epsilon: float
+    cost: str
+    in_rounds: bool
+    seed: int
+    generator: np.random.Generator
+
+    def choose(self, targets: np.ndarray, selection: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the rows that each arm chooses for `targets` (row numbers); of the first arm they are given."""
+        x, y, sample = self.x, self.y[targets], self.sample
+        chances = sample.records / sample.records.sum()
+        random = self.generator.choice(len(x), sample.budget, replace=False, p=chances)
+        chooser = GotDSelector(
+            epsilon=self.epsilon / mean_cost(x, y, weights=sample.mass, cost=self.cost),
+            rounds=1 if self.in_rounds else 5,
+            budget=sample.budget,
+            tolerance=1e-4,
+            cost=self.cost,
+            seed=self.seed,
+        )
+        pool = Pool(ids=list(map(str, sample.rows.tolist())), features=x, weights=sample.mass)
+        chooser.fit(pool, Pool(ids=list(map(str, targets.tolist())), features=y))
+        third_arm = "one step" if self.in_rounds else "rounds"
+        return {"selection": selection, "random": random, third_arm: chooser.select(sample.budget)}
+
+
 def check_selection(
     x: Any,
     y: np.ndarray,
@@ -320,7 +352,6 @@ def check_selection(
         return None
     epsilon = relative * scale if epsilon is None else epsilon
     done, total = 0, 2 + splits
-    third_arm = "one step" if in_rounds else "rounds"
 
     def report_step() -> None:
         nonlocal done
@@ -328,26 +359,7 @@ def check_selection(
         if progress:
             progress("checking the selection", min(done, total), total)
 
-    def choose_arms(numbers: np.ndarray, selection: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the rows that each arm chooses for the targets with these numbers."""
-        chances = sample.records / sample.records.sum()
-        random = generator.choice(len(rows), sample.budget, replace=False, p=chances)
-        chooser = GotDSelector(
-            epsilon=epsilon / mean_cost(rows, y[numbers], weights=sample.mass, cost=cost),
-            rounds=1 if in_rounds else 5,
-            budget=sample.budget,
-            tolerance=1e-4,
-            cost=cost,
-            seed=seed,
-        )
-        pool = Pool(ids=list(map(str, sample.rows.tolist())), features=rows, weights=sample.mass)
-        target = Pool(ids=list(map(str, numbers.tolist())), features=y[numbers])
-        return {
-            "selection": selection,
-            "random": random,
-            third_arm: chooser.fit(pool, target).select(sample.budget),
-        }
-
+    choose_arms = _ArmChooser(rows, y, sample, epsilon, cost, in_rounds, seed, generator).choose
     arms = choose_arms(targets, np.flatnonzero(sample.chosen))
     report_step()
     mixtures = MixtureTransport(rows, target_features, epsilon=epsilon, cost=cost)
