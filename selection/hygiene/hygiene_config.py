@@ -1,13 +1,4 @@
-"""Cleaning of a pool before the selection. Everything is off by default.
-
-    select:
-      hygiene:
-        exact: true
-        near: {threshold: 0.8}
-        decontaminate: {}
-
-Imports nothing heavy.
-"""
+"""Settings of the cleaning of a pool before the selection; everything is off by default. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -70,11 +70,11 @@ class DropList:
         while batch := list(islice(stream, _IDS)):
             self._digests.add(batch)
             records += len(batch)
-        first = self._digests.first(np.broadcast_to(np.True_, count + records))
+        first_rows = self._digests.first(np.broadcast_to(np.True_, count + records))
         unmatched = build_array(count, np.bool_, lambda low, high: True)
         self.entry = build_array(records, np.int64, lambda low, high: -1)
         for low, high in block_ranges(records):
-            entries = first[count + low : count + high]
+            entries = first_rows[count + low : count + high]
             listed = np.flatnonzero(entries < count)
             self.entry[low + listed] = entries[listed]
             unmatched[entries[listed]] = False
@@ -273,10 +273,10 @@ class _CleaningRun:
         if self.near is not None or self.decontaminator is not None:
             self._second_pass()
         if self.near is not None:
-            first, similarity = self.near.resolve()
+            first_rows, similarity = self.near.resolve()
             threshold = self.near.settings.threshold
             rule = f"Jaccard similarity of at least {threshold:g}, or a chain of such pairs"
-            self._drop_repeats(first, "near-duplicate", rule, similarity)
+            self._drop_repeats(first_rows, "near-duplicate", rule, similarity)
             self.diagnostics["near"] = self.near.diagnostics
         pieces = self._decontaminate()
         return CleaningResult(
@@ -335,13 +335,13 @@ class _CleaningRun:
             self.rule[rows] = 1
             self.value[rows] = np.nan
 
-    def _drop_repeats(self, first: np.ndarray, cause: str, rule: str, value: np.ndarray | None = None) -> None:
+    def _drop_repeats(self, first_rows: np.ndarray, cause: str, rule: str, value: np.ndarray | None = None) -> None:
         """Drop the rows of the pool that have an earlier `first`, each with its `value`. Both arrays include
         references."""
         number = self._number(cause, rule)
         skip = len(self.earlier)
         for low, high in block_ranges(len(self.rule)):
-            block = first[skip + low : skip + high]
+            block = first_rows[skip + low : skip + high]
             repeats = np.flatnonzero(block != np.arange(skip + low, skip + high))
             self.rule[low + repeats] = number
             self.match[low + repeats] = block[repeats]

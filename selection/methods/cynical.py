@@ -206,9 +206,9 @@ class CynicalSelector(TokenSelector, Cynical):
         texts = rows.take(numbers)
         flat, lengths = texts.part(0, len(texts))
         text_of = np.repeat(np.arange(len(lengths)), lengths)
-        found = np.concatenate(self._ngrams.find(flat, lengths))
-        pairs = np.tile(text_of, len(_ORDERS)) * len(self._ngrams) + found
-        pairs, times = np.unique(pairs[found >= 0], return_counts=True)
+        numbers_of_tokens = np.concatenate(self._ngrams.find(flat, lengths))
+        pairs = np.tile(text_of, len(_ORDERS)) * len(self._ngrams) + numbers_of_tokens
+        pairs, times = np.unique(pairs[numbers_of_tokens >= 0], return_counts=True)
         text_of, ngrams = np.divmod(pairs, len(self._ngrams))
         cuts = np.searchsorted(text_of, np.arange(1, len(numbers)))
         parts = (np.split(side.astype(np.int32), cuts) for side in (ngrams, times))

@@ -185,11 +185,11 @@ class GotDSelector(TransportSelector, GotD):
             seed=self.seed,
             cost=self.cost,
         )
-        self.potentials_ = result.first
+        self.potentials_ = result.one_shot
         self.scores_ = result.scores
         self.gradients_ = result.gradients
         self.nearest_target_ = result.nearest
-        self.diagnostics_ = result.first.diagnostics() | result.diagnostics()
+        self.diagnostics_ = result.one_shot.diagnostics() | result.diagnostics()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,13 +85,13 @@ class TrigramCounts:
 
 
 def _merge_counts(
-    first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]
+    left: tuple[np.ndarray, np.ndarray], right: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    keys = np.concatenate([first[0], second[0]])
+    keys = np.concatenate([left[0], right[0]])
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     starts = _run_starts(keys)
-    counts = np.add.reduceat(np.concatenate([first[1], second[1]])[order], starts) if len(keys) else second[1]
+    counts = np.add.reduceat(np.concatenate([left[1], right[1]])[order], starts) if len(keys) else right[1]
     return keys[starts], counts.astype(np.uint32)
 
 

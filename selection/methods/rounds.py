@@ -52,7 +52,7 @@ class RoundsResult:
     nothing was held out.
     """
 
-    first: Potentials
+    one_shot: Potentials
     scores: np.ndarray
     gradients: np.ndarray
     nearest: np.ndarray
@@ -96,18 +96,20 @@ def choose_in_rounds(
     def side(rows: np.ndarray) -> tuple[Any, Any]:
         return y[rows], None if b is None else b[rows]
 
-    first = solve(x, y[training], pool.weights, side(training)[1], epsilon)
-    assert first.nearest is not None
-    absolute = first.epsilon
+    one_shot = solve(x, y[training], pool.weights, side(training)[1], epsilon)
+    assert one_shot.nearest is not None
+    absolute = one_shot.epsilon
     if absolute == 0.0:  # all points coincide: no row is better than another, at any mixture
-        order = np.argsort(first.scores, kind="stable")[:budget]
-        return RoundsResult(first, first.scores, first.scores, training[first.nearest], [order], [], 0.0, True)
+        order = np.argsort(one_shot.scores, kind="stable")[:budget]
+        return RoundsResult(
+            one_shot, one_shot.scores, one_shot.scores, training[one_shot.nearest], [order], [], 0.0, True
+        )
 
     def mean(rows: np.ndarray, weights: Any, index: np.ndarray | None) -> float:
         targets, target_weights = side(rows)
         return mean_cost(x, targets, weights=weights, target_weights=target_weights, index=index, cost=cost)
 
-    pool_cost = {False: first.mean_cost, True: mean(held_out, pool.weights, None) if len(held_out) else 0.0}
+    pool_cost = {False: one_shot.mean_cost, True: mean(held_out, pool.weights, None) if len(held_out) else 0.0}
 
     def solve_mixture(chosen: np.ndarray, on_held_out: bool) -> Potentials:
         rows = held_out if on_held_out else training
@@ -122,8 +124,8 @@ def choose_in_rounds(
 
     results: list[_RoundResult] = []
     held_out_values: list[float] = []
-    best, best_scores = 0, first.scores
-    scores, error, converged = first.scores, first.marginal_error, first.converged
+    best, best_scores = 0, one_shot.scores
+    scores, error, converged = one_shot.scores, one_shot.marginal_error, one_shot.converged
     chosen = np.zeros(len(pool), dtype=bool)
     edges = np.linspace(0, budget, min(rounds, budget) + 1).round().astype(int).tolist()
     for low, high in pairwise(edges):
@@ -148,10 +150,10 @@ def choose_in_rounds(
     chosen[:] = False
     chosen[np.concatenate(batches)] = True
     return RoundsResult(
-        first=first,
+        one_shot=one_shot,
         scores=_rank_by_round(gradients, batches, chosen),
         gradients=gradients,
-        nearest=training[first.nearest],
+        nearest=training[one_shot.nearest],
         batches=batches,
         held_out=held_out_values,
         worst_error=max(result.error for result in results),

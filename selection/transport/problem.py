@@ -72,8 +72,10 @@ class TransportProblem:
     `x` is anything with `shape` and row slices (an array, a memory map); it is read in chunks and never copied whole.
     `y` (M, d) float64 is already centred: `centre` (d,) must be subtracted from every chunk of `x`. The shift does not
     affect the squared Euclidean cost, and dot products of centred rows do not cancel. `scale` (N,) float64 multiplies
-    rows before that (1/|x_i| for cosine), None for 1; `unit` × squared distance = cost. In a team `x`, `a`, `x_squared`
-    and `scale` are this process's shard, and `a` sums to the shard's part of the mass.
+    rows before that (1/|x_i| for cosine), None for 1; `unit` × squared distance = cost. `mean_cost`: weighted mean of
+    the squared distances; `mean` (d,): weighted mean of the centred pool rows; `total`: their number; all of all
+    processes. In a team `x`, `a`, `x_squared` and `scale` are this process's shard, and `a` sums to the shard's part of
+    the mass. `exchanged`: the rows are the target's and the columns the pool's.
     """
 
     x: Any
@@ -83,16 +85,12 @@ class TransportProblem:
     centre: np.ndarray
     x_squared: np.ndarray
     mean_cost: float
-    """Weighted mean of the squared distances, over all pairs of all processes."""
     mean: np.ndarray
-    """(d,) weighted mean of all centred pool rows."""
     scale: np.ndarray | None = None
     unit: float = 1.0
     team: ProcessTeam = field(default_factory=ProcessTeam)
     total: int = 0
-    """Pool rows of all processes."""
     exchanged: bool = False
-    """True if the rows are the target's and the columns the pool's."""
 
     @property
     def shape(self) -> tuple[int, int]:

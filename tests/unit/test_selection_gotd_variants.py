@@ -186,7 +186,7 @@ def test_never_worse_than_one_step_on_what_was_held_out(shifted):
     share = 0.05
     weights = np.full(len(pool), (1 - share) / len(pool))
     weights[np.concatenate(found.batches)] += share / 400
-    measured = transport(weights, pool.features, target.features[held], found.first.epsilon)
+    measured = transport(weights, pool.features, target.features[held], found.one_shot.epsilon)
     assert measured == pytest.approx(found.held_out[best], rel=1e-7)
 
 
