@@ -65,8 +65,7 @@ class Shingler:
         self._words = WordHashes()
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the hashes of all shingles, text after text, repeated ones included (uint64), and the number of each
-        text's."""
+        """Return the hashes of all shingles (uint64), text after text, repeated ones included, and each text's number."""
         if self.unit == "char":
             padded = [text.ljust(self.size, "\0") if text else text for text in texts]
             counts = np.fromiter(map(len, padded), dtype=np.int64, count=len(padded))
@@ -81,8 +80,8 @@ class Shingler:
 def window_hashes(codes: np.ndarray, counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the hashes of all runs of `size` codes within one text.
 
-    codes: (T,) unsigned integers, text after text. counts: (n,) codes of each text. Returns hashes (uint64), text after
-    text, and their (n,) counts.
+    codes: (T,) unsigned integers, text after text. counts: (n,) codes of each text. Returns hashes (uint64) and their
+    (n,) counts.
     """
     total = len(codes) - size + 1
     window_counts = np.maximum(counts - size + 1, 0)

@@ -48,8 +48,8 @@ class PoolSample:
     """Sample of rows that represents a pool.
 
     rows (n,) int64, ascending. records (n,): number of pool records that each represents; they sum to N. mass (n,): its
-    part of the pool's distribution; they sum to 1. chosen (n,) bool: rows of the selection, each representing equally
-    many records; `budget` of them.
+    part of the pool's distribution; they sum to 1. chosen (n,) bool: the `budget` rows of the selection, each
+    representing equally many records.
     """
 
     rows: np.ndarray
@@ -73,8 +73,8 @@ def sample_pool(order: np.ndarray, budget: int, *, weights: np.ndarray | None, s
     """Sample the pool: all rows if there are at most `size`, else a seeded draw, half of it among the best ranks.
 
     order (N,): row numbers by rank, the first `budget` of them chosen. weights (N,): the pool's distribution, uniform
-    when None. Three strata, each drawn without repeats: the selection, the ranks behind it up to five budgets at the
-    same rate, and the rest.
+    when None. Three strata, each drawn without repeats: the selection, the ranks up to five budgets at the same rate,
+    and the rest.
     """
     count = len(order)
     if count <= size:
@@ -172,8 +172,8 @@ _COINCIDENT = 1e-12
 """Mean cost from the pool to half of the target, as a share of that to all of it, below which it is rounding."""
 
 Refit = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
-"""Function (pool rows (n,), target rows (m,), mass (n,), budget) → positions in the first argument that the same method
-chooses on this data."""
+"""Function (pool rows (n,), target rows (m,), mass (n,), budget) → positions in the first argument that the method
+chooses here."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,7 @@ class SelectionCheck:
     fitted: arm → a reading for each of SHARES, on the target that the selection saw. held_out: arm → (R, 4), change of
     OT_ε to one half of the target, chosen with the other; held_distance (R,): OT_ε(pool, half) before. Both are empty
     if the target has too few rows, and lack the `left_out` splits of which a half coincides with the pool. g (m,): the
-    targets' potentials. error: largest L1 marginal error. Arms: "selection", "random", and "rounds" ("one step" for a
-    selection in rounds).
+    targets' potentials. error: largest L1 marginal error. Arms: "selection", "random", "rounds" (or "one step").
     """
 
     sample: PoolSample
@@ -434,8 +433,7 @@ def _fit_readings(
 
 
 def _mean_of_smallest(f: np.ndarray, sample: PoolSample) -> float:
-    """Return the mean of the smallest f over as many records as the budget has, each row weighted by the records it
-    represents."""
+    """Return the mean of the smallest f over as many records as the budget has, rows weighted by their records."""
     budget = float(sample.records[sample.chosen].sum())
     order = np.argsort(f, kind="stable")
     filled = np.minimum(np.cumsum(sample.records[order]), budget)

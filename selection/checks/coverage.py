@@ -50,8 +50,8 @@ def target_coverage(
 ) -> Coverage:
     """Find the nearest pool rows of all targets, or in large pools of those with the largest g.
 
-    One pass over x (N, d), read in chunks. y (M, d): target features, g (M,): their potentials, large if the pool
-    covers a target badly.
+    One pass over x (N, d), read in chunks. y (M, d): target features, g (M,): their potentials, large where coverage is
+    bad.
     """
     affordable = int(_WORK / (x.shape[0] * x.shape[1]))
     worst = np.argsort(-np.asarray(g), kind="stable")[: max(_FEWEST, affordable)]
@@ -68,8 +68,7 @@ def target_coverage(
 
 
 def _typical_spacing(y: np.ndarray, unit: float, seed: int) -> float | None:
-    """Return the 95 % quantile of each target's cost to its nearest other one, from a seeded sample if there are
-    many."""
+    """Return the 95 % quantile of targets' costs to their nearest other one, from a seeded sample of many."""
     if len(y) > _FELLOWS:
         generator = np.random.Generator(np.random.PCG64([seed, 0xC0FE]))
         y = y[np.sort(generator.choice(len(y), _FELLOWS, replace=False))]

@@ -53,8 +53,8 @@ class FeatureDirectory(ShardedRows):
 def write_manifest(directory: str | Path) -> Path:
     """Write the manifest of the shards `*.npy` in `directory`, in the order of their names; return its path.
 
-    Raises SelectionError for shards that do not match, and for .ids files that are missing for some shards or have
-    another number of lines.
+    Raises SelectionError for shards that do not match, and for .ids files that are missing or have another number of
+    lines.
     """
     root = Path(directory)
     files = sorted(root.glob("*.npy"))
@@ -228,8 +228,7 @@ class Document(Protocol):
 
 
 class ShardWriter:
-    """Writes `part-<rank>.npy` and `part-<rank>.ids` into a directory for `write_manifest`, and passes the documents
-    on.
+    """Writes `part-<rank>.npy` and `part-<rank>.ids` into a directory for `write_manifest`; passes documents on.
 
     directory: of the shards. embed: texts → (n, dim), the same in every task; it is pickled for them. dtype: of the
     stored rows. ids: also write ids, so that a shuffled shard can be matched later. The rows of one task are held in

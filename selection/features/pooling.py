@@ -76,8 +76,8 @@ def pool_features(
     """Pool a model's last hidden states over each text: float32 (len(texts), D), in the order of `texts`.
 
     pooling: see `Pooling`. normalise: to L2 norm 1. Texts are encoded in order of length, so that batches have little
-    padding. A text without a token gets the zero vector. Raises SelectionError if the callable returns other shapes, or
-    states that are not finite.
+    padding. A text without a token gets the zero vector. Raises SelectionError for other shapes, or states that are not
+    finite.
     """
     if batch_size < 1:
         raise SelectionError(f"batch_size must be at least 1, not {batch_size}")
@@ -148,8 +148,7 @@ _NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lastt
 @dataclass(frozen=True)
 class SentenceLayout:
     """Settings of a sentence-transformers directory. transformer: its folder with config.json and the weights.
-    max_length: maximum number of tokens per text, None if not set. lower: texts are lower-cased first. prompt: prefix
-    of every text."""
+    max_length: maximum number of tokens per text, None if not set. lower: lower-case texts. prompt: their prefix."""
 
     transformer: Path
     pooling: Pooling
@@ -237,8 +236,7 @@ def _read_prompt(path: Path) -> str:
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """Read the JSON of a model's file: an object (`kind` dict), or an array of objects (list). Raises
-    SelectionError."""
+    """Read a model's JSON: an object (`kind` dict), or an array of objects (list). Raises SelectionError."""
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

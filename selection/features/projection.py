@@ -37,7 +37,7 @@ class RandomProjection:
         self.kind = kind
 
     def project(self, x: Any, *, chunk: int | None = None) -> np.ndarray:
-        """Return (n, dim) float32 for a matrix or memory map (n, width); chunk: rows at once, which does not affect the
+        """Return (n, dim) float32 for a matrix or memory map (n, width); chunk: rows at once, without effect on the
         result.
 
         Raises SelectionError for another shape or numbers that are not finite.

@@ -1,8 +1,7 @@
 """Hashing TF-IDF + truncated SVD: the embedder that needs no model and no network.
 
 Words get the same buckets as in scikit-learn's HashingVectorizer, several times faster: a word is a run of letters,
-digits and underscores, in lower case; its bucket is |murmur3_32| mod `buckets`. Each distinct word is hashed once; the
-rest is array arithmetic.
+digits and underscores, in lower case; its bucket is |murmur3_32| mod `buckets`. Each distinct word is hashed once.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ class TokenRows(Sequence[Any]):
         path: Path,
         progress: Callable[[int], None] | None = None,
     ) -> TokenRows:
-        """Build on disk from texts read a chunk at a time: the file at `path` is removed with the rows, or with the
-        process."""
+        """Build on disk from texts read a chunk at a time: the file at `path` goes with the rows or the process."""
         dtype, ends, total = _token_dtype(size), [np.empty(0, np.int64)], 0
         try:
             with path.open("wb") as sink:
@@ -123,8 +122,7 @@ def _token_dtype(size: int) -> np.dtype[Any]:
 
 
 def text_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Sum each consecutive run of `lengths` values, 0 for an empty run; rounding in a run does not depend on the
-    others."""
+    """Sum each consecutive run of `lengths` values, 0 for an empty run; roundings are a run's own."""
     return np.bincount(np.repeat(np.arange(len(lengths)), lengths), weights=values, minlength=len(lengths))
 
 

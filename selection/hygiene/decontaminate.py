@@ -5,8 +5,8 @@ contamination. The record is split there: the shared words and 200 characters on
 text up to the nearest end of a sentence (`.`, `!` or `?`); pieces under 200 characters are dropped; the rest of the
 text is searched again; with more than 10 pieces, or none, the record is dropped. N-grams with 10 or more occurrences in
 the pool are ordinary phrases. Two differences from the original: the end of the shared words is their end in the text
-(there: the length of the words joined by blanks), and every occurrence of an n-gram is counted (there: not those that
-overlap an earlier match).
+(there: the length of the words joined by blanks), and every occurrence of an n-gram counts (there: none that overlaps
+an earlier match).
 """
 
 from __future__ import annotations
@@ -109,8 +109,7 @@ class Decontaminator:
         return split_text(text, self.spans(text), self.settings)
 
     def spans(self, text: str) -> Spans:
-        """Return (start, end) in characters of every contaminated n-gram of the text, by start; the longest if several
-        start at the same word."""
+        """Return (start, end) in characters of every contaminated n-gram of the text, by start, the longest of each."""
         matches = list(WORDS.finditer(text))
         codes, counts = self._words.codes([[match.group().lower() for match in matches]])
         ends: dict[int, int] = {}

@@ -145,8 +145,8 @@ class DuplicateClusters:
 def _candidate_pairs(
     rows: np.ndarray, number: np.ndarray, overlap: int, groups: DisjointSets
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the pairs of the rows after the first `known` with earlier rows of their clusters, as far as they are to be
-    compared and not in one group."""
+    """Yield the pairs of the rows after the first `known` with earlier rows of their clusters that are to be compared
+    and not in one group."""
     start = np.searchsorted(number, number)
     label = groups.of(rows)
     for back in range(WINDOW + 1):

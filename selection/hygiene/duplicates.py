@@ -34,8 +34,7 @@ _TILE = 1 << 16  # hashes signed at a time: two such arrays fit in the processor
 
 
 def normalise_text(text: str) -> str:
-    """Return the text in lower case with single blanks, in Unicode's NFKC form (ligatures and wide letters made
-    plain)."""
+    """Return the text in lower case with single blanks, in Unicode's NFKC form (ligatures and wide letters made plain)."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     return " ".join(text.lower().split())
@@ -75,8 +74,7 @@ def rows_in_blocks(mask: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def choose_bands(threshold: float, permutations: int, recall: float) -> tuple[int, int]:
-    """Return (bands, rows): the most rows per band for which a pair at `threshold` has at least `recall` of being
-    proposed.
+    """Return (bands, rows): the most rows per band for which a pair at `threshold` is proposed with at least `recall`.
 
     A pair of similarity s shares at least one band with probability 1 − (1 − s^rows)^bands; more rows mean fewer pairs
     to compare. Raises SelectionError if not even one row per band reaches the recall.
@@ -107,7 +105,7 @@ class MinHasher:
         """Return (permutations, n) uint32: the smallest value of each map over each text's shingles.
 
         hashes: (S,) uint64, text after text. counts: (n,) shingles of each text; a text without any gets the largest
-        value everywhere.
+        value.
         """
         full = np.flatnonzero(counts)
         out = np.full((len(self.a), len(counts)), np.uint32(0xFFFFFFFF))
@@ -142,8 +140,7 @@ class MinHasher:
 
 
 def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """Return (bands, n) uint64: one key for each band of each text; equal keys mean equal values in all of the band's
-    rows.
+    """Return (bands, n) uint64: one key for each band of each text; equal keys mean equal values in all its rows.
 
     signatures: (permutations ≥ bands·rows, n) uint32.
     """
@@ -281,8 +278,7 @@ class _ShingleSets:
         return first_matches(count, keyed, lambda rows: borders[rows + 1] - borders[rows], memory)
 
     def jaccard(self, rows: np.ndarray, partners: np.ndarray, *, floor: float = 0.0) -> np.ndarray:
-        """Return the exact Jaccard similarity of each pair, or, if the sizes keep it below `floor`, that upper
-        bound."""
+        """Return the exact Jaccard similarity of each pair, or its bound by the sizes if that is below `floor`."""
         borders = self._borders.array()
         a, b = borders[rows + 1] - borders[rows], borders[partners + 1] - borders[partners]
         result = np.minimum(a, b) / np.maximum(a, b)

@@ -121,8 +121,8 @@ class CleaningResult:
     rule (N,) uint8: number of the rule that dropped the row, 0: kept. rules: (cause, rule in words) by number. value
     (N,) float64: the value checked by the rule; similarity with the match for duplicates; NaN if there is none. match
     (N,) int64: −1, or the match: row j of the pool as R + j, text j of the references (concatenated, R in all) as j.
-    pieces: row → (start, end) of the pieces that stay of it, in characters; only rows that were cut. listed: records
-    listed by another tool.
+    pieces: row → (start, end) of the pieces that stay of it, in characters; only rows that were cut. listed: the
+    records of `drops`.
     """
 
     rule: np.ndarray
@@ -154,8 +154,7 @@ class CleaningResult:
         ids: Sequence[str] | Callable[[np.ndarray], Sequence[str]],
         reference_ids: Mapping[str, Sequence[str]] | None = None,
     ) -> Iterator[dict]:
-        """Yield one record for each row that was dropped or cut, in file order: `id, cause, rule, value, match,
-        match_in`.
+        """Yield one record for each row that was dropped or cut, in order: `id, cause, rule, value, match, match_in`.
 
         ids: N strings, or a function from row numbers to their ids. reference_ids: the ids of each reference's texts by
         its name; their positions if missing. `match` is the id of the record or text that the row repeats, `match_in`
@@ -218,8 +217,7 @@ def clean_pool(
     texts: the pool's in file order, read two or three times. references: their texts are never dropped. Those named in
     `settings.against` count as earlier rows for exact and near-duplicates; those called "eval" are searched for by
     decontamination. seed: of the hash functions of MinHash. listed: the entries of `settings.drops`, found among the
-    pool's ids; these records are dropped before any step. batch_characters: processed at a time, without effect on the
-    result.
+    pool's ids; these records are dropped before any step. batch_characters: at a time, without effect on the result.
 
     Raises SelectionError if `texts` can be read only once or changes, decontamination has no evaluation texts, or
     `drops` are named and not passed in.
@@ -336,8 +334,7 @@ class _CleaningRun:
             self.value[rows] = np.nan
 
     def _drop_repeats(self, first_rows: np.ndarray, cause: str, rule: str, value: np.ndarray | None = None) -> None:
-        """Drop the rows of the pool that have an earlier `first`, each with its `value`. Both arrays include
-        references."""
+        """Drop the pool's rows that have an earlier first row, each with its `value`; arrays include references."""
         number = self._number(cause, rule)
         skip = len(self.earlier)
         for low, high in block_ranges(len(self.rule)):

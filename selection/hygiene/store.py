@@ -21,8 +21,7 @@ def block_ranges(count: int) -> Iterator[tuple[int, int]]:
 
 
 def bounded_batches(items: Iterable[Batched], total: int, count: float = inf) -> Iterator[list[Batched]]:
-    """Yield consecutive items in lists of at most `count`, whose lengths add up to at most `total` (one item may have
-    more)."""
+    """Yield consecutive items in lists of at most `count`, of at most `total` length (one item may have more)."""
     batch: list[Batched] = []
     size = 0
     for item in items:
@@ -97,8 +96,8 @@ _ROW_BYTES = 48  # bytes per row while a run is sorted: key and row before and a
 def sort_keys(keyed: Iterable[Keyed], memory: int) -> Iterator[Keyed]:
     """Yield blocks of keys in ascending order, equal ones in the order of their rows.
 
-    keyed: blocks whose rows ascend, also from one block to the next. memory: bytes for sorting a run. The result is the
-    same for any `memory`.
+    keyed: blocks whose rows ascend, also from one block to the next. memory: bytes for sorting a run, without effect on
+    the result.
     """
     capacity = max(memory // _ROW_BYTES, 1)
     keys, rows = GrowingArray(np.uint64), GrowingArray(np.int64)

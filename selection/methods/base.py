@@ -56,8 +56,7 @@ class Pool:
         return next(len(value) for value in self.__dict__.values() if value is not None)
 
     def draw(self, seed: int, purpose: str) -> np.ndarray:
-        """Return (N,) float64 in (0, 1): a uniform draw for each row, keyed by (seed, purpose, id) and not by its
-        position.
+        """Return (N,) float64 in (0, 1): a draw for each row, keyed by (seed, purpose, id), not by its position.
 
         Rows that share an id get different draws, by order of appearance.
         """
@@ -132,8 +131,7 @@ class Selector(Settings):
     nearest_target_: np.ndarray | None = None
     diagnostics_: dict[str, Any]
     readings_: np.ndarray | None = None
-    """(R,) int64: the rows of the selection in the order chosen, each as often as it is to be read; None: once each, by
-    score."""
+    """(R,) int64: the selection in the order chosen, each row as often as it is to be read; None: once, by score."""
 
     def __init_subclass__(cls) -> None:
         bases = [base for base in reversed(cls.__mro__) if issubclass(base, Selector) and base is not Selector]

@@ -1,7 +1,6 @@
 """Linear classifier of target against pool, as in quality filters (DCLM: Li et al. 2024, arXiv 2406.11794).
 
-DCLM uses fastText on words; here it is scikit-learn's logistic regression on hashed uni- and bigrams of the backbone's
-tokens.
+DCLM uses fastText on words; here it is scikit-learn's logistic regression on hashed n-grams of the backbone's tokens.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ class Random(MethodSettings):
 
 
 class RandomSelector(Selector, Random):
-    """Scores uniform in (0, 1), keyed by seed and id: the same sample draws the same number in any row order. Uses only
-    the pool's ids."""
+    """Scores uniform in (0, 1), keyed by seed and id: the same in any row order. Uses only the pool's ids."""
 
     by_words = False
     seed: int = 0

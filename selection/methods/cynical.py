@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 _ORDERS = (1, 2, 3)
 _BLOCK = 256  # texts whose n-grams are looked up together
 _LOOKS, _MAX_LOOKS = 8192, 1 << 18
-"""Texts rescored with the same bounds: a 32nd of the pool within these limits. Their n-grams are kept, about a kB
-each."""
+"""Texts rescored with the same bounds: a 32nd of the pool within these limits. Their n-grams take about a kB each."""
 
 _MULTIPLIER = 0x9E3779B97F4A7C15  # multiplier of multiplicative hashing (Knuth): 2^64 over the golden ratio
 
@@ -77,8 +76,7 @@ class CynicalSelector(TokenSelector, Cynical):
     budget would bring at this rate. Texts that were not taken follow by their gain given the selection (an upper bound:
     repeats inside a text count in full), those of fewer than `minimum` tokens behind all others. budget None: a tenth
     of the pool. Needs tokens on both sides, and reads the pool at least three times and leading texts individually;
-    weights are ignored. `evidence`: the gain of the n-grams that end in a token,
-    with nothing chosen yet.
+    weights are ignored. `evidence`: the first gain of the n-grams that end in a token.
     """
 
     budget: int | None = None
@@ -216,8 +214,7 @@ class CynicalSelector(TokenSelector, Cynical):
 
 
 class _TextNgrams(NamedTuple):
-    """N-grams of the target in a text of the pool: (K,) their numbers, ascending; (K,) the count of each; the text's
-    number of tokens."""
+    """N-grams of the target in a text of the pool: (K,) their numbers, ascending; (K,) their counts; the text's tokens."""
 
     ngrams: np.ndarray
     times: np.ndarray
@@ -237,8 +234,7 @@ class _GreedySelection(NamedTuple):
 
 
 class _TargetNgrams:
-    """Distinct uni-, bi- and trigrams of the target's texts, numbered; `weights` (G,): the share of each among all of
-    its order."""
+    """Distinct uni-, bi- and trigrams of the target's texts, numbered; `weights` (G,): each one's share of its order."""
 
     def __init__(self, target: TokenRows):
         from flatshift.selection.methods.ngrams import check_vocabulary, trigram_keys
@@ -259,8 +255,7 @@ class _TargetNgrams:
         return len(self.weights)
 
     def find(self, flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-        """Return by order (T,) int64: the number of the n-gram that ends in each token, −1 if it is not in the
-        target."""
+        """Return by order (T,) int64: the number of the n-gram that ends in each token, −1 if unknown."""
         from flatshift.selection.methods.ngrams import trigram_keys
 
         whole = trigram_keys(flat, lengths, self._size)

@@ -96,8 +96,7 @@ def _extend_potential(
     own: np.ndarray,
     epsilon: float,
 ) -> np.ndarray:
-    """Return p at `rows` (B, d) from the sample; in logarithms, since far rows of weight 0 have no own term to keep
-    them finite."""
+    """Return p at `rows` (B, d) from the sample; in logarithms: far rows of weight 0 have no own term."""
     logits = rows @ points.T
     logits *= 2.0 / epsilon
     logits += bias

@@ -65,8 +65,7 @@ class NgramHasher:
         self._hashes = WordHashes()
 
     def batches(self, texts: Sequence[str], start: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield for each batch of texts the buckets of all their n-grams, text after text, and the number of each
-        text's."""
+        """Yield for each batch the buckets of all n-grams, text after text, and the number of each text's."""
         for low in range(start, len(texts), _BATCH):
             words = [_WORDS.findall(text.lower()) for text in texts[low : low + _BATCH]]
             counts = np.array([len(text) for text in words], dtype=np.int64)

@@ -35,8 +35,7 @@ class KNNSelector(Selector, KNN):
     """Scores every pool row once; `scores_` is the exact squared distance to `nearest_target_`. Needs features on both
     sides; ignores weights.
 
-    The same selection as TAPT/c and vector stores, without the duplicates from several targets. chunk: rows per tile,
-    None to choose.
+    The same selection as TAPT/c and vector stores, without duplicates from several targets. chunk: rows per tile.
     """
 
     chunk: int | None = None

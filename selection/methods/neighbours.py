@@ -1,5 +1,4 @@
-"""Exact nearest pool rows of every target, and densities among a set of rows: one GEMM per tile, nothing N×M in
-memory."""
+"""Exact nearest pool rows of every target, and densities among rows: one GEMM per tile, nothing N×M in memory."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class NearestRows:
 def nearest_rows(
     x: Any, y: Any, count: int, *, chunk: int | None = None, progress: Progress | None = None
 ) -> NearestRows:
-    """Find the `count` (at most N) nearest rows of x (N, d) for each row of y (M, d); with 0 only each row's nearest
-    target.
+    """Find the `count` (at most N) nearest rows of x (N, d) for each row of y (M, d); 0: only each row's target.
 
     Raises SelectionError on shapes that do not match and input that is empty, not finite or overflows when squared.
     """
@@ -91,8 +89,7 @@ def nearest_rows(
 
 
 def _k_smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` smallest of each row of `values` with their entries of `rows`; ties to the left, order
-    kept."""
+    """Return the `count` smallest of each row of `values` with their `rows`, in order; ties to the left."""
     if values.shape[1] <= count:
         return values, rows
     worst = torch.kthvalue(values, count, dim=1, keepdim=True).values
@@ -142,8 +139,8 @@ def raise_local_densities(
     *,
     progress: Progress | None = None,
 ) -> None:
-    """Raise out (U,) to max over targets j of Σ_k max(0, 1 − |x_i − x_k|²/σ²), k over neighbours[j], i over
-    its first `reach`: a lower bound of `kernel_densities` over all points. neighbours (M, K): numbers of points (U, d).
+    """Raise out (U,) to max over targets j of Σ_k max(0, 1 − |x_i − x_k|²/σ²), k over neighbours[j], i over its first
+    `reach`: a lower bound of `kernel_densities` over all points. neighbours (M, K): numbers of points (U, d).
     M·reach·K·d products."""
     centred = torch.from_numpy((points - points.mean(0)) / sigma).float()
     squared = (centred * centred).sum(1)

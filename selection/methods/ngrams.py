@@ -2,8 +2,7 @@
 
 Counting is streaming: the distinct trigrams of every chunk of texts are sorted and merged into runs of doubling size,
 as a 64-bit key and a count each. If a model would exceed its memory, the rarest trigrams are dropped, by the same rule
-everywhere. All probabilities are array arithmetic over sorted keys; `tests/unit/test_ngrams.py` has the naive
-reference.
+everywhere. All probabilities are array arithmetic over sorted keys; tests have the naive reference.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def check_vocabulary(size: int) -> int:
 
 def trigram_keys(flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
     """Return (T,) uint64: for each token the key of (the two tokens before it, itself); a text begins after two tokens
-    `size`, which no text holds."""
+    `size`."""
     bits = np.uint64(size.bit_length())
     position = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     tokens = flat.astype(np.uint64)
@@ -150,8 +149,7 @@ class KneserNey:
 def _discount_by_context(contexts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Discount counts grouped by ascending context.
 
-    Returns the contexts, each entry's discounted share of its context, and the mass in each context left for the lower
-    order.
+    Returns the contexts, each entry's discounted share of its context, and each context's mass for the lower order.
     """
     if not len(counts):
         return np.empty(0, np.uint64), np.empty(0), np.empty(0)

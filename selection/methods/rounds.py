@@ -62,8 +62,7 @@ class RoundsResult:
     converged: bool
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return manifest entries on the rounds; they override the first solution's error and convergence with the
-        worst."""
+        """Return manifest entries on the rounds; the worst error and convergence override the first's."""
         return {
             "rounds": [len(batch) for batch in self.batches],
             "held_out": self.held_out,
@@ -171,8 +170,7 @@ def _hold_out(target: Target, share: float, seed: int) -> tuple[np.ndarray, np.n
 
 
 def _rank_by_round(gradients: np.ndarray, batches: list[np.ndarray], chosen: np.ndarray) -> np.ndarray:
-    """Return scores that rank the batches one after another and the unchosen rows last: later rounds keep their
-    level."""
+    """Return scores that rank the batches one after another and the others last; later rounds keep their level."""
     scores = gradients.copy()
     floor = scores[~chosen].min(initial=np.inf)
     for batch in reversed(batches):

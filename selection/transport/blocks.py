@@ -164,8 +164,7 @@ def _use_one_thread() -> None:
 
 
 def flushes_subnormals() -> bool:
-    """True if the calling thread belongs to a Crew, whose threads flush subnormal numbers (slow on many processors) to
-    0."""
+    """True in threads of a ThreadCrew, which flush subnormal numbers (slow on many processors) to 0."""
     return getattr(_thread, "flushes", False)
 
 

@@ -150,8 +150,7 @@ class _Search:
         return self.evaluate(origin + epsilon * log_v), omega
 
     def newton(self, at: Evaluation) -> Evaluation:
-        """Take safeguarded Newton steps from `at` until the tolerance, or until a step fails (then Sinkhorn
-        continues)."""
+        """Take safeguarded Newton steps from `at` until the tolerance or a failing step (then Sinkhorn continues)."""
         ridge = min(1e-3, 0.1 * self.error(at))
         epsilon = self.kernel.epsilon
         # If clusters hardly exchange mass the dual is nearly linear: successful clamped steps allow longer ones.
@@ -185,7 +184,7 @@ class _Search:
         return at
 
     def attempt(self, at: Evaluation, direction: Tensor) -> Evaluation | None:
-        """Return the first of a few shortened steps that raises the dual value, or (within its rounding) shrinks the
+        """Return the first of a few shortened steps that raises the dual value or, within its rounding, shrinks the
         error."""
         slope = float((self.marginal - at.column) @ direction)
         noise = 1e-13 if self.kernel.rows.dtype == torch.float64 else 1e-7
@@ -210,8 +209,7 @@ def _relaxation_factor(rate: float, omega: float) -> float:
 
 
 def _cholesky_factor(curvature: Tensor, column: Tensor, marginal: Tensor, ridge: float) -> Tensor:
-    """Return the Cholesky factor of H + ridge·diag + b bᵀ: positive definite, although constants are in the kernel of
-    H."""
+    """Return the Cholesky factor of H + ridge·diag + b bᵀ: definite, although H vanishes on constants."""
     weight = torch.maximum(column, marginal)
     base = curvature + torch.outer(marginal, marginal)
     assert bool(base.isfinite().all()), "curvature is not finite"

@@ -45,8 +45,7 @@ def tile_rows(columns: int, dtype: torch.dtype, chunk: int | None, tile_bytes: i
 
 
 def _exponentiate(tile: Tensor, stored: bool = False) -> Tensor:
-    """Exponentiate a tile S/ln 2 in place: exp(S − rowmax); return the row maxima of S/ln 2 (rows,). stored: see
-    `_exp_in_place`."""
+    """Compute exp(S − rowmax) of a tile S/ln 2 in place; return its row maxima (rows,). stored: see `_exp_in_place`."""
     top = tile.amax(1)
     _exp_in_place(tile.sub_(top.unsqueeze(1)), stored)
     return top

@@ -39,7 +39,7 @@ THINNED = 40  # rows per target from which a quarter of the subsample is solved 
 
 
 def choose_dtype(problem: TransportProblem, settings: SolverSettings) -> torch.dtype:
-    """Return float32 for tiles if its rounding, |S|·2⁻²⁴ at the largest logit, stays well below the tolerance, else
+    """Return float32 for tiles if its rounding, |S|·2⁻²⁴ at the largest logit, is well below the tolerance, else
     float64."""
     y_norm = math.sqrt(float((problem.y**2).sum(1).max()))
     x_norm = math.sqrt(max(problem.team.gather(float(problem.x_squared.max()))))
@@ -91,8 +91,7 @@ class _LargeSolver:
             self.settings.progress(f"pass {self.stage}", done, total)
 
     def plan_sample(self) -> tuple[int, bool]:
-        """Return the rows of the subsample, within memory, and whether their dot products are stored as well as their
-        kernel.
+        """Return the rows of the subsample, within memory, and True if their dot products are stored too.
 
         When a pass costs a GEMM over the pool: a 25th of it, at least ten rows per target, more for small ε. (At 1 M by
         1 k, 40 k rows cost a quarter of a pass, and save one of the four passes that 20 k need.) When the kernel of the
@@ -183,8 +182,7 @@ class _LargeSolver:
         return cast(Tensor, g)
 
     def correct_sample(self, at: Evaluation) -> tuple[Tensor, int]:
-        """Return the g at which the subsample's column sums change by the factor b/col that the full pass requires, and
-        iterations."""
+        """Return the g at which the subsample's column sums change by the full pass's factor b/col, and iterations."""
         sample = self.sample
         assert sample is not None
         b = sample.rows.b
@@ -208,8 +206,7 @@ class _LargeSolver:
     def predict_overlap(
         self, best: Evaluation, ahead: Tensor | None, threshold: SelectionThreshold | None
     ) -> tuple[float, int]:
-        """Return the overlap of the selection with the converged one, predicted from the next correction, and
-        iterations.
+        """Return the overlap with the converged selection, predicted from the next correction, and iterations.
 
         ahead: the g of the correction, None if it is still to be computed. threshold: of the selection, in best.f.
         """

@@ -57,8 +57,7 @@ class ScratchBuffers(threading.local):
         return out
 
     def widened(self, rows: Tensor) -> Tensor:
-        """Convert `rows` to float64. float16 takes two steps: a vector instruction each, while the direct one has
-        none."""
+        """Convert `rows` to float64. float16 takes two steps, a vector instruction each."""
         for dtype in (torch.float32, torch.float64):
             if rows.dtype.itemsize < dtype.itemsize:
                 rows = self.rows(len(rows), rows.shape[1], dtype).copy_(rows)

@@ -34,7 +34,7 @@ class ProcessTeam:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def over(self, count: int) -> Self:
-        """Return the team for each member's `count` rows: with this member's `first_row` and `first_block`, and
+        """Return the team for each member's `count` rows, with `first_row` and `first_block` of this one, and
         `rows_of_all`."""
         counts = self.gather(count)
         team = type(self)(self.group)
@@ -77,8 +77,7 @@ class ProcessTeam:
         return buffer
 
     def run_on_first(self, work: Callable[[], tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:
-        """Run `work` on the first member only, and return its result (tensors, on `device`, and plain values) on every
-        member.
+        """Run `work` on the first member only, and return its result (tensors on `device`, plain values) on all.
 
         The others meanwhile sleep in the group's broadcast, with gloo without using a processor. Raises the exception
         of `work` on the first member, and SelectionError with its message on the others.

@@ -58,8 +58,7 @@ class StreamedRows:
         return torch.from_numpy(array).to(self.device)
 
     def _left(self, low: int, high: int, shift: Tensor | None) -> Tensor:
-        """Return [centred rows, 1] or [centred rows, 1, −shift] in the working dtype, valid until this thread's next
-        call."""
+        """Return [centred rows, 1] or [centred rows, 1, −shift] in the working dtype, until this thread's next call."""
         d = len(self._centre)
         buffer: Tensor | None = getattr(self._buffers, "rows", None)
         if buffer is None or len(buffer) < high - low:

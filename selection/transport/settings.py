@@ -19,8 +19,7 @@ from flatshift.selection.transport.ranks import ProcessTeam
 
 
 def measure_overlap(scores: Tensor, other_scores: Tensor, k: int, team: ProcessTeam) -> float:
-    """Return |TopK(first) ∩ TopK(second)| / k over all rows of the team; rows that tie at a threshold count as
-    taken."""
+    """Return |TopK(first) ∩ TopK(second)| / k over all rows of the team; ties at a threshold count."""
     limits = team.smallest((scores, k), (other_scores, k))
     both = float(((scores <= limits[0]) & (other_scores <= limits[1])).sum())
     return min(1.0, team.total(both) / k)
@@ -37,8 +36,7 @@ class SelectionThreshold:
 
 
 def find_threshold(f: Tensor, k: int, team: ProcessTeam) -> SelectionThreshold | None:
-    """Compute the threshold of f (N,), over all rows of the team; None if all rows are taken, or those near it are
-    equal."""
+    """Compute the threshold of f (N,), over all rows of the team; None if all are taken, or those near it equal."""
     total = int(team.total(len(f)))
     if k >= total:
         return None
@@ -93,8 +91,7 @@ class SolverSettings:
         return self.memory_bytes - self.held_bytes
 
     def newton_columns(self, free: float) -> int:
-        """Return the number of targets up to which Newton steps fit in `free` bytes: some six M×M matrices of
-        float64."""
+        """Return the targets up to which Newton steps fit in `free` bytes: some six M×M matrices of float64."""
         return min(NEWTON_MAX_COLUMNS, math.isqrt(max(0, int(free)) // 48))
 
 
@@ -161,8 +158,7 @@ def descend(
 
 
 def _iteration_progress(settings: SolverSettings, before: int) -> Callable[[int], None] | None:
-    """Return a progress callback for iterations that follow `before` others; the total is the maximum, as a tiny ε
-    takes many."""
+    """Return a progress callback for iterations that follow `before` others; the total is their maximum."""
     progress, maximum = settings.progress, settings.max_iterations
     if progress is None:
         return None
@@ -171,8 +167,7 @@ def _iteration_progress(settings: SolverSettings, before: int) -> Callable[[int]
 
 def free_bytes(problem: TransportProblem, settings: SolverSettings) -> float:
     """Return the memory limit minus the vectors of length N: potentials of two answers, norms, weights, scores,
-    sorting. In a group these are not counted: the rest determines the subsample, which must not depend on the number
-    of processes."""
+    sorting. In a group these are not counted: the subsample must not depend on the number of processes."""
     if problem.team.group is not None:
         return settings.allowance
     per_row = 56 + 8 * (problem.scale is not None) + 8 * (settings.overlap is not None)

@@ -34,8 +34,7 @@ class SolverState:
 
     g: point of the next pass, None when the solve is over. best: the best answer so far; ahead: the g of its
     correction; length: of the step tried towards it; tried: (point, image) of past corrections; origin: g absorbed by
-    the subsample's kernel; anchor: g of its Hessian (with both, a resumed solve is bit for bit that of an undisturbed
-    one).
+    the subsample's kernel; anchor: g of its Hessian (with both, a resumed solve has the same bits).
     """
 
     g: Tensor | None
@@ -124,8 +123,7 @@ class StateDirectory:
                 old.unlink(missing_ok=True)
 
     def load(self, device: torch.device) -> SolverState | None:
-        """Load the latest pass that every process has, or None. Raises SelectionError for the state of another
-        problem."""
+        """Load the latest pass that every process has, or None. Raises SelectionError for another problem's."""
         passes = [int(path.name.split("-")[1]) for path in self._own_files()]
         shared = set.intersection(*map(set, self.team.gather(passes)))
         if not shared:
