@@ -65,7 +65,7 @@ class Shingler:
         self._words = WordHashes()
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the hashes of all shingles (uint64), text after text, repeated ones included, and each text's number."""
+        """Return the hashes of all shingles (uint64), text after text, with repeats, and each text's number."""
         if self.unit == "char":
             padded = [text.ljust(self.size, "\0") if text else text for text in texts]
             counts = np.fromiter(map(len, padded), dtype=np.int64, count=len(padded))

@@ -34,7 +34,7 @@ _TILE = 1 << 16  # hashes signed at a time: two such arrays fit in the processor
 
 
 def normalise_text(text: str) -> str:
-    """Return the text in lower case with single blanks, in Unicode's NFKC form (ligatures and wide letters made plain)."""
+    """Return the text in lower case, single blanks and Unicode's NFKC form (ligatures and wide letters made plain)."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     return " ".join(text.lower().split())

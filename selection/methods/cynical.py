@@ -214,7 +214,7 @@ class CynicalSelector(TokenSelector, Cynical):
 
 
 class _TextNgrams(NamedTuple):
-    """N-grams of the target in a text of the pool: (K,) their numbers, ascending; (K,) their counts; the text's tokens."""
+    """N-grams of the target in a pool text: (K,) their numbers, ascending; (K,) their counts; the text's tokens."""
 
     ngrams: np.ndarray
     times: np.ndarray
@@ -234,7 +234,7 @@ class _GreedySelection(NamedTuple):
 
 
 class _TargetNgrams:
-    """Distinct uni-, bi- and trigrams of the target's texts, numbered; `weights` (G,): each one's share of its order."""
+    """Distinct uni-, bi- and trigrams of the target, numbered; `weights` (G,): each one's share of its order."""
 
     def __init__(self, target: TokenRows):
         from flatshift.selection.methods.ngrams import check_vocabulary, trigram_keys
