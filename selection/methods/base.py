@@ -134,12 +134,18 @@ class Selector(Settings):
     """(R,) int64: the selection in the order chosen, each row as often as it is to be read; None: once, by score."""
 
     def __init_subclass__(cls) -> None:
-        bases = [base for base in reversed(cls.__mro__) if issubclass(base, Selector) and base is not Selector]
-        own = [name for base in bases for name in inspect.get_annotations(base) if hasattr(cls, name)]
-        cls.parameters = {item.name: item.default for item in fields(cls) if item.name != "kind"}
-        cls.parameters |= {name: getattr(cls, name) for name in own}
+        types = {item.name: item.type for item in fields(cls) if item.name != "kind"}
+        cls.parameters = {item.name: item.default for item in fields(cls) if item.name in types}
+        for base in reversed(cls.__mro__):
+            if issubclass(base, Selector) and base is not Selector:
+                own = {name: hint for name, hint in inspect.get_annotations(base).items() if hasattr(cls, name)}
+                types |= own
+                cls.parameters |= {name: getattr(cls, name) for name in own}
         cls.__signature__ = inspect.Signature(
-            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=d) for name, d in cls.parameters.items()]
+            [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+                for name, default in cls.parameters.items()
+            ]
         )
         for base in cls.__bases__:
             if issubclass(base, MethodSettings):

@@ -105,10 +105,11 @@ class GotD(TransportSettings):
 class GotDSelector(TransportSelector, GotD):
     """Scores by the calibrated gradient s_i = f_i − Σ_j a_j f_j of OT_ε(pool, target); negative helps.
 
-    seed: also of the held-out part. `nearest_target_` is the target that receives most of a row's mass; `potentials_`
-    the whole solution (of the first round). state, group: as in `sinkhorn_potentials`, with a group all rows are this
-    process's; in rounds, `state` has a folder for each solve. budget: number of rows to be selected, if known; the
-    overlap that the solver measures is then for it. Needs features on both sides; gives a ConvergenceWarning.
+    `fit(pool, target)` returns self, `select(k)` the k best rows. seed: also of the held-out part. `nearest_target_` is
+    the target that receives most of a row's mass; `potentials_` the whole solution (of the first round). state, group:
+    as in `sinkhorn_potentials`, with a group all rows are this process's; in rounds, `state` has a folder for each
+    solve. budget: number of rows to be selected, if known; the overlap that the solver measures is then for it. Needs
+    features on both sides; warns (ConvergenceWarning) if the tolerance is not reached.
 
     rounds above 1: `flatshift.selection.methods.rounds`, with `mixture` and `holdout`; needs `budget`. The scores of a
     round are its calibrated gradients, lowered by a constant if needed to rank before the next round's (a gradient has
@@ -218,7 +219,8 @@ class GotDContrastSelector(TransportSelector, GotDContrast):
     scores. The paper (arXiv 2405.02774 §3.1) only says that toxic text served "as the negative target"; the sign is
     inferred from its purpose. attract = 0 is that variant. Both gradients are in units of cost on the same features, so
     that equal weights are comparable. `nearest_target_` and `potentials_` are the target's; `away_` (N,) s(negative).
-    `fit` takes `negative`, a Target; needs features on all three sides. Gives a ConvergenceWarning.
+    `fit` takes `negative`, a Target; needs features on all three sides. Warns (ConvergenceWarning) if a tolerance is
+    not reached.
     """
 
     def _fit(self, pool: Pool, target: Target, progress: Progress, negative: Target | None = None) -> None:
