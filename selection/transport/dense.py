@@ -18,7 +18,7 @@ from flatshift.selection.transport.kernel import Evaluation, StoredKernel
 
 NEWTON_MAX_COLUMNS = 4096  # above this the M×M factor costs more than the iterations it saves
 
-_REPORTED = 64  # iterations of Sinkhorn between progress reports
+_REPORT_EVERY = 64  # iterations of Sinkhorn between progress reports
 
 
 def solve_dense(
@@ -116,7 +116,7 @@ class _Search:
         while self.iterations < self.max_iterations:
             log_z, column = kernel.scale(log_v, log_z, omega)
             self.iterations += 1
-            if self.iterations % _REPORTED == 0:
+            if self.iterations % _REPORT_EVERY == 0:
                 self.on_iterations(self.iterations)
             error = float((column - self.marginal).abs().sum())
             if not error <= 8 * best:
