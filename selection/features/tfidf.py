@@ -41,9 +41,9 @@ class TfIdfEmbedder:
 
     dim: components (fewer, with a warning and in `dim_`, if the texts do not span that many). buckets: hash buckets.
     seed: of the randomised SVD and of the rows it is fitted on. fit_rows: maximum number of texts for that: the
-    target's first (up to half of them, by seed), the rest drawn by seed from the pool. A text without a word of the
-    fitted texts gets the zero vector. Counts are scikit-learn's HashingVectorizer's, weights its TfidfTransformer's,
-    components its TruncatedSVD's; texts are read in chunks and never held.
+    target's first (up to half of them, by seed), the rest drawn by seed from the pool. Words of no fitted text are
+    ignored; a text without others gets the zero vector. Counts are scikit-learn's HashingVectorizer's, weights its
+    TfidfTransformer's, components its TruncatedSVD's; texts are read in chunks and never held.
     """
 
     def __init__(self, *, dim: int = 128, buckets: int = 2**18, seed: int = 0, fit_rows: int = 20_000):

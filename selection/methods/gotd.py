@@ -105,11 +105,14 @@ class GotD(TransportSettings):
 class GotDSelector(TransportSelector, GotD):
     """Scores by the calibrated gradient s_i = f_i − Σ_j a_j f_j of OT_ε(pool, target); negative helps.
 
-    `fit(pool, target)` returns self, `select(k)` the k best rows. seed: also of the held-out part. `nearest_target_` is
-    the target that receives most of a row's mass; `potentials_` the whole solution (of the first round). state, group:
-    as in `sinkhorn_potentials`, with a group all rows are this process's; in rounds, `state` has a folder for each
-    solve. budget: number of rows to be selected, if known; the overlap that the solver measures is then for it. Needs
-    features on both sides; warns (ConvergenceWarning) if the tolerance is not reached.
+    `fit(pool, target)` returns self, `select(k)` the k best rows. epsilon: multiple of the exact weighted mean cost.
+    tolerance: marginal L1 error, None for 1e-9 up to N·M = 1e7 and 1e-3 above. memory_gib: limit of the solver. seed:
+    of the subsample that large pools start from, and of the held-out part. chunk: rows per tile, None to choose.
+    `nearest_target_` is the target that receives most of a row's mass; `potentials_` the whole solution (of the first
+    round). cost, device, state, group: as in `sinkhorn_potentials`, with a group all rows are this process's; in
+    rounds, `state` has a folder for each solve. budget: number of rows to be selected, if known; the overlap that the
+    solver measures is then for it. Needs features on both sides; warns (ConvergenceWarning) if the tolerance is not
+    reached.
 
     rounds above 1: `flatshift.selection.methods.rounds`, with `mixture` and `holdout`; needs `budget`. The scores of a
     round are its calibrated gradients, lowered by a constant if needed to rank before the next round's (a gradient has
