@@ -85,8 +85,8 @@ def transport() -> Work:
 
 def signatures() -> Work:
     """MinHash signatures of the pool's shingles, 128 permutations."""
+    from flatshift.selection.hashing import Shingler
     from flatshift.selection.hygiene.duplicates import MinHasher
-    from flatshift.selection.hygiene.shingles import Shingler
 
     hashes, counts = Shingler("char", 5)(texts() * 4)
     return lambda: MinHasher(128, 0).signatures(hashes, counts)
@@ -94,7 +94,7 @@ def signatures() -> Work:
 
 def shingles() -> Work:
     """Hashed character shingles of the pool."""
-    from flatshift.selection.hygiene.shingles import Shingler
+    from flatshift.selection.hashing import Shingler
 
     found = texts() * 8
     return lambda: Shingler("char", 5)(found)
@@ -186,7 +186,7 @@ def resamples() -> Work:
 CONSTANTS = {
     "tile of a pass over the pool": Constant("flatshift.selection.transport.kernel:TILE_BYTES:cpu", transport),
     "tile of MinHash": Constant("flatshift.selection.hygiene.duplicates:_TILE", signatures),
-    "tile of shingles": Constant("flatshift.selection.hygiene.shingles:_TILE", shingles),
+    "tile of shingles": Constant("flatshift.selection.hashing:_TILE", shingles),
     "shingles compared at a time": Constant("flatshift.selection.hygiene.duplicates:_BATCH", duplicates),
     "words of repetition at a time": Constant("flatshift.selection.hygiene.filters:_WORDS_AT_ONCE", repetition),
     "texts of hashed words at a time": Constant("flatshift.selection.features.tfidf:_BATCH", hashed_words),

@@ -15,19 +15,15 @@ from flatshift.selection.features.tokens import TokenRows
 from flatshift.selection.methods.auto import AutoSelector
 from flatshift.selection.methods.base import Pool, Selector, Target
 from flatshift.selection.methods.classifier import ClassifierSelector
-from flatshift.selection.methods.contrast import GotDContrastSelector
+from flatshift.selection.methods.controls import LengthSelector, RandomSelector
 from flatshift.selection.methods.cynical import CynicalSelector
 from flatshift.selection.methods.domains import DomainsSelector
 from flatshift.selection.methods.dsir import DSIRSelector
-from flatshift.selection.methods.gotd import GotDSelector
-from flatshift.selection.methods.knn import KNNSelector
-from flatshift.selection.methods.length import LengthSelector
+from flatshift.selection.methods.gotd import GotDContrastSelector, GotDSelector
+from flatshift.selection.methods.knn import KNNSelector, RoundRobinSelector
 from flatshift.selection.methods.less import LessSelector
-from flatshift.selection.methods.loss_gap import LossGapSelector
 from flatshift.selection.methods.moore_lewis import MooreLewisSelector
-from flatshift.selection.methods.perplexity import PerplexitySelector
-from flatshift.selection.methods.random import RandomSelector
-from flatshift.selection.methods.round_robin import RoundRobinSelector
+from flatshift.selection.methods.perplexity import LossGapSelector, PerplexitySelector
 from flatshift.selection.methods.tsds import TSDSSelector
 
 if TYPE_CHECKING:

@@ -28,14 +28,14 @@ class BadRow(SelectionError):
 
 
 class TooLittleMemory(SelectionError):
-    """The solver's memory limit `given` is below the `needed` bytes for so many rows and targets."""
+    """The solver's memory `limit` is below the `needed` bytes for so many rows and targets."""
 
-    def __init__(self, given: int, needed: int, rows: int, targets: int):
+    def __init__(self, limit: int, needed: int, rows: int, targets: int):
         super().__init__(
-            f"memory_bytes of {given:,} is too little for {rows:,} rows and {targets:,} targets; "
+            f"memory_bytes of {limit:,} is too little for {rows:,} rows and {targets:,} targets; "
             f"give at least {needed:,}"
         )
-        self.given, self.needed, self.rows, self.targets = given, needed, rows, targets
+        self.limit, self.needed, self.rows, self.targets = limit, needed, rows, targets
 
 
 def is_disk_full(error: OSError) -> bool:

@@ -14,7 +14,7 @@ else:
         def __getattr__(self, name: str) -> Any:
             import numpy
 
-            found = self.__dict__[name] = getattr(numpy, name)
-            return found
+            value = self.__dict__[name] = getattr(numpy, name)
+            return value
 
     np = _NumPy()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from inspect import signature
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
 from math import inf
-from typing import Any, TypeVar
+from numbers import Integral, Real
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
@@ -46,10 +48,10 @@ def check_same_width(x: Any, y: Any) -> None:
         )
 
 
-def check_no_overflow(values: Any, what: str = "squared distances") -> None:
-    """Raise SelectionError unless all of `values`, the product `what` of features, are finite."""
+def check_no_overflow(values: Any, name: str = "squared distances") -> None:
+    """Raise SelectionError unless all of `values`, products of features with this `name`, are finite."""
     if not np.isfinite(values).all():
-        raise SelectionError(f"features are so large that {what} overflow; rescale them")
+        raise SelectionError(f"features are so large that {name} overflow; rescale them")
 
 
 def to_weights(value: Any, side: str) -> np.ndarray:
@@ -62,63 +64,76 @@ def to_weights(value: Any, side: str) -> np.ndarray:
 
 def check_strings(value: Any, name: str) -> None:
     """Raise SelectionError naming the first entry of `value` that is no string, if it is held in memory."""
-    held = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(held, list | tuple):  # read from disk in parts, which only store text
+    entries = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(entries, list | tuple):  # read from disk in parts, which only store text
         return
-    bad = next((row for row, entry in enumerate(held) if not isinstance(entry, str)), None)
-    if bad is not None:
-        raise SelectionError(f"{name}: row {bad} is {held[bad]!r}, which is no string; give a string for each row")
+    for row, entry in enumerate(entries):
+        if not isinstance(entry, str):
+            raise SelectionError(f"{name}: row {row} is {entry!r}, which is no string; give a string for each row")
 
 
 def is_real(value: Any) -> bool:
     """True if `value` is a finite real number of Python's or NumPy's."""
-    return isinstance(value, int | float | np.integer | np.floating) and math.isfinite(value)
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> bool:
+    """True if `value` is a whole number of Python's or NumPy's, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_chunk(chunk: Any) -> None:
     """Raise SelectionError unless `chunk`, rows read at a time, is None or a whole number of at least 1."""
-    whole = isinstance(chunk, int | np.integer) and not isinstance(chunk, bool)
-    if chunk is not None and not (whole and chunk >= 1):
+    if chunk is not None and not (is_whole(chunk) and chunk >= 1):
         raise SelectionError(f"chunk must be a whole number of at least 1 row, not {chunk!r}")
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
-Made = TypeVar("Made")
+def bounded(default: Any, *, above: float = -inf, minimum: float = -inf, maximum: float = inf) -> Any:
+    """Return a dataclass field with a default and the bounds that `Settings.check` tests."""
+    return field(default=default, metadata={"above": above, "minimum": minimum, "maximum": maximum})
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectorContext:
-    """Arguments of a selector other than its settings.
+class Settings:
+    """Base of settings, which are checked by their types (whole numbers, numbers, choices) and bounds (`bounded`)."""
 
-    seed: for random draws. budget: for methods that optimise their selection for one size (gotd in rounds, domains),
-    and for the overlap that gotd measures. measure: texts → mean −log p per token, for perplexity. device: of the
-    transport solver. state: directory in which a long solve of gotd saves its state for resuming after a kill.
-    """
+    def __post_init__(self) -> None:
+        self.check()
 
-    seed: int
-    budget: int | None = None
-    measure: Callable[..., Any] | None = None
-    device: str = "cpu"
-    state: str | None = None
+    def check(self) -> None:
+        """Raise SelectionError for a value that cannot work; classes add what concerns several fields.
+
+        The message begins with the field's name, so that a recipe loader can add where it was set.
+        """
+        for name, hint, bounds in _checked_fields(type(self)):  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if value is None and type(None) in get_args(hint):
+                continue
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                raise SelectionError(f"{name} must be {' or '.join(map(json.dumps, get_args(hint)))}, got {value!r}")
+            if hint in (int, int | None) and not is_whole(value):
+                raise SelectionError(f"{name} must be a whole number, got {value!r}")
+            if bounds:
+                check_number(name, value, **bounds)
 
 
-def from_settings(selector: type[Made], settings: Any, around: SelectorContext, **more: Any) -> Made:
-    """Build `selector` with each parameter found in `more`, `settings` or `around`, by name."""
-    known = {field.name: getattr(part, field.name) for part in (around, settings) for field in fields(part)} | more
-    return selector(**{name: known[name] for name in signature(selector).parameters if name in known})
+@cache
+def _checked_fields(cls: type) -> list[tuple[str, Any, Mapping[str, float]]]:
+    """Return each setting's name, type and bounds."""
+    settings = next(base for base in cls.__mro__ if "__dataclass_fields__" in vars(base))
+    hints = get_type_hints(settings)
+    return [(item.name, hints[item.name], item.metadata) for item in fields(settings)]
 
 
-def check_fields(settings: Any, *names: str, above: float = -inf, least: float = -inf, most: float = inf) -> None:
-    """Raise ValueError for fields that are not finite, not above `above`, below `least` or over `most`; None passes.
-
-    The message begins with the field's name, so that a recipe loader can add where it was set.
-    """
-    for name in names:
-        value = getattr(settings, name)
-        if value is None or (above < value < inf and least <= value <= most):
-            continue
-        low = f"above {above:,g}" if above > -inf else f"at least {least:,g}"
-        high = "" if most == inf else f" and at most {most:,g}"
-        raise ValueError(f"{name} must be {low}{high}{' and finite' * (value == inf)}, got {value:g}")
+def check_number(name: str, value: Any, *, above: float = -inf, minimum: float = -inf, maximum: float = inf) -> None:
+    """Raise SelectionError unless `value` is a finite number > above, ≥ minimum and ≤ maximum."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if number and above < value < inf and minimum <= value <= maximum:
+        return
+    bounds = [f"above {above:,g}"] * (above > -inf) + [f"at least {minimum:,g}"] * (minimum > -inf)
+    bounds += [f"at most {maximum:,g}"] * (maximum < inf) + ["finite"] * (value == inf)
+    shown = f"{value:g}" if number else repr(value)
+    raise SelectionError(f"{name} must be {' and '.join(bounds) or 'a finite number'}, got {shown}")

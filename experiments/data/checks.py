@@ -389,9 +389,9 @@ class _NearDuplicateFinder:
     """Pairs of rows, of a split and of the training rows, with an estimated Jaccard similarity above a threshold."""
 
     def __init__(self) -> None:
+        from flatshift.selection.hashing import Shingler
+        from flatshift.selection.hygiene.duplicates import MinHasher, choose_bands
         from flatshift.selection.hygiene.hygiene_config import NearDuplicates
-        from flatshift.selection.hygiene.minhash import MinHasher, choose_bands
-        from flatshift.selection.hygiene.shingles import Shingler
 
         how = NearDuplicates()
         self.threshold = how.threshold
@@ -403,8 +403,7 @@ class _NearDuplicateFinder:
 
     def add(self, split: Split, texts: Sequence[str]) -> None:
         """Add the next rows of a split."""
-        from flatshift.selection.hygiene.duplicates import normalise_text
-        from flatshift.selection.hygiene.minhash import band_keys
+        from flatshift.selection.hygiene.duplicates import band_keys, normalise_text
         from flatshift.selection.hygiene.store import GrowingArray
 
         if split not in self._signatures:

@@ -315,7 +315,7 @@ def _tfidf_embedding(vectors: Vectors, settings: TfIdf) -> Embedding:
 
 
 def _token_ngram_embedding(vectors: Vectors, settings: TokenNgrams) -> Embedding:
-    from flatshift.selection.features.token_space import TokenNgramEmbedder
+    from flatshift.selection.features.tokens import TokenNgramEmbedder
 
     tokenize, size = backbone_tokenizer(vectors.recipe)
     seed = derive_seed(vectors.recipe.train.seed, "token n-grams")

@@ -50,7 +50,7 @@ def apply_relevance(
     settings = spec.relevance
     if settings is None:
         return pool, None, None
-    from flatshift.selection.methods.relevance import (
+    from flatshift.selection.methods.domains import (
         choose_nearest_domains,
         domain_distances,
         sample_domains,

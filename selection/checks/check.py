@@ -2,17 +2,16 @@
 
 Entropic transport is convex in the pool's weights, so a step of length λ towards the selection U changes it by at least
 λ·mean_U s (s: calibrated gradients): the prediction is optimistic on the target that the scores were computed with, and
-may be wrong on an unseen target. So both are measured, next to a random draw of the same size and GOT-D in rounds, at λ
-= 0.1, 0.25, 0.5 and 1, with
+may be wrong on an unseen one. Both are measured at λ = 0.1, 0.25, 0.5 and 1, next to a random draw of the same size and
+GOT-D in rounds, with
 
     gap(λ) = λ·(mean_U f_λ − mean of the k smallest f_λ) ≥ OT_ε(mixture) − min over all selections of the same size,
 
 f_λ the potential at the mixture: a certificate that needs no other selection. (science.md §4.)
 
-The check uses a few thousand rows that represent a pool of any size and its selection. The kernel of all their mixtures
-is computed once, and solves are warm-started from each other. The second argument of every value is the target; the
-self-transport that turns OT_ε into the Sinkhorn divergence S = OT_ε(w, y) − ½OT_ε(w, w) − ½OT_ε(y, y) is computed for
-all mixtures at once, one GEMM an iteration.
+A few thousand rows represent a pool of any size and its selection. The kernel of all their mixtures is computed once,
+and solves are warm-started from each other; the self-transport that turns OT_ε into the Sinkhorn divergence S = OT_ε(w,
+y) − ½OT_ε(w, w) − ½OT_ε(y, y) is computed for all mixtures at once, one GEMM an iteration.
 """
 
 from __future__ import annotations
@@ -24,7 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatshift.selection.methods.base import UNITS, Pool, Progress, scaled_features, unit_weights
+from flatshift.selection.methods.base import (
+    UNITS,
+    Pool,
+    Progress,
+    mean_cost,
+    scaled_features,
+    squared_distances,
+    unit_weights,
+)
 from flatshift.selection.methods.gotd import GotDSelector
 from flatshift.selection.transport.dense import solve_dense
 from flatshift.selection.transport.kernel import StoredKernel
@@ -40,13 +47,13 @@ another target or another round would choose is among them."""
 class PoolSample:
     """Sample of rows that represents a pool.
 
-    rows (n,) int64, ascending. stands (n,): number of pool records that each represents; they sum to N. mass (n,): its
-    part of the pool's distribution; they sum to 1. chosen (n,) bool: rows of the selection, each representing equally
-    many records; `budget` of them.
+    rows (n,) int64, ascending. records (n,): number of pool records that each represents; they sum to N. mass (n,): its
+    part of the pool's distribution; they sum to 1. chosen (n,) bool: the `budget` rows of the selection, each
+    representing equally many records.
     """
 
     rows: np.ndarray
-    stands: np.ndarray
+    records: np.ndarray
     mass: np.ndarray
     chosen: np.ndarray
 
@@ -66,32 +73,32 @@ def sample_pool(order: np.ndarray, budget: int, *, weights: np.ndarray | None, s
     """Sample the pool: all rows if there are at most `size`, else a seeded draw, half of it among the best ranks.
 
     order (N,): row numbers by rank, the first `budget` of them chosen. weights (N,): the pool's distribution, uniform
-    when None. Three strata, each drawn without repeats: the selection, the ranks behind it up to five budgets at the
-    same rate, and the rest.
+    when None. Three strata, each drawn without repeats: the selection, the ranks up to five budgets at the same rate,
+    and the rest.
     """
     count = len(order)
     if count <= size:
-        taken = [order[:budget], order[budget:]]
+        samples = [order[:budget], order[budget:]]
         sizes = [budget, count - budget]
     else:
         near = min(count, _NEAR * budget)
-        drawn_near = size if near == count else min(near, size // 2)
-        drawn = max(1, min(round(drawn_near * budget / near), drawn_near - (near > budget)))
+        from_near = size if near == count else min(near, size // 2)
+        from_chosen = max(1, min(round(from_near * budget / near), from_near - (near > budget)))
         generator = np.random.Generator(np.random.PCG64([seed, 0xC4EC]))
         strata = [
-            (order[:budget], drawn),
-            (order[budget:near], drawn_near - drawn),
-            (order[near:], size - drawn_near),
+            (order[:budget], from_chosen),
+            (order[budget:near], from_near - from_chosen),
+            (order[near:], size - from_near),
         ]
-        taken = [generator.choice(rows, min(n, len(rows)), replace=False, shuffle=False) for rows, n in strata]
+        samples = [generator.choice(rows, min(n, len(rows)), replace=False, shuffle=False) for rows, n in strata]
         sizes = [len(rows) for rows, _ in strata]
-    stands = np.concatenate([np.full(len(t), s / max(len(t), 1)) for t, s in zip(taken, sizes, strict=True)])
-    rows = np.concatenate(taken)
-    chosen = np.arange(len(rows)) < len(taken[0])
-    turn = np.argsort(rows, kind="stable")
-    rows, stands, chosen = rows[turn], stands[turn], chosen[turn]
-    mass = stands if weights is None else stands * np.asarray(weights, dtype=np.float64)[rows]
-    return PoolSample(rows, stands, unit_weights(mass, len(rows)), chosen)
+    records = np.concatenate([np.full(len(s), n / max(len(s), 1)) for s, n in zip(samples, sizes, strict=True)])
+    rows = np.concatenate(samples)
+    chosen = np.arange(len(rows)) < len(samples[0])
+    ascending = np.argsort(rows, kind="stable")
+    rows, records, chosen = rows[ascending], records[ascending], chosen[ascending]
+    mass = records if weights is None else records * np.asarray(weights, dtype=np.float64)[rows]
+    return PoolSample(rows, records, unit_weights(mass, len(rows)), chosen)
 
 
 _TOLERANCE = 1e-6
@@ -133,17 +140,8 @@ class MixtureTransport:
             self._rows.a = torch.from_numpy(np.ascontiguousarray(weights, dtype=np.float64))
             b = self._rows.b
             g = torch.zeros_like(b) if start is None else torch.from_numpy(start / unit)
-            found = solve_dense(self._kernel, g, marginal=b, tolerance=_TOLERANCE, max_iterations=_ITERATIONS).at
-            return MixtureSolution(found.value * unit, found.f.numpy() * unit, found.g.numpy() * unit, found.error)
-
-
-def mean_cost(x: np.ndarray, y: np.ndarray, weights: np.ndarray, cost: str = "sqeuclidean") -> float:
-    """Return Σ_ij w_i c(x_i, y_j) / M, the unit of a relative ε."""
-    rows, targets = scaled_features(x, cost), scaled_features(y, cost)
-    centre = targets.mean(0)
-    rows, targets = rows - centre, targets - centre
-    squared = weights @ np.einsum("ij,ij->i", rows, rows) + np.einsum("ij,ij->i", targets, targets).mean()
-    return float(squared) * UNITS[cost]
+            at, _ = solve_dense(self._kernel, g, marginal=b, tolerance=_TOLERANCE, max_iterations=_ITERATIONS)
+            return MixtureSolution(at.value * unit, at.f.numpy() * unit, at.g.numpy() * unit, at.error)
 
 
 def self_transport(x: np.ndarray, mixtures: np.ndarray, *, epsilon: float, cost: str = "sqeuclidean") -> np.ndarray:
@@ -152,33 +150,30 @@ def self_transport(x: np.ndarray, mixtures: np.ndarray, *, epsilon: float, cost:
     Both potentials are one function p = −ε log u, u_i = Σ_j w_j K_ij / u_j, and the value is 2 Σ w p.
     """
     points = scaled_features(x, cost)
-    points = points - points.mean(0)
-    squared = np.einsum("ij,ij->i", points, points)
-    kernel = np.maximum(squared[:, None] + squared - 2.0 * (points @ points.T), 0.0)
+    kernel = squared_distances(points - points.mean(0))
     np.fill_diagonal(kernel, 0.0)
     np.exp(np.divide(kernel, -epsilon / UNITS[cost], out=kernel), out=kernel)
     weights = np.ascontiguousarray(mixtures.T)
-    held = weights > 0
+    positive = weights > 0
     u = np.ones_like(weights)
     for _ in range(_SELF_ITERATIONS):
         new = kernel @ (weights / u)
-        change = float(np.abs(np.log(new[held] / u[held])).max())
+        change = float(np.abs(np.log(new[positive] / u[positive])).max())
         # The plain iteration oscillates between two points; their geometric mean converges.
-        u = np.where(held, np.sqrt(u * new), 1.0)
+        u = np.where(positive, np.sqrt(u * new), 1.0)
         if change <= _SELF_TOLERANCE:
             break
     return np.asarray(-2.0 * epsilon * (weights * np.log(u)).sum(0))
 
 
-SHARES = (0.1, 0.25, 0.5, 1.0)
-"""λ: the share of the selection in the mixture."""
-_LEAST_TARGETS = 8
+SHARES = (0.1, 0.25, 0.5, 1.0)  # λ: the share of the selection in the mixture
+_MIN_TARGETS = 8
 _COINCIDENT = 1e-12
 """Mean cost from the pool to half of the target, as a share of that to all of it, below which it is rounding."""
 
 Refit = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
-"""Function (pool rows (n,), target rows (m,), mass (n,), budget) → positions in the first argument that the same method
-chooses on this data."""
+"""Function (pool rows (n,), target rows (m,), mass (n,), budget) → positions in the first argument that the method
+chooses here."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +196,9 @@ class GainReading:
         return self.realised / self.predicted if self.predicted < 0 else None
 
 
+_SUMMARISED = ("realised", "predicted", "ratio", "gap", "debiased")
+
+
 @dataclass(frozen=True)
 class SelectionCheck:
     """Result of `check_selection`.
@@ -209,9 +207,7 @@ class SelectionCheck:
     fitted: arm → a reading for each of SHARES, on the target that the selection saw. held_out: arm → (R, 4), change of
     OT_ε to one half of the target, chosen with the other; held_distance (R,): OT_ε(pool, half) before. Both are empty
     if the target has too few rows, and lack the `left_out` splits of which a half coincides with the pool. g (m,): the
-    targets' potentials. error: largest L1 marginal error of a solve.
-
-    Arms: "selection", "random", and "rounds" (or "one step", if the selection itself was made in rounds).
+    targets' potentials. error: largest L1 marginal error. Arms: "selection", "random", "rounds" (or "one step").
     """
 
     sample: PoolSample
@@ -229,7 +225,7 @@ class SelectionCheck:
         """Return plain values for a manifest."""
         return {
             "rows": len(self.sample.rows),
-            "of": round(float(self.sample.stands.sum())),
+            "of": round(float(self.sample.records.sum())),
             "budget_rows": self.sample.budget,
             "targets": len(self.targets),
             "epsilon": self.epsilon,
@@ -237,16 +233,7 @@ class SelectionCheck:
             "marginal_error": self.error,
             "shares": list(SHARES),
             "fitted": {
-                arm: [
-                    {
-                        "realised": r.realised,
-                        "predicted": r.predicted,
-                        "ratio": r.ratio,
-                        "gap": r.gap,
-                        "debiased": r.debiased,
-                    }
-                    for r in readings
-                ]
+                arm: [{name: getattr(reading, name) for name in _SUMMARISED} for reading in readings]
                 for arm, readings in self.fitted.items()
             },
             "held_out": {arm: values.tolist() for arm, values in self.held_out.items()} or None,
@@ -255,46 +242,76 @@ class SelectionCheck:
 
     def warnings(self) -> list[str]:
         """Return a sentence for every check that failed."""
-        found = []
-        own = {reading.share: reading for reading in self.fitted["selection"]}
-        first, half = own[SHARES[0]], own[0.5]
+        warnings = []
+        first, *_ = readings = self.fitted["selection"]
+        half = readings[SHARES.index(0.5)]
         if first.predicted >= 0:
-            found.append(
+            warnings.append(
                 "the mean score of the selection is not negative: to first order it moves the pool away from the target"
             )
         elif first.realised >= 0:
-            found.append(
+            warnings.append(
                 f"even as {SHARES[0]:.0%} of the mixture the selection does not lower the transport distance to the "
                 "target, although its scores promise it"
             )
         elif half.ratio is not None and half.ratio < 0.5:
-            told = "raises the transport distance" if half.ratio < 0 else f"gains {half.ratio:.0%} of what is promised"
-            found.append(
-                f"as half of the mixture the selection {told}: its scores hold for a light warm-up only; "
+            gain = "raises the transport distance" if half.ratio < 0 else f"gains {half.ratio:.0%} of what is promised"
+            warnings.append(
+                f"as half of the mixture the selection {gain}: its scores hold for a light warm-up only; "
                 "use rounds, a larger budget or a lighter warm-up"
             )
         if self.left_out:
-            found.append(
+            warnings.append(
                 f"of {self.left_out + len(self.held_distance)} splits of the target into halves, {self.left_out} have "
                 "a half that coincides with the pool; they tell nothing of unseen target rows and were left out"
             )
         if self.held_out:
-            gain = (self.held_out["random"] - self.held_out["selection"]).mean(0)
-            if gain[0] <= 0:
-                found.append(
+            if (self.held_out["random"] - self.held_out["selection"]).mean(0)[0] <= 0:
+                warnings.append(
                     "on target rows that it has not seen, the selection brings the pool no nearer than a random draw"
                 )
             if "rounds" in self.held_out:
-                at = SHARES.index(0.5)
-                once, rounds = self.held_out["selection"][:, at], self.held_out["rounds"][:, at]
+                once, rounds = (self.held_out[arm][:, SHARES.index(0.5)] for arm in ("selection", "rounds"))
                 if (rounds < once).all() and (once - rounds).mean() > 0.05 * self.held_distance.mean():
                     change = [f"{values.mean() / self.held_distance.mean():+.0%}" for values in (rounds, once)]
-                    found.append(
+                    warnings.append(
                         f"chosen in rounds, half of the mixture changes the distance to unseen target rows by "
                         f"{change[0]} rather than {change[1]}: for more than a light warm-up use `--method gotd "
                         "--select.method.rounds 5`"
                     )
-        return found
+        return warnings
+
+
+@dataclass
+class _ArmChooser:
+    """Choice of each arm's rows on the sample: x (n, d) of the pool, y (M, d) of the whole target."""
+
+    x: np.ndarray
+    y: np.ndarray
+    sample: PoolSample
+    epsilon: float
+    cost: str
+    in_rounds: bool
+    seed: int
+    generator: np.random.Generator
+
+    def choose(self, targets: np.ndarray, selection: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the rows that each arm chooses for `targets` (row numbers); of the first arm they are given."""
+        x, y, sample = self.x, self.y[targets], self.sample
+        chances = sample.records / sample.records.sum()
+        random = self.generator.choice(len(x), sample.budget, replace=False, p=chances)
+        chooser = GotDSelector(
+            epsilon=self.epsilon / mean_cost(x, y, weights=sample.mass, cost=self.cost),
+            rounds=1 if self.in_rounds else 5,
+            budget=sample.budget,
+            tolerance=1e-4,
+            cost=self.cost,
+            seed=self.seed,
+        )
+        pool = Pool(ids=list(map(str, sample.rows.tolist())), features=x, weights=sample.mass)
+        chooser.fit(pool, Pool(ids=list(map(str, targets.tolist())), features=y))
+        third_arm = "one step" if self.in_rounds else "rounds"
+        return {"selection": selection, "random": random, third_arm: chooser.select(sample.budget)}
 
 
 def check_selection(
@@ -328,66 +345,46 @@ def check_selection(
     if len(targets) > target_rows:
         targets = np.sort(generator.choice(targets, target_rows, replace=False))
     rows = np.asarray(x[sample.rows], dtype=np.float64)
-    seen = np.asarray(y[targets], dtype=np.float64)
-    scale = mean_cost(rows, seen, sample.mass, cost)
+    target_features = np.asarray(y[targets], dtype=np.float64)
+    scale = mean_cost(rows, target_features, weights=sample.mass, cost=cost)
     if not scale > 1e-30 * (1.0 + float(np.abs(rows).max()) ** 2):
         return None
     epsilon = relative * scale if epsilon is None else epsilon
     done, total = 0, 2 + splits
 
-    def told() -> None:
+    def report_step() -> None:
         nonlocal done
         done += 1
         if progress:
             progress("checking the selection", min(done, total), total)
 
-    def third(part: np.ndarray) -> np.ndarray:
-        chooser = GotDSelector(
-            epsilon=epsilon / mean_cost(rows, y[part], sample.mass, cost),
-            rounds=1 if in_rounds else 5,
-            budget=sample.budget,
-            tolerance=1e-4,
-            cost=cost,
-            seed=seed,
-        )
-        pool = Pool(ids=list(map(str, sample.rows.tolist())), features=rows, weights=sample.mass)
-        target = Pool(ids=list(map(str, part.tolist())), features=y[part])
-        return chooser.fit(pool, target).select(sample.budget)
-
-    def drawn() -> np.ndarray:
-        chances = sample.stands / sample.stands.sum()
-        return generator.choice(len(rows), sample.budget, replace=False, p=chances)
-
-    other = "one step" if in_rounds else "rounds"
-    arms = {"selection": np.flatnonzero(sample.chosen), "random": drawn(), other: third(targets)}
-    told()
-    mixtures = MixtureTransport(rows, seen, epsilon=epsilon, cost=cost)
+    choose_arms = _ArmChooser(rows, y, sample, epsilon, cost, in_rounds, seed, generator).choose
+    arms = choose_arms(targets, np.flatnonzero(sample.chosen))
+    report_step()
+    mixtures = MixtureTransport(rows, target_features, epsilon=epsilon, cost=cost)
     base = mixtures.at(sample.mass)
     fitted, error = _fit_readings(mixtures, base, sample, arms, rows, epsilon, cost)
-    told()
-    held: dict[str, list[list[float]]] = {name: [] for name in arms}
+    report_step()
+    held_out: dict[str, list[list[float]]] = {name: [] for name in arms}
     held_distance = []
     left_out = 0
-    for _ in range(splits if len(targets) >= _LEAST_TARGETS else 0):
-        turn = targets[generator.permutation(len(targets))]
-        known, unseen = np.sort(turn[: len(turn) // 2]), np.sort(turn[len(turn) // 2 :])
-        if min(mean_cost(rows, y[half], sample.mass, cost) for half in (known, unseen)) <= _COINCIDENT * scale:
+    for _ in range(splits if len(targets) >= _MIN_TARGETS else 0):
+        shuffled = targets[generator.permutation(len(targets))]
+        known, unseen = np.sort(shuffled[: len(targets) // 2]), np.sort(shuffled[len(targets) // 2 :])
+        unit = min(mean_cost(rows, y[half], weights=sample.mass, cost=cost) for half in (known, unseen))
+        if unit <= _COINCIDENT * scale:
             left_out += 1
-            told()
+            report_step()
             continue
-        chosen = {
-            "selection": np.asarray(refit(sample.rows, known, sample.mass, sample.budget)),
-            "random": drawn(),
-            other: third(known),
-        }
-        there = MixtureTransport(rows, np.asarray(y[unseen], dtype=np.float64), epsilon=epsilon, cost=cost)
-        before = there.at(sample.mass)
+        selection = np.asarray(refit(sample.rows, known, sample.mass, sample.budget))
+        transport = MixtureTransport(rows, np.asarray(y[unseen], dtype=np.float64), epsilon=epsilon, cost=cost)
+        before = transport.at(sample.mass)
         held_distance.append(before.value)
-        for name, picked in chosen.items():
-            values = [there.at(sample.mixture(picked, share), before.g) for share in SHARES]
-            held[name].append([found.value - before.value for found in values])
-            error = max(error, *(found.error for found in values))
-        told()
+        for name, chosen in choose_arms(known, selection).items():
+            solutions = [transport.at(sample.mixture(chosen, share), before.g) for share in SHARES]
+            held_out[name].append([solution.value - before.value for solution in solutions])
+            error = max(error, *(solution.error for solution in solutions))
+        report_step()
     return SelectionCheck(
         sample=sample,
         targets=targets,
@@ -395,7 +392,7 @@ def check_selection(
         distance=base.value,
         g=base.g,
         fitted=fitted,
-        held_out={name: np.array(values) for name, values in held.items() if values},
+        held_out={name: np.array(values) for name, values in held_out.items() if values},
         held_distance=np.array(held_distance),
         error=error,
         left_out=left_out,
@@ -413,34 +410,31 @@ def _fit_readings(
 ) -> tuple[dict[str, list[GainReading]], float]:
     """Return the readings of every arm, and the largest marginal error."""
     scores = base.f - sample.mass @ base.f
-    weights = [sample.mixture(picked, share) for picked in arms.values() for share in SHARES]
-    own = self_transport(rows, np.stack([sample.mass, *weights]), epsilon=epsilon, cost=cost)
-    found: dict[str, list[GainReading]] = {}
-    error = base.error
-    for i, (name, picked) in enumerate(arms.items()):
-        readings = []
-        for j, share in enumerate(SHARES):
-            k = len(SHARES) * i + j
-            at = mixtures.at(weights[k], base.g)
-            error = max(error, at.error)
-            realised = at.value - base.value
-            readings.append(
-                GainReading(
-                    share=share,
-                    realised=realised,
-                    predicted=share * float(scores[picked].mean()),
-                    gap=share * (float(at.f[picked].mean()) - _mean_of_smallest(at.f, sample)),
-                    debiased=realised - 0.5 * float(own[k + 1] - own[0]),
-                )
+    weights = [sample.mixture(chosen, share) for chosen in arms.values() for share in SHARES]
+    debiasing = iter(self_transport(rows, np.stack([sample.mass, *weights]), epsilon=epsilon, cost=cost))
+    before = next(debiasing)
+    solutions = [mixtures.at(mixture, base.g) for mixture in weights]
+    remaining = iter(solutions)
+    readings: dict[str, list[GainReading]] = {}
+    for name, chosen in arms.items():
+        readings[name] = []
+        for share in SHARES:
+            solution = next(remaining)
+            realised = solution.value - base.value
+            reading = GainReading(
+                share=share,
+                realised=realised,
+                predicted=share * float(scores[chosen].mean()),
+                gap=share * (float(solution.f[chosen].mean()) - _mean_of_smallest(solution.f, sample)),
+                debiased=realised - 0.5 * float(next(debiasing) - before),
             )
-        found[name] = readings
-    return found, error
+            readings[name].append(reading)
+    return readings, max(base.error, *(solution.error for solution in solutions))
 
 
 def _mean_of_smallest(f: np.ndarray, sample: PoolSample) -> float:
-    """Return the mean of the smallest f over as many records as the budget has, each row weighted by the records it
-    represents."""
-    wanted = float(sample.stands[sample.chosen].sum())
+    """Return the mean of the smallest f over as many records as the budget has, rows weighted by their records."""
+    budget = float(sample.records[sample.chosen].sum())
     order = np.argsort(f, kind="stable")
-    filled = np.minimum(np.cumsum(sample.stands[order]), wanted)
-    return float(np.diff(filled, prepend=0.0) @ f[order]) / wanted
+    filled = np.minimum(np.cumsum(sample.records[order]), budget)
+    return float(np.diff(filled, prepend=0.0) @ f[order]) / budget

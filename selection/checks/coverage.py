@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.selection.methods.base import UNITS, Progress, scaled_features
+from flatshift.selection.methods.base import UNITS, ConvertedRows, Progress, scaled_features, squared_distances
 from flatshift.selection.methods.neighbours import nearest_rows
 
 _FELLOWS = 2000
 _QUANTILE = 0.95
-_WORK = 2e10
-"""Limit on multiplications for finding nearest records, except for the minimum number of targets."""
+_WORK = 2e10  # limit on multiplications for finding nearest records, except for the minimum number of targets
 _FEWEST = 128
-_LEAST = 10
-"""Minimum number of targets with distinct features for a typical distance among them."""
+_LEAST = 10  # minimum number of targets with distinct features for a typical distance among them
 
 
 @dataclass(frozen=True)
@@ -52,47 +50,31 @@ def target_coverage(
 ) -> Coverage:
     """Find the nearest pool rows of all targets, or in large pools of those with the largest g.
 
-    One pass over x (N, d), read in chunks. y (M, d): target features, g (M,): their potentials, large if the pool
-    covers a target badly.
+    One pass over x (N, d), read in chunks. y (M, d): target features, g (M,): their potentials, large where coverage is
+    bad.
     """
     affordable = int(_WORK / (x.shape[0] * x.shape[1]))
     worst = np.argsort(-np.asarray(g), kind="stable")[: max(_FEWEST, affordable)]
-    pool = x if cost == "sqeuclidean" else _ScaledRows(x, cost)
+    pool = x if cost == "sqeuclidean" else ConvertedRows(x, lambda rows: scaled_features(rows, cost))
     targets = scaled_features(y, cost)
-    found = nearest_rows(pool, targets[worst], 1, progress=progress)
+    nearest = nearest_rows(pool, targets[worst], 1, progress=progress)
     return Coverage(
         targets=worst,
         g=np.asarray(g)[worst],
-        rows=found.rows[:, 0],
-        costs=found.squared[:, 0] * UNITS[cost],
+        rows=nearest.rows[:, 0],
+        costs=nearest.squared[:, 0] * UNITS[cost],
         limit=_typical_spacing(targets, UNITS[cost], seed),
     )
 
 
 def _typical_spacing(y: np.ndarray, unit: float, seed: int) -> float | None:
-    """Return the 95 % quantile of each target's cost to its nearest other one, from a seeded sample if there are
-    many."""
+    """Return the 95 % quantile of targets' costs to their nearest other one, from a seeded sample of many."""
     if len(y) > _FELLOWS:
         generator = np.random.Generator(np.random.PCG64([seed, 0xC0FE]))
         y = y[np.sort(generator.choice(len(y), _FELLOWS, replace=False))]
     distinct = np.unique(y, axis=0)
     if len(distinct) < _LEAST:
         return None
-    centred = distinct - distinct.mean(0)
-    squared = np.einsum("ij,ij->i", centred, centred)
-    costs = np.maximum(squared[:, None] + squared - 2.0 * (centred @ centred.T), 0.0)
+    costs = squared_distances(distinct - distinct.mean(0))
     np.fill_diagonal(costs, np.inf)
     return float(np.quantile(costs.min(1), _QUANTILE)) * unit
-
-
-class _ScaledRows:
-    """Rows of a matrix of any size with `scaled_features` applied, a slice at a time."""
-
-    def __init__(self, source: Any, cost: str):
-        self.source = source
-        self.cost = cost
-        self.shape = tuple(source.shape)
-        self.dtype = np.dtype(np.float64)
-
-    def __getitem__(self, key: Any) -> np.ndarray:
-        return scaled_features(self.source[key], self.cost)

@@ -8,9 +8,9 @@ from typing import Any
 
 _HOME = {
     "FeatureCache": "cache",
-    "HashedNgrams": "hashed_ngrams",
+    "HashedNgrams": "tfidf",
     "SentenceLayout": "pooling",
-    "ShardWriter": "shard_writer",
+    "ShardWriter": "directory",
     "ShardedRows": "matrix",
     "StaticEmbedder": "static",
     "IndexedRows": "matrix",
@@ -33,7 +33,3 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -1,9 +1,8 @@
 """Cached features in shards on disk: computed once, verified on every read, resumed after a kill.
 
-A shard holds the features of `shard_rows` consecutive texts. Its file is named by a digest of everything it depends on:
-the embedder (model and parameters), the stored dtype, and the texts, byte by byte. So nothing is ever out of date:
-changed inputs give another name. A file is a plain `.npy` array followed by 32 bytes, the SHA-256 of all before; it is
-written atomically, and one that does not match its digest is computed again.
+The file of a shard, the features of `shard_rows` consecutive texts, is named by a digest of everything it depends on:
+the embedder (model and parameters), the stored dtype, and the texts, byte by byte; so nothing is ever out of date. It
+is a plain `.npy` array followed by 32 bytes, the SHA-256 of all before; one that does not match is computed again.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ def embed_in_shards(
     """Compute features (len(texts), d) in memory, shard by shard: bit for bit the result of `FeatureCache.features`."""
     parts = []
     for low in range(0, len(texts), shard_rows):
-        some = list(texts[low : low + shard_rows])
-        parts.append(_to_stored_dtype(embed(some), len(some), dtype, low))
+        batch = list(texts[low : low + shard_rows])
+        parts.append(_to_stored_dtype(embed(batch), len(batch), dtype, low))
         if progress:
-            progress(low + len(some))
+            progress(low + len(batch))
     if not parts:
         raise SelectionError("there are no texts to embed")
     return np.concatenate(parts)
@@ -85,11 +84,11 @@ class FeatureCache:
         lengths: list[int] = []
         width: int | None = None
         for low in range(0, len(texts), shard_rows):
-            some = list(texts[low : low + shard_rows])
-            path = self.directory / f"{_shard_name(key, dtype, some)}.npy"
-            dim = self._intact(path, len(some), dtype)
+            batch = list(texts[low : low + shard_rows])
+            path = self.directory / f"{_shard_name(key, dtype, batch)}.npy"
+            dim = self._intact_width(path, len(batch))
             if dim is None:
-                matrix = _to_stored_dtype(embed(some), len(some), dtype, low)
+                matrix = _to_stored_dtype(embed(batch), len(batch), dtype, low)
                 self._write(path, matrix)
                 dim = matrix.shape[1]
                 self.computed += 1
@@ -99,13 +98,13 @@ class FeatureCache:
                 raise SelectionError(f"the embedder gave {width} columns before text {low} and {dim} from there on")
             width = dim
             files.append(path)
-            lengths.append(len(some))
+            lengths.append(len(batch))
             if progress:
-                progress(low + len(some))
+                progress(low + len(batch))
         assert width is not None
         return ShardedRows(files, lengths, width, dtype)
 
-    def _intact(self, path: Path, rows: int, dtype: Stored) -> int | None:
+    def _intact_width(self, path: Path, rows: int) -> int | None:
         """Return the width of the shard at `path`, or None if it is missing or broken."""
         try:
             content = path.read_bytes()
@@ -132,7 +131,9 @@ class FeatureCache:
         """Remove temporary files of killed processes of this machine; running processes keep theirs."""
         for leftover in self.directory.glob(".*.tmp"):
             with contextlib.suppress(ValueError, IndexError, OSError):
-                if not _is_alive(int(leftover.name.split(".")[-3])):
+                try:
+                    os.kill(int(leftover.name.split(".")[-3]), 0)
+                except ProcessLookupError:
                     leftover.unlink(missing_ok=True)
 
 
@@ -161,31 +162,21 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 def _shard_name(key: str, dtype: str, texts: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for part in (key, dtype, *texts):
-        # Each part is preceded by its length, so that different splits of the same bytes have different digests.
-        raw = part.encode("utf-8", "surrogatepass")
+    for text in (key, dtype, *texts):
+        # Each text is preceded by its length, so that different splits of the same bytes have different digests.
+        raw = text.encode("utf-8", "surrogatepass")
         digest.update(len(raw).to_bytes(8, "little"))
         digest.update(raw)
     return digest.hexdigest()[:40]
 
 
-def _to_stored_dtype(features: np.ndarray, rows: int, dtype: Stored, first: int) -> np.ndarray:
+def _to_stored_dtype(features: np.ndarray, rows: int, dtype: Stored, offset: int) -> np.ndarray:
     """Convert `features` to the stored dtype; raise SelectionError if that is impossible."""
     if features.ndim != 2 or len(features) != rows or not features.shape[1]:
         raise SelectionError(f"the embedder must return ({rows}, d) for {rows} texts, not {features.shape}")
     with np.errstate(over="ignore"):
-        kept = np.ascontiguousarray(features, dtype=dtype)
-    if not np.isfinite(kept).all():
-        row = first + int(np.flatnonzero(~np.isfinite(kept).all(axis=1))[0])
+        stored = np.ascontiguousarray(features, dtype=dtype)
+    if not np.isfinite(stored).all():
+        row = offset + int(np.flatnonzero(~np.isfinite(stored).all(axis=1))[0])
         raise SelectionError(f"the features of text {row} are not finite in {dtype}; store float32, or mend the model")
-    return kept
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+    return stored

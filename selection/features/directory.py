@@ -4,6 +4,13 @@ docs/feature-shards.md.
 `manifest.json` lists the shards; `NAME.npy` holds the rows of a shard, `NAME.ids`, if present, one id per line (UTF-8).
 Shards are concatenated in the order of the manifest. Every file is checked against the manifest by header, length and
 SHA-256 before a row is used, and ids must be unique.
+
+`ShardWriter` writes one shard per file of documents, for any data engine, as a step of a datatrove pipeline:
+
+    LocalPipelineExecutor([JsonlReader("pool"), ShardWriter("features", HashedNgrams())], tasks=files, …).run()
+    write_manifest("features")
+
+datatrove takes any callable of (documents, rank, world_size) as a step; it is not imported here.
 """
 
 from __future__ import annotations
@@ -11,18 +18,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.cache import atomic_file
 from flatshift.selection.features.matrix import ShardedRows, load_features
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "flatshift features", 1
 TYPES = ("float16", "float32", "float64")
+_BATCH = 512
 
 
 class FeatureDirectory(ShardedRows):
@@ -44,8 +53,8 @@ class FeatureDirectory(ShardedRows):
 def write_manifest(directory: str | Path) -> Path:
     """Write the manifest of the shards `*.npy` in `directory`, in the order of their names; return its path.
 
-    Raises SelectionError for shards that do not match, and for .ids files that are missing for some shards or have
-    another number of lines.
+    Raises SelectionError for shards that do not match, and for .ids files that are missing or have another number of
+    lines.
     """
     root = Path(directory)
     files = sorted(root.glob("*.npy"))
@@ -71,7 +80,7 @@ def write_manifest(directory: str | Path) -> Path:
                 f"{first.dtype}; write all shards alike"
             )
         shards.append(shard)
-    told = {
+    manifest = {
         "format": FORMAT,
         "version": VERSION,
         "rows": sum(shard["rows"] for shard in shards),
@@ -80,13 +89,9 @@ def write_manifest(directory: str | Path) -> Path:
         "ids": with_ids[0],
         "shards": shards,
     }
-    path, scratch = root / MANIFEST, root / f".{MANIFEST}.tmp"
-    with scratch.open("w", encoding="utf-8") as handle:
-        json.dump(told, handle, indent=1)
-        handle.flush()
-        os.fsync(handle.fileno())
-    scratch.replace(path)
-    return path
+    with atomic_file(root / MANIFEST) as handle:
+        handle.write(json.dumps(manifest, indent=1).encode())
+    return root / MANIFEST
 
 
 def open_directory(directory: str | Path, flag: str = "features") -> FeatureDirectory:
@@ -96,9 +101,8 @@ def open_directory(directory: str | Path, flag: str = "features") -> FeatureDire
     truncated, of another dim or dtype than in the manifest, or changed since; a repeated id.
     """
     root = Path(directory)
-    path = root / MANIFEST
     try:
-        status = path.stat()
+        status = (root / MANIFEST).stat()
     except OSError:
         raise SelectionError(
             f"{flag}: {root} has no {MANIFEST}; `flatshift.selection.features.write_manifest` writes it when all "
@@ -118,29 +122,30 @@ def _open_checked(root: Path, flag: str, _changed: int, _size: int) -> FeatureDi
         raise SelectionError(
             f"{flag}: {root / MANIFEST} says {manifest['rows']} rows, its shards {rows}; seal it again"
         )
-    found = FeatureDirectory(root, manifest)
-    if (twin := _first_repeated_id(found)) is not None:
+    features = FeatureDirectory(root, manifest)
+    if (twin := _first_repeated_id(features)) is not None:
         raise SelectionError(f"{flag}: {root}: the id {twin!r} comes twice; a record belongs into one shard, once")
-    return found
+    return features
 
 
 def read_manifest(path: Path, flag: str) -> dict[str, Any]:
     """Read and validate a directory's manifest, without its shards. Raises SelectionError if it is invalid."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["format"] != FORMAT:
-            raise ValueError(f"its format is {found['format']!r}, not {FORMAT!r}")
-        if found["version"] != VERSION:
-            raise ValueError(f"its version is {found['version']!r}, and this Flatshift reads {VERSION}")
-        if found["dtype"] not in TYPES:
-            raise ValueError(f"its dtype is {found['dtype']!r}, not one of {', '.join(TYPES)}")
-        if not isinstance(found["ids"], bool) or not found["shards"]:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT!r}")
+        if manifest["version"] != VERSION:
+            raise ValueError(f"its version is {manifest['version']!r}, and this Flatshift reads {VERSION}")
+        if manifest["dtype"] not in TYPES:
+            raise ValueError(f"its dtype is {manifest['dtype']!r}, not one of {', '.join(TYPES)}")
+        shards, has_ids = manifest["shards"], manifest["ids"]
+        if not isinstance(has_ids, bool) or not shards:
             raise ValueError("it must list shards, and say by true or false whether they have ids")
-        counts = [found["rows"], found["dim"], *(shard["rows"] for shard in found["shards"])]
+        counts = [manifest["rows"], manifest["dim"], *(shard["rows"] for shard in shards)]
         if not all(type(count) is int and count > 0 for count in counts):
             raise ValueError("rows and dim must be whole numbers above 0")
-        names = [shard["file"] for shard in found["shards"]]
-        digests = [shard[key] for shard in found["shards"] for key in ("sha256", *["ids_sha256"] * found["ids"])]
+        names = [shard["file"] for shard in shards]
+        digests = [shard[key] for shard in shards for key in ("sha256", *["ids_sha256"] * has_ids)]
         if not all(isinstance(text, str) for text in (*names, *digests)):
             raise ValueError("files and digests must be texts")
         if any(Path(name).name != name or not name.endswith(".npy") for name in names) or len(set(names)) < len(names):
@@ -148,32 +153,37 @@ def read_manifest(path: Path, flag: str) -> dict[str, Any]:
     except KeyError as error:
         raise SelectionError(f"{flag}: {path} lacks {error.args[0]!r}; seal the directory again") from None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        told = (str(error).splitlines() or ["unreadable"])[0][:160]
-        raise SelectionError(f"{flag}: {path} cannot be used: {told}; seal the directory again") from None
-    return dict(found)
+        reason = (str(error).splitlines() or ["unreadable"])[0][:160]
+        raise SelectionError(f"{flag}: {path} cannot be used: {reason}; seal the directory again") from None
+    return dict(manifest)
 
 
 def _check_shard(root: Path, shard: dict[str, Any], manifest: dict[str, Any], flag: str) -> None:
     file = root / shard["file"]
     matrix = load_features(file, flag=flag)
-    has, says = (len(matrix), matrix.shape[1], str(matrix.dtype)), (shard["rows"], manifest["dim"], manifest["dtype"])
-    for what, one, other in zip(("rows", "columns", "dtype"), has, says, strict=True):
-        if one != other:
+    for name, value, listed in (
+        ("rows", len(matrix), shard["rows"]),
+        ("columns", matrix.shape[1], manifest["dim"]),
+        ("dtype", str(matrix.dtype), manifest["dtype"]),
+    ):
+        if value != listed:
             raise SelectionError(
-                f"{flag}: {file} has {what} {one}, and {MANIFEST} says {other}; write the shard again, then seal again"
+                f"{flag}: {file} has {name} {value}, and {MANIFEST} says {listed}; write the shard again, then seal "
+                "again"
             )
-    pairs = [(file, shard["sha256"])]
+    digests = {file: shard["sha256"]}
+    ids = file.with_suffix(".ids")
     if manifest["ids"]:
-        pairs.append((file.with_suffix(".ids"), shard["ids_sha256"]))
-    for path, digest in pairs:
+        digests[ids] = shard["ids_sha256"]
+    for path, digest in digests.items():
         if not path.is_file():
             raise SelectionError(f"{flag}: {path} does not exist, and {MANIFEST} lists it; write it, then seal again")
         if _file_digest(path) != digest:
             raise SelectionError(
                 f"{flag}: {path} is not what {MANIFEST} says (SHA-256); write it again, then seal again"
             )
-    if manifest["ids"] and (count := sum(1 for _ in _read_lines(pairs[1][0]))) != shard["rows"]:
-        raise SelectionError(f"{flag}: {pairs[1][0]} has {count} ids for {shard['rows']} rows; give one a line")
+    if manifest["ids"] and (count := sum(1 for _ in _read_lines(ids))) != shard["rows"]:
+        raise SelectionError(f"{flag}: {ids} has {count} ids for {shard['rows']} rows; give one a line")
 
 
 def _file_digest(path: Path) -> str:
@@ -195,18 +205,77 @@ def _first_repeated_id(rows: FeatureDirectory) -> str | None:
     if not rows.has_ids:
         return None
 
-    def key(name: str) -> bytes:
-        return hashlib.blake2b(name.encode(), digest_size=8).digest()
+    def key(name: str) -> int:
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
-    keys = np.empty(len(rows), dtype=np.uint64)
-    for i, name in enumerate(rows.ids()):
-        keys[i] = int.from_bytes(key(name), "little")
-    keys.sort()
-    again = {int(k).to_bytes(8, "little") for k in np.unique(keys[1:][keys[1:] == keys[:-1]])}
-    seen: set[str] = set()
-    for name in rows.ids() if again else ():
-        if key(name) in again:
-            if name in seen:
+    keys = np.sort(np.fromiter(map(key, rows.ids()), np.uint64, len(rows)))
+    shared = set(keys[1:][keys[1:] == keys[:-1]].tolist())
+    previous: set[str] = set()
+    for name in rows.ids() if shared else ():
+        if key(name) in shared:
+            if name in previous:
                 return name
-            seen.add(name)
+            previous.add(name)
     return None
+
+
+class Document(Protocol):
+    """Document as given by datatrove's readers."""
+
+    text: str
+    id: str
+    metadata: dict[str, Any]
+
+
+class ShardWriter:
+    """Writes `part-<rank>.npy` and `part-<rank>.ids` into a directory for `write_manifest`; passes documents on.
+
+    directory: of the shards. embed: texts → (n, dim), the same in every task; it is pickled for them. dtype: of the
+    stored rows. ids: also write ids, so that a shuffled shard can be matched later. The rows of one task are held in
+    memory; files are written atomically, rows last. If several tasks share the work, each has to read one file, so that
+    the order of shards is that of the files.
+
+    Raises SelectionError for a task that reads a second file while there are other tasks, an id with a line break, and
+    features of another number of rows.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        embed: Callable[[Sequence[str]], np.ndarray],
+        *,
+        dtype: Literal["float16", "float32", "float64"] = "float32",
+        ids: bool = True,
+    ):
+        self.directory, self.embed, self.dtype, self.ids = Path(directory).absolute(), embed, dtype, ids
+
+    def __call__(self, documents: Iterable[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents of a task, and write its shard at their end."""
+        rows: list[np.ndarray] = []
+        ids: list[str] = []
+        file: str | None = None
+        stream = iter(documents)
+        while batch := list(islice(stream, _BATCH)):
+            for document in batch:
+                path = document.metadata.get("file_path")
+                if world_size > 1 and file is not None and path != file:
+                    raise SelectionError(
+                        f"task {rank} of {world_size} reads {file} and {path}; give the executor as many tasks as "
+                        "there are files, so that shards follow one another as the files do"
+                    )
+                file = path
+                if self.ids and "\n" in document.id:
+                    raise SelectionError(f"{path}: the id {document.id!r} has a line break; write ids without one")
+            features = np.asarray(self.embed([document.text for document in batch]), dtype=self.dtype)
+            if features.ndim != 2 or len(features) != len(batch):
+                raise SelectionError(f"embed gave {features.shape} for {len(batch)} texts; it must give a row for each")
+            rows.append(features)
+            ids += [document.id for document in batch]
+            yield from batch
+        if not rows:
+            return
+        if self.ids:
+            with atomic_file(self.directory / f"part-{rank:05d}.ids") as handle:
+                handle.write("".join(f"{name}\n" for name in ids).encode())
+        with atomic_file(self.directory / f"part-{rank:05d}.npy") as handle:
+            np.save(handle, np.concatenate(rows), allow_pickle=False)

@@ -91,8 +91,8 @@ class ShardedRows(_LazyRows):
         out = np.empty((len(rows), self.shape[1]), dtype=self.dtype)
         shard_of = np.searchsorted(self._starts, rows, side="right") - 1
         for shard in np.unique(shard_of).tolist():
-            here = np.flatnonzero(shard_of == shard)
-            out[here] = self._mapped(shard)[rows[here] - self._starts[shard]]
+            positions = np.flatnonzero(shard_of == shard)
+            out[positions] = self._mapped(shard)[rows[positions] - self._starts[shard]]
         return out
 
     def _mapped(self, shard: int) -> np.ndarray:
@@ -100,35 +100,20 @@ class ShardedRows(_LazyRows):
 
 
 class IndexedRows(_LazyRows):
-    """Rows `index` (N,) of another matrix, read on demand."""
+    """Rows `index` of another matrix, an array (N,) or a range, read on demand."""
 
-    def __init__(self, source: Any, index: np.ndarray):
-        self.source = source
-        self.index = index
+    def __init__(self, source: Any, index: np.ndarray | range):
+        self.source, self.index = source, index
         self.shape = (len(index), source.shape[1])
         self.dtype = source.dtype
 
     def _span(self, low: int, high: int) -> np.ndarray:
-        return np.asarray(self.source[self.index[low:high]])
+        rows = self.index[low:high]
+        return np.asarray(self.source[slice(rows.start, rows.stop) if isinstance(rows, range) else rows])
 
     def _gather(self, rows: np.ndarray) -> np.ndarray:
-        return np.asarray(self.source[self.index[rows]])
-
-
-class RowRange(_LazyRows):
-    """Rows [low, high) of another matrix, read on demand."""
-
-    def __init__(self, source: Any, low: int, high: int):
-        self.source = source
-        self.low = low
-        self.shape = (high - low, source.shape[1])
-        self.dtype = source.dtype
-
-    def _span(self, low: int, high: int) -> np.ndarray:
-        return np.asarray(self.source[self.low + low : self.low + high])
-
-    def _gather(self, rows: np.ndarray) -> np.ndarray:
-        return np.asarray(self.source[rows + self.low])
+        index = rows + self.index.start if isinstance(self.index, range) else self.index[rows]
+        return np.asarray(self.source[index])
 
 
 def sendable_rows(x: Any, low: int, high: int) -> Any:
@@ -137,7 +122,7 @@ def sendable_rows(x: Any, low: int, high: int) -> Any:
         return IndexedRows(sendable_rows(x.source, 0, len(x.source)), x.index[low:high])
     if isinstance(x, np.memmap):
         x = ShardedRows([Path(str(x.filename)).resolve()], [len(x)], x.shape[1], x.dtype)
-    return RowRange(x, low, high) if isinstance(x, _LazyRows) else np.asarray(x[low:high])
+    return IndexedRows(x, range(low, high)) if isinstance(x, _LazyRows) else np.asarray(x[low:high])
 
 
 def load_features(path: str | Path, *, rows: int | None = None, flag: str = "features") -> np.ndarray:
@@ -149,8 +134,10 @@ def load_features(path: str | Path, *, rows: int | None = None, flag: str = "fea
     path = Path(path)
     if path.exists() and not path.is_file():
         raise SelectionError(f"{flag}: {path} is no file; save one array with numpy.save")
-    if path.is_file() and not _is_npy(path):
-        raise SelectionError(f"{flag}: {path} is no .npy file; save one array with numpy.save")
+    if path.is_file():
+        with path.open("rb") as handle:
+            if handle.read(4) not in (b"\x93NUM", b"PK\x03\x04"):  # an archive of arrays is reported below
+                raise SelectionError(f"{flag}: {path} is no .npy file; save one array with numpy.save")
     try:
         features = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -158,9 +145,9 @@ def load_features(path: str | Path, *, rows: int | None = None, flag: str = "fea
     except MemoryError:
         raise SelectionError(f"{flag}: {path} claims more numbers than memory holds; save it again") from None
     except Exception as error:  # the header is Python text, and a damaged one raises errors of any kind
-        told = (str(error).splitlines() or [type(error).__name__])[0]
-        told = "its header is damaged" if told.startswith(("Cannot parse header", "malformed")) else told[:120]
-        raise SelectionError(f"{flag}: {path} is not a readable .npy file of numbers ({told})") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = "its header is damaged" if reason.startswith(("Cannot parse header", "malformed")) else reason[:120]
+        raise SelectionError(f"{flag}: {path} is not a readable .npy file of numbers ({reason})") from error
     if not isinstance(features, np.ndarray):
         raise SelectionError(f"{flag}: {path} is an archive; save one array with numpy.save")
     if features.ndim != 2 or features.dtype.kind not in "fiu" or 0 in features.shape:
@@ -173,8 +160,3 @@ def load_features(path: str | Path, *, rows: int | None = None, flag: str = "fea
             f"{flag}: {path} has {len(features)} rows for {rows} records; one row per record is needed"
         )
     return features
-
-
-def _is_npy(path: Path) -> bool:
-    with path.open("rb") as handle:
-        return handle.read(4) in (b"\x93NUM", b"PK\x03\x04")  # an archive of arrays is reported by load_features

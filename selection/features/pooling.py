@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import check_fields
+from flatshift.selection.validation import Settings, bounded
 
 EncodeBatch = Callable[[list[str]], tuple[Any, Any]]
 """Function texts of a batch → (last hidden states (B, T, D), mask (B, T) that is 1 on real tokens); torch or NumPy."""
@@ -21,57 +21,47 @@ POOLINGS: tuple[str, ...] = get_args(Pooling)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackboneEmbedder:
+class BackboneEmbedder(Settings):
     """Masked mean of the backbone's last hidden states, L2-normalised."""
 
     kind: Literal["backbone"] = "backbone"
-    max_length: int = 256
+    max_length: int = bounded(256, minimum=1)
     """Maximum number of tokens per text."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "max_length", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gradients:
+class Gradients(Settings):
     """Per-text gradients of a light adapter on the backbone, preconditioned as in Adam and projected (for `less`,
     `round-robin`, gotd and others). One forward and backward pass per text."""
 
     kind: Literal["gradients"] = "gradients"
-    rank: int = 4
+    rank: int = bounded(4, minimum=1)
     """Rank of the adapter; gradients are taken with respect to its factors B, at B = 0."""
-    dim: int = 1024
+    dim: int = bounded(1024, minimum=1)
     """Dimension after projection (a subsampled randomised Hadamard transform)."""
-    max_length: int = 128
+    max_length: int = bounded(128, minimum=8)
     """Maximum number of tokens per text."""
-    batch_size: int = 16
+    batch_size: int = bounded(16, minimum=1)
     """Texts per pass."""
     adam: bool = True
     """Divide each entry by the root of its second moment, as in Adam's steps."""
-    moment_texts: int = 256
+    moment_texts: int = bounded(256, minimum=1)
     """Pool texts, drawn by seed, for the second moments."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "rank", "dim", "batch_size", "moment_texts", least=1)
-        check_fields(self, "max_length", least=8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderEmbedder:
+class EncoderEmbedder(Settings):
     """Pooled last hidden states of any Hugging Face encoder or decoder. A directory in sentence-transformers' layout
     sets its own pooling, normalisation, prompt and length; any other: masked mean, L2-normalised."""
 
     kind: Literal["encoder"] = "encoder"
     path: str = ""
     """Hub name or local directory."""
-    max_length: int = 256
+    max_length: int = bounded(256, minimum=1)
     """Maximum number of tokens per text; capped by a sentence-transformers directory's own limit."""
     pooling: Literal["auto", "mean", "cls", "max", "last"] = "auto"
     """Pooling of a text's states to one normalised vector; `auto`: the directory's own settings, else `mean` over the
     text's tokens."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "max_length", least=1)
 
 
 def pool_features(
@@ -86,8 +76,8 @@ def pool_features(
     """Pool a model's last hidden states over each text: float32 (len(texts), D), in the order of `texts`.
 
     pooling: see `Pooling`. normalise: to L2 norm 1. Texts are encoded in order of length, so that batches have little
-    padding. A text without a token gets the zero vector. Raises SelectionError if the callable returns other shapes, or
-    states that are not finite.
+    padding. A text without a token gets the zero vector. Raises SelectionError for other shapes, or states that are not
+    finite.
     """
     if batch_size < 1:
         raise SelectionError(f"batch_size must be at least 1, not {batch_size}")
@@ -120,16 +110,16 @@ def pool_features(
 
 def _pool_states(hidden: np.ndarray, real: np.ndarray, pooling: str) -> np.ndarray:
     """Pool states (B, T, D) with mask (B, T) bool to (B, D). Rows without a real token are 0."""
-    some: np.ndarray = np.asarray(real.any(axis=1))
+    not_empty = np.asarray(real.any(axis=1))[:, None]
     if not real.shape[1]:  # no text of the batch has a token
         return np.zeros((len(hidden), hidden.shape[2]), dtype=np.float32)
     if pooling in ("cls", "last"):
         steps = real.shape[1]
-        place = real.argmax(axis=1) if pooling == "cls" else steps - 1 - real[:, ::-1].argmax(axis=1)
-        return np.where(some[:, None], hidden[np.arange(len(hidden)), place], 0.0)
+        step = real.argmax(axis=1) if pooling == "cls" else steps - 1 - real[:, ::-1].argmax(axis=1)
+        return np.where(not_empty, hidden[np.arange(len(hidden)), step], 0.0)
     # Padding is masked out, not multiplied by zero: some attention kernels leave NaN in fully masked rows.
     if pooling == "max":
-        return np.where(some[:, None], np.where(real[:, :, None], hidden, -np.inf).max(axis=1, initial=-np.inf), 0.0)
+        return np.where(not_empty, np.where(real[:, :, None], hidden, -np.inf).max(axis=1, initial=-np.inf), 0.0)
     weight = real.astype(np.float32)
     total = np.einsum("btd,bt->bd", np.where(real[:, :, None], hidden, 0.0), weight)
     return np.asarray(total / np.maximum(weight.sum(1), 1.0)[:, None])
@@ -142,37 +132,30 @@ def normalise_rows(features: np.ndarray) -> np.ndarray:
     return (wide / np.where(norms > 0, norms, 1.0)).astype(np.float32)
 
 
-def _to_numpy(part: Any) -> np.ndarray:
-    if hasattr(part, "detach"):
-        part = part.detach().float().cpu().numpy()
-    return np.asarray(part)
+def _to_numpy(value: Any) -> np.ndarray:
+    return np.asarray(value.detach().float().cpu().numpy() if hasattr(value, "detach") else value)
 
 
-_FLAGS: dict[str, Pooling | None] = {
+_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_lasttoken": "last",
-    "pooling_mode_mean_sqrt_len_tokens": None,
-    "pooling_mode_weightedmean_tokens": None,
 }
 _NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last"}
 
 
 @dataclass(frozen=True)
 class SentenceLayout:
-    """Settings of a sentence-transformers directory other than its transformer."""
+    """Settings of a sentence-transformers directory. transformer: its folder with config.json and the weights.
+    max_length: maximum number of tokens per text, None if not set. lower: lower-case texts. prompt: their prefix."""
 
     transformer: Path
-    """Directory with config.json and the weights."""
     pooling: Pooling
     normalise: bool
     max_length: int | None
-    """Maximum number of tokens per text, or None if the directory does not set it."""
     lower: bool
-    """True if texts are lower-cased first."""
     prompt: str
-    """Prefix of every text."""
 
 
 def read_layout(directory: str | Path) -> SentenceLayout | None:
@@ -201,8 +184,8 @@ def read_layout(directory: str | Path) -> SentenceLayout | None:
             )
     if transformer is None or pooling is None:
         raise SelectionError(f"{root / 'modules.json'}: names no Transformer followed by Pooling; is it complete?")
-    about = transformer / "sentence_bert_config.json"
-    settings = read_json(about, dict) if about.is_file() else {}
+    config = transformer / "sentence_bert_config.json"
+    settings = read_json(config, dict) if config.is_file() else {}
     length = settings.get("max_seq_length")
     return SentenceLayout(
         transformer=transformer,
@@ -225,20 +208,20 @@ def transformer_folder(directory: str | Path) -> Path:
 def _read_pooling(path: Path) -> Pooling:
     config = read_json(path, dict)
     if "pooling_mode" in config:
-        asked = config["pooling_mode"]
-        names = [asked] if isinstance(asked, str) else list(asked)
-        found = [_NAMES.get(name) for name in names]
+        modes = config["pooling_mode"]
+        names = [modes] if isinstance(modes, str) else list(modes)
+        poolings = [_NAMES.get(name) for name in names]
     else:
         names = [flag for flag, on in config.items() if flag.startswith("pooling_mode_") and on]
-        found = [_FLAGS.get(flag) for flag in names]
-    if len(found) != 1 or found[0] is None:
+        poolings = [_FLAGS.get(flag) for flag in names]
+    if len(poolings) != 1 or poolings[0] is None:
         raise SelectionError(
             f"{path}: the pooling {' + '.join(map(str, names)) or '(none)'} is not supported; "
             "one of cls, mean, max and lasttoken is"
         )
     if not config.get("include_prompt", True):
         raise SelectionError(f"{path}: include_prompt: false is not supported; use a model that pools the prompt too")
-    return found[0]
+    return poolings[0]
 
 
 def _read_prompt(path: Path) -> str:
@@ -253,15 +236,13 @@ def _read_prompt(path: Path) -> str:
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """Read the JSON of a model's file: an object (`kind` dict), or an array of objects (list). Raises
-    SelectionError."""
+    """Read a model's JSON: an object (`kind` dict), or an array of objects (list). Raises SelectionError."""
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SelectionError(
             f"{path}: cannot be read ({error}); name a complete local copy of the repository"
         ) from error
-    whole = isinstance(value, list) and all(isinstance(part, dict) for part in value)
-    if not (whole if kind is list else isinstance(value, kind)):
+    if not isinstance(value, kind) or (isinstance(value, list) and not all(isinstance(item, dict) for item in value)):
         raise SelectionError(f"{path}: must hold a JSON {'object' if kind is dict else 'array of objects'}")
     return value

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.pooling import normalise_rows, read_json
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import check_fields
+from flatshift.selection.validation import Settings, bounded
 
 _BATCH = 4096
 _WORDS = re.compile(r"\w+|[^\w\s]")
@@ -27,18 +27,15 @@ Tokenise = Callable[[list[str]], list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Static:
+class Static(Settings):
     """Mean of static word vectors (model2vec or sentence-transformers' StaticEmbedding, or a text file of word2vec,
     GloVe or fastText). No model is run."""
 
     kind: Literal["static"] = "static"
     path: str = ""
     """Local directory with model.safetensors and tokenizer.json, or a .txt or .vec file (also .gz)."""
-    max_length: int = 512
+    max_length: int = bounded(512, minimum=1)
     """Maximum number of tokens per text."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "max_length", least=1)
 
 
 class StaticEmbedder:
@@ -58,15 +55,15 @@ class StaticEmbedder:
             raise SelectionError(f"{path}: there is no user of this name; write the path without ~") from None
         self.max_tokens = max_tokens
         if self.path.is_dir():
-            self._table, self._tokenise, wanted = _read_directory(self.path)
+            self._table, self._tokenise, default = _read_directory(self.path)
         elif self.path.is_file():
             self._table, vocabulary = _read_text_vectors(self.path)
-            self._tokenise, wanted = _tokenise_words(vocabulary), True
+            self._tokenise, default = _tokenise_words(vocabulary), True
         else:
             raise SelectionError(f"{self.path}: no such directory or file of word vectors")
         if not np.isfinite(self._table).all():
             raise SelectionError(f"{self.path}: a vector holds a NaN or an infinity")
-        self.normalise = wanted if normalise is None else normalise
+        self.normalise = default if normalise is None else normalise
 
     @property
     def dim(self) -> int:
@@ -154,18 +151,18 @@ def _tokenise_with(path: Path, rows: int, *, without_unknown: bool) -> Tokenise:
         unknown = tokenizer.token_to_id(model["unk_token"])
 
     def tokenise(texts: list[str]) -> list[list[int]]:
-        found = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        rows = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         if without_unknown and unknown is not None:
-            return [[token for token in ids if token != unknown] for ids in found]
-        return found
+            return [[token for token in ids if token != unknown] for ids in rows]
+        return rows
 
     return tokenise
 
 
 def _tokenise_words(vocabulary: dict[str, int]) -> Tokenise:
     def row(word: str) -> int | None:
-        found = vocabulary.get(word)
-        return vocabulary.get(word.lower()) if found is None else found
+        number = vocabulary.get(word)
+        return vocabulary.get(word.lower()) if number is None else number
 
     def tokenise(texts: list[str]) -> list[list[int]]:
         return [[r for word in _WORDS.findall(text) if (r := row(word)) is not None] for text in texts]
@@ -179,7 +176,8 @@ def _read_text_vectors(path: Path) -> tuple[np.ndarray, dict[str, int]]:
     parts: list[np.ndarray] = []
     width = 0
     try:
-        with _open_text(path) as handle:
+        opener: Any = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rb") as handle:
             for number, raw in enumerate(handle, start=1):
                 fields = raw.decode("utf-8", errors="replace").rstrip().split(" ")
                 if number == 1 and len(fields) == 2 and all(field.isdigit() for field in fields):
@@ -202,9 +200,3 @@ def _read_text_vectors(path: Path) -> tuple[np.ndarray, dict[str, int]]:
     if not parts:
         raise SelectionError(f"{path}: holds no vectors")
     return np.stack(parts), vocabulary
-
-
-def _open_text(path: Path) -> IO[bytes]:
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    handle: IO[bytes] = opener(path, "rb")
-    return handle

@@ -1,57 +1,49 @@
 """Hashing TF-IDF + truncated SVD: the embedder that needs no model and no network.
 
 Words get the same buckets as in scikit-learn's HashingVectorizer, several times faster: a word is a run of letters,
-digits and underscores, in lower case; its bucket is |murmur3_32| mod `buckets`. Each distinct word is hashed once; the
-rest is array arithmetic.
+digits and underscores, in lower case; its bucket is |murmur3_32| mod `buckets`. Each distinct word is hashed once.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.pooling import normalise_rows
+from flatshift.selection.hashing import WORDS, WordHashes
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import check_fields
+from flatshift.selection.validation import Settings, bounded
 
-_CHUNK = 4096
-"""Texts counted at a time."""
+_CHUNK = 4096  # texts counted at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class TfIdf:
+class TfIdf(Settings):
     """Hashing TF-IDF followed by truncated SVD and L2 normalisation. Offline, no model."""
 
     kind: Literal["tfidf"] = "tfidf"
-    dim: int = 128
+    dim: int = bounded(128, minimum=1)
     """Components of the SVD."""
-    buckets: int = 2**18
+    buckets: int = bounded(2**18, minimum=2)
     """Hash buckets."""
-    fit_rows: int = 20_000
+    fit_rows: int = bounded(20_000, minimum=2)
     """Maximum number of texts for fitting document frequencies and SVD: the target's first, then a seeded draw of the
     pool's."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "dim", least=1)
-        check_fields(self, "buckets", "fit_rows", least=2)
 
 
 class TfIdfEmbedder:
     """Hashed bag of words, sublinear TF-IDF, truncated SVD, L2 norm 1. No model, no network, seeded.
 
     dim: components (fewer, with a warning and in `dim_`, if the texts do not span that many). buckets: hash buckets.
-    seed: of the randomised SVD and of the rows it is fitted on. fit_rows: maximum number of texts for fitting document
-    frequencies and SVD: the target's first (up to half of them, by seed), the rest drawn by seed from the pool. Words
-    that occur in no fitted text are ignored. A text without known words gets the zero vector. Counts are scikit-learn's
-    HashingVectorizer's, weights its TfidfTransformer's, components its TruncatedSVD's; texts are read in chunks and
-    never held.
+    seed: of the randomised SVD and of the rows it is fitted on. fit_rows: maximum number of texts for that: the
+    target's first (up to half of them, by seed), the rest drawn by seed from the pool. Words of no fitted text are
+    ignored; a text without others gets the zero vector. Counts are scikit-learn's HashingVectorizer's, weights its
+    TfidfTransformer's, components its TruncatedSVD's; texts are read in chunks and never held.
     """
 
     def __init__(self, *, dim: int = 128, buckets: int = 2**18, seed: int = 0, fit_rows: int = 20_000):
@@ -180,10 +172,7 @@ def _draw_texts(generator: np.random.Generator, texts: Sequence[str], count: int
     return [texts[i] for i in np.sort(generator.choice(len(texts), count, replace=False)).tolist()]
 
 
-_WORDS = re.compile(r"\w+")
 _BATCH = 512
-_REMEMBERED = 1 << 20
-"""Maximum number of distinct words in the bucket table: about 120 MB."""
 
 
 class WordHasher:
@@ -191,14 +180,16 @@ class WordHasher:
 
     def __init__(self, buckets: int):
         self.buckets = buckets
-        self._table = _BucketTable(buckets)
+        from sklearn.utils import murmurhash3_32
+
+        self._table = WordHashes(lambda word: abs(int(murmurhash3_32(word, 0))) % buckets)
 
     def counts(self, texts: Sequence[str]) -> Any:
         """Return a scipy CSR matrix; element (i, b) is the number of words of text i in bucket b."""
         from scipy.sparse import csr_matrix
 
         parts = [self._batch(texts[low : low + _BATCH]) for low in range(0, len(texts), _BATCH)]
-        columns, values, lengths = (np.concatenate(part) for part in zip(*parts, strict=True))
+        columns, values, lengths = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         ends = np.concatenate([[0], np.cumsum(lengths)])
         matrix = csr_matrix((values, columns, ends), shape=(len(texts), self.buckets), copy=False)
         matrix.has_sorted_indices = True
@@ -206,32 +197,36 @@ class WordHasher:
 
     def _batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return buckets, counts, and the number of distinct buckets of each text."""
-        if len(self._table) > _REMEMBERED:
-            self._table.clear()
-        words = [_WORDS.findall(text.lower()) for text in texts]
-        sizes = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
-        total = int(sizes.sum())
-        buckets = np.fromiter(map(self._table.__getitem__, chain.from_iterable(words)), dtype=np.int64, count=total)
-        keys = np.repeat(np.arange(len(words)) * self.buckets, sizes) + buckets
+        words = [WORDS.findall(text.lower()) for text in texts]
+        buckets, sizes = self._table.codes(words)
+        total = len(buckets)
+        keys = np.repeat(np.arange(len(words)) * self.buckets, sizes) + buckets.astype(np.int64)
         keys.sort()
-        first = np.ones(total, dtype=bool)
-        np.not_equal(keys[1:], keys[:-1], out=first[1:])
-        starts = np.flatnonzero(first)
+        opens = np.ones(total, dtype=bool)
+        np.not_equal(keys[1:], keys[:-1], out=opens[1:])
+        starts = np.flatnonzero(opens)
         counts = np.diff(starts, append=total).astype(np.float32)
         text_of, column = np.divmod(keys[starts], self.buckets)
         return column.astype(np.int32), counts, np.bincount(text_of, minlength=len(words))
 
 
-class _BucketTable(dict[str, int]):
-    """word → bucket, filled on first use."""
+class HashedNgrams:
+    """Callable texts → (n, dim) float32; inner products estimate those of n-gram counts, scaled to norm 1.
 
-    def __init__(self, buckets: int):
-        super().__init__()
-        from sklearn.utils import murmurhash3_32
+    dim: number of counters. longest: words of the longest n-grams. A text without a word is a row of zeros.
+    Raises SelectionError for a size below 1.
+    """
 
-        self.buckets = buckets
-        self._hash = murmurhash3_32
+    def __init__(self, dim: int = 512, longest: int = 2):
+        for name, value in (("dim", dim), ("longest", longest)):
+            if value < 1:
+                raise SelectionError(f"{name} must be at least 1, got {value}")
+        self.dim, self.longest = dim, longest
 
-    def __missing__(self, word: str) -> int:
-        value = self[word] = abs(int(self._hash(word.encode("utf-8", "surrogatepass"), 0))) % self.buckets
-        return value
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        from sklearn.feature_extraction.text import HashingVectorizer
+
+        counter = HashingVectorizer(
+            n_features=self.dim, ngram_range=(1, self.longest), token_pattern=r"\w+", norm=None, dtype=np.float32
+        )
+        return normalise_rows(np.asarray(counter.transform(texts).todense()))

@@ -15,8 +15,7 @@ from flatshift.selection.hygiene.hygiene_config import (
 )
 
 if TYPE_CHECKING:
-    from flatshift.selection.hygiene.listed import DropList
-    from flatshift.selection.hygiene.steps import CleaningResult, ReferenceTexts, clean_pool
+    from flatshift.selection.hygiene.steps import CleaningResult, DropList, ReferenceTexts, clean_pool
 
 __all__ = [
     "CleaningResult",
@@ -32,15 +31,11 @@ __all__ = [
 ]
 
 
-_HOME = {
-    "CleaningResult": "steps",
-    "ReferenceTexts": "steps",
-    "clean_pool": "steps",
-    "DropList": "listed",
-}  # these import NumPy
+_HEAVY = ("CleaningResult", "DropList", "ReferenceTexts", "clean_pool")
+"""Names whose module imports NumPy; loaded on first use."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"flatshift.selection.hygiene.{_HOME[name]}"), name)
+    if name in _HEAVY:
+        return getattr(importlib.import_module("flatshift.selection.hygiene.steps"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,12 @@
 """n-gram decontamination by the rules of Megatron-LM's task filter (tools/openwebtext/filter_ngrams.py, MT-NLG).
 
-Words are runs of letters, digits and underscores in lower case; 13 consecutive words shared with an evaluation text are
+13 consecutive words (runs of letters, digits and underscores in lower case) shared with an evaluation text are
 contamination. The record is split there: the shared words and 200 characters on both sides are removed, and further
 text up to the nearest end of a sentence (`.`, `!` or `?`); pieces under 200 characters are dropped; the rest of the
 text is searched again; with more than 10 pieces, or none, the record is dropped. N-grams with 10 or more occurrences in
-the pool are ordinary phrases.
-
-Two differences from the original: the end of the shared words is their end in the text (there: the length of the words
-joined by blanks), and every occurrence of an n-gram is counted (there: not those that overlap an earlier match).
+the pool are ordinary phrases. Two differences from the original: the end of the shared words is their end in the text
+(there: the length of the words joined by blanks), and every occurrence of an n-gram counts (there: none that overlaps
+an earlier match).
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from flatshift.selection.hashing import WORDS, WordHashes, window_hashes
 from flatshift.selection.hygiene import hygiene_config
-from flatshift.selection.hygiene.shingles import WORDS, WordHashes, window_hashes
 from flatshift.selection.hygiene.store import GrowingArray, block_ranges
 
 Spans = list[tuple[int, int]]
@@ -42,7 +41,7 @@ class Decontaminator:
     def __init__(self, settings: hygiene_config.Decontaminate, evaluation: Sequence[str]):
         self.settings = settings
         self._words = WordHashes()
-        found: dict[int, list[np.ndarray]] = {}
+        hashes_of: dict[int, list[np.ndarray]] = {}
         owners: dict[int, list[np.ndarray]] = {}
         too_short = 0
         for row, text in enumerate(evaluation):
@@ -52,15 +51,15 @@ class Decontaminator:
                 too_short += 1
                 continue
             hashes, _ = window_hashes(codes, counts, size)
-            found.setdefault(size, []).append(hashes)
+            hashes_of.setdefault(size, []).append(hashes)
             owners.setdefault(size, []).append(np.full(len(hashes), row))
         # For each length, longest first: the sorted hashes, the text of each, and the first of their numbers.
         self._tables: list[tuple[int, np.ndarray, np.ndarray, int]] = []
         self.ngrams = 0
         self._maybe = np.zeros(1 << _FILTER_BITS, dtype=bool)
-        for size in sorted(found, reverse=True):
-            hashes, first = np.unique(np.concatenate(found[size]), return_index=True)
-            self._tables.append((size, hashes, np.concatenate(owners[size])[first], self.ngrams))
+        for size in sorted(hashes_of, reverse=True):
+            hashes, index = np.unique(np.concatenate(hashes_of[size]), return_index=True)
+            self._tables.append((size, hashes, np.concatenate(owners[size])[index], self.ngrams))
             self.ngrams += len(hashes)
             self._maybe[_filter_slot(hashes)] = True
         self._rows, self._hits = GrowingArray(np.int64), GrowingArray(np.int64)
@@ -72,10 +71,10 @@ class Decontaminator:
         """Match the next rows of the pool, as they are."""
         codes, counts = self._words.codes([lower_words(text) for text in texts])
         for size, table, _, base in self._tables:
-            hashes, kept = window_hashes(codes, counts, size)
-            place, number = self._lookup(hashes, table)
-            if len(place):
-                row = np.searchsorted(np.cumsum(kept), place, side="right")
+            hashes, window_counts = window_hashes(codes, counts, size)
+            index, number = self._lookup(hashes, table)
+            if len(index):
+                row = np.searchsorted(np.cumsum(window_counts), index, side="right")
                 self._rows.append(self._seen + row)
                 self._hits.append(base + number)
         self._seen += len(texts)
@@ -98,36 +97,35 @@ class Decontaminator:
             low + np.flatnonzero(alive[every_row[low:high]] & self._leak[every_hit[low:high]])
             for low, high in block_ranges(len(every_row))
         ]
-        place = np.concatenate([np.empty(0, np.int64), *leaks])
-        rows, hits = every_row[place], every_hit[place]
+        hits_index = np.concatenate([np.empty(0, np.int64), *leaks])
+        rows, hits = every_row[hits_index], every_hit[hits_index]
         owners = np.concatenate([owner for _, _, owner, _ in self._tables] or [np.empty(0, np.int64)])[hits]
         order = np.lexsort((owners, rows))
-        found, first = np.unique(rows[order], return_index=True)
-        return found, owners[order][first]
+        contaminated, index = np.unique(rows[order], return_index=True)
+        return contaminated, owners[order][index]
 
     def cut(self, text: str) -> Spans:
         """Return the pieces (start, end) left of a contaminated text; the whole text if nothing matches."""
         return split_text(text, self.spans(text), self.settings)
 
     def spans(self, text: str) -> Spans:
-        """Return (start, end) in characters of every contaminated n-gram of the text, by start; the longest if several
-        start at the same word."""
+        """Return (start, end) in characters of every contaminated n-gram of the text, by start, the longest of each."""
         matches = list(WORDS.finditer(text))
         codes, counts = self._words.codes([[match.group().lower() for match in matches]])
         ends: dict[int, int] = {}
         for size, table, _, base in self._tables:
             hashes, _ = window_hashes(codes, counts, size)
-            place, number = self._lookup(hashes, table)
-            for word in place[self._leak[base + number]].tolist():
+            index, number = self._lookup(hashes, table)
+            for word in index[self._leak[base + number]].tolist():
                 ends.setdefault(word, word + size - 1)
         return [(matches[word].start(), matches[ends[word]].end()) for word in sorted(ends)]
 
     def _lookup(self, hashes: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the positions of `hashes` found in the sorted `table`, and their positions there."""
-        place = np.flatnonzero(self._maybe[_filter_slot(hashes)])
-        number = np.minimum(np.searchsorted(table, hashes[place]), len(table) - 1)
-        same = table[number] == hashes[place]
-        return place[same], number[same]
+        index = np.flatnonzero(self._maybe[_filter_slot(hashes)])
+        number = np.minimum(np.searchsorted(table, hashes[index]), len(table) - 1)
+        equal = table[number] == hashes[index]
+        return index[equal], number[equal]
 
 
 def _filter_slot(hashes: np.ndarray) -> np.ndarray:

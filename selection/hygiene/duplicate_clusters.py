@@ -9,14 +9,12 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
-from flatshift.selection.hygiene.external_sort import Keyed, sort_keys
-from flatshift.selection.hygiene.store import GrowingArray, block_ranges, build_array
+from flatshift.selection.hygiene.store import GrowingArray, Keyed, block_ranges, build_array, sort_keys
 
 WINDOW = 64
 """A row is compared with the first row that has its key and with this many before it. So in a cluster of more than 65
 texts that share a key without being similar, some pairs are skipped; they are counted."""
-PIECE = 1 << 18
-"""Rows of clusters whose pairs are processed at a time."""
+PIECE = 1 << 18  # rows of clusters whose pairs are processed at a time
 
 
 class DisjointSets:
@@ -42,18 +40,18 @@ class DisjointSets:
         self._parent[rows] = label
         return label
 
-    def join(self, one: np.ndarray, other: np.ndarray) -> None:
+    def join(self, rows: np.ndarray, partners: np.ndarray) -> None:
         """Join the groups of `one[i]` and `other[i]` for every i."""
-        edges = np.stack([self.of(one), self.of(other)])
+        edges = np.stack([self.of(rows), self.of(partners)])
         edges = edges[:, edges[0] != edges[1]]
         if not edges.size:
             return
         nodes, index = np.unique(edges, return_inverse=True)
-        left, right = index.reshape(2, -1)
-        graph = coo_matrix((np.ones(len(left), np.int8), (left, right)), shape=(len(nodes), len(nodes)))
+        sources, sinks = index.reshape(2, -1)
+        graph = coo_matrix((np.ones(len(sources), np.int8), (sources, sinks)), shape=(len(nodes), len(nodes)))
         _, component = connected_components(graph, directed=False)
-        _, first = np.unique(component, return_index=True)  # nodes are in ascending order
-        self._parent[nodes] = nodes[first][component]
+        _, index_of_first = np.unique(component, return_index=True)  # nodes are in ascending order
+        self._parent[nodes] = nodes[index_of_first][component]
 
 
 class DuplicateClusters:
@@ -67,16 +65,16 @@ class DuplicateClusters:
         rows, number = GrowingArray(np.int64), GrowingArray(np.int64)
         count, tied = 0, False  # clusters so far; True if the waiting row has the key of the one before it
         waiting: Keyed = np.empty(0, np.uint64), np.empty(0, np.int64)
-        for some in sort_keys(keyed, memory):
-            keys, here = (np.concatenate(pair) for pair in zip(waiting, some, strict=True))
+        for block in sort_keys(keyed, memory):
+            keys, block_rows = (np.concatenate(pair) for pair in zip(waiting, block, strict=True))
             same = keys[1:] == keys[:-1]
             before = np.append(tied, same)
             shared = before[:-1] | same
             opens = np.cumsum(shared & ~before[:-1])
-            rows.append(here[:-1][shared])
+            rows.append(block_rows[:-1][shared])
             number.append(count - 1 + opens[shared])
             count += int(opens[-1]) if len(opens) else 0
-            waiting, tied = (keys[-1:], here[-1:]), bool(before[-1])
+            waiting, tied = (keys[-1:], block_rows[-1:]), bool(before[-1])
         if tied:
             rows.append(waiting[1])
             number.append(np.array([count - 1]))
@@ -87,19 +85,21 @@ class DuplicateClusters:
         """Yield the pairs that are not in one group yet: each row with the first of its cluster, then with the one
         before it, two before it, … up to WINDOW. `groups` may grow between two steps."""
         for low, high in self._pieces():
-            rows, number, known = self._piece(low, high)
-            yield from _candidate_pairs(rows, number, known, groups)
+            rows, number, overlap = self._piece(low, high)
+            yield from _candidate_pairs(rows, number, overlap, groups)
 
     def left_out(self, groups: DisjointSets) -> int:
         """Count the pairs that share a key but are neither in one group nor compared, after all of `pairs`."""
         large = [span for span in self._pieces() if self._large(*span).any()]
         apart = (sum(int(self._sizes(*span)[self._large(*span)].sum()) for span in large) - self._together(groups)) // 2
         for low, high in large:
-            rows, number, known = self._piece(low, high)
-            here = self._large(low, high)
-            chosen = np.append(np.full(known, here[0]), here)
-            known *= int(here[0])
-            apart -= sum(len(one) for one, _ in _candidate_pairs(rows[chosen], number[chosen], known, groups))
+            rows, number, overlap = self._piece(low, high)
+            is_large = self._large(low, high)
+            selected = np.append(np.full(overlap, is_large[0]), is_large)
+            overlap *= int(is_large[0])
+            apart -= sum(
+                len(pair_rows) for pair_rows, _ in _candidate_pairs(rows[selected], number[selected], overlap, groups)
+            )
         return apart
 
     def _together(self, groups: DisjointSets) -> int:
@@ -109,14 +109,14 @@ class DuplicateClusters:
         def labelled() -> Iterator[Keyed]:
             nonlocal members
             for low, high in self._pieces():
-                place = low + np.flatnonzero(self._large(low, high))
-                label = groups.of(self.rows[place]).astype(np.uint64)
-                members += len(place)
-                yield self.number[place].astype(np.uint64) * np.uint64(len(groups)) + label, place
+                index = low + np.flatnonzero(self._large(low, high))
+                label = groups.of(self.rows[index]).astype(np.uint64)
+                members += len(index)
+                yield self.number[index].astype(np.uint64) * np.uint64(len(groups)) + label, index
 
-        found = DuplicateClusters(labelled(), self.memory)
-        alone = members - len(found.rows)
-        return alone + sum(int(found._sizes(*span).sum()) for span in found._pieces())
+        clusters = DuplicateClusters(labelled(), self.memory)
+        alone = members - len(clusters.rows)
+        return alone + sum(int(clusters._sizes(*span).sum()) for span in clusters._pieces())
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
         for low in range(0, len(self.rows), PIECE):
@@ -129,13 +129,13 @@ class DuplicateClusters:
         before = np.arange(max(start + 1, low - WINDOW), low)
         if start < low:
             before = np.append(start, before)
-        place = np.append(before, np.arange(low, high))
-        return self.rows[place], self.number[place], len(before)
+        index = np.append(before, np.arange(low, high))
+        return self.rows[index], self.number[index], len(before)
 
     def _sizes(self, low: int, high: int) -> np.ndarray:
         """Return the size of the cluster of each of [low, high)."""
-        some = self.number[low:high]
-        return np.searchsorted(self.number, some, side="right") - np.searchsorted(self.number, some)
+        numbers = self.number[low:high]
+        return np.searchsorted(self.number, numbers, side="right") - np.searchsorted(self.number, numbers)
 
     def _large(self, low: int, high: int) -> np.ndarray:
         """Return a mask of [low, high): rows in a cluster too large for all of its pairs to be compared."""
@@ -143,26 +143,26 @@ class DuplicateClusters:
 
 
 def _candidate_pairs(
-    rows: np.ndarray, number: np.ndarray, known: int, groups: DisjointSets
+    rows: np.ndarray, number: np.ndarray, overlap: int, groups: DisjointSets
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the pairs of the rows after the first `known` with earlier rows of their clusters, as far as they are to be
-    compared and not in one group."""
+    """Yield the pairs of the rows after the first `known` with earlier rows of their clusters that are to be compared
+    and not in one group."""
     start = np.searchsorted(number, number)
     label = groups.of(rows)
     for back in range(WINDOW + 1):
-        place = np.arange(known, len(rows))
-        place = place[place - back > start[known:]]
-        other = start[place] if back == 0 else place - back
-        apart = label[place] != label[other]
+        index = np.arange(overlap, len(rows))
+        index = index[index - back > start[overlap:]]
+        partner = start[index] if back == 0 else index - back
+        apart = label[index] != label[partner]
         if apart.any():
-            yield rows[place[apart]], rows[other[apart]]
+            yield rows[index[apart]], rows[partner[apart]]
             label = groups.of(rows)
         if back == 0 and len(rows):  # skip clusters that have become one group
             mixed = np.zeros(number[-1] - number[0] + 1, dtype=bool)
             mixed[number[label != label[start]] - number[0]] = True
-            left = mixed[number - number[0]]
-            known = int(left[:known].sum())
-            rows, number, label = rows[left], number[left], label[left]
+            open_rows = mixed[number - number[0]]
+            overlap = int(open_rows[:overlap].sum())
+            rows, number, label = rows[open_rows], number[open_rows], label[open_rows]
             start = np.searchsorted(number, number)
 
 

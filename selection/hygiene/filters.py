@@ -1,12 +1,11 @@
 """Filters on single texts: length, language, repetition.
 
-Language is detected by script and by the commonest words: no model, no download, about 10 µs a text. A heuristic for
-sentences and longer: short or wordless texts stay undecided, and a language that is not in `hygiene_config.KNOWN` may
-be taken for a related one. docs/hygiene.md has the shares of NTREX sentences that are recognised.
+Language is detected by script and by the commonest words: no model, about 10 µs a text. A heuristic for sentences and
+longer: short or wordless texts stay undecided, and a language that is not in `hygiene_config.KNOWN` may be taken for a
+related one. docs/hygiene.md has the shares of NTREX sentences that are recognised.
 
-Repetition is the degree to which a text repeats itself (Rae et al. 2021, arXiv 2112.11446, Table A1). All shares of
-n-grams are of the characters in words. Two readings are ours: an n-gram that occurs once is no repetition, however
-short the text; and a character is counted once, in however many repeated n-grams it occurs.
+Repetition: Rae et al. 2021, arXiv 2112.11446, Table A1; shares of n-grams are of the characters in words. Two readings
+are ours: an n-gram that occurs once is no repetition, and a character counts once, in however many n-grams it occurs.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
+from flatshift.selection.hashing import WORDS, WordHashes, mix64, window_hashes
 from flatshift.selection.hygiene import hygiene_config
-from flatshift.selection.hygiene.shingles import WORDS, WordHashes, mix64, window_hashes
+from flatshift.selection.hygiene.store import bounded_batches
 
 # Function words, roughly by frequency; a word may belong to several languages.
 _COMMON = {
@@ -148,17 +148,17 @@ def repetition_shares(texts: Sequence[str], *, top: int = 3, repeated: int = 6) 
     """
     lines = np.array([_repeated_shares(text.split("\n")) for text in texts]).reshape(-1, 2)
     paragraphs = np.array([_repeated_shares(_PARAGRAPH.split(text)) for text in texts]).reshape(-1, 2)
-    found = {
+    shares = {
         "repeated lines": lines[:, 0],
         "characters in repeated lines": lines[:, 1],
         "repeated paragraphs": paragraphs[:, 0],
         "characters in repeated paragraphs": paragraphs[:, 1],
     }
-    portions = list(_bounded_batches([WORDS.findall(text.lower()) for text in texts])) or [[]]
-    parts = [_ngram_shares(portion, top, repeated) for portion in portions]
-    for name in parts[0]:
-        found[name] = np.concatenate([part[name] for part in parts])
-    return found
+    batches = list(bounded_batches([WORDS.findall(text.lower()) for text in texts], _WORDS_AT_ONCE)) or [[]]
+    results = [_ngram_shares(batch, top, repeated) for batch in batches]
+    for name in results[0]:
+        shares[name] = np.concatenate([result[name] for result in results])
+    return shares
 
 
 def _repeated_shares(pieces: list[str]) -> tuple[float, float]:
@@ -166,57 +166,43 @@ def _repeated_shares(pieces: list[str]) -> tuple[float, float]:
     pieces = [stripped for piece in pieces if (stripped := piece.strip())]
     if len(pieces) < 2:
         return 0.0, 0.0
-    seen: set[str] = set()
+    previous: set[str] = set()
     count = characters = 0
     for piece in pieces:
-        if piece in seen:
+        if piece in previous:
             count += 1
             characters += len(piece)
-        seen.add(piece)
+        previous.add(piece)
     return count / len(pieces), characters / sum(map(len, pieces))
-
-
-def _bounded_batches(words: list[list[str]]) -> Iterator[list[list[str]]]:
-    """Yield consecutive texts with a bounded number of words (a single text may have more)."""
-    portion: list[list[str]] = []
-    held = 0
-    for some in words:
-        if portion and held + len(some) > _WORDS_AT_ONCE:
-            yield portion
-            portion, held = [], 0
-        portion.append(some)
-        held += len(some)
-    if portion:
-        yield portion
 
 
 def _ngram_shares(words: list[list[str]], top: int, repeated: int) -> dict[str, np.ndarray]:
     codes, counts = WordHashes().codes(words)
-    lengths = np.fromiter((len(word) for some in words for word in some), dtype=np.int64, count=len(codes))
+    lengths = np.fromiter((len(word) for text in words for word in text), dtype=np.int64, count=len(codes))
     text_of = np.repeat(np.arange(len(words)), counts)
     total = np.maximum(np.bincount(text_of, weights=lengths, minlength=len(words)), 1)
     before = np.append(0, np.cumsum(lengths))  # characters in all words before each one
     starts = np.cumsum(counts) - counts
-    found = {}
+    shares = {}
     for n in range(2, 2 + top):
-        place, owner, kind, times, _ = _ngram_occurrences(codes, counts, starts, n)
-        size = before[place + n] - before[place]
+        position, owner, kind, times, _ = _ngram_occurrences(codes, counts, starts, n)
+        size = before[position + n] - before[position]
         covered = np.where(times[kind] > 1, times[kind] * size, 0)
         # The commonest n-gram, the longest if several are; overlapping occurrences may exceed the text.
         rank = np.zeros(len(words), np.int64)
         np.maximum.at(rank, owner, times[kind])
-        most = np.zeros(len(words))
-        np.maximum.at(most, owner, np.where(times[kind] == rank[owner], covered, 0))
-        found[f"characters in the commonest {n}-gram"] = np.minimum(most / total, 1.0)
+        largest = np.zeros(len(words))
+        np.maximum.at(largest, owner, np.where(times[kind] == rank[owner], covered, 0))
+        shares[f"characters in the commonest {n}-gram"] = np.minimum(largest / total, 1.0)
     for n in range(5, 5 + repeated):
-        place, _, _, _, again = _ngram_occurrences(codes, counts, starts, n)
+        position, _, _, _, again = _ngram_occurrences(codes, counts, starts, n)
         change = np.zeros(len(codes) + 1, np.int64)
-        np.add.at(change, place[again], 1)
-        np.add.at(change, place[again] + n, -1)
-        inside = np.cumsum(change[:-1]) > 0
-        covered = np.bincount(text_of, weights=lengths * inside, minlength=len(words))
-        found[f"characters in repeated {n}-grams"] = covered / total
-    return found
+        np.add.at(change, position[again], 1)
+        np.add.at(change, position[again] + n, -1)
+        repeated_words = np.cumsum(change[:-1]) > 0
+        covered = np.bincount(text_of, weights=lengths * repeated_words, minlength=len(words))
+        shares[f"characters in repeated {n}-grams"] = covered / total
+    return shares
 
 
 def _ngram_occurrences(
@@ -224,9 +210,13 @@ def _ngram_occurrences(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return for every n-gram its position among all words, its text, its kind within the text, the count of each kind,
     and whether it occurred in the text before."""
-    hashes, kept = window_hashes(codes, counts, n)
-    owner = np.repeat(np.arange(len(counts)), kept)
-    place = np.arange(len(hashes)) - np.repeat(np.cumsum(kept) - kept, kept) + np.repeat(starts, kept)
+    hashes, window_counts = window_hashes(codes, counts, n)
+    owner = np.repeat(np.arange(len(counts)), window_counts)
+    position = (
+        np.arange(len(hashes))
+        - np.repeat(np.cumsum(window_counts) - window_counts, window_counts)
+        + np.repeat(starts, window_counts)
+    )
     key = mix64(hashes + owner.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     order = np.argsort(key, kind="stable")  # positions ascend within a kind
     opens = np.ones(len(order), dtype=bool)
@@ -235,7 +225,7 @@ def _ngram_occurrences(
     kind[order] = np.cumsum(opens) - 1
     again = np.empty(len(order), dtype=bool)
     again[order] = ~opens
-    return place, owner, kind, np.bincount(kind), again
+    return position, owner, kind, np.bincount(kind), again
 
 
 Verdict = tuple[str, np.ndarray, np.ndarray]
@@ -267,24 +257,27 @@ def check_length(texts: Sequence[str], limits: hygiene_config.LengthFilter) -> I
             yield f"more than {limits.max_words} words", words > limits.max_words, words
 
 
-def check_language(texts: Sequence[str], wanted: hygiene_config.Language) -> Verdict:
+def check_language(texts: Sequence[str], settings: hygiene_config.Language) -> Verdict:
     """Check the language; the value is the share of common words of the detected language (1 for its own script)."""
-    found = [detect_language(text, prefer=wanted.keep) for text in texts]
-    broken = [wanted.undecided == "drop" if code is None else code not in wanted.keep for code, _ in found]
-    return f"not {' or '.join(wanted.keep)}", np.array(broken, dtype=bool), np.array([share for _, share in found])
+    detected = [detect_language(text, prefer=settings.keep) for text in texts]
+    broken = [settings.undecided == "drop" if code is None else code not in settings.keep for code, _ in detected]
+    return f"not {' or '.join(settings.keep)}", np.array(broken, dtype=bool), np.array([share for _, share in detected])
 
 
 def check_repetition(texts: Sequence[str], limits: hygiene_config.Repetition) -> Iterator[Verdict]:
     """Check each share of `repetition_shares` against its limit, in texts of at least `limits.min_words` words."""
-    of = {"repeated lines": limits.lines, "repeated paragraphs": limits.lines}
-    of |= {"characters in repeated lines": limits.line_chars, "characters in repeated paragraphs": limits.line_chars}
-    of |= {f"characters in the commonest {n}-gram": limit for n, limit in enumerate(limits.top_ngrams, start=2)}
-    of |= {f"characters in repeated {n}-grams": limit for n, limit in enumerate(limits.repeated_ngrams, start=5)}
+    limit_of = {"repeated lines": limits.lines, "repeated paragraphs": limits.lines}
+    limit_of |= {
+        "characters in repeated lines": limits.line_chars,
+        "characters in repeated paragraphs": limits.line_chars,
+    }
+    limit_of |= {f"characters in the commonest {n}-gram": limit for n, limit in enumerate(limits.top_ngrams, start=2)}
+    limit_of |= {f"characters in repeated {n}-grams": limit for n, limit in enumerate(limits.repeated_ngrams, start=5)}
     long = np.array([len(WORDS.findall(text)) >= limits.min_words for text in texts])
-    judged = [text for text, enough in zip(texts, long, strict=True) if enough]
-    for name, found in repetition_shares(
-        judged, top=len(limits.top_ngrams), repeated=len(limits.repeated_ngrams)
+    long_texts = [text for text, enough in zip(texts, long, strict=True) if enough]
+    for name, shares in repetition_shares(
+        long_texts, top=len(limits.top_ngrams), repeated=len(limits.repeated_ngrams)
     ).items():
         values = np.full(len(texts), np.nan)
-        values[long] = found
-        yield f"{name} above {of[name]:g}", values > of[name], values
+        values[long] = shares
+        yield f"{name} above {limit_of[name]:g}", values > limit_of[name], values

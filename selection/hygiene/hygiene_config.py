@@ -1,13 +1,4 @@
-"""Cleaning of a pool before the selection. Everything is off by default.
-
-    select:
-      hygiene:
-        exact: true
-        near: {threshold: 0.8}
-        decontaminate: {}
-
-Imports nothing heavy.
-"""
+"""Settings of the cleaning of a pool before the selection; everything is off by default. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flatshift.selection.errors import SelectionError
+from flatshift.selection.validation import Settings, bounded
 
 KNOWN = (
     "en", "de", "fr", "es", "it", "pt", "nl", "sv", "da", "nb", "fi", "et", "pl", "cs",
@@ -22,48 +14,32 @@ KNOWN = (
     "bn", "ta", "te", "th", "ka", "hy", "ko", "ja", "zh",
 )  # fmt: skip
 """ISO 639-1 codes of the languages that `Language` detects, ties in this order."""
-WORKING_GIB = 0.125
-"""GiB reserved for batches of texts and of pairs, in addition to the sorted keys."""
-
-
-def _check_bounds(config: object, **bounds: tuple[float | None, float | None]) -> None:
-    """Raise SelectionError for field values outside (low, high), ends included; None is unbounded and a None value
-    passes.
-
-    The sentence begins with the field's name, so that a recipe loader can add where it was set.
-    """
-    for name, (low, high) in bounds.items():
-        value = getattr(config, name)
-        if value is None:
-            continue
-        if (low is not None and not value >= low) or (high is not None and not value <= high):
-            wanted = f"≥ {low}" if high is None else f"≤ {high}" if low is None else f"between {low} and {high}"
-            raise SelectionError(f"{name} must be {wanted}, got {value}")
+WORKING_GIB = 0.125  # GiB reserved for batches of texts and of pairs, in addition to the sorted keys
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthFilter:
+class LengthFilter(Settings):
     """Drop records that are too short or too long; blanks at both ends do not count."""
 
-    min_chars: int = 1
+    min_chars: int = bounded(1, minimum=0)
     """Minimum number of characters; 1 drops only empty texts."""
-    max_chars: int | None = None
+    max_chars: int | None = bounded(None, minimum=1)
     """Maximum number of characters; null: no limit."""
-    min_words: int = 0
+    min_words: int = bounded(0, minimum=0)
     """Minimum number of words (runs of letters, digits and underscores). Megatron-LM's web text required 128 tokens."""
-    max_words: int | None = None
+    max_words: int | None = bounded(None, minimum=1)
     """Maximum number of words; null: no limit."""
 
-    def __post_init__(self) -> None:
-        _check_bounds(self, min_chars=(0, None), max_chars=(1, None), min_words=(0, None), max_words=(1, None))
-        if self.max_chars is not None and self.max_chars < self.min_chars:
-            raise SelectionError(f"max_chars must be ≥ min_chars {self.min_chars}, got {self.max_chars}")
-        if self.max_words is not None and self.max_words < self.min_words:
-            raise SelectionError(f"max_words must be ≥ min_words {self.min_words}, got {self.max_words}")
+    def check(self) -> None:
+        super().check()
+        for unit in ("chars", "words"):
+            low, high = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+            if high is not None and high < low:
+                raise SelectionError(f"max_{unit} must be ≥ min_{unit} {low}, got {high}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Language:
+class Language(Settings):
     """Drop records in another language, detected by script and common words. A heuristic without a download."""
 
     keep: tuple[str, ...] = ("en",)
@@ -71,7 +47,8 @@ class Language:
     undecided: Literal["keep", "drop"] = "keep"
     """Action for a text with too few common words to decide, such as a headline or a formula."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        super().check()
         if not self.keep:
             raise SelectionError("keep must name at least one language, for example [en]")
         for code in self.keep:
@@ -80,59 +57,57 @@ class Language:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repetition:
+class Repetition(Settings):
     """Drop records that repeat themselves (Rae et al. 2021, arXiv 2112.11446, Table A1); shares of characters."""
 
-    lines: float = 0.30
+    lines: float = bounded(0.30, minimum=0, maximum=1)
     """Largest share of lines that repeat an earlier line; the same limit holds for paragraphs."""
-    line_chars: float = 0.20
+    line_chars: float = bounded(0.20, minimum=0, maximum=1)
     """Largest share of characters in such lines; the same limit holds for paragraphs."""
     top_ngrams: tuple[float, ...] = (0.20, 0.18, 0.16)
     """Largest share of characters in all occurrences of the commonest n-gram (if it occurs twice), for n = 2, 3, 4."""
     repeated_ngrams: tuple[float, ...] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
     """Largest share of characters in n-grams that occurred earlier in the text, for n = 5, 6, …"""
-    min_words: int = 50
+    min_words: int = bounded(50, minimum=0)
     """Minimum number of words of a checked text: in a short text any phrase has a large share. The paper's documents
     have at least 50 words."""
 
-    def __post_init__(self) -> None:
-        _check_bounds(self, lines=(0, 1), line_chars=(0, 1), min_words=(0, None))
-        for name, most in (("top_ngrams", 3), ("repeated_ngrams", 6)):
+    def check(self) -> None:
+        super().check()
+        for name, maximum in (("top_ngrams", 3), ("repeated_ngrams", 6)):
             values = getattr(self, name)
-            if len(values) > most or any(not 0 <= value <= 1 for value in values):
-                raise SelectionError(f"{name} must be at most {most} shares between 0 and 1, got {list(values)}")
+            if len(values) > maximum or any(not 0 <= value <= 1 for value in values):
+                raise SelectionError(f"{name} must be at most {maximum} shares between 0 and 1, got {list(values)}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NearDuplicates:
+class NearDuplicates(Settings):
     """Drop near-duplicates: MinHash and LSH propose pairs, their exact Jaccard similarity decides.
 
     Similar pairs are joined into groups (connected components) and the first record of each group is kept.
     """
 
-    threshold: float = 0.8
+    threshold: float = bounded(0.8, above=0, maximum=1)
     """Jaccard similarity of the shingle sets at or above which two texts count as duplicates; Megatron-LM used 0.7 in
     2019 and 0.9 in its later tool."""
     unit: Literal["char", "word"] = "char"
     """Unit of shingles: characters as in Megatron-LM, or words."""
-    size: int = 5
+    size: int = bounded(5, minimum=1, maximum=100)
     """Units per shingle."""
-    permutations: int = 128
+    permutations: int = bounded(128, minimum=1, maximum=1024)
     """Number of hash functions of a signature."""
     recall: float = 0.95
     """Probability that a pair exactly at the threshold is proposed (more similar pairs: higher); determines the
     bands."""
 
-    def __post_init__(self) -> None:
-        _check_bounds(self, size=(1, 100), permutations=(1, 1024))
-        if not 0 < self.threshold <= 1:
-            raise SelectionError(f"threshold must be above 0 and at most 1, got {self.threshold}")
+    def check(self) -> None:
+        super().check()
         if not 0 < self.recall < 1:
             raise SelectionError(f"recall must be above 0 and below 1, got {self.recall}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decontaminate:
+class Decontaminate(Settings):
     """Cut evaluation texts out of the pool, by the rules of Megatron-LM's task filter (used for MT-NLG).
 
     A record that shares `ngram` consecutive words with an evaluation text is split there: the shared words and `margin`
@@ -140,34 +115,31 @@ class Decontaminate:
     record that falls into too many pieces is dropped whole.
     """
 
-    ngram: int = 13
+    ngram: int = bounded(13, minimum=1, maximum=100)
     """Consecutive words that count as contamination."""
-    shortest: int = 8
+    shortest: int = bounded(8, minimum=1)
     """Evaluation texts of fewer words than `ngram` are searched for as a whole, down to this many words; shorter ones
     would match ordinary phrases and are only counted."""
-    margin: int = 200
+    margin: int = bounded(200, minimum=0)
     """Characters removed on both sides."""
-    min_chars: int = 200
+    min_chars: int = bounded(200, minimum=1)
     """Pieces with fewer characters are dropped."""
-    max_pieces: int = 10
+    max_pieces: int = bounded(10, minimum=1)
     """A record that falls into more pieces is dropped whole."""
-    common: int | None = 10
+    common: int | None = bounded(10, minimum=2)
     """An n-gram with this many occurrences in the pool (after the removal of duplicates) is an ordinary phrase, not
     contamination, as in Megatron-LM and GPT-3; null: every n-gram counts."""
     action: Literal["split", "drop"] = "split"
     """Split as above, or drop every contaminated record whole (required with your own features)."""
 
-    def __post_init__(self) -> None:
-        _check_bounds(
-            self, ngram=(1, 100), shortest=(1, None), margin=(0, None), min_chars=(1, None), max_pieces=(1, None)
-        )
-        _check_bounds(self, common=(2, None))
+    def check(self) -> None:
+        super().check()
         if self.shortest > self.ngram:
             raise SelectionError(f"shortest must be ≤ ngram {self.ngram}, got {self.shortest}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hygiene:
+class Hygiene(Settings):
     """Cleaning steps in this order: drops, length, language, repetition, exact duplicates, near-duplicates,
     decontamination.
 
@@ -191,12 +163,9 @@ class Hygiene:
     """Texts that the pool must not repeat (exact and near): the target's; those used for evaluation."""
     decontaminate: Decontaminate | None = None
     """Remove consecutive words shared with evaluation texts."""
-    memory_gib: float = 1.0
+    memory_gib: float = bounded(1.0, minimum=2 * WORKING_GIB)
     """Memory of all steps together, GiB, whatever the size of the pool; the rest is sorted on disk (TMPDIR), with the
     same result. Pages of mapped files, which the system can reclaim, do not count."""
-
-    def __post_init__(self) -> None:
-        _check_bounds(self, memory_gib=(2 * WORKING_GIB, None))
 
     @property
     def on(self) -> bool:

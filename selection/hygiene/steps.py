@@ -1,6 +1,6 @@
 """Cleaning of a pool by the steps of `Hygiene`: rows kept, rows cut, and the cause of every drop.
 
-    cleaned = clean(texts, Hygiene(exact=True, near=NearDuplicates()), references=[Reference("eval", test_texts)])
+    cleaned = clean_pool(texts, Hygiene(exact=True), references=[ReferenceTexts("eval", test_texts)])
     cleaned.kept                    # rows that stay, in their order
     cleaned.pieces                  # row → spans that stay of it, where decontamination split it
     for drop in cleaned.drops(ids): ...
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -23,48 +23,115 @@ from flatshift.selection.hygiene.decontaminate import Decontaminator, Spans
 from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicateGroups, normalise_text
 from flatshift.selection.hygiene.filters import apply_filters
 from flatshift.selection.hygiene.hygiene_config import WORKING_GIB, Hygiene
-from flatshift.selection.hygiene.listed import DropList
-from flatshift.selection.hygiene.store import GrowingArray, block_ranges, build_array
+from flatshift.selection.hygiene.store import GrowingArray, block_ranges, bounded_batches, build_array
 
 Progress = Callable[[str, int], None]
 """Called as (stage, rows so far)."""
 
-NamesOf = Callable[[np.ndarray], Sequence[str]]
-
-LISTED = "listed"
-"""Cause of records that another tool listed for dropping."""
+LISTED = "listed"  # cause of records that another tool listed for dropping
 _DROPS_AT_ONCE = 4096
-CHARACTERS = 1 << 20
-"""Characters per batch of texts, with at most 4,096 texts (one long text may be a batch by itself)."""
+CHARACTERS = 1 << 20  # characters per batch of texts, with at most 4,096 texts (one long text may be a batch by itself)
+
+
+_IDS = 4096
+
+
+class DropList:
+    """Entries of the drop lists of another tool, matched with a pool: `add` all, then `find` the pool's ids. memory:
+    bytes for sorting digests of ids.
+
+    entry: (N,) int64, for each record of the pool the number of its entry, −1 for none; unknown: the numbers of entries
+    whose id no record has, ascending. Both are set by `find`. Memory does not grow with either side: ids are matched by
+    their 128-bit digests, sorted on disk.
+    """
+
+    entry: np.ndarray
+    unknown: np.ndarray
+
+    def __init__(self, *, memory: int):
+        self._digests = ExactDuplicates(memory=memory)
+        self._matches, self._reasons = _StringArray(), _StringArray()
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Number of entries so far."""
+        return self._count
+
+    def add(self, ids: Sequence[str], matches: Sequence[str], reasons: Sequence[str]) -> None:
+        """Add the next entries, each id once; "" for a missing match or reason."""
+        self._digests.add(ids)
+        self._matches.add(matches)
+        self._reasons.add(reasons)
+        self._count += len(ids)
+
+    def find(self, ids: Iterable[str]) -> None:
+        """Find the entries among the ids of a pool, in file order."""
+        stream, records, count = iter(ids), 0, self._count
+        while batch := list(islice(stream, _IDS)):
+            self._digests.add(batch)
+            records += len(batch)
+        first_rows = self._digests.first(np.broadcast_to(np.True_, count + records))
+        unmatched = build_array(count, np.bool_, lambda low, high: True)
+        self.entry = build_array(records, np.int64, lambda low, high: -1)
+        for low, high in block_ranges(records):
+            entries = first_rows[count + low : count + high]
+            listed = np.flatnonzero(entries < count)
+            self.entry[low + listed] = entries[listed]
+            unmatched[entries[listed]] = False
+        unknown = GrowingArray(np.int64)
+        for low, high in block_ranges(count):
+            unknown.append(low + np.flatnonzero(unmatched[low:high]))
+        self.unknown = unknown.array()
+
+    def match_and_reason(self, row: int) -> tuple[str | None, str]:
+        """Return the match of the listed record in this row (None if missing), and its reason ("" if missing)."""
+        entry = int(self.entry[row])
+        return self._matches[entry] or None, self._reasons[entry]
+
+
+class _StringArray:
+    """Texts concatenated in one array."""
+
+    def __init__(self) -> None:
+        self._bytes, self._borders = GrowingArray(np.uint8), GrowingArray(np.int64)
+        self._borders.append(np.zeros(1))
+
+    def add(self, texts: Sequence[str]) -> None:
+        encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+        self._borders.append(self._bytes.length + np.cumsum([len(text) for text in encoded]))
+        self._bytes.append(np.frombuffer(b"".join(encoded), np.uint8))
+
+    def __getitem__(self, number: int) -> str:
+        low, high = self._borders.array()[number : number + 2]
+        return self._bytes.array()[low:high].tobytes().decode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True)
 class ReferenceTexts:
-    """Texts that the pool is compared with: of the target, or of the evaluation rows."""
+    """Texts that the pool is compared with: of the target, or of the evaluation rows (`name`: "target" or "eval")."""
 
     name: str
-    """"target" or "eval"."""
     texts: Sequence[str]
 
 
 @dataclass(frozen=True)
 class CleaningResult:
-    """Result of `clean_pool` for each of N rows."""
+    """Result of `clean_pool` for N rows.
+
+    rule (N,) uint8: number of the rule that dropped the row, 0: kept. rules: (cause, rule in words) by number. value
+    (N,) float64: the value checked by the rule; similarity with the match for duplicates; NaN if there is none. match
+    (N,) int64: −1, or the match: row j of the pool as R + j, text j of the references (concatenated, R in all) as j.
+    pieces: row → (start, end) of the pieces that stay of it, in characters; only rows that were cut. listed: the
+    records of `drops`.
+    """
 
     rule: np.ndarray
-    """(N,) uint8: number of the rule that dropped the row; 0: kept."""
     rules: Sequence[tuple[str, str]]
-    """(cause, rule in words) by number."""
     value: np.ndarray
-    """(N,) float64: the value checked by the rule; similarity with the match for duplicates; NaN if there is none."""
     match: np.ndarray
-    """(N,) int64: −1, or the match: row j of the pool as R + j, text j of the references (concatenated, R in all) as
-    j."""
     references: Sequence[ReferenceTexts]
     pieces: Mapping[int, Spans]
-    """Row → (start, end) of the pieces that stay of it, in characters; only rows that were cut."""
     listed: DropList | None = None
-    """Records listed by another tool."""
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -74,67 +141,60 @@ class CleaningResult:
 
     def counts(self) -> dict[str, int]:
         """Return the number of dropped rows by cause, including causes that dropped none."""
-        found = dict.fromkeys((cause for cause, _ in self.rules[1:]), 0)
+        counts = dict.fromkeys((cause for cause, _ in self.rules[1:]), 0)
         numbers = np.zeros(len(self.rules), dtype=np.int64)
         for low, high in block_ranges(len(self.rule)):
             numbers += np.bincount(self.rule[low:high], minlength=len(self.rules))
         for (cause, _), count in zip(self.rules[1:], numbers[1:].tolist(), strict=True):
-            found[cause] += count
-        return found
+            counts[cause] += count
+        return counts
 
     def drops(
-        self, ids: Sequence[str] | NamesOf, reference_ids: Mapping[str, Sequence[str]] | None = None
+        self,
+        ids: Sequence[str] | Callable[[np.ndarray], Sequence[str]],
+        reference_ids: Mapping[str, Sequence[str]] | None = None,
     ) -> Iterator[dict]:
-        """Yield one record for each row that was dropped or cut, in file order:
-        `id, cause, rule, value, match, match_in`.
+        """Yield one record for each row that was dropped or cut, in order: `id, cause, rule, value, match, match_in`.
 
         ids: N strings, or a function from row numbers to their ids. reference_ids: the ids of each reference's texts by
-        its name; their positions if missing.
-
-        `match` is the id of the record or text that the row repeats, `match_in` its source ("pool" or a reference's
-        name); for a listed record both come from its list. A row that was cut has the cause "cut" and its `pieces`.
+        its name; their positions if missing. `match` is the id of the record or text that the row repeats, `match_in`
+        its source ("pool" or a reference's name); for a listed record both come from its list. A row that was cut has
+        the cause "cut" and its `pieces`.
         """
         cut = np.sort(np.fromiter(self.pieces, dtype=np.int64, count=len(self.pieces)))
         skip = sum(len(reference.texts) for reference in self.references)
         for low in range(0, len(self.rule), _DROPS_AT_ONCE):
             high = low + _DROPS_AT_ONCE
-            here = cut[np.searchsorted(cut, low) : np.searchsorted(cut, high)]
-            some = np.union1d(low + np.flatnonzero(self.rule[low:high]), here)
-            if not len(some):
+            cut_here = cut[np.searchsorted(cut, low) : np.searchsorted(cut, high)]
+            rows = np.union1d(low + np.flatnonzero(self.rule[low:high]), cut_here)
+            if not len(rows):
                 continue
-            own = np.maximum(self.match[some] - skip, 0)  # for matches in the pool; others get row 0, which is not used
-            if callable(ids):
-                names, matches = ids(some), ids(own)
-            else:
-                names, matches = [ids[row] for row in some], [ids[row] for row in own]
-            for row, name, twin in zip(some.tolist(), names, matches, strict=True):
+            # Of matches in the pool; others get row 0, which is not used.
+            twins = np.maximum(self.match[rows] - skip, 0)
+            names, matches = (
+                [ids[row] for row in numbers] if not callable(ids) else ids(numbers) for numbers in (rows, twins)
+            )
+            for row, name, twin in zip(rows.tolist(), names, matches, strict=True):
                 yield self._drop(row, name, twin, reference_ids or {})
 
     def _drop(self, row: int, name: str, twin: str, reference_ids: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         cause, rule = self.rules[self.rule[row]] if self.rule[row] else ("cut", "words shared with eval cut out")
+        value: float | None = None if np.isnan(self.value[row]) else float(self.value[row])
+        match: str | None = None
+        source: str | None = None
         if cause == LISTED and self.listed is not None:
-            match, why = self.listed.told(row)
-            known = {"match": match, "match_in": None if match is None else "pool"}
-            return {"id": name, "cause": cause, "rule": why or rule, "value": None, **known}
-        value = float(self.value[row])
-        where, place = self._place(int(self.match[row]))
-        if where is not None and where in reference_ids:
-            twin = reference_ids[where][place]
-        elif where != "pool":
-            twin = str(place)
-        record = {
-            "id": name,
-            "cause": cause,
-            "rule": rule,
-            "value": None if np.isnan(value) else value,
-            "match": None if where is None else twin,
-            "match_in": where,
-        }
+            match, reason = self.listed.match_and_reason(row)
+            source, rule, value = None if match is None else "pool", reason or rule, None
+        elif self.match[row] >= 0:
+            source, index = self._locate(int(self.match[row]))
+            match = twin if source == "pool" else str(index)
+            if source in reference_ids:
+                match = reference_ids[source][index]
+        record = {"id": name, "cause": cause, "rule": rule, "value": value, "match": match, "match_in": source}
         return record | ({"pieces": self.pieces[row]} if row in self.pieces else {})
 
-    def _place(self, match: int) -> tuple[str | None, int]:
-        if match < 0:
-            return None, -1
+    def _locate(self, match: int) -> tuple[str, int]:
+        """Return the source of a match and its number there."""
         for reference in self.references:
             if match < len(reference.texts):
                 return reference.name, match
@@ -152,22 +212,18 @@ def clean_pool(
     batch_characters: int = CHARACTERS,
     progress: Progress | None = None,
 ) -> CleaningResult:
-    """Clean a pool: decide for every row whether it stays.
+    """Decide for every row of a pool whether it stays.
 
-    Arguments:
-        texts: the pool's texts in file order, read two or three times.
-        references: their texts are never dropped. Those named in `settings.against` count as earlier rows for exact
-            and near-duplicates; those called "eval" are searched for by decontamination.
-        seed: of the hash functions of MinHash.
-        listed: the entries of `settings.drops`, found among the pool's ids; these records are dropped before any step.
-        batch_characters: characters processed at a time; the result does not depend on it.
+    texts: the pool's in file order, read two or three times. references: their texts are never dropped. Those named in
+    `settings.against` count as earlier rows for exact and near-duplicates; those called "eval" are searched for by
+    decontamination. seed: of the hash functions of MinHash. listed: the entries of `settings.drops`, found among the
+    pool's ids; these records are dropped before any step. batch_characters: at a time, without effect on the result.
 
-    Raises:
-        SelectionError: `texts` can be read only once or changes, decontamination has no evaluation texts, or `drops`
-            are named and not passed in.
+    Raises SelectionError if `texts` can be read only once or changes, decontamination has no evaluation texts, or
+    `drops` are named and not passed in.
     """
     if settings.drops and listed is None:
-        raise SelectionError("drops: clean reads no files; read them into a Listed and pass it as listed")
+        raise SelectionError("drops: clean reads no files; read them into a DropList and pass it as listed")
     if isinstance(texts, Iterator):
         raise SelectionError(
             "hygiene reads the texts more than once; pass a list or a view of the file, not a generator"
@@ -175,60 +231,54 @@ def clean_pool(
     return _CleaningRun(texts, settings, references, seed, listed, batch_characters, progress).run()
 
 
+@dataclass
 class _CleaningRun:
     """One run of `clean_pool`: the rows are the references' texts first, then the pool's."""
 
-    def __init__(
-        self,
-        texts: Iterable[str],
-        settings: Hygiene,
-        references: Sequence[ReferenceTexts],
-        seed: int,
-        listed: DropList | None,
-        batch_characters: int,
-        progress: Progress | None,
-    ):
-        self.texts = texts
-        self.settings = settings
-        self.references = references
-        self.batch_characters = batch_characters
-        self.progress = progress
+    texts: Iterable[str]
+    settings: Hygiene
+    references: Sequence[ReferenceTexts]
+    seed: int
+    listed: DropList | None
+    batch_characters: int
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        settings, references = self.settings, self.references
         self.earlier = [text for reference in references for text in reference.texts]
         self.compared = np.concatenate(
             [np.full(len(ref.texts), ref.name in settings.against) for ref in references] or [np.empty(0, dtype=bool)]
         )
         memory = int((settings.memory_gib - WORKING_GIB) * 2**30)
         self.exact = ExactDuplicates(memory=memory) if settings.exact else None
-        self.near = None if settings.near is None else NearDuplicateGroups(settings.near, seed=seed, memory=memory)
-        self.listed = listed
-        self.rules = [("kept", "")] if listed is None else [("kept", ""), (LISTED, "listed in drops")]
+        self.near = None if settings.near is None else NearDuplicateGroups(settings.near, seed=self.seed, memory=memory)
+        self.rules = [("kept", "")] if self.listed is None else [("kept", ""), (LISTED, "listed in drops")]
         self.diagnostics: dict[str, Any] = {}
         self.decontaminator = None
         if settings.decontaminate is not None:
-            judged = [text for reference in references if reference.name == "eval" for text in reference.texts]
-            if not judged:
+            evaluation = [text for reference in references if reference.name == "eval" for text in reference.texts]
+            if not evaluation:
                 raise SelectionError("decontaminate has no evaluation text to look for; name the files to evaluate on")
-            self.decontaminator = Decontaminator(settings.decontaminate, judged)
+            self.decontaminator = Decontaminator(settings.decontaminate, evaluation)
 
     def run(self) -> CleaningResult:
         self._first_pass()
         self._drop_listed()
-        self._drop_exact()
+        if self.exact is not None:
+            self._drop_repeats(self.exact.first(self._alive()), "exact-duplicate", "the same text")
         if self.near is not None:
             self.near.propose(self._alive())
         if self.near is not None or self.decontaminator is not None:
             self._second_pass()
-        self._drop_near()
+        if self.near is not None:
+            first_rows, similarity = self.near.resolve()
+            threshold = self.near.settings.threshold
+            rule = f"Jaccard similarity of at least {threshold:g}, or a chain of such pairs"
+            self._drop_repeats(first_rows, "near-duplicate", rule, similarity)
+            self.diagnostics["near"] = self.near.diagnostics
         pieces = self._decontaminate()
         return CleaningResult(
-            rule=self.rule,
-            rules=self.rules,
-            value=self.value,
-            match=self.match,
-            references=self.references,
-            pieces=pieces,
-            listed=self.listed,
-            diagnostics=self.diagnostics,
+            self.rule, self.rules, self.value, self.match, self.references, pieces, self.listed, self.diagnostics
         )
 
     def _first_pass(self) -> None:
@@ -236,13 +286,13 @@ class _CleaningRun:
         rules, values = GrowingArray(np.uint8), GrowingArray(np.float64)
         for batch in self._batches(chain(self.earlier, self.texts), "filters and signatures", whole=True):
             numbers = np.zeros(len(batch), np.uint8)
-            figures = np.full(len(batch), np.nan)
-            for cause, (rule, broken, figure) in apply_filters(batch, self.settings):
-                fresh = broken & (numbers == 0)
-                numbers[fresh] = self._number(cause, rule)
-                figures[fresh] = figure[fresh]
+            batch_values = np.full(len(batch), np.nan)
+            for cause, (rule, broken, value) in apply_filters(batch, self.settings):
+                new = broken & (numbers == 0)
+                numbers[new] = self._number(cause, rule)
+                batch_values[new] = value[new]
             rules.append(numbers)
-            values.append(figures)
+            values.append(batch_values)
             normalised = [normalise_text(text) for text in batch] if self.exact or self.near else []
             if self.exact is not None:
                 self.exact.add(normalised)
@@ -276,35 +326,22 @@ class _CleaningRun:
         if len(self.listed.entry) != len(self.rule):
             raise SelectionError(
                 f"listed: found among {len(self.listed.entry)} ids, and the pool has {len(self.rule)} texts; "
-                "give Listed.find an id for every text"
+                "give DropList.find an id for every text"
             )
         for low, high in block_ranges(len(self.rule)):
             rows = low + np.flatnonzero(self.listed.entry[low:high] >= 0)
             self.rule[rows] = 1
             self.value[rows] = np.nan
 
-    def _drop_exact(self) -> None:
-        if self.exact is not None:
-            self._drop_repeats(self.exact.first(self._alive()), "exact-duplicate", "the same text")
-
-    def _drop_near(self) -> None:
-        if self.near is not None:
-            first, similarity = self.near.resolve()
-            assert self.settings.near is not None
-            rule = f"Jaccard similarity of at least {self.settings.near.threshold:g}, or a chain of such pairs"
-            self._drop_repeats(first, "near-duplicate", rule, similarity)
-            self.diagnostics["near"] = self.near.diagnostics
-
-    def _drop_repeats(self, first: np.ndarray, cause: str, rule: str, value: np.ndarray | None = None) -> None:
-        """Drop the rows of the pool that have an earlier `first`, each with its `value`. Both arrays include
-        references."""
+    def _drop_repeats(self, first_rows: np.ndarray, cause: str, rule: str, value: np.ndarray | None = None) -> None:
+        """Drop the pool's rows that have an earlier first row, each with its `value`; arrays include references."""
         number = self._number(cause, rule)
         skip = len(self.earlier)
         for low, high in block_ranges(len(self.rule)):
-            part = first[skip + low : skip + high]
-            repeats = np.flatnonzero(part != np.arange(skip + low, skip + high))
+            block = first_rows[skip + low : skip + high]
+            repeats = np.flatnonzero(block != np.arange(skip + low, skip + high))
             self.rule[low + repeats] = number
-            self.match[low + repeats] = part[repeats]
+            self.match[low + repeats] = block[repeats]
             if value is not None:
                 self.value[low + repeats] = value[skip + low + repeats]
 
@@ -314,13 +351,8 @@ class _CleaningRun:
             return {}
         rows, owner = finder.contaminated(self._alive()[len(self.earlier) :])
         self.diagnostics["decontaminate"] = finder.diagnostics
-        before = 0  # position of the evaluation texts among the references
-        places: list[int] = []
-        for reference in self.references:
-            if reference.name == "eval":
-                places += range(before, before + len(reference.texts))
-            before += len(reference.texts)
-        self.match[rows] = np.array(places)[owner]
+        names = np.repeat([ref.name for ref in self.references], [len(ref.texts) for ref in self.references])
+        self.match[rows] = np.flatnonzero(names == "eval")[owner]
         if settings.action == "drop":
             self.rule[rows] = self._number("contaminated", f"{settings.ngram} words in a row shared with eval")
             return {}
@@ -330,12 +362,12 @@ class _CleaningRun:
         row = 0
         for batch in self._batches(self.texts, "cutting", whole=False) if len(rows) else ():
             for hit in rows[np.searchsorted(rows, row) : np.searchsorted(rows, row + len(batch))].tolist():
-                left = _strip_spans(batch[hit - row], finder.cut(batch[hit - row]))
-                if 0 < len(left) <= settings.max_pieces:
-                    pieces[hit] = left
+                spans = _strip_spans(batch[hit - row], finder.cut(batch[hit - row]))
+                if 0 < len(spans) <= settings.max_pieces:
+                    pieces[hit] = spans
                 else:
-                    self.rule[hit] = many if left else nothing
-                    self.value[hit] = len(left)
+                    self.rule[hit] = many if spans else nothing
+                    self.value[hit] = len(spans)
             row += len(batch)
         return pieces
 
@@ -352,27 +384,17 @@ class _CleaningRun:
             self.rules.append((cause, rule))
         return self.rules.index((cause, rule))
 
-    def _batches(self, texts: Iterable[str], what: str, *, whole: bool) -> Iterator[list[str]]:
+    def _batches(self, texts: Iterable[str], stage: str, *, whole: bool) -> Iterator[list[str]]:
         """Yield the texts in lists of bounded size. `whole`: they begin with the references' texts."""
         done = -len(self.earlier) if whole else 0
-        batch: list[str] = []
-        held = 0
-        for text in texts:
-            if batch and (held + len(text) > self.batch_characters or len(batch) == 4096):
-                yield batch
-                done += len(batch)
-                if self.progress is not None and what:
-                    self.progress(what, max(done, 0))
-                batch, held = [], 0
-            batch.append(text)
-            held += len(text)
-        if batch:
+        for batch in bounded_batches(texts, self.batch_characters, 4096):
             yield batch
-            if self.progress is not None and what:
-                self.progress(what, max(done + len(batch), 0))
+            done += len(batch)
+            if self.progress is not None and stage:
+                self.progress(stage, max(done, 0))
 
 
 def _strip_spans(text: str, spans: Spans) -> Spans:
     """Return the spans without the blanks at their ends."""
-    found = [(end - len(text[start:end].lstrip()), start + len(text[start:end].rstrip())) for start, end in spans]
-    return [(start, end) for start, end in found if start < end]
+    stripped = [(end - len(text[start:end].lstrip()), start + len(text[start:end].rstrip())) for start, end in spans]
+    return [(start, end) for start, end in stripped if start < end]

@@ -1,1 +1,1 @@
-"""The selectors, one file each with its settings: `fit(pool, target)`, `scores_`, `select(k)`."""
+"""The selectors with their settings: `fit(pool, target)`, `scores_`, `select(k)`."""

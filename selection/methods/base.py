@@ -6,17 +6,20 @@ import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import inf
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.validation import check_strings, feature_matrix
+from flatshift.selection.validation import Settings, check_chunk, check_strings, feature_matrix, is_whole
+
+if TYPE_CHECKING:
+    from flatshift.selection.features.tokens import TokenRows
 
 Progress = Callable[[str, int, int], None]
 UNITS = {"sqeuclidean": 1.0, "cosine": 0.5}
 """Each cost as a multiple of squared distances between `scaled_features` rows."""
+_READ_BYTES = 2 << 20  # bytes of float64 rows read at a time for averaging costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +45,8 @@ class Pool:
         if not lengths:
             raise SelectionError("a pool or target needs at least one of ids, texts and features")
         if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{count} {name}" for name, count in lengths.items())
-            raise SelectionError(f"pool or target parts differ in length: {told}; give one of each per row")
+            counts = ", ".join(f"{count} {name}" for name, count in lengths.items())
+            raise SelectionError(f"pool or target parts differ in length: {counts}; give one of each per row")
         if not len(self):
             raise SelectionError("the pool or target is empty; give at least one row")
         check_strings(self.ids, "ids")
@@ -52,45 +55,134 @@ class Pool:
     def __len__(self) -> int:
         return next(len(value) for value in self.__dict__.values() if value is not None)
 
+    def draw(self, seed: int, purpose: str) -> np.ndarray:
+        """Return (N,) float64 in (0, 1): a draw for each row, keyed by (seed, purpose, id), not by its position.
+
+        Rows that share an id get different draws, by order of appearance.
+        """
+        key = hashlib.sha256(f"{purpose}\x1f{seed}".encode()).digest()
+
+        def digest(text: str) -> int:
+            raw = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest()
+            return int.from_bytes(raw, "little")
+
+        ids = self.ids if self.ids is not None else map(str, range(len(self)))
+        bits = np.fromiter(map(digest, ids), np.uint64, len(self))
+        if self.ids is not None:
+            # Only rows whose draw is not unique can share an id; names are stored for these alone.
+            ordered = np.sort(bits)
+            shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+            occurrences: Counter[str] = Counter()
+            for row in np.flatnonzero(np.isin(bits, shared)).tolist() if len(shared) else ():
+                name = self.ids[row]
+                if occurrences[name]:
+                    bits[row] = digest(f"{name}\x1f{occurrences[name]}")
+                occurrences[name] += 1
+        return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
 
 Target = Pool
 """Samples of the task; the same class as Pool."""
 
 
-class Selector:
+@dataclass(frozen=True, kw_only=True)
+class MethodSettings(Settings):
+    """Base of the settings of a method in a recipe."""
+
+    kind: str
+    title: ClassVar[str]
+    """Name in reports."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Inputs: see `flatshift.selection.config.required_inputs`."""
+    selector: ClassVar[type[Selector]]
+    """Class with these settings as parameters; set by the class itself if it inherits from the settings."""
+
+    def build(self, **arguments: Any) -> Selector:
+        """Build the selector with these settings and with those of `arguments` that are parameters of it."""
+        values = vars(self) | arguments
+        return self.selector(**{name: value for name, value in values.items() if name in self.selector.parameters})
+
+    def _sides(self, pool: Pool, target: Target) -> tuple[Any, Any]:
+        """Return what the method works on, the first of its `needs`, of both sides."""
+        return require_field(pool, target, self.needs[0], self.kind)
+
+
+class Selector(Settings):
     """Base of all selectors, in scikit-learn's style.
 
-    Constructors only store their keyword parameters. `fit` returns self and sets `scores_` (N,) float64, smaller is
+    Parameters are the fields of the settings that a class inherits from, and its own annotated attributes with a
+    default. Constructors only store them; `fit` checks them, returns self and sets `scores_` (N,) float64, smaller is
     better for every method; `nearest_target_` (N,) int64 or None; `diagnostics_`, a dict for the manifest. A method
     that optimises its selection for one size takes it as the parameter `budget`: `select(budget)` is then that
     selection, a smaller k its best part, a larger k adds rows after it. A method with the parameter `repeats` may
     choose a row up to that many times: `readings_` then lists it each time.
+
+    A method implements `_fit`, which sets these attributes.
     """
 
+    parameters: ClassVar[dict[str, Any]] = {}
+    """Default of each constructor parameter."""
     by_words: ClassVar[bool] = True
     """True if words that a row shares with the target can explain its choice."""
     signed: ClassVar[bool] = False
     """True if rows of negative score help and others do not; otherwise zero has no meaning."""
+    __signature__: ClassVar[inspect.Signature]
     scores_: np.ndarray
-    nearest_target_: np.ndarray | None
+    nearest_target_: np.ndarray | None = None
     diagnostics_: dict[str, Any]
     readings_: np.ndarray | None = None
-    """(R,) int64: the rows of the selection in the order chosen, each as often as it is to be read; None: once each, by
-    score."""
+    """(R,) int64: the selection in the order chosen, each row as often as it is to be read; None: once, by score."""
 
-    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Score every row of `pool` against `target`. `progress` is called as (stage, done, total)."""
+    def __init_subclass__(cls) -> None:
+        types = {item.name: item.type for item in fields(cls) if item.name != "kind"}
+        cls.parameters = {item.name: item.default for item in fields(cls) if item.name in types}
+        for base in reversed(cls.__mro__):
+            if issubclass(base, Selector) and base is not Selector:
+                own = {name: hint for name, hint in inspect.get_annotations(base).items() if hasattr(cls, name)}
+                types |= own
+                cls.parameters |= {name: getattr(cls, name) for name in own}
+        cls.__signature__ = inspect.Signature(
+            [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+                for name, default in cls.parameters.items()
+            ]
+        )
+        for base in cls.__bases__:
+            if issubclass(base, MethodSettings):
+                base.selector = cls
+
+    def __init__(self, **parameters: Any) -> None:
+        for name in parameters:
+            if name not in self.parameters:
+                raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
+        vars(self).update(self.parameters | parameters)
+
+    # Parameters can be changed, and two selectors are different objects: settings are frozen and equal by value.
+    __setattr__ = object.__setattr__
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None, **inputs: Any) -> Self:
+        """Check the parameters and score every row of `pool` against `target`.
+
+        progress: called as (stage, done, total). inputs: those that only some methods take, such as `negative`.
+        """
+        self.check()
+        check_chunk(getattr(self, "chunk", None))
+        self._fit(pool, target, progress or (lambda stage, done, total: None), **inputs)
+        return self
+
+    def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
+        """Set `scores_`, `diagnostics_` and, if the method has them, `nearest_target_` and `readings_`."""
         raise NotImplementedError
 
     def fit_texts(
         self, pool: Sequence[str], target: Sequence[str], embedder: Any = None, *, progress: Progress | None = None
     ) -> Self:
-        """Fit on lists of texts, embedded by `embedder`.
-
-        embedder: an object with `fit_transform(pool, target)`, one with `transform(texts)`, or a function from a list
-        of texts to (n, d) vectors, as `SentenceTransformer(...).encode`; None: `TfIdfEmbedder()`.
-        Raises SelectionError for anything else, or for arguments that are not lists of texts.
-        """
+        """Fit on lists of texts, embedded by `embedder`: an object with `fit_transform(pool, target)`, one with
+        `transform(texts)`, or a function from a list of texts to (n, d) vectors, as
+        `SentenceTransformer(...).encode`; None: `TfIdfEmbedder()`. Raises SelectionError for anything else, or for
+        arguments that are not lists of texts."""
         for name, side in (("pool", pool), ("target", target)):
             if isinstance(side, str) or not hasattr(side, "__len__"):
                 raise SelectionError(
@@ -152,66 +244,79 @@ class Selector:
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return constructor parameters by name (for scikit-learn's `clone`)."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        return {name: getattr(self, name) for name in self.parameters}
 
     def set_params(self, **params: Any) -> Self:
         """Change constructor parameters. Raises SelectionError for an unknown name."""
-        known = self.get_params()
         for name, value in params.items():
-            if name not in known:
-                raise SelectionError(f"{type(self).__name__} has no parameter {name!r}; it has {', '.join(known)}")
+            if name not in self.parameters:
+                known = ", ".join(self.parameters)
+                raise SelectionError(f"{type(self).__name__} has no parameter {name!r}; it has {known}")
             setattr(self, name, value)
         return self
 
     def __repr__(self) -> str:
-        defaults = inspect.signature(type(self)).parameters
-        changed = {k: v for k, v in self.get_params().items() if v != defaults[k].default}
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
+        changed = [f"{name}={value!r}" for name, value in self.get_params().items() if value != self.parameters[name]]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+
+class TokenSelector(Selector):
+    """Base of methods that explain their choice: `explains` is True once `_gains` can be computed."""
+
+    @property
+    def explains(self) -> bool:
+        """True if `evidence` is available: after `fit`."""
+        return hasattr(self, "scores_")
+
+    def evidence(self, rows: TokenRows) -> list[np.ndarray]:
+        """Return each text's evidence by token: what the token, after those before it, adds in favour of the text."""
+        self._fitted()
+        if not len(rows):
+            return []
+        flat, lengths = rows.part(0, len(rows))
+        return np.split(self._gains(flat, lengths, rows.size), np.cumsum(lengths)[:-1])
+
+    def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+        """Return (T,) evidence of each token of some texts, concatenated; size: of the vocabulary."""
+        raise NotImplementedError
 
 
 def check_budget(k: Any, count: int) -> int:
     """Return `k` if it is a whole number between 1 and `count`. Raises SelectionError."""
-    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+    if not is_whole(k) or k < 1:
         raise SelectionError(f"the budget must be a whole number of at least 1, not {k!r}")
     if k > count:
         raise SelectionError(f"the budget {k} is above the pool size {count}; ask for at most {count}")
     return int(k)
 
 
-def check_number(value: Any, name: str, *, above: float = -inf, least: float = -inf, most: float = inf) -> None:
-    """Raise SelectionError unless `value` is a finite number > above, ≥ least and ≤ most."""
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool) and np.isfinite(value)
-    if not number or not value > above or not least <= value <= most:
-        wanted = [f"above {above:g}" * (above > -inf), f"at least {least:g}" * (least > -inf)]
-        wanted.append(f"at most {most:g}" * (most < inf))
-        raise SelectionError(f"{name} must be {' and '.join(filter(None, wanted)) or 'a finite number'}, not {value!r}")
+def require_field(pool: Pool, target: Target, field: str, method: str) -> tuple[Any, Any]:
+    """Return `field` ("texts", "tokens" or "features") of both sides, features as matrices.
 
-
-def require_field(pool: Pool, target: Target, part: str, method: str) -> tuple[Any, Any]:
-    """Return `part` ("texts", "tokens" or "features") of both sides, features as matrices.
-
-    Raises SelectionError if one is missing, or tokens are of two vocabularies.
+    Raises SelectionError if one is missing, tokens are of two vocabularies, or the target has no token at all.
     """
-    found = []
+    values = []
     for name, side in (("pool", pool), ("target", target)):
-        value = getattr(side, part)
+        value = getattr(side, field)
         if value is None:
-            raise SelectionError(f"{method} works on {part}, and the {name} has none; pass {part}= to it")
-        found.append(feature_matrix(value, name) if part == "features" else value)
-    if part == "tokens" and found[0].size != found[1].size:
+            raise SelectionError(f"{method} works on {field}, and the {name} has none; pass {field}= to it")
+        values.append(feature_matrix(value, name) if field == "features" else value)
+    if field == "tokens" and values[0].size != values[1].size:
         raise SelectionError(
-            f"pool tokens are of a vocabulary of {found[0].size:,} and target tokens of one of {found[1].size:,}; "
+            f"pool tokens are of a vocabulary of {values[0].size:,} and target tokens of one of {values[1].size:,}; "
             "make both with the same tokenizer"
         )
-    return found[0], found[1]
+    if field == "tokens" and not len(values[1].flat):
+        raise SelectionError(f"no target text holds a single token; {method} has nothing to compare with")
+    return values[0], values[1]
 
 
 def unit_weights(weights: Any, count: int) -> np.ndarray:
     """Return (count,) float64 that sums to 1: `weights` scaled, or uniform if they are None."""
     if weights is None:
         return np.full(count, 1.0 / count)
-    given = np.asarray(weights, dtype=np.float64)
-    return np.asarray(given / given.sum())
+    values = np.asarray(weights, dtype=np.float64)
+    return np.asarray(values / values.sum())
 
 
 def scaled_features(rows: Any, cost: str) -> np.ndarray:
@@ -220,45 +325,66 @@ def scaled_features(rows: Any, cost: str) -> np.ndarray:
     return wide if cost == "sqeuclidean" else np.asarray(wide / np.linalg.norm(wide, axis=1, keepdims=True))
 
 
+class ConvertedRows:
+    """Rows of a matrix of any size as float64, each slice converted by a function as it is read."""
+
+    def __init__(self, source: Any, convert: Callable[[np.ndarray], np.ndarray]):
+        self._source, self._convert = source, convert
+        self.shape, self.dtype = tuple(source.shape), np.dtype(np.float64)
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        return self._convert(np.asarray(self._source[key], dtype=np.float64))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:]
+
+
+def mean_cost(
+    x: Any,
+    y: Any,
+    *,
+    weights: Any = None,
+    target_weights: Any = None,
+    index: np.ndarray | None = None,
+    cost: str = "sqeuclidean",
+) -> float:
+    """Return Σ_ij a_i b_j c(x_i, y_j), the unit of a relative ε, over the rows `index` of x (None: all).
+
+    a: `weights` of these rows; b: `target_weights`, of y; both uniform if None. Squared distances: Σ_i a_i |x_i − ȳ|² +
+    Σ_j b_j |y_j − ȳ|²; cosine costs: half of these for rows of length one. x is read a few MiB at a time.
+    """
+    rows = scaled_features(y, cost)
+    b = unit_weights(target_weights, len(rows))
+    centre = b @ rows
+    spread = float(b @ ((rows - centre) ** 2).sum(1))
+    count = x.shape[0] if index is None else len(index)
+    a = unit_weights(weights, count)
+    step = max(16, _READ_BYTES // (8 * x.shape[1]))
+    total = 0.0
+    for low in range(0, count, step):
+        centred = scaled_features(x[low : low + step] if index is None else x[index[low : low + step]], cost) - centre
+        total += float(a[low : low + step] @ np.einsum("ij,ij->i", centred, centred))
+    return UNITS[cost] * (total + spread)
+
+
+def squared_distances(points: np.ndarray) -> np.ndarray:
+    """Return (n, n): the squared distances between centred points (n, d), none below 0 by rounding."""
+    squared = np.einsum("ij,ij->i", points, points)
+    return np.asarray(np.maximum(squared[:, None] + squared - 2.0 * (points @ points.T), 0.0))
+
+
 def move_behind(scores: np.ndarray, rows: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Return `scores` with those of `rows` (a mask) moved behind all others, sorted among themselves by `order`.
+    """Return `scores` with those of `rows` (a mask) moved behind all others, if there are any, sorted by `order`.
 
     The moved rows get the largest other score plus 1 plus `order` minus its smallest: finite, and larger.
     """
-    if not rows.any():
+    if not rows.any() or rows.all():
         return scores
     floor = scores[~rows].max(initial=0.0)
     moved = order[rows] - order[rows].min()
     out = scores.copy()
     out[rows] = np.maximum(floor + 1.0 + moved, np.nextafter(floor, np.inf))
     return out
-
-
-def keyed_uniform(pool: Pool, seed: int, purpose: str) -> np.ndarray:
-    """Return (N,) float64 in (0, 1): a uniform draw for each row, keyed by (seed, purpose, id) and not by its position.
-
-    Rows that share an id get different draws, by order of appearance.
-    """
-    key = hashlib.sha256(f"{purpose}\x1f{seed}".encode()).digest()
-
-    def draw(text: str) -> bytes:
-        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest()
-
-    raw = bytearray()
-    for name in pool.ids if pool.ids is not None else map(str, range(len(pool))):
-        raw += draw(name)
-    bits = np.frombuffer(raw, dtype="<u8")
-    if pool.ids is not None:
-        # Only rows whose draw is not unique can share an id; names are kept for these alone.
-        ordered = np.sort(bits)
-        twins = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-        del ordered
-        if len(twins):
-            bits = bits.copy()
-            seen: Counter[str] = Counter()
-            for row in np.flatnonzero(np.isin(bits, twins)).tolist():
-                name = pool.ids[row]
-                if seen[name]:
-                    bits[row] = int.from_bytes(draw(f"{name}\x1f{seen[name]}"), "little")
-                seen[name] += 1
-    return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53

@@ -1,153 +1,101 @@
 """Linear classifier of target against pool, as in quality filters (DCLM: Li et al. 2024, arXiv 2406.11794).
 
-DCLM uses fastText on words; here it is scikit-learn's logistic regression on hashed uni- and bigrams of the backbone's
-tokens.
+DCLM uses fastText on words; here it is scikit-learn's logistic regression on hashed n-grams of the backbone's tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.tokens import TokenRows, ngram_keys
+from flatshift.selection.hashing import mix64
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import (
-    Pool,
-    Progress,
-    Selector,
-    Target,
-    check_number,
-    keyed_uniform,
-    move_behind,
-    require_field,
-)
-from flatshift.selection.validation import SelectorContext, check_fields, from_settings
-
-if TYPE_CHECKING:
-    from flatshift.selection.features.tokens import TokenRows
+from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Target, TokenSelector, move_behind
+from flatshift.selection.validation import bounded
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classifier:
+class Classifier(MethodSettings):
     """Logistic regression of target against pool on hashed uni- and bigrams of the backbone's tokens (as DCLM filters);
     score −log odds."""
 
     kind: Literal["classifier"] = "classifier"
     title: ClassVar[str] = "A classifier of target against pool"
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
-    buckets: int = 2**18
+    buckets: int = bounded(2**18, minimum=2)
     """Hash buckets of the n-grams."""
-    strength: float = 10.0
+    strength: float = bounded(10.0, above=0)
     """C of scikit-learn's LogisticRegression: larger fits the target's texts more closely."""
-    fit_rows: int = 20_000
+    fit_rows: int = bounded(20_000, minimum=2)
     """Maximum number of pool texts for training, drawn by seed; the same maximum for the target."""
-    minimum: int = 8
+    minimum: int = bounded(8, minimum=1)
     """Minimum number of tokens; shorter texts are ranked last."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "buckets", "fit_rows", least=2)
-        check_fields(self, "strength", above=0)
-        check_fields(self, "minimum", least=1)
 
-    def build(self, around: SelectorContext) -> ClassifierSelector:
-        return from_settings(ClassifierSelector, self, around)
-
-
-class ClassifierSelector(Selector):
+class ClassifierSelector(TokenSelector, Classifier):
     """Scores by −log odds that a text is from the target. Features: its distinct n-grams, scaled to length one.
 
     Two classifiers are trained on two halves of the pool's sample, each with all target texts, classes balanced. A text
     is scored only by those not trained on it, so that it is not penalised for having been a negative example. Texts of
-    fewer than `minimum` tokens follow behind all others. Parameters as in `Classifier`; ignores weights.
+    fewer than `minimum` tokens follow behind all others. `evidence`: a token's weight plus that of its bigram with the
+    one before. Needs tokens on both sides; ignores weights.
     """
 
-    def __init__(
-        self,
-        *,
-        buckets: int = 2**18,
-        strength: float = 10.0,
-        fit_rows: int = 20_000,
-        minimum: int = 8,
-        seed: int = 0,
-    ):
-        self.buckets = buckets
-        self.strength = strength
-        self.fit_rows = fit_rows
-        self.minimum = minimum
-        self.seed = seed
+    seed: int = 0
 
-    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Train the classifiers and score the pool; needs tokens on both sides."""
-        for name in ("buckets", "fit_rows", "minimum"):
-            check_number(getattr(self, name), name, least=1 if name == "minimum" else 2)
-        check_number(self.strength, "strength", above=0.0)
-        rows, aims = require_field(pool, target, "tokens", "classifier")
-        if not len(aims.flat):
-            raise SelectionError("no target text holds a single token; classifier has nothing to learn from")
-        drawn = np.argsort(keyed_uniform(pool, self.seed, "classifier sample"), kind="stable")[: self.fit_rows]
+    def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
+        rows, target_rows = self._sides(pool, target)
+        sample = np.argsort(pool.draw(self.seed, "classifier sample"), kind="stable")[: self.fit_rows]
         # The result must not depend on the order of rows, bit for bit: the pool is drawn by id, the target sorted by
         # content.
-        wanted = sorted((aims[i] for i in range(len(aims))), key=lambda row: row.tobytes())
+        positives = sorted((target_rows[i] for i in range(len(target_rows))), key=lambda row: row.tobytes())
         generator = np.random.Generator(np.random.PCG64([self.seed, 0xC1A55]))
-        if len(wanted) > self.fit_rows:
-            wanted = [wanted[i] for i in np.sort(generator.choice(len(wanted), self.fit_rows, replace=False))]
-        halves = [drawn[0::2], drawn[1::2]] if len(drawn) > 1 else [drawn]
-        weights = self._weights = np.stack([self._learned(rows, half, wanted) for half in halves])
+        if len(positives) > self.fit_rows:
+            positives = [positives[i] for i in np.sort(generator.choice(len(positives), self.fit_rows, replace=False))]
+        halves = [sample[0::2], sample[1::2]] if len(sample) > 1 else [sample]
+        weights = self._weights = np.stack([self._train(rows, half, positives) for half in halves])
         scores = np.empty(len(rows))
         half_of = np.full(len(rows), -1)
         for number, half in enumerate(halves if len(halves) > 1 else []):
             half_of[half] = number
         for low, flat, lengths in rows.parts():
             odds = self._features(flat, lengths, rows.size) @ weights[:, :-1].T + weights[:, -1]
-            own = half_of[low : low + len(lengths)]
+            half_numbers = half_of[low : low + len(lengths)]
             mean = odds.mean(1)
             scores[low : low + len(lengths)] = -np.where(
-                own < 0, mean, odds[np.arange(len(own)), 1 - own.clip(0)] if len(halves) > 1 else mean
+                half_numbers < 0,
+                mean,
+                odds[np.arange(len(odds)), 1 - half_numbers.clip(0)] if len(halves) > 1 else mean,
             )
-            if progress:
-                progress("classifying", low + len(lengths), len(rows))
+            progress("classifying", low + len(lengths), len(rows))
         short = rows.lengths < self.minimum
-        self.scores_ = move_behind(scores, short, scores) if not short.all() else scores
-        self.nearest_target_ = None
+        self.scores_ = move_behind(scores, short, scores)
         self.diagnostics_ = {
-            "learnt_pool": len(drawn),
-            "learnt_target": len(wanted),
+            "learnt_pool": len(sample),
+            "learnt_target": len(positives),
             "likelier_target": int((scores < 0).sum()),
             "short": int(short.sum()),
         }
-        return self
 
-    @property
-    def explains(self) -> bool:
-        """True if `evidence` is available: after `fit`."""
-        return hasattr(self, "_weights")
+    def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+        keys, _ = ngram_keys(flat, lengths, size)
+        weights = self._weights[:, :-1].mean(0)[(mix64(keys) % np.uint64(self.buckets)).astype(np.int64)]
+        gains = weights[: len(flat)].copy()
+        text_of = np.repeat(np.arange(len(lengths)), lengths)
+        gains[1:][text_of[1:] == text_of[:-1]] += weights[len(flat) :]
+        return gains
 
-    def evidence(self, rows: TokenRows) -> list[Sequence[float]]:
-        """Return each text's evidence by token: the token's weight plus that of its bigram with the one before."""
-        from flatshift.selection.methods.dsir import mix64
-
-        weights, buckets, out = self._weights[:, :-1].mean(0), np.uint64(self.buckets), []
-        for row in rows:
-            tokens = row.astype(np.uint64)
-            gains = weights[(mix64(tokens) % buckets).astype(np.int64)].copy()
-            pairs = (tokens[:-1] + np.uint64(1)) * np.uint64(rows.size) + tokens[1:]
-            gains[1:] += weights[(mix64(pairs) % buckets).astype(np.int64)]
-            out.append(gains)
-        return out
-
-    def _learned(self, rows: TokenRows, half: np.ndarray, wanted: list[np.ndarray]) -> np.ndarray:
+    def _train(self, rows: TokenRows, half: np.ndarray, positives: list[np.ndarray]) -> np.ndarray:
         """Fit one classifier; return (buckets + 1,) weights and intercept."""
         from sklearn.linear_model import LogisticRegression
 
-        from flatshift.selection.features.tokens import TokenRows
-
-        examples: list[Any] = [*(rows[int(i)] for i in half), *wanted]
-        some = TokenRows.of(examples, rows.size)
-        features = self._features(*some.part(0, len(some)), rows.size)
+        texts: list[Any] = [*(rows[int(i)] for i in half), *positives]
+        examples = TokenRows.of(texts, rows.size)
+        features = self._features(*examples.part(0, len(examples)), rows.size)
         used = np.unique(features.indices)
         model = LogisticRegression(C=self.strength, class_weight="balanced", max_iter=200)
-        model.fit(features[:, used], np.arange(len(some)) >= len(half))
+        model.fit(features[:, used], np.arange(len(examples)) >= len(half))
         out = np.zeros(self.buckets + 1)
         out[used], out[-1] = model.coef_[0], model.intercept_[0]
         return out
@@ -156,13 +104,10 @@ class ClassifierSelector(Selector):
         """Return CSR (n, buckets) float64: 1/√(number of distinct n-grams) for each distinct n-gram of a text."""
         from scipy.sparse import csr_matrix
 
-        from flatshift.selection.features.tokens import ngram_keys
-        from flatshift.selection.methods.dsir import mix64
-
         keys, text_of = ngram_keys(flat, lengths, size)
         # A repeated n-gram counts once: a line of slashes is no evidence for anything.
-        places = np.unique(text_of * self.buckets + (mix64(keys) % np.uint64(self.buckets)).astype(np.int64))
-        text_of, columns = np.divmod(places, self.buckets)
+        cells = np.unique(text_of * self.buckets + (mix64(keys) % np.uint64(self.buckets)).astype(np.int64))
+        text_of, columns = np.divmod(cells, self.buckets)
         sizes = np.bincount(text_of, minlength=len(lengths))
         values = np.repeat(1.0 / np.sqrt(np.maximum(sizes, 1)), sizes)
         ends = np.concatenate([[0], np.cumsum(sizes)])

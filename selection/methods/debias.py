@@ -1,39 +1,27 @@
 """The pool's entropic transport potential to itself, from a subsample: the term that debiased GOT-D subtracts.
 
-For OT_ε(α, α) both potentials are one function p, the fixed point of
+For OT_ε(α, α) both potentials are one function p, the fixed point of the N×N problem
 
     p(x_i) = −ε log Σ_j a_j exp((p(x_j) − |x_i − x_j|²)/ε) .
 
-With N rows that is an N×N problem. A uniform subsample T of rows with positive weight represents the *other* rows, and
-the row's own term, which in high dimension outweighs all others, is kept separate at its true weight a_i:
+A uniform subsample T of rows with positive weight represents the *other* rows, and the row's own term, which in high
+dimension outweighs all others, is kept separate at its true weight a_i (else rows in T, with a match at distance zero
+that the others lack, would rank by membership in the sample):
 
     u_i = A_i + a_i/u_i ,  u = exp(−p/ε) ,  A_i = (1 − a_i) Σ_{j∈T, j≠i} w_j exp((p_j − c_ij)/ε) ,
 
-so u_i = (A_i + √(A_i² + 4 a_i))/2. Leaving the own term to the sample would give rows in T a match at distance zero
-that the others lack, and would rank the pool by membership in the sample. With T = all rows this is the exact equation.
+so u_i = (A_i + √(A_i² + 4 a_i))/2. With T = all rows this is the exact equation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from flatshift.selection.methods.base import UNITS, Pool, Progress, keyed_uniform, scaled_features, unit_weights
+from flatshift.selection.methods.base import UNITS, Pool, Progress, scaled_features, squared_distances, unit_weights
 from flatshift.selection.validation import feature_matrix
 
 _TOLERANCE = 1e-10
 _MAX_ITERATIONS = 5_000
-
-
-@dataclass(frozen=True)
-class SelfPotential:
-    """`p` (N,) float64 in units of cost; `sample`: number of rows it was solved on; `change`: last step, in units of
-    ε."""
-
-    p: np.ndarray
-    sample: int
-    change: float
 
 
 def self_potential(
@@ -45,56 +33,58 @@ def self_potential(
     cost: str = "sqeuclidean",
     chunk: int | None = None,
     progress: Progress | None = None,
-) -> SelfPotential:
-    """Compute p for every row of `pool` at the absolute `epsilon`, in units of `cost`. Memory: sample² + chunk·sample.
+) -> tuple[np.ndarray, int, float]:
+    """Return p (N,) for every row of `pool` in units of `cost`, the number of rows it was solved on, and the last step
+    in units of ε.
 
+    epsilon: absolute, in units of `cost`. sample: maximum number of rows to solve on. Memory: sample² + chunk·sample.
     Expects features and weights that the transport solver has already checked.
     """
     x = feature_matrix(pool.features, "pool")
     n = len(pool)
     if epsilon <= 0.0:  # all points coincide
-        return SelfPotential(np.zeros(n), 0, 0.0)
+        return np.zeros(n), 0, 0.0
     a = unit_weights(pool.weights, n)
-    drawn = np.flatnonzero(a > 0)
-    if len(drawn) > sample:
-        turn = np.argsort(keyed_uniform(pool, seed, "gotd self-transport")[drawn], kind="stable")
-        drawn = np.sort(drawn[turn[:sample]])
+    sampled = np.flatnonzero(a > 0)
+    if len(sampled) > sample:
+        order = np.argsort(pool.draw(seed, "gotd self-transport")[sampled], kind="stable")
+        sampled = np.sort(sampled[order[:sample]])
     # All below is in squared distances; a cosine cost is half of them between rows of length one.
     epsilon = epsilon / UNITS[cost]
-    points = scaled_features(x[drawn], cost)
+    points = scaled_features(x[sampled], cost)
     centre = points.mean(0)
     points = points - centre
     squared = np.einsum("ij,ij->i", points, points)
-    own = a[drawn]
+    own = a[sampled]
     weights = own / own.sum()
 
-    kernel = np.maximum(squared[:, None] + squared - 2.0 * points @ points.T, 0.0)
+    kernel = squared_distances(points)
     np.fill_diagonal(kernel, np.inf)
     np.exp(np.divide(kernel, -epsilon, out=kernel), out=kernel)
     # The other rows' mass 1 − a_i is spread over Σ_{j≠i} w_j = 1 − w_i.
-    rest = (1.0 - own) / np.maximum(1.0 - weights, 1e-300)
-    p = np.zeros(len(drawn))
+    others = (1.0 - own) / np.maximum(1.0 - weights, 1e-300)
+    p = np.zeros(len(sampled))
     change = np.inf
     for _ in range(_MAX_ITERATIONS):
-        total = rest * (kernel @ (weights * np.exp(p / epsilon)))
+        total = others * (kernel @ (weights * np.exp(p / epsilon)))
         new = -epsilon * np.log(0.5 * (total + np.sqrt(total * total + 4.0 * own)))
         change = float(np.abs(new - p).max()) / epsilon
         p = 0.5 * (p + new)  # the plain iteration oscillates; averaging with the last point converges
         if change <= _TOLERANCE:
             break
     out = np.empty(n)
-    place = np.full(n, -1)
-    place[drawn] = np.arange(len(drawn))
+    sample_index = np.full(n, -1)
+    sample_index[sampled] = np.arange(len(sampled))
     bias = p / epsilon + np.log(weights) - squared / epsilon
-    step = chunk or max(256, min(8192, (32 << 20) // (8 * len(drawn))))
+    step = chunk or max(256, min(8192, (32 << 20) // (8 * len(sampled))))
     for low in range(0, n, step):
         rows = scaled_features(x[low : low + step], cost)
         out[low : low + step] = _extend_potential(
-            rows - centre, points, bias, weights, place[low : low + step], a[low : low + step], epsilon
+            rows - centre, points, bias, weights, sample_index[low : low + step], a[low : low + step], epsilon
         )
         if progress:
             progress("transport of the pool to itself", min(low + step, n), n)
-    return SelfPotential(out * UNITS[cost], len(drawn), change)
+    return out * UNITS[cost], len(sampled), change
 
 
 def _extend_potential(
@@ -102,19 +92,18 @@ def _extend_potential(
     points: np.ndarray,
     bias: np.ndarray,
     weights: np.ndarray,
-    place: np.ndarray,
+    sample_index: np.ndarray,
     own: np.ndarray,
     epsilon: float,
 ) -> np.ndarray:
-    """Return p at `rows` (B, d) from the sample; in logarithms, since far rows of weight 0 have no own term to keep
-    them finite."""
+    """Return p at `rows` (B, d) from the sample; in logarithms: far rows of weight 0 have no own term."""
     logits = rows @ points.T
     logits *= 2.0 / epsilon
     logits += bias
-    inside = np.flatnonzero(place >= 0)
-    logits[inside, place[inside]] = -np.inf
-    left = np.ones(len(rows))
-    left[inside] -= weights[place[inside]]
+    in_sample = np.flatnonzero(sample_index >= 0)
+    logits[in_sample, sample_index[in_sample]] = -np.inf
+    others = np.ones(len(rows))
+    others[in_sample] -= weights[sample_index[in_sample]]
     top = logits.max(1)
     # A sample of one row has no others: log 0 = −∞, and only the own term remains.
     safe = np.where(np.isfinite(top), top, 0.0)
@@ -122,6 +111,6 @@ def _extend_potential(
     np.exp(logits, out=logits)
     with np.errstate(divide="ignore"):
         total = np.log(logits.sum(1)) + safe - np.einsum("ij,ij->i", rows, rows) / epsilon
-        total += np.log(1.0 - own) - np.log(np.maximum(left, 1e-300))
+        total += np.log(1.0 - own) - np.log(np.maximum(others, 1e-300))
         half = 0.5 * np.logaddexp(2.0 * total, np.log(4.0 * own))
     return -epsilon * (np.logaddexp(total, half) - np.log(2.0))

@@ -11,58 +11,46 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.tokens import text_sums
+from flatshift.selection.hashing import WordHashes, mix64
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import (
-    Pool,
-    Progress,
-    Selector,
-    Target,
-    check_number,
-    keyed_uniform,
-    require_field,
-)
-from flatshift.selection.validation import SelectorContext, check_fields, from_settings
+from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target
+from flatshift.selection.validation import bounded
 
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 _BATCH = 1024
-_CACHED_PAIRS = 1 << 20
-"""Maximum number of distinct bigrams whose bucket is cached between batches: about 100 MB."""
+_CACHED_PAIRS = 1 << 20  # maximum number of distinct bigrams whose bucket is cached between batches: about 100 MB
 
 
 @dataclass(frozen=True, kw_only=True)
-class DSIR:
+class DSIR(MethodSettings):
     """Importance resampling on hashed word uni- and bigrams (DSIR); score −log weight."""
 
     kind: Literal["dsir"] = "dsir"
     title: ClassVar[str] = "DSIR"
     needs: ClassVar[tuple[str, ...]] = ("texts",)
-    buckets: int = 10_000
+    buckets: int = bounded(10_000, minimum=1, maximum=2**32 - 1)
     """Hash buckets of the n-gram features."""
     resample: bool = False
     """Add seeded Gumbel noise to the log weights, so that the selection is a draw in proportion to the weights, as in
     the paper; the noise is then part of the score. False: the score is −log weight, the selection its plain top-k."""
     hashing: Literal["fast", "sha256"] = "fast"
     """`sha256` uses the same bucket for every n-gram as PyPI's data-selection (slower); `fast` mixes words' hashes."""
-    smoothing: float = 1.0
+    smoothing: float = bounded(1.0, minimum=0)
     """Count added to every bucket of both bags (Laplace). data-selection 1.0.3: 0."""
-    floor: float = 0.0
+    floor: float = bounded(0.0, minimum=0)
     """Added to every bucket's probability after that. data-selection 1.0.3: 1e-8, which makes every n-gram that a small
     target happens to lack cost about as much as ten that it has."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "buckets", least=1, most=2**32 - 1)
-        check_fields(self, "smoothing", "floor", least=0)
+    def check(self) -> None:
+        super().check()
         if self.smoothing == self.floor == 0:
-            raise ValueError(
+            raise SelectionError(
                 "smoothing and floor are both 0, and a bucket that the target lacks has no logarithm; set one"
             )
-
-    def build(self, around: SelectorContext) -> DSIRSelector:
-        return from_settings(DSIRSelector, self, around)
 
 
 class NgramHasher:
@@ -74,37 +62,31 @@ class NgramHasher:
     def __init__(self, buckets: int):
         self.buckets = buckets
         self.narrow = np.dtype(np.uint16 if buckets <= 1 << 16 else np.uint32)
-        self._table = _WordHashes()
+        self._hashes = WordHashes()
 
     def batches(self, texts: Sequence[str], start: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield for each batch of texts the buckets of all their n-grams, text after text, and the number of each
-        text's."""
+        """Yield for each batch the buckets of all n-grams, text after text, and the number of each text's."""
         for low in range(start, len(texts), _BATCH):
             words = [_WORDS.findall(text.lower()) for text in texts[low : low + _BATCH]]
-            yield self._ngrams(words)
+            counts = np.array([len(text) for text in words], dtype=np.int64)
+            text_of = np.repeat(np.arange(len(words)), counts)
+            has_next = text_of[1:] == text_of[:-1]  # a bigram never crosses the border of two texts
+            unigrams, bigrams = self._buckets(words, has_next)
+            # Unigrams first within each text, then its bigrams.
+            lengths = np.maximum(2 * counts - 1, 0)
+            starts = np.cumsum(lengths) - lengths
+            position = np.arange(len(unigrams)) - (np.cumsum(counts) - counts)[text_of]
+            ngrams = np.empty(int(lengths.sum()), dtype=np.int64)
+            ngrams[starts[text_of] + position] = unigrams
+            ngrams[(starts + counts)[text_of[:-1]][has_next] + position[:-1][has_next]] = bigrams
+            yield ngrams, lengths
 
-    def _ngrams(self, words: list[list[str]]) -> tuple[np.ndarray, np.ndarray]:
-        counts = np.array([len(w) for w in words], dtype=np.int64)
-        units, pairs = self._buckets(words, counts)
-        # Unigrams first within each text, then its bigrams; a bigram never crosses the border of two texts.
-        lengths = np.maximum(2 * counts - 1, 0)
-        starts = np.cumsum(lengths) - lengths
-        text_of = np.repeat(np.arange(len(words)), counts)
-        place = np.arange(len(units)) - (np.cumsum(counts) - counts)[text_of]
-        out = np.empty(int(lengths.sum()), dtype=np.int64)
-        out[starts[text_of] + place] = units
-        inside = _same_text_mask(text_of)
-        out[(starts + counts)[text_of[:-1]][inside] + place[:-1][inside]] = pairs
-        return out, lengths
-
-    def _buckets(self, words: list[list[str]], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bucket of every word, and of every pair of neighbours in one text, in reading order."""
-        total = int(counts.sum())
-        hashes = np.fromiter(map(self._table.__getitem__, chain.from_iterable(words)), dtype=np.uint64, count=total)
+    def _buckets(self, words: list[list[str]], has_next: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bucket of every word, and of every pair of a word that `has_next` in its text with the next."""
+        hashes, _ = self._hashes.codes(words)
         pairs = mix64(mix64(hashes[:-1]) * np.uint64(0x9E3779B97F4A7C15) + hashes[1:])
-        inside = _same_text_mask(np.repeat(np.arange(len(words)), counts))
         buckets = np.uint64(self.buckets)
-        return mix64(hashes) % buckets, pairs[inside] % buckets
+        return mix64(hashes) % buckets, pairs[has_next] % buckets
 
 
 class Sha256Hasher(NgramHasher):
@@ -114,49 +96,38 @@ class Sha256Hasher(NgramHasher):
     def __init__(self, buckets: int):
         super().__init__(buckets)
         self._vocabulary = _Vocabulary()
-        self._units = np.empty(0, dtype=np.int64)
-        self._pairs: dict[int, int] = {}
+        self._unigrams = np.empty(0, dtype=np.int64)
+        self._bigrams: dict[int, int] = {}
 
-    def _buckets(self, words: list[list[str]], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        total = int(counts.sum())
-        known = self._vocabulary
-        numbers = np.fromiter(map(known.__getitem__, chain.from_iterable(words)), dtype=np.int64, count=total)
-        if len(known.words) > len(self._units):
-            fresh = self._hashed(known.words[len(self._units) :])
-            self._units = np.concatenate([self._units, fresh])
-        inside = _same_text_mask(np.repeat(np.arange(len(words)), counts))
-        keys, back = np.unique((numbers[:-1] << 32 | numbers[1:])[inside], return_inverse=True)
-        wanted = keys.tolist()
-        found = list(map(self._pairs.get, wanted))
-        new = [key for key, bucket in zip(wanted, found, strict=True) if bucket is None]
+    def _buckets(self, words: list[list[str]], has_next: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        vocabulary = self._vocabulary
+        numbers = np.fromiter(map(vocabulary.__getitem__, chain.from_iterable(words)), dtype=np.int64)
+        if len(vocabulary.words) > len(self._unigrams):
+            new_unigrams = self._hash(vocabulary.words[len(self._unigrams) :])
+            self._unigrams = np.concatenate([self._unigrams, new_unigrams])
+        keys, inverse = np.unique((numbers[:-1] << 32 | numbers[1:])[has_next], return_inverse=True)
+        pairs = keys.tolist()
+        # One dict lookup per pair; the cache may be cleared before the new ones are added.
+        buckets = {pair: self._bigrams.get(pair, -1) for pair in pairs}
+        new = [pair for pair, bucket in buckets.items() if bucket < 0]
         if new:
-            names = known.words
-            fresh = self._hashed([f"{names[key >> 32]} {names[key & 0xFFFFFFFF]}" for key in new])
-            if len(self._pairs) + len(new) > _CACHED_PAIRS:
-                self._pairs.clear()
-            made = dict(zip(new, fresh.tolist(), strict=True))
-            self._pairs.update(made)
-            found = [made[key] if bucket is None else bucket for key, bucket in zip(wanted, found, strict=True)]
-        return self._units[numbers], np.array(found, dtype=np.int64)[back]
+            names = vocabulary.words
+            hashed = self._hash([f"{names[pair >> 32]} {names[pair & 0xFFFFFFFF]}" for pair in new])
+            if len(self._bigrams) + len(new) > _CACHED_PAIRS:
+                self._bigrams.clear()
+            self._bigrams.update(zip(new, hashed.tolist(), strict=True))
+            buckets.update(zip(new, hashed.tolist(), strict=True))
+        return self._unigrams[numbers], np.fromiter(buckets.values(), np.int64, len(pairs))[inverse]
 
-    def _hashed(self, grams: list[str]) -> np.ndarray:
-        sha256 = hashlib.sha256
-        digests = b"".join([sha256(gram.encode("utf-8", "surrogatepass")).digest() for gram in grams])
+    def _hash(self, ngrams: list[str]) -> np.ndarray:
+        """Return the bucket of each n-gram, (n,) int64."""
+        digests = b"".join([hashlib.sha256(ngram.encode("utf-8", "surrogatepass")).digest() for ngram in ngrams])
         limbs = np.frombuffer(digests, dtype=">u4").reshape(-1, 8).astype(np.uint64)
         buckets = np.uint64(self.buckets)
-        rest = np.zeros(len(limbs), dtype=np.uint64)
+        remainder = np.zeros(len(limbs), dtype=np.uint64)
         for limb in limbs.T:  # Horner's rule: 256 bits modulo a number below 2^32, within 64 bits
-            rest = ((rest << np.uint64(32)) | limb) % buckets
-        return rest.astype(np.int64)
-
-
-class _WordHashes(dict[str, int]):
-    """Table word → 64-bit hash, filled on first use."""
-
-    def __missing__(self, word: str) -> int:
-        digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        value = self[word] = int.from_bytes(digest, "little")
-        return value
+            remainder = ((remainder << np.uint64(32)) | limb) % buckets
+        return remainder.astype(np.int64)
 
 
 class _Vocabulary(dict[str, int]):
@@ -172,90 +143,46 @@ class _Vocabulary(dict[str, int]):
         return value
 
 
-def _same_text_mask(text_of: np.ndarray) -> np.ndarray:
-    """Return a mask over words except the last: True if the next word is in the same text."""
-    return text_of[1:] == text_of[:-1]
-
-
-def mix64(h: np.ndarray) -> np.ndarray:
-    """Apply the finaliser of SplitMix64: a bijective mixing of 64 bits."""
-    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return h ^ (h >> np.uint64(31))
-
-
-class DSIRSelector(Selector):
+class DSIRSelector(Selector, DSIR):
     """Scores by −log w, w = Π p_target(bucket)/p_pool(bucket) over the text's hashed word uni- and bigrams.
 
-    buckets: size of the hashed bag. resample: add Gumbel noise, keyed by seed and id, to log w before negation, so that
-    the k smallest scores are a draw without replacement in proportion to w; without it the score is −log w itself.
-    smoothing: count added to every bucket of both bags (Laplace). floor: added to every probability after that.
-    hashing: "fast" mixes the hashes of words, "sha256" uses the buckets of PyPI's data-selection, whose log weights are
-    reproduced with smoothing=0, floor=1e-8. Weights are not divided by length, as in DSIR: drop very short texts
-    before. memory_bytes: of n-grams held between the two passes; texts beyond are hashed twice. `log_weights_` holds
-    log w in any case.
+    resample: add Gumbel noise, keyed by seed and id, to log w before negation, so that the k smallest scores are a draw
+    without replacement in proportion to w. hashing: "sha256" uses the buckets of PyPI's data-selection, whose log
+    weights are reproduced with smoothing=0, floor=1e-8. Weights are not divided by length, as in DSIR: drop very short
+    texts before. memory_bytes: of n-grams cached between the two passes; texts beyond are hashed twice. `log_weights_`
+    holds log w in any case. Needs texts on both sides.
     """
 
-    def __init__(
-        self,
-        *,
-        buckets: int = 10_000,
-        resample: bool = False,
-        hashing: str = "fast",
-        smoothing: float = 1.0,
-        floor: float = 0.0,
-        seed: int = 0,
-        memory_bytes: int = 1 << 30,
-    ):
-        self.buckets = buckets
-        self.resample = resample
-        self.hashing = hashing
-        self.smoothing = smoothing
-        self.floor = floor
-        self.seed = seed
-        self.memory_bytes = memory_bytes
+    seed: int = 0
+    memory_bytes: int = 1 << 30
 
-    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Compute the log weights; needs texts on both sides."""
-        if isinstance(self.buckets, bool) or not isinstance(self.buckets, int) or not 1 <= self.buckets < 1 << 32:
-            raise SelectionError(f"buckets must be at least 1 and below 2^32, not {self.buckets!r}")
-        if self.hashing not in ("fast", "sha256"):
-            raise SelectionError(f'hashing must be "fast" or "sha256", not {self.hashing!r}')
-        check_number(self.smoothing, "smoothing", least=0.0)
-        check_number(self.floor, "floor", least=0.0)
-        if self.smoothing == self.floor == 0:
-            raise SelectionError(
-                "smoothing and floor are both 0, and a bucket the target lacks has no logarithm; set one"
-            )
-        pool_texts, target_texts = require_field(pool, target, "texts", "dsir")
+    def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
+        pool_texts, target_texts = self._sides(pool, target)
         hasher = (NgramHasher if self.hashing == "fast" else Sha256Hasher)(self.buckets)
-        wanted = np.zeros(self.buckets)
-        for found, _ in hasher.batches(target_texts):
-            wanted += np.bincount(found, minlength=self.buckets)
-        present = np.zeros(self.buckets)
-        kept: list[tuple[np.ndarray, np.ndarray]] = []
-        done = remembered = held = 0
-        for found, lengths in hasher.batches(pool_texts):
-            present += np.bincount(found, minlength=self.buckets)
+        target_counts = np.zeros(self.buckets)
+        for ngrams, _ in hasher.batches(target_texts):
+            target_counts += np.bincount(ngrams, minlength=self.buckets)
+        pool_counts = np.zeros(self.buckets)
+        cache: list[tuple[np.ndarray, np.ndarray]] = []
+        done = cached_texts = cache_bytes = 0
+        for ngrams, lengths in hasher.batches(pool_texts):
+            pool_counts += np.bincount(ngrams, minlength=self.buckets)
             done += len(lengths)
-            held += len(found) * hasher.narrow.itemsize + lengths.nbytes
-            if held <= self.memory_bytes:
-                kept.append((found.astype(hasher.narrow), lengths))
-                remembered = done
-            if progress:
-                progress("hashing n-grams", done, len(pool_texts))
-        if not wanted.any():
+            cache_bytes += len(ngrams) * hasher.narrow.itemsize + lengths.nbytes
+            if cache_bytes <= self.memory_bytes:
+                cache.append((ngrams.astype(hasher.narrow), lengths))
+                cached_texts = done
+            progress("hashing n-grams", done, len(pool_texts))
+        if not target_counts.any():
             raise SelectionError("no target text holds a single word; dsir has nothing to compare with")
-        gain = self._log_probability(wanted) - self._log_probability(present)
-        again = hasher.batches(pool_texts, remembered)
-        self.log_weights_ = np.concatenate([text_sums(gain[found], lengths) for found, lengths in chain(kept, again)])
+        gain = self._log_probability(target_counts) - self._log_probability(pool_counts)
+        batches = chain(cache, hasher.batches(pool_texts, cached_texts))
+        self.log_weights_ = np.concatenate([text_sums(gain[ngrams], lengths) for ngrams, lengths in batches])
         self.scores_ = -self.log_weights_
         if self.resample:
             # Minus Gumbel noise, as smaller scores are better.
-            self.scores_ = self.scores_ + np.log(-np.log(keyed_uniform(pool, self.seed, "dsir gumbel")))
-        self.nearest_target_ = None
-        self.diagnostics_ = {"ngrams_pool": int(present.sum()), "ngrams_target": int(wanted.sum())}
-        return self
+            self.scores_ = self.scores_ + np.log(-np.log(pool.draw(self.seed, "dsir gumbel")))
+        self.diagnostics_ = {"ngrams_pool": int(pool_counts.sum()), "ngrams_target": int(target_counts.sum())}
 
     def _log_probability(self, counts: np.ndarray) -> np.ndarray:
         total = max(counts.sum() + self.smoothing * self.buckets, 1e-300)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, check_number, require_field
-from flatshift.selection.validation import SelectorContext, check_chunk, check_no_overflow, from_settings
+from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target
+from flatshift.selection.validation import check_no_overflow, is_real
 
 
 @dataclass(frozen=True, kw_only=True)
-class Less:
+class Less(MethodSettings):
     """Gradient similarity (LESS, arXiv 2402.04333): the mean similarity of a row's gradient with a target subset's,
     maximised over the subsets (the target's domains; one subset without domains). Features are gradients, one a row,
     computed by you: `--pool-features` and `--target-features`."""
@@ -27,17 +26,15 @@ class Less:
     """One weight (its learning rate) per checkpoint: the columns are that many concatenated blocks of equal width,
     compared block by block; scaled to sum 1."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        super().check()
         if not self.checkpoint_weights:
-            raise ValueError("checkpoint_weights is empty; give one weight per checkpoint")
-        if not all(0 < weight < inf for weight in self.checkpoint_weights):
-            raise ValueError(f"checkpoint_weights must all be above 0, got {list(self.checkpoint_weights)}")
-
-    def build(self, around: SelectorContext) -> LessSelector:
-        return from_settings(LessSelector, self, around)
+            raise SelectionError("checkpoint_weights is empty; give one weight per checkpoint")
+        if not all(is_real(weight) and weight > 0 for weight in self.checkpoint_weights):
+            raise SelectionError(f"checkpoint_weights must all be above 0, got {list(self.checkpoint_weights)}")
 
 
-class LessSelector(Selector):
+class LessSelector(Selector, Less):
     """Scores by −max over target subsets of the mean over the subset of Σ_c w_c ⟨∇_c(row), ∇_c(target)⟩.
 
     The features of pool and target are gradients (projected or not: `selection.RandomProjection`), with one block of
@@ -47,64 +44,51 @@ class LessSelector(Selector):
     similarity 0. chunk: rows per tile. `subset_` (N,) names each row's best subset. Ignores weights.
     """
 
-    def __init__(
-        self,
-        *,
-        similarity: str = "cosine",
-        checkpoint_weights: tuple[float, ...] = (1.0,),
-        chunk: int | None = None,
-    ):
-        self.similarity = similarity
-        self.checkpoint_weights = checkpoint_weights
-        self.chunk = chunk
+    chunk: int | None = None
 
-    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Compare gradients; needs features (gradients) on both sides."""
-        if self.similarity not in ("cosine", "inner"):
-            raise SelectionError(f'similarity must be "cosine" or "inner", not {self.similarity!r}')
-        for weight in self.checkpoint_weights:
-            check_number(weight, "a checkpoint weight", above=0.0)
-        check_chunk(self.chunk)
+    def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
         blocks = len(self.checkpoint_weights)
-        if not blocks:
-            raise SelectionError("checkpoint_weights is empty; give one weight per checkpoint")
-        x, y = require_field(pool, target, "features", "less")
-        width = _checked_width(x, y, blocks)
-        names, aims = self._aims(y, target, width)
+        x, y = self._sides(pool, target)
+        n, width = x.shape
+        if y.shape[1] != width:
+            raise SelectionError(
+                f"pool features have {width} columns and target features {y.shape[1]}; "
+                "project both with the same projection and seed"
+            )
+        if width % blocks:
+            raise SelectionError(
+                f"{width} columns do not divide into {blocks} checkpoints; put blocks of equal width side by side"
+            )
+        step = self.chunk or max(16, (32 << 20) // (8 * width))
+        names, means = self._subset_means(y, target, step)
         weights = np.asarray(self.checkpoint_weights) / sum(self.checkpoint_weights)
-        aims *= np.repeat(weights, width // blocks)
-        n = x.shape[0]
+        means *= np.repeat(weights, width // blocks)
         best = np.empty(n)
         subset = np.empty(n, dtype=np.int64)
-        step = self.chunk or max(16, (32 << 20) // (8 * width))
         for low in range(0, n, step):
-            rows = self._normalised(x[low : low + step], "pool", low)
+            rows = self._normalise(x[low : low + step], "pool", low)
             with np.errstate(over="ignore", invalid="ignore"):
-                similar = rows @ aims.T
-            check_no_overflow(similar, "inner products")
-            subset[low : low + len(rows)] = similar.argmax(1)
-            best[low : low + len(rows)] = similar.max(1)
-            if progress:
-                progress("comparing gradients", low + len(rows), n)
+                similarities = rows @ means.T
+            check_no_overflow(similarities, "inner products")
+            subset[low : low + len(rows)] = similarities.argmax(1)
+            best[low : low + len(rows)] = similarities.max(1)
+            progress("comparing gradients", low + len(rows), n)
         self.scores_ = -best
         self.subset_ = np.array(names, dtype=object)[subset]
-        self.nearest_target_ = None
         self.diagnostics_ = {"subsets": len(names), "checkpoints": blocks, "similarity": self.similarity}
-        return self
 
-    def _aims(self, y: Any, target: Target, width: int) -> tuple[list[str | None], np.ndarray]:
+    def _subset_means(self, y: Any, target: Target, step: int) -> tuple[list[str | None], np.ndarray]:
         """Return the subsets' names, and the mean gradient of each: (subsets, D)."""
         domains = [None] * len(y) if target.domains is None else list(target.domains)
         names = sorted(set(domains), key=lambda name: (name is None, name or ""))
         row_of = {name: i for i, name in enumerate(names)}
         member = np.array([row_of[name] for name in domains])
-        sums = np.zeros((len(names), width))
-        step = self.chunk or max(16, (32 << 20) // (8 * width))
+        sums = np.zeros((len(names), y.shape[1]))
         for low in range(0, len(member), step):
-            np.add.at(sums, member[low : low + step], self._normalised(y[low : low + step], "target", low))
+            np.add.at(sums, member[low : low + step], self._normalise(y[low : low + step], "target", low))
         return names, sums / np.bincount(member)[:, None]
 
-    def _normalised(self, rows: Any, side: str, offset: int) -> np.ndarray:
+    def _normalise(self, rows: Any, side: str, offset: int) -> np.ndarray:
         from flatshift.selection.transport.problem import check_finite_rows  # imports torch
 
         wide = np.asarray(rows, dtype=np.float64)
@@ -116,16 +100,3 @@ class LessSelector(Selector):
             norms = np.linalg.norm(cut, axis=2, keepdims=True)
         check_no_overflow(norms)
         return np.asarray((cut / np.where(norms > 0, norms, 1.0)).reshape(wide.shape))
-
-
-def _checked_width(x: Any, y: Any, blocks: int) -> int:
-    if x.shape[1] != y.shape[1]:
-        raise SelectionError(
-            f"pool features have {x.shape[1]} columns and target features {y.shape[1]}; "
-            "project both with the same projection and seed"
-        )
-    if x.shape[1] % blocks:
-        raise SelectionError(
-            f"{x.shape[1]} columns do not divide into {blocks} checkpoints; put blocks of equal width side by side"
-        )
-    return int(x.shape[1])

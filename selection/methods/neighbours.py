@@ -1,5 +1,4 @@
-"""Exact nearest pool rows of every target, and densities among a set of rows: one GEMM per tile, nothing N×M in
-memory."""
+"""Exact nearest pool rows of every target, and densities among rows: one GEMM per tile, nothing N×M in memory."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class NearestRows:
 def nearest_rows(
     x: Any, y: Any, count: int, *, chunk: int | None = None, progress: Progress | None = None
 ) -> NearestRows:
-    """Find the `count` (at most N) nearest rows of x (N, d) for each row of y (M, d); with 0 only each row's nearest
-    target.
+    """Find the `count` (at most N) nearest rows of x (N, d) for each row of y (M, d); 0: only each row's target.
 
     Raises SelectionError on shapes that do not match and input that is empty, not finite or overflows when squared.
     """
@@ -54,7 +52,7 @@ def nearest_rows(
     dtype = torch.float64 if 2.0 * n * m * d <= _EXACT_FLOPS else torch.float32
     right = torch.from_numpy(-2.0 * targets.T).to(dtype)
     lift = torch.from_numpy(y_squared).to(dtype)
-    furthest = np.sqrt(y_squared.max())
+    furthest, limit = np.sqrt(y_squared.max()), float(np.sqrt(torch.finfo(dtype).max))
     best_squared = torch.empty(m, 0, dtype=dtype)
     best_rows = torch.empty(m, 0, dtype=torch.int64)
     row_nearest = np.empty(n, dtype=np.int64)
@@ -65,7 +63,7 @@ def nearest_rows(
         check_finite_rows(rows, "pool", low)
         rows = rows - centre
         squared = np.einsum("ij,ij->i", rows, rows)
-        _check_range(np.sqrt(squared.max()) + furthest, dtype)
+        check_no_overflow(0.0 if np.sqrt(squared.max()) + furthest < limit else np.inf)
         tile = torch.addmm(lift, torch.from_numpy(rows).to(dtype), right)
         nearest = tile.argmin(1).numpy()
         row_nearest[low : low + len(rows)] = nearest
@@ -79,36 +77,29 @@ def nearest_rows(
         best_squared, best_rows = _k_smallest(
             torch.cat([best_squared, tile.T], 1), torch.cat([best_rows, index], 1), count
         )
-    found = best_rows.numpy()
-    exact = np.empty(found.shape)
+    candidates = best_rows.numpy()
+    exact = np.empty(candidates.shape)
     for j in range(m):  # recompute distances in float64: a difference of squares would lose near-duplicates
-        gap = np.asarray(x[found[j]], dtype=np.float64) - centre - targets[j]
+        gap = np.asarray(x[candidates[j]], dtype=np.float64) - centre - targets[j]
         exact[j] = np.einsum("ij,ij->i", gap, gap)
-    order = np.lexsort((found, exact), axis=1)
+    order = np.lexsort((candidates, exact), axis=1)
     return NearestRows(
-        np.take_along_axis(found, order, 1), np.take_along_axis(exact, order, 1), row_nearest, row_squared
+        np.take_along_axis(candidates, order, 1), np.take_along_axis(exact, order, 1), row_nearest, row_squared
     )
 
 
-def _check_range(distance: float, dtype: torch.dtype) -> None:
-    """Raise SelectionError if the square of `distance`, the largest possible, does not fit into `dtype`."""
-    limit = float(np.sqrt(torch.finfo(dtype).max))
-    check_no_overflow(distance if distance < limit else np.inf)
-
-
 def _k_smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` smallest of each row of `values` with their entries of `rows`; ties to the left, order
-    kept."""
+    """Return the `count` smallest of each row of `values` with their `rows`, in order; ties to the left."""
     if values.shape[1] <= count:
         return values, rows
     worst = torch.kthvalue(values, count, dim=1, keepdim=True).values
-    kept = values <= worst
-    if int(kept.sum()) == count * len(values):
-        return values[kept].reshape(-1, count), rows[kept].reshape(-1, count)
+    selected = values <= worst
+    if int(selected.sum()) == count * len(values):
+        return values[selected].reshape(-1, count), rows[selected].reshape(-1, count)
     less = values < worst
     ties = values == worst
-    kept = less | (ties & (ties.cumsum(1) <= count - less.sum(1, keepdim=True)))
-    return values[kept].reshape(-1, count), rows[kept].reshape(-1, count)
+    selected = less | (ties & (ties.cumsum(1) <= count - less.sum(1, keepdim=True)))
+    return values[selected].reshape(-1, count), rows[selected].reshape(-1, count)
 
 
 def kernel_densities(
@@ -141,20 +132,20 @@ def kernel_densities(
 
 def raise_local_densities(
     points: np.ndarray,
-    place: np.ndarray,
+    neighbours: np.ndarray,
     reach: int,
     sigma: float,
     out: np.ndarray,
     *,
     progress: Progress | None = None,
 ) -> None:
-    """Raise out (U,) to max over targets j of Σ_k max(0, 1 − |x_i − x_k|²/σ²), k over place[j], i over its first
-    `reach`: a lower bound of `kernel_densities` over all points. place (M, K) numbers of points (U, d). M·reach·K·d
-    products."""
+    """Raise out (U,) to max over targets j of Σ_k max(0, 1 − |x_i − x_k|²/σ²), k over neighbours[j], i over its first
+    `reach`: a lower bound of `kernel_densities` over all points. neighbours (M, K): numbers of points (U, d).
+    M·reach·K·d products."""
     centred = torch.from_numpy((points - points.mean(0)) / sigma).float()
     squared = (centred * centred).sum(1)
     check_no_overflow(squared.numpy())
-    for j, row in enumerate(place):
+    for j, row in enumerate(neighbours):
         index = torch.from_numpy(row)
         rows, norms = centred[index], squared[index]
         tile = torch.addmm(1.0 - norms, rows[:reach], rows.T, alpha=2.0)
@@ -162,5 +153,5 @@ def raise_local_densities(
         tile.clamp_(0.0, 1.0)
         tile.fill_diagonal_(1.0)
         np.maximum.at(out, row[:reach], tile.sum(1, dtype=torch.float64).numpy())
-        if progress and (j % 64 == 0 or j + 1 == len(place)):
-            progress("measuring density", j + 1, len(place))
+        if progress and (j % 64 == 0 or j + 1 == len(neighbours)):
+            progress("measuring density", j + 1, len(neighbours))

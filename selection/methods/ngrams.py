@@ -2,8 +2,7 @@
 
 Counting is streaming: the distinct trigrams of every chunk of texts are sorted and merged into runs of doubling size,
 as a 64-bit key and a count each. If a model would exceed its memory, the rarest trigrams are dropped, by the same rule
-everywhere. All probabilities are array arithmetic over sorted keys; `tests/unit/test_ngrams.py` has the naive
-reference.
+everywhere. All probabilities are array arithmetic over sorted keys; tests have the naive reference.
 """
 
 from __future__ import annotations
@@ -13,39 +12,37 @@ import numpy as np
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.tokens import TokenRows
 
-MOST_TOKENS = (1 << 21) - 2
-"""Maximum vocabulary size: three tokens make a key of 63 bits."""
-ROW_BYTES = 40
-"""Memory of one distinct trigram while runs are merged and the model is built."""
+MAX_TOKENS = (1 << 21) - 2  # maximum vocabulary size: three tokens make a key of 63 bits
+ROW_BYTES = 40  # memory of one distinct trigram while runs are merged and the model is built
 
 
 def check_vocabulary(size: int) -> int:
     """Return `size` if three tokens of it fit a key. Raises SelectionError."""
-    if size > MOST_TOKENS:
-        raise SelectionError(f"a vocabulary of {size:,} tokens is more than the {MOST_TOKENS:,} of a trigram's key")
+    if size > MAX_TOKENS:
+        raise SelectionError(f"a vocabulary of {size:,} tokens is more than the {MAX_TOKENS:,} of a trigram's key")
     return size
 
 
 def trigram_keys(flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
     """Return (T,) uint64: for each token the key of (the two tokens before it, itself); a text begins after two tokens
-    `size`, which no text holds."""
+    `size`."""
     bits = np.uint64(size.bit_length())
-    place = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    position = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     tokens = flat.astype(np.uint64)
     border = np.uint64(size)
-    before = np.where(place >= 1, np.roll(tokens, 1), border)
-    earlier = np.where(place >= 2, np.roll(tokens, 2), border)
+    before = np.where(position >= 1, np.roll(tokens, 1), border)
+    earlier = np.where(position >= 2, np.roll(tokens, 2), border)
     return np.asarray((earlier << (bits + bits)) | (before << bits) | tokens)
 
 
 class TrigramCounts:
     """Distinct trigrams of any number of texts with their counts, in bounded memory.
 
-    most: maximum number of distinct trigrams; above it, those seen `dropped` times or less so far are dropped.
+    maximum: number of distinct trigrams; above it, those seen `dropped` times or less so far are dropped.
     """
 
-    def __init__(self, size: int, most: int = 1 << 26):
-        self.size, self.most = check_vocabulary(size), most
+    def __init__(self, size: int, maximum: int = 1 << 26):
+        self.size, self.maximum = check_vocabulary(size), maximum
         self.tokens = self.dropped = 0
         self._runs: list[tuple[np.ndarray, np.ndarray]] = []
 
@@ -76,24 +73,24 @@ class TrigramCounts:
         while self._runs and len(self._runs[-1][0]) <= 2 * len(run[0]):
             run = _merge_counts(self._runs.pop(), run)
         self._runs.append(run)
-        while sum(len(keys) for keys, _ in self._runs) > self.most:
+        while sum(len(keys) for keys, _ in self._runs) > self.maximum:
             if len(self._runs) > 1:
                 self._runs[-2:] = [_merge_counts(*self._runs[-2:])]
                 continue
             self.dropped += 1
             keys, counts = self._runs[0]
-            kept = counts > self.dropped
-            self._runs = [(keys[kept], counts[kept])]
+            frequent = counts > self.dropped
+            self._runs = [(keys[frequent], counts[frequent])]
 
 
 def _merge_counts(
-    first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]
+    left: tuple[np.ndarray, np.ndarray], right: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    keys = np.concatenate([first[0], second[0]])
+    keys = np.concatenate([left[0], right[0]])
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     starts = _run_starts(keys)
-    counts = np.add.reduceat(np.concatenate([first[1], second[1]])[order], starts) if len(keys) else second[1]
+    counts = np.add.reduceat(np.concatenate([left[1], right[1]])[order], starts) if len(keys) else right[1]
     return keys[starts], counts.astype(np.uint32)
 
 
@@ -115,25 +112,24 @@ class KneserNey:
         self._mask = np.uint64((1 << int(self._bits)) - 1)
         pair_mask = (self._mask << self._bits) | self._mask
         self._keys = keys
-        contexts, self._parts, self._rests = _discount_by_context(keys >> self._bits, counts)
-        self._contexts = contexts
+        self._contexts, self._shares, self._rests = _discount_by_context(keys >> self._bits, counts)
         pairs = np.sort(keys & pair_mask)
         starts = _run_starts(pairs)
         followed = np.diff(starts, append=len(pairs))
         self._pairs = pairs[starts]
-        known, self._pair_parts, rests = _discount_by_context(self._pairs >> self._bits, followed)
+        pair_contexts, self._pair_shares, rests = _discount_by_context(self._pairs >> self._bits, followed)
         self._pair_rests = np.ones(size + 1)
-        self._pair_rests[known.astype(np.int64)] = rests
+        self._pair_rests[pair_contexts.astype(np.int64)] = rests
         words = np.sort(self._pairs & self._mask)
         starts = _run_starts(words)
-        _, parts, rest = _discount_by_context(np.zeros(len(starts), np.uint64), np.diff(starts, append=len(words)))
-        self._single = np.full(size, (rest[0] if len(rest) else 1.0) / size)
-        self._single[words[starts].astype(np.int64)] += parts
+        _, shares, rests = _discount_by_context(np.zeros(len(starts), np.uint64), np.diff(starts, append=len(words)))
+        self._single = np.full(size, (rests[0] if len(rests) else 1.0) / size)
+        self._single[words[starts].astype(np.int64)] += shares
 
     @classmethod
-    def of(cls, rows: TokenRows, most: int = 1 << 26) -> KneserNey:
-        """Build the model of some texts."""
-        return cls(*TrigramCounts(rows.size, most).add_all(rows).table(), rows.size)
+    def of(cls, rows: TokenRows, maximum: int = 1 << 26) -> KneserNey:
+        """Build the model of some texts; maximum: as in `TrigramCounts`."""
+        return cls(*TrigramCounts(rows.size, maximum).add_all(rows).table(), rows.size)
 
     @property
     def ngrams(self) -> int:
@@ -145,26 +141,25 @@ class KneserNey:
         pairs = keys & ((self._mask << self._bits) | self._mask)
         words = (keys & self._mask).astype(np.int64)
         context = ((keys >> self._bits) & self._mask).astype(np.int64)
-        lower = _look_up(self._pairs, pairs, self._pair_parts, 0.0) + self._pair_rests[context] * self._single[words]
-        rest = _look_up(self._contexts, keys >> self._bits, self._rests, 1.0)
-        return np.asarray(_look_up(self._keys, keys, self._parts, 0.0) + rest * lower)
+        lower = _look_up(self._pairs, pairs, self._pair_shares, 0.0) + self._pair_rests[context] * self._single[words]
+        backoff = _look_up(self._contexts, keys >> self._bits, self._rests, 1.0)
+        return np.asarray(_look_up(self._keys, keys, self._shares, 0.0) + backoff * lower)
 
 
 def _discount_by_context(contexts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Discount counts grouped by ascending context.
 
-    Returns the contexts, each entry's discounted share of its context, and the mass in each context left for the lower
-    order.
+    Returns the contexts, each entry's discounted share of its context, and each context's mass for the lower order.
     """
     if not len(counts):
         return np.empty(0, np.uint64), np.empty(0), np.empty(0)
     discount = kneser_ney_discounts(np.bincount(np.minimum(counts, 5).astype(np.int64), minlength=6))
-    taken = discount[np.minimum(counts, 3)]
+    discounts = discount[np.minimum(counts, 3)]
     starts = _run_starts(contexts)
     total = np.add.reduceat(counts.astype(np.float64), starts)
     sizes = np.diff(starts, append=len(contexts))
-    shares = (counts - taken) / np.repeat(total, sizes)
-    return contexts[starts], shares, np.add.reduceat(taken, starts) / total
+    shares = (counts - discounts) / np.repeat(total, sizes)
+    return contexts[starts], shares, np.add.reduceat(discounts, starts) / total
 
 
 def kneser_ney_discounts(spectrum: np.ndarray) -> np.ndarray:
@@ -177,26 +172,12 @@ def kneser_ney_discounts(spectrum: np.ndarray) -> np.ndarray:
     raw = [1.0 - 2.0 * y * n2 / n1 if n1 else 0.5]
     raw.append(2.0 - 3.0 * y * n3 / n2 if n2 else 1.0)
     raw.append(3.0 - 4.0 * y * n4 / n3 if n3 else 1.5)
-    kept = [value if 0.0 < value < c else c / 2.0 for c, value in enumerate(raw, start=1)]
-    return np.array([0.0, *kept])
+    return np.array([0.0, *(value if 0.0 < value < c else c / 2.0 for c, value in enumerate(raw, start=1))])
 
 
-def _look_up(table: np.ndarray, keys: np.ndarray, values: np.ndarray, other: float) -> np.ndarray:
-    """Return the value of each key that the ascending table holds, `other` for the rest."""
+def _look_up(table: np.ndarray, keys: np.ndarray, values: np.ndarray, default: float) -> np.ndarray:
+    """Return the value of each key that the ascending table holds, `default` for the others."""
     if not len(table):
-        return np.full(len(keys), other)
-    place = np.minimum(np.searchsorted(table, keys), len(table) - 1)
-    return np.where(table[place] == keys, values[place], other)
-
-
-def cross_entropy(model: KneserNey, beside: KneserNey | None, share: float, rows: TokenRows) -> float:
-    """Return the mean −log probability, in nats, over all tokens of `rows`, under a mixture of both models.
-
-    share: weight of `model`; without a second model, `model` alone is used.
-    """
-    total = 0.0
-    for _, flat, lengths in rows.parts():
-        keys = np.sort(trigram_keys(flat, lengths, rows.size))
-        p = model.probability(keys)
-        total -= float(np.log(p if beside is None else share * p + (1.0 - share) * beside.probability(keys)).sum())
-    return total / max(len(rows.flat), 1)
+        return np.full(len(keys), default)
+    index = np.minimum(np.searchsorted(table, keys), len(table) - 1)
+    return np.where(table[index] == keys, values[index], default)

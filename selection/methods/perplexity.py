@@ -1,16 +1,20 @@
-"""Selection by a model's loss: low, middle or high mean −log p per token (middle: Marion et al. 2023, arXiv
-2309.04564)."""
+"""Selection by a model's losses: mean −log p per token, or the gap between two losses.
+
+Perplexity takes low, middle or high losses (middle: Marion et al. 2023, arXiv 2309.04564). The loss gap is that of the
+backbone adapted to the target's texts minus that of the backbone as it is: the conditional loss reduction of
+CoLoR-filter (Brandfonbrener et al. 2024, arXiv 2406.10670), or Moore and Lewis with the backbone as both models.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, require_field
-from flatshift.selection.validation import SelectorContext, check_fields, from_settings
+from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target, require_field
+from flatshift.selection.validation import bounded
 
 Measure = Callable[[Sequence[str]], Any]
 """Function texts → (len(texts),) mean −log p per token of each; called with batches in file order."""
@@ -19,7 +23,7 @@ _BATCH = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Perplexity:
+class Perplexity(MethodSettings):
     """The backbone's own loss on each text: mean −log p per token."""
 
     kind: Literal["perplexity"] = "perplexity"
@@ -27,14 +31,8 @@ class Perplexity:
     needs: ClassVar[tuple[str, ...]] = ("losses",)
     keep: Literal["low", "middle", "high"] = "middle"
     """Texts ranked first; `middle`: by distance from the median rank."""
-    max_length: int = 256
+    max_length: int = bounded(256, minimum=8)
     """Maximum number of tokens per text."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "max_length", least=8)
-
-    def build(self, around: SelectorContext) -> PerplexitySelector:
-        return from_settings(PerplexitySelector, self, around)
 
 
 class PerplexitySelector(Selector):
@@ -45,57 +43,84 @@ class PerplexitySelector(Selector):
     """
 
     by_words = False
+    keep: str = "middle"
+    measure: Measure | None = None
 
-    def __init__(self, *, keep: str = "middle", measure: Measure | None = None):
-        self.keep = keep
-        self.measure = measure
-
-    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Score by the losses; needs the pool's losses, or its texts and `measure`."""
+    def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
         if self.keep not in ("low", "middle", "high"):
-            raise SelectionError(f'keep must be "low", "middle" or "high", not {self.keep!r}')
-        losses = self._losses(pool, target, progress)
-        bad = np.flatnonzero(~np.isfinite(losses))
-        if len(bad):
-            raise SelectionError(
-                f"losses: row {int(bad[0])} is {losses[bad[0]]}; a text without a token has none, leave it out"
-            )
-        self.losses_ = losses
+            raise SelectionError(f'keep must be "low", "middle" or "high", got {self.keep!r}')
+        losses = self.losses_ = _measure_losses(pool, target, self.measure, progress)
         if self.keep == "middle":
-            self.scores_ = np.abs(_midranks(losses) - 0.5)
+            ordered = np.sort(losses)
+            below, up_to = (np.searchsorted(ordered, losses, side) for side in ("left", "right"))
+            self.scores_ = np.abs((below + up_to) / (2.0 * len(losses)) - 0.5)
         else:
             self.scores_ = losses.copy() if self.keep == "low" else -losses
-        self.nearest_target_ = None
         self.diagnostics_ = {"keep": self.keep, "mean_loss": float(losses.mean()), "median": float(np.median(losses))}
-        return self
-
-    def _losses(self, pool: Pool, target: Target, progress: Progress | None) -> np.ndarray:
-        if pool.losses is not None:
-            losses = np.asarray(pool.losses, dtype=np.float64)
-        elif self.measure is None:
-            raise SelectionError(
-                "perplexity needs a loss per row; pass losses= to the pool, or measure= (and texts) to the selector"
-            )
-        else:
-            texts, _ = require_field(pool, target, "texts", "perplexity")
-            parts = []
-            for low in range(0, len(texts), _BATCH):
-                batch = texts[low : low + _BATCH]
-                parts.append(np.asarray(self.measure(batch), dtype=np.float64))
-                if parts[-1].shape != (len(batch),):
-                    raise SelectionError(
-                        f"measure must return one number per text, not shape {parts[-1].shape} for {len(batch)} texts"
-                    )
-                if progress:
-                    progress("measuring perplexity", low + len(batch), len(texts))
-            losses = np.concatenate(parts)
-        if losses.shape != (len(pool),):
-            raise SelectionError(f"losses must have shape ({len(pool)},), not {losses.shape}")
-        return losses
 
 
-def _midranks(values: np.ndarray) -> np.ndarray:
-    """Return the share of values below each plus half the share equal to it."""
-    ordered = np.sort(values)
-    below, upto = np.searchsorted(ordered, values, "left"), np.searchsorted(ordered, values, "right")
-    return (below + upto) / (2.0 * len(values))
+@dataclass(frozen=True, kw_only=True)
+class LossGap(MethodSettings):
+    """The backbone itself as reference: loss per token of a light adapter trained on the target's texts, minus the
+    backbone's own. Two forward passes per pool text."""
+
+    kind: Literal["loss-gap"] = "loss-gap"
+    title: ClassVar[str] = "The loss gap"
+    needs: ClassVar[tuple[str, ...]] = ("losses",)
+    max_length: int = bounded(256, minimum=8)
+    """Maximum number of tokens per text."""
+    steps: int = bounded(60, minimum=1)
+    """Optimizer steps of the adapter on the target's texts."""
+    batch_size: int = bounded(16, minimum=1)
+    """Texts per optimizer step."""
+    lr: float = bounded(3e-3, above=0)
+    """Learning rate of the adapter."""
+    rank: int = bounded(4, minimum=1)
+    """Rank of the adapter."""
+
+
+class LossGapSelector(Selector):
+    """Scores by the gap itself: negative if the adapter predicts a text better than the backbone does.
+
+    measure: texts → (n,) gap in nats per token, called in file order for the texts of a pool without `losses` (gaps).
+    """
+
+    measure: Measure | None = None
+
+    def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
+        self.scores_ = gaps = _measure_losses(pool, target, self.measure, progress)
+        self.diagnostics_ = {"mean_gap": float(gaps.mean()), "median": float(np.median(gaps))}
+
+
+# The other settings of both are those of `measure`, which the caller makes.
+Perplexity.selector, LossGap.selector = PerplexitySelector, LossGapSelector
+
+
+def _measure_losses(pool: Pool, target: Target, measure: Measure | None, progress: Progress) -> np.ndarray:
+    """Return the pool's losses (N,), or those that `measure` gives for its texts."""
+    if pool.losses is not None:
+        losses = np.asarray(pool.losses, dtype=np.float64)
+    elif measure is None:
+        raise SelectionError(
+            "perplexity needs a loss per row; pass losses= to the pool, or measure= (and texts) to the selector"
+        )
+    else:
+        texts, _ = require_field(pool, target, "texts", "perplexity")
+        parts = []
+        for low in range(0, len(texts), _BATCH):
+            batch = texts[low : low + _BATCH]
+            parts.append(np.asarray(measure(batch), dtype=np.float64))
+            if parts[-1].shape != (len(batch),):
+                raise SelectionError(
+                    f"measure must return one number per text, not shape {parts[-1].shape} for {len(batch)} texts"
+                )
+            progress("measuring perplexity", low + len(batch), len(texts))
+        losses = np.concatenate(parts)
+    if losses.shape != (len(pool),):
+        raise SelectionError(f"losses must have shape ({len(pool)},), not {losses.shape}")
+    bad = np.flatnonzero(~np.isfinite(losses))
+    if len(bad):
+        raise SelectionError(
+            f"losses: row {int(bad[0])} is {losses[bad[0]]}; a text without a token has none, leave it out"
+        )
+    return losses

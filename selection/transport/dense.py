@@ -1,37 +1,24 @@
 """Maximiser of the semi-dual on a kernel in memory: over-relaxed Sinkhorn, then Newton where that is cheaper.
 
 Sinkhorn relaxed in both potentials is successive over-relaxation of a two-block system (Thibault et al. 2021, arXiv
-1711.01851); with λ the rate of the plain iteration, the best factor is ω = 2/(1 + √(1 − λ)) and the rate becomes ω − 1.
-λ is estimated from the observed errors (Young's formula). Near the optimum, or where Sinkhorn is slow (small ε), a
-safeguarded Newton step on g ∈ R^M takes over: its Hessian is one GEMM and a Cholesky factor, and a factor is reused as
-long as steps with it shrink the error.
+1711.01851); with λ the rate of the plain iteration, estimated from the observed errors (Young's formula), the best
+factor is ω = 2/(1 + √(1 − λ)) and the rate becomes ω − 1. Near the optimum, or where Sinkhorn is slow (small ε), a
+safeguarded Newton step on g ∈ R^M takes over; a Cholesky factor is reused as long as steps with it shrink the error.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flatshift.selection.transport.kernel import Evaluation, StoredKernel
 
-NEWTON_MAX_COLUMNS = 4096
-"""Above this the M×M factor costs more than the iterations it saves."""
+NEWTON_MAX_COLUMNS = 4096  # above this the M×M factor costs more than the iterations it saves
 
-_WATCHED = 64
-"""Iterations of Sinkhorn between progress reports."""
-
-
-@dataclass(frozen=True)
-class DenseResult:
-    """Result of `solve_dense`; `at`: the exact evaluation of the best g found."""
-
-    at: Evaluation
-    iterations: int
-    newton_steps: int
+_REPORT_EVERY = 64  # iterations of Sinkhorn between progress reports
 
 
 def solve_dense(
@@ -43,17 +30,18 @@ def solve_dense(
     max_iterations: int,
     newton_columns: int = NEWTON_MAX_COLUMNS,
     inverse: Tensor | None = None,
-    watch: Callable[[int], None] | None = None,
-) -> DenseResult:
-    """Find g with |col(g) − marginal|₁ ≤ tolerance, starting at g (M,); stop after `max_iterations` otherwise.
+    on_iterations: Callable[[int], None] | None = None,
+) -> tuple[Evaluation, int]:
+    """Find g with |col(g) − marginal|₁ ≤ tolerance, starting at g (M,), or the best after `max_iterations`; return its
+    exact evaluation and the iterations.
 
     `marginal` (M,) float64, positive, sums to 1; it need not be the kernel's own b (control variates use another).
     `newton_columns`: number of targets up to which Newton steps are used; they take some six M×M matrices. `inverse`
     (M, M): the `inverse_hessian` of a similar kernel near g; steps with it come first, as long as they pay off.
-    `watch`: called now and then with the iterations so far.
+    `on_iterations`: called now and then with the iterations so far.
     """
-    search = _Search(kernel, marginal, tolerance, max_iterations, newton_columns, watch)
-    return search.run(g, inverse)
+    search = _Search(kernel, marginal, tolerance, max_iterations, newton_columns, on_iterations)
+    return search.run(g, inverse), search.iterations
 
 
 def inverse_hessian(kernel: StoredKernel, g: Tensor, marginal: Tensor, ridge: float = 1e-3) -> Tensor:
@@ -69,21 +57,20 @@ class _Search:
         tolerance: float,
         max_iterations: int,
         newton_columns: int,
-        watch: Callable[[int], None] | None,
+        on_iterations: Callable[[int], None] | None,
     ):
-        self.watch = watch or (lambda iterations: None)
+        self.on_iterations = on_iterations or (lambda iterations: None)
         self.kernel = kernel
         self.marginal = marginal
         self.log_marginal = marginal.log()
         self.tolerance = tolerance
         self.max_iterations = max_iterations
         self.iterations = 0
-        self.newton_steps = 0
         m = len(marginal)
         # Cost of a Newton step in Sinkhorn iterations: 2nM² flop at GEMM speed versus 4nM at memory speed.
         self.newton_cost = 2.0 + m / 20.0 if m <= newton_columns else math.inf
 
-    def run(self, g: Tensor, inverse: Tensor | None) -> DenseResult:
+    def run(self, g: Tensor, inverse: Tensor | None) -> Evaluation:
         at = self.evaluate(g)
         self.iterations += 1
         if inverse is not None:
@@ -93,7 +80,7 @@ class _Search:
             at, omega = self.relax(at, omega)
             if self.error(at) > self.tolerance and math.isfinite(self.newton_cost):
                 at = self.newton(at)
-        return DenseResult(at, self.iterations, self.newton_steps)
+        return at
 
     def evaluate(self, g: Tensor) -> Evaluation:
         return self.kernel.evaluate(g - self.marginal @ g)
@@ -116,8 +103,6 @@ class _Search:
             at = trial
         return at
 
-    # ------------------------------------------------------------------------------------------ Sinkhorn
-
     def relax(self, at: Evaluation, omega: float) -> tuple[Evaluation, float]:
         """Run Sinkhorn iterations from `at` until the tolerance, or until Newton is the cheaper way to it."""
         kernel, epsilon = self.kernel, self.kernel.epsilon
@@ -131,8 +116,8 @@ class _Search:
         while self.iterations < self.max_iterations:
             log_z, column = kernel.scale(log_v, log_z, omega)
             self.iterations += 1
-            if self.iterations % _WATCHED == 0:
-                self.watch(self.iterations)
+            if self.iterations % _REPORT_EVERY == 0:
+                self.on_iterations(self.iterations)
             error = float((column - self.marginal).abs().sum())
             if not error <= 8 * best:
                 # Over-relaxation overshot: return to the best point with a milder factor. Plain steps always climb.
@@ -156,30 +141,23 @@ class _Search:
             if len(errors) > window and len(errors) % window == 1:
                 rate = (errors[-1] / errors[-1 - window]) ** (1.0 / window)
                 omega = min(_relaxation_factor(rate, omega), ceiling)
-                if rate < 1.0:
-                    left = math.log(self.tolerance / error) / math.log(max(rate, 1e-3))
-                else:
-                    left = math.inf
+                remaining = math.log(self.tolerance / error) / math.log(max(rate, 1e-3)) if rate < 1.0 else math.inf
                 steps = 2 + math.log2(max(1.0, math.log(self.tolerance) / math.log(min(error, 0.5))))
                 # Newton is quadratic only near the optimum; far away a few more plain iterations are better.
-                if left > steps * self.newton_cost and (error < 0.2 or len(errors) > 10 * window):
+                if remaining > steps * self.newton_cost and (error < 0.2 or len(errors) > 10 * window):
                     break
         assert origin is not None
         return self.evaluate(origin + epsilon * log_v), omega
 
-    # ------------------------------------------------------------------------------------------ Newton
-
     def newton(self, at: Evaluation) -> Evaluation:
-        """Take safeguarded Newton steps from `at` until the tolerance, or until a step fails (then Sinkhorn
-        continues)."""
+        """Take safeguarded Newton steps from `at` until the tolerance or a failing step (then Sinkhorn continues)."""
         ridge = min(1e-3, 0.1 * self.error(at))
         epsilon = self.kernel.epsilon
         # If clusters hardly exchange mass the dual is nearly linear: successful clamped steps allow longer ones.
         radius = 2.0 * epsilon
         while self.error(at) > self.tolerance and self.iterations < self.max_iterations:
             factor = _cholesky_factor(self.kernel.curvature(at.g), at.column, self.marginal, ridge)
-            self.newton_steps += 1
-            self.watch(self.iterations)
+            self.on_iterations(self.iterations)
             self.iterations += max(1, int(self.newton_cost) // 4)
             moved = False
             for _ in range(12):
@@ -206,7 +184,7 @@ class _Search:
         return at
 
     def attempt(self, at: Evaluation, direction: Tensor) -> Evaluation | None:
-        """Return the first of a few shortened steps that raises the dual value, or (within its rounding) shrinks the
+        """Return the first of a few shortened steps that raises the dual value or, within its rounding, shrinks the
         error."""
         slope = float((self.marginal - at.column) @ direction)
         noise = 1e-13 if self.kernel.rows.dtype == torch.float64 else 1e-7
@@ -231,8 +209,7 @@ def _relaxation_factor(rate: float, omega: float) -> float:
 
 
 def _cholesky_factor(curvature: Tensor, column: Tensor, marginal: Tensor, ridge: float) -> Tensor:
-    """Return the Cholesky factor of H + ridge·diag + b bᵀ: positive definite, although constants are in the kernel of
-    H."""
+    """Return the Cholesky factor of H + ridge·diag + b bᵀ: definite, although H vanishes on constants."""
     weight = torch.maximum(column, marginal)
     base = curvature + torch.outer(marginal, marginal)
     assert bool(base.isfinite().all()), "curvature is not finite"

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatshift.selection.transport.blocks import tile_ranges
+from flatshift.selection.transport.blocks import ThreadCrew, flushes_subnormals, tile_ranges
 from flatshift.selection.transport.ranks import ProcessTeam
 from flatshift.selection.transport.rows import TileSource
-from flatshift.selection.transport.threads import ThreadCrew, flushes_subnormals
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Bytes of one tile: large enough for GEMM at full speed, on CPUs small enough to stay in cache afterwards."""
@@ -45,20 +44,19 @@ def tile_rows(columns: int, dtype: torch.dtype, chunk: int | None, tile_bytes: i
     return max(16, min(tile_bytes // (columns * dtype.itemsize), max(8192, tile_bytes >> 12)))
 
 
-def _exponentiate(tile: Tensor, kept: bool = False) -> Tensor:
-    """Exponentiate a tile S/ln 2 in place: exp(S − rowmax); return the row maxima of S/ln 2 (rows,). kept: see
-    `_exp_in_place`."""
+def _exponentiate(tile: Tensor, stored: bool = False) -> Tensor:
+    """Compute exp(S − rowmax) of a tile S/ln 2 in place; return its row maxima (rows,). stored: see `_exp_in_place`."""
     top = tile.amax(1)
-    _exp_in_place(tile.sub_(top.unsqueeze(1)), kept)
+    _exp_in_place(tile.sub_(top.unsqueeze(1)), stored)
     return top
 
 
-def _exp_in_place(tile: Tensor, kept: bool = False) -> None:
+def _exp_in_place(tile: Tensor, stored: bool = False) -> None:
     """Compute exp of S in place, without float32 subnormals: they hold no mass, but many processors are slow on them.
 
-    They are clamped away, unless this thread flushes them to 0 and the tile is not `kept` for threads that do not.
+    They are clamped away, unless this thread flushes them to 0 and the tile is `stored` for threads that do not.
     """
-    if tile.dtype == torch.float32 and (kept or not flushes_subnormals()):
+    if tile.dtype == torch.float32 and (stored or not flushes_subnormals()):
         tile.clamp_(min=-115.0)
     tile.exp2_()
 
@@ -74,11 +72,6 @@ def _is_in_float32_range(total: Tensor) -> bool:
     """True if sums of exponentials are so near to one that float32 holds all that matters of their terms."""
     low, high = total.aminmax()
     return bool(low > 2.0**-40) and bool(high < 2.0**40)
-
-
-def _make_evaluation(g: Tensor, f: Tensor, column: Tensor, a: Tensor, b: Tensor) -> Evaluation:
-    value = float(a @ f + b @ g)
-    return Evaluation(g, f, column, value, float((column - b).abs().sum()))
 
 
 class StreamedEvaluator:
@@ -106,10 +99,10 @@ class StreamedEvaluator:
         self._step = tile_rows(len(rows.b), rows.dtype, chunk, min(allowed, tile_bytes or allowed))
         self._on_rows = on_rows
 
-    def evaluate(self, g: Tensor, nearest: bool = False, near: Evaluation | None = None) -> Evaluation:
+    def evaluate(self, g: Tensor, nearest: bool = False, start: Evaluation | None = None) -> Evaluation:
         """Evaluate F at g in one pass over the rows. `nearest` costs a fiftieth of a pass more.
 
-        near: an evaluation at a g a few ε away. Its f, a log-sum per row, then replaces the row maxima: they need not
+        start: an evaluation at a g a few ε away. Its f, a log-sum per row, then replaces the row maxima: they need not
         be computed, and the shift by them is a column of the GEMM. Tiles for which it is too far away for float32 use
         their row maxima.
         """
@@ -117,7 +110,7 @@ class StreamedEvaluator:
         total_rows = self._team.rows_of_all
         rows.prepare(g, self.epsilon)
         f = torch.empty(n, dtype=torch.float64, device=rows.device)
-        found = torch.empty(n, dtype=torch.int32, device=rows.device) if nearest else None
+        main_targets = torch.empty(n, dtype=torch.int32, device=rows.device) if nearest else None
         buffers = threading.local()
         per_ln2 = 1.0 / (self.epsilon * math.log(2.0))
 
@@ -126,17 +119,17 @@ class StreamedEvaluator:
                 buffers.tile = torch.empty(min(self._step, n), m, dtype=rows.dtype, device=rows.device)
             tile: Tensor = buffers.tile[: high - low]
             shift = total = None
-            if near is not None:
-                shift = ((rows.squared[low:high] - near.f[low:high]) * per_ln2).to(rows.dtype)
+            if start is not None:
+                shift = ((rows.squared[low:high] - start.f[low:high]) * per_ln2).to(rows.dtype)
                 rows.tile(low, high, tile, shift)
-                if found is not None:
-                    found[low:high] = _argmax_columns(tile)
+                if main_targets is not None:
+                    main_targets[low:high] = _argmax_columns(tile)
                 _exp_in_place(tile)
                 total = tile.sum(1)
             if shift is None or total is None or not _is_in_float32_range(total):
                 rows.tile(low, high, tile)
-                if found is not None:
-                    found[low:high] = _argmax_columns(tile)
+                if main_targets is not None:
+                    main_targets[low:high] = _argmax_columns(tile)
                 shift = _exponentiate(tile)
                 total = tile.sum(1)
             f[low:high] = shift.double() + total.double().log2()
@@ -148,23 +141,19 @@ class StreamedEvaluator:
         f.mul_(-self.epsilon * math.log(2.0)).add_(rows.squared)
         column = self._team.fold(tree) / total_rows
         value = self._team.dot(rows.a.cpu().numpy(), f.cpu().numpy()) + float(rows.b @ g)
-        return Evaluation(g, f, column, value, float((column - rows.b).abs().sum()), found)
+        return Evaluation(g, f, column, value, float((column - rows.b).abs().sum()), main_targets)
 
     def nearest(self, g: Tensor) -> Tensor:
         """Return (n,) int64: the target that receives the largest part of each row. One pass."""
-        return _nearest_targets(self.rows, g, self.epsilon, self._step)
-
-
-def _nearest_targets(rows: TileSource, g: Tensor, epsilon: float, step: int) -> Tensor:
-    n = len(rows.a)
-    rows.prepare(g, epsilon)
-    found = torch.empty(n, dtype=torch.int64, device=rows.device)
-    buffer = torch.empty(min(step, n), len(rows.b), dtype=rows.dtype, device=rows.device)
-    for low, high in tile_ranges(0, n, step):
-        tile = buffer[: high - low]
-        rows.tile(low, high, tile)
-        found[low:high] = _argmax_columns(tile)
-    return found
+        rows, n = self.rows, len(self.rows.a)
+        rows.prepare(g, self.epsilon)
+        main_targets = torch.empty(n, dtype=torch.int64, device=rows.device)
+        buffer = torch.empty(min(self._step, n), len(rows.b), dtype=rows.dtype, device=rows.device)
+        for low, high in tile_ranges(0, n, self._step):
+            tile = buffer[: high - low]
+            rows.tile(low, high, tile)
+            main_targets[low:high] = _argmax_columns(tile)
+        return main_targets
 
 
 class StoredKernel:
@@ -201,7 +190,7 @@ class StoredKernel:
         def work(low: int, high: int) -> None:
             tile = self.store[low:high]
             self.rows.tile(low, high, tile)
-            self._base[low:high] = _exponentiate(tile, kept=True).double() * math.log(2.0)
+            self._base[low:high] = _exponentiate(tile, stored=True).double() * math.log(2.0)
 
         self._crew.each(n, self._step, work, self._on_rows)
         self.passes += 1
@@ -247,7 +236,8 @@ class StoredKernel:
         log_v = self.log_v(g)
         log_z, column = self.scale(log_v)
         f = self.rows.squared - self.epsilon * (self._base + log_z)
-        return _make_evaluation(g, f, column, self.rows.a, self.rows.b)
+        a, b = self.rows.a, self.rows.b
+        return Evaluation(g, f, column, float(a @ f + b @ g), float((column - b).abs().sum()))
 
     def curvature(self, g: Tensor) -> Tensor:
         """Return H = diag(col) − Σ_i a_i r_i r_iᵀ (M, M) float64 with r_i = softmax(S_i): −ε ∇²F at g."""
@@ -268,7 +258,7 @@ class StoredKernel:
     def nearest(self, g: Tensor) -> Tensor:
         """Return (n,) int64: the target that receives the largest part of each row."""
         narrow = self.log_v(g).to(self.rows.dtype).exp()
-        found = torch.empty(len(self.rows.a), dtype=torch.int64, device=self.store.device)
-        for low in range(0, len(found), self._step):
-            found[low : low + self._step] = _argmax_columns(self.store[low : low + self._step] * narrow)
-        return found
+        main_targets = torch.empty(len(self.rows.a), dtype=torch.int64, device=self.store.device)
+        for low in range(0, len(main_targets), self._step):
+            main_targets[low : low + self._step] = _argmax_columns(self.store[low : low + self._step] * narrow)
+        return main_targets

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatshift.selection.errors import SelectionError, TooLittleMemory
+from flatshift.selection.errors import TooLittleMemory
 from flatshift.selection.transport.blocks import BLOCK, block_sums
 from flatshift.selection.transport.dense import inverse_hessian, solve_dense
 from flatshift.selection.transport.kernel import TILE_BYTES, Evaluation, StoredKernel, StreamedEvaluator
-from flatshift.selection.transport.problem import TransportProblem
+from flatshift.selection.transport.problem import TransportProblem, on_every_member
 from flatshift.selection.transport.ranks import ProcessTeam
 from flatshift.selection.transport.rows import DenseRows, StreamedRows
 from flatshift.selection.transport.settings import (
@@ -34,12 +35,11 @@ from flatshift.selection.transport.settings import (
 )
 from flatshift.selection.transport.state import SolverState, StateDirectory, problem_identity
 
-THINNED = 40
-"""Rows per target from which a quarter of the subsample is solved before the whole of it."""
+THINNED = 40  # rows per target from which a quarter of the subsample is solved before the whole of it
 
 
 def choose_dtype(problem: TransportProblem, settings: SolverSettings) -> torch.dtype:
-    """Return float32 for tiles if its rounding, |S|·2⁻²⁴ at the largest logit, stays well below the tolerance, else
+    """Return float32 for tiles if its rounding, |S|·2⁻²⁴ at the largest logit, is well below the tolerance, else
     float64."""
     y_norm = math.sqrt(float((problem.y**2).sum(1).max()))
     x_norm = math.sqrt(max(problem.team.gather(float(problem.x_squared.max()))))
@@ -69,12 +69,7 @@ class _LargeSolver:
         self.rows = StreamedRows(problem, self.dtype, settings.device)
         self.newton = settings.newton_columns(free_bytes(problem, settings) / 4)
         self.tile_bytes = min(TILE_BYTES.get(settings.device.type, 1 << 21), max(1 << 17, settings.memory_bytes // 64))
-        mistake: SelectionError | None = None
-        try:
-            self.size, self.affinity_held = self.sample_plan()
-        except SelectionError as error:
-            mistake = error
-        self.team.agree(mistake)
+        self.size, self.stores_affinity = on_every_member(self.team, self.plan_sample)
         self.size = min(self.team.gather(self.size))
         self.sample: StoredKernel | None = None
         """Kernel of the subsample; None on all processes of a team but the first."""
@@ -95,11 +90,8 @@ class _LargeSolver:
         if self.settings.progress:
             self.settings.progress(f"pass {self.stage}", done, total)
 
-    # ------------------------------------------------------------------------------------------ the subsample
-
-    def sample_plan(self) -> tuple[int, bool]:
-        """Return the rows of the subsample, within memory, and whether their dot products are stored as well as their
-        kernel.
+    def plan_sample(self) -> tuple[int, bool]:
+        """Return the rows of the subsample, within memory, and True if their dot products are stored too.
 
         When a pass costs a GEMM over the pool: a 25th of it, at least ten rows per target, more for small ε. (At 1 M by
         1 k, 40 k rows cost a quarter of a pass, and save one of the four passes that 20 k need.) When the kernel of the
@@ -109,68 +101,68 @@ class _LargeSolver:
         free = free_bytes(self.problem, self.settings) - 4 * self.tile_bytes
         free -= 56 * m * m if m <= self.newton else 0  # Newton's six matrices, and the stored inverse
         if self.cached:
-            wanted = float(max(5 * m, 5_000))
+            target_size = float(max(5 * m, 5_000))
         else:
             small = min(max(0.01 / self.settings.relative, 1.0), 4.0)
-            wanted = max(total // 25, 10 * m, 10_000) * small
+            target_size = max(total // 25, 10 * m, 10_000) * small
         rows_bytes = self.problem.x.shape[1] * self.problem.x.dtype.itemsize + 8 * (self.problem.scale is not None)
         # Dot products save a GEMM whenever the kernel moves; with many targets, rows take less memory.
-        held = 2 * min(wanted, total) * m * width <= free / 4
-        per_row = m * width + (m * width if held else rows_bytes) + 40
+        stores_affinity = 2 * min(target_size, total) * m * width <= free / 4
+        per_row = m * width + (m * width if stores_affinity else rows_bytes) + 40
         if self.cached:
-            return min(total, int(wanted)), True
-        least = min(total, max(m, 500))
-        if free < least * per_row:
-            needed = self.settings.memory_bytes + least * per_row - free
+            return min(total, int(target_size)), True
+        minimum = min(total, max(m, 500))
+        if free < minimum * per_row:
+            needed = self.settings.memory_bytes + minimum * per_row - free
             sides = (m, len(self.problem.a)) if self.problem.exchanged else (len(self.problem.a), m)
             raise TooLittleMemory(self.settings.memory_bytes, math.ceil(needed / 2**20) << 20, *sides)
-        return min(total, int(min(wanted, free / per_row))), held
+        return min(total, int(min(target_size, free / per_row))), stores_affinity
 
-    def drawn(self) -> StreamedRows | None:
+    def draw_sample(self) -> StreamedRows | None:
         """Return the subsample's rows; None on all processes of a team but the first."""
         problem = self.problem
         if self.size < problem.total:
             return self.rows.gather(draw_stratified(problem.a, self.size, self.settings.seed, self.team))
         return self.rows if self.team.group is None else self.rows.gather(np.arange(len(problem.a)), problem.a)
 
-    def held(self, drawn: StreamedRows | None) -> StreamedRows | DenseRows:
+    def kernel_rows(self, sample: StreamedRows | None) -> StreamedRows | DenseRows:
         """Return the subsample's rows in the form used by its kernels."""
-        assert drawn is not None
-        return drawn.dense() if self.affinity_held else drawn
+        assert sample is not None
+        return sample.dense() if self.stores_affinity else sample
 
     def kernel(self, rows: StreamedRows | DenseRows) -> StoredKernel:
         return StoredKernel(rows, self.settings.epsilon, tile_bytes=self.tile_bytes)
 
-    def begin(self, drawn: StreamedRows | None) -> tuple[Tensor, Tensor | None, int]:
+    def begin(self, sample: StreamedRows | None) -> tuple[Tensor, Tensor | None, int]:
         """Create the subsample's kernel; return the g of the first pass, the anchor, and iterations.
 
         Every fourth row of a large subsample is solved first, down to its sampling error: iterations and kernels at a
         falling ε then cost a quarter. Its Hessian brings the whole subsample, here and in corrections, to the solution
         in a few steps, where over-relaxation takes dozens.
         """
-        rows, settings, anchor, spent = self.held(drawn), self.settings, None, 0
+        rows, settings, anchor, spent = self.kernel_rows(sample), self.settings, None, 0
         if THINNED * len(self.problem.b) <= self.size < self.problem.total:
             thin = self.kernel(rows.thinned(4))
-            found, spent = descend(thin, settings, self.start_tolerance(self.size // 4), self.newton)
-            anchor = found.g
-            self.steepen(thin, anchor)
+            at, spent = descend(thin, settings, self.start_tolerance(self.size // 4), self.newton)
+            anchor = at.g
+            self.store_inverse(thin, anchor)
             del thin
         self.sample = self.kernel(rows)
-        left = replace(settings, max_iterations=settings.max_iterations - spent)
-        found, used = descend(self.sample, left, self.start_tolerance(self.size), self.newton, anchor, self.inverse)
-        return found.g, anchor, spent + used
+        remaining = replace(settings, max_iterations=settings.max_iterations - spent)
+        at, used = descend(self.sample, remaining, self.start_tolerance(self.size), self.newton, anchor, self.inverse)
+        return at.g, anchor, spent + used
 
-    def resume(self, drawn: StreamedRows | None, standing: SolverState) -> tuple[()]:
+    def resume(self, sample: StreamedRows | None, standing: SolverState) -> tuple[()]:
         """Recreate the result of `begin` from a saved state."""
-        rows = self.held(drawn)
+        rows = self.kernel_rows(sample)
         assert standing.origin is not None
         if standing.anchor is not None:
-            self.steepen(self.kernel(rows.thinned(4)), standing.anchor)
+            self.store_inverse(self.kernel(rows.thinned(4)), standing.anchor)
         self.sample = self.kernel(rows)
         self.sample.absorb(standing.origin, self.settings.epsilon)
         return ()
 
-    def steepen(self, thin: StoredKernel, g: Tensor) -> None:
+    def store_inverse(self, thin: StoredKernel, g: Tensor) -> None:
         """Store the thinned subsample's inverse Hessian at g (M,), if that many targets may be factorised."""
         if len(g) <= self.newton:
             thin.absorb(g, self.settings.epsilon)
@@ -178,32 +170,29 @@ class _LargeSolver:
 
     def start_tolerance(self, size: int) -> float:
         """Return the first tolerance for a subsample: well below its sampling error, some √(M/n)."""
-        least = max(0.1 * self.settings.tolerance, 1e-4)
+        minimum = max(0.1 * self.settings.tolerance, 1e-4)
         if self.size == self.problem.total:
-            return least
-        return max(least, 0.02 * math.sqrt(len(self.problem.b) / size))
+            return minimum
+        return max(minimum, 0.02 * math.sqrt(len(self.problem.b) / size))
 
     def correct(self, at: Evaluation, standing: SolverState) -> Tensor:
-        """Run `corrected` on the first member, and count its iterations."""
-        g, more = self.team.led(lambda: self.corrected(at), self.settings.device)
-        standing.iterations += more
-        ahead: Tensor = g
-        return ahead
+        """Run `correct_sample` on the first member, and count its iterations."""
+        g, iterations = self.team.run_on_first(lambda: self.correct_sample(at), self.settings.device)
+        standing.iterations += iterations
+        return cast(Tensor, g)
 
-    def corrected(self, at: Evaluation) -> tuple[Tensor, int]:
-        """Return the g at which the subsample's column sums change by the factor b/col that the full pass requires, and
-        iterations."""
+    def correct_sample(self, at: Evaluation) -> tuple[Tensor, int]:
+        """Return the g at which the subsample's column sums change by the full pass's factor b/col, and iterations."""
         sample = self.sample
         assert sample is not None
         b = sample.rows.b
-        here = sample.evaluate(at.g)
-        marginal = here.column * (b / at.column.clamp_min(1e-300)).clamp(0.02, 50.0)
+        marginal = sample.evaluate(at.g).column * (b / at.column.clamp_min(1e-300)).clamp(0.02, 50.0)
         marginal = marginal.clamp_min(1e-12 / len(b))
         marginal = marginal / marginal.sum()
         # Steps with a Hessian are few: they may continue until the subsample alone limits the accuracy.
-        share, least = (0.02, 0.1) if self.inverse is None else (0.005, 0.03)
-        goal = max(share * at.error, least * self.settings.tolerance)
-        moved = solve_dense(
+        share, minimum = (0.02, 0.1) if self.inverse is None else (0.005, 0.03)
+        goal = max(share * at.error, minimum * self.settings.tolerance)
+        moved, iterations = solve_dense(
             sample,
             at.g,
             marginal=marginal,
@@ -212,22 +201,21 @@ class _LargeSolver:
             newton_columns=self.newton,
             inverse=self.inverse,
         )
-        return moved.at.g - b @ moved.at.g, moved.iterations
+        return moved.g - b @ moved.g, iterations
 
-    def foreseen(self, best: Evaluation, ahead: Tensor | None, end: SelectionThreshold | None) -> tuple[float, int]:
-        """Return the overlap of the selection with the converged one, predicted from the next correction, and
-        iterations.
+    def predict_overlap(
+        self, best: Evaluation, ahead: Tensor | None, threshold: SelectionThreshold | None
+    ) -> tuple[float, int]:
+        """Return the overlap with the converged selection, predicted from the next correction, and iterations.
 
-        ahead: the g of the correction, None if it is still to be computed. end: threshold of the selection, in best.f.
+        ahead: the g of the correction, None if it is still to be computed. threshold: of the selection, in best.f.
         """
-        sample, more = self.sample, 0
+        sample, iterations = self.sample, 0
         assert sample is not None
-        here = sample.evaluate(best.g).f
+        f = sample.evaluate(best.g).f
         if ahead is None:
-            ahead, more = self.corrected(best)
-        return estimate_overlap(end, here, sample.evaluate(ahead).f), more
-
-    # ------------------------------------------------------------------------------------------ passes
+            ahead, iterations = self.correct_sample(best)
+        return estimate_overlap(threshold, f, sample.evaluate(ahead).f), iterations
 
     def run(self, nearest: bool) -> SolverResult:
         settings, problem = self.settings, self.problem
@@ -239,13 +227,13 @@ class _LargeSolver:
         resumed = standing.passes if standing else 0
         if standing and standing.g is None:
             return self.conclude(standing, False, nearest, resumed)
-        drawn, before = self.drawn(), standing
+        sample, before = self.draw_sample(), standing
         if before is None:
-            g, anchor, spent = self.team.led(lambda: self.begin(drawn), settings.device)
+            g, anchor, spent = self.team.run_on_first(lambda: self.begin(sample), settings.device)
             standing = SolverState(g, iterations=spent, anchor=anchor)
         else:
             standing = before
-            self.team.led(lambda: self.resume(drawn, before), settings.device)
+            self.team.run_on_first(lambda: self.resume(sample, before), settings.device)
         if self.cached:
             return self.iterate(standing, nearest)
         assert isinstance(self.full, StreamedEvaluator)
@@ -286,14 +274,11 @@ class _LargeSolver:
         assert standing.best is not None
         origin = standing.best.g
         g = origin + (g - origin).clamp(-2 * settings.epsilon, 2 * settings.epsilon)
-        standing.g = self.team.first(g - b @ g)
+        standing.g = self.team.broadcast(g - b @ g)
 
     def iterate(self, standing: SolverState, nearest: bool) -> SolverResult:
         """Solve with every row's kernel in memory: one pass from the subsample's answer, one correction, then
-        iterations on all.
-
-        If an overlap is required, continue to ten times smaller errors until two answers agree.
-        """
+        iterations on all; if an overlap is required, to ten times smaller errors until two answers agree."""
         settings, b = self.settings, self.rows.b
         full = StoredKernel(self.rows, settings.epsilon, chunk=settings.chunk, on_rows=self.report)
         assert standing.g is not None
@@ -305,28 +290,25 @@ class _LargeSolver:
             corrected = full.evaluate(at.g + step - b @ step)
             if corrected.value >= at.value or corrected.error < 0.5 * at.error:
                 at = corrected
-        found = SolverResult(at, standing.iterations, full.passes, "cached", self.dtype)
+        result = SolverResult(at, standing.iterations, full.passes, "cached", self.dtype)
         goal = settings.tolerance
-        while not found.satisfies(settings) and found.iterations < settings.max_iterations:
-            met = found.at.error <= settings.tolerance
-            goal = max(0.1 * goal, 1e-13) if met else goal
-            more = solve_dense(
+        while not result.satisfies(settings) and result.iterations < settings.max_iterations:
+            goal = max(0.1 * goal, 1e-13) if result.at.error <= settings.tolerance else goal
+            at, iterations = solve_dense(
                 full,
-                found.at.g,
+                result.at.g,
                 marginal=b,
                 tolerance=goal,
-                max_iterations=settings.max_iterations - found.iterations,
+                max_iterations=settings.max_iterations - result.iterations,
                 newton_columns=self.newton,
             )
-            shared = (
-                measure_overlap(found.at.f, more.at.f, settings.top, self.team)
-                if settings.overlap is not None
-                else None
-            )
-            found = replace(found, at=more.at, iterations=found.iterations + more.iterations, overlap=shared)
+            shared = None
+            if settings.overlap is not None:
+                shared = measure_overlap(result.at.f, at.f, settings.top, self.team)
+            result = replace(result, at=at, iterations=result.iterations + iterations, overlap=shared)
         if nearest:
-            found = replace(found, at=replace(found.at, nearest=full.nearest(found.at.g)))
-        return replace(found, passes=full.passes)
+            result = replace(result, at=replace(result.at, nearest=full.nearest(result.at.g)))
+        return replace(result, passes=full.passes)
 
     def solved(self, standing: SolverState) -> SolverResult:
         assert standing.best is not None
@@ -337,34 +319,35 @@ class _LargeSolver:
     def conclude(self, standing: SolverState, sampled: bool, nearest: bool, resumed: int) -> SolverResult:
         """Return the best answer, with main targets if still missing, and the estimated overlap of the selection if the
         subsample for it was created (`sampled`)."""
-        found = self.solved(standing)
-        best = found.at
-        estimate = None
+        result = self.solved(standing)
+        best, estimate = result.at, None
         if sampled:
             ahead = None if standing.g is None else standing.ahead
-            end = find_threshold(best.f, self.settings.top, self.team)
-            estimate, more = self.team.led(lambda: self.foreseen(best, ahead, end), self.settings.device)
-            found = replace(found, iterations=standing.iterations + more)
+            threshold = find_threshold(best.f, self.settings.top, self.team)
+            estimate, iterations = self.team.run_on_first(
+                lambda: self.predict_overlap(best, ahead, threshold), self.settings.device
+            )
+            result = replace(result, iterations=standing.iterations + iterations)
         if nearest and best.nearest is None:
             assert isinstance(self.full, StreamedEvaluator)
             self.stage = standing.passes + 1
             best = replace(best, nearest=self.full.nearest(best.g))
-            found = replace(found, passes=found.passes + 1)
-        return replace(found, at=best, estimate=estimate, resumed=resumed)
+            result = replace(result, passes=result.passes + 1)
+        return replace(result, at=best, estimate=estimate, resumed=resumed)
 
 
 def exchange_sides(problem: TransportProblem) -> TransportProblem:
     """Exchange the sides: the target's rows are streamed, the pool's rows of positive weight are the columns."""
-    kept = np.flatnonzero(problem.a)
-    columns = np.asarray(problem.x[kept], dtype=np.float64)
+    positive = np.flatnonzero(problem.a)
+    columns = np.asarray(problem.x[positive], dtype=np.float64)
     if problem.scale is not None:
-        columns = columns * problem.scale[kept, None]
+        columns = columns * problem.scale[positive, None]
     columns = columns - problem.centre
     return TransportProblem(
         x=problem.y,
         y=columns,
         a=problem.b,
-        b=problem.a[kept],
+        b=problem.a[positive],
         centre=np.zeros_like(problem.centre),
         x_squared=(problem.y * problem.y).sum(1),
         mean_cost=problem.mean_cost,
@@ -380,19 +363,18 @@ def draw_stratified(a: np.ndarray, size: int, seed: int, team: ProcessTeam) -> n
     generator = np.random.Generator(np.random.PCG64([seed, 0x5AB5A3]))
     masses = np.concatenate(team.gather(block_sums(a, np.ones_like(a))))
     edges = np.cumsum(masses)
-    places = (np.arange(size) + generator.random(size)) / size * edges[-1]
+    points = (np.arange(size) + generator.random(size)) / size * edges[-1]
     # Mass is counted from the start of its block, so that roundings are the same wherever a shard begins.
-    blocks = np.minimum(np.searchsorted(edges, places, side="right"), len(edges) - 1)
-    first = team.first_block
-    drawn = []
-    own = np.arange(first, first + -(-len(a) // BLOCK) + 1)
-    borders = np.searchsorted(blocks, own)
+    blocks = np.minimum(np.searchsorted(edges, points, side="right"), len(edges) - 1)
+    first_block = team.first_block
+    sampled = []
+    borders = np.searchsorted(blocks, np.arange(first_block, first_block + -(-len(a) // BLOCK) + 1))
     for low, start, end in zip(range(0, len(a), BLOCK), borders[:-1], borders[1:], strict=True):
-        block = first + low // BLOCK
-        inside = np.cumsum(a[low : low + BLOCK])
-        rows = np.searchsorted(inside, places[start:end] - (edges[block] - masses[block]), side="right")
-        drawn.append(low + np.minimum(rows, len(inside) - 1))
-    return np.concatenate(drawn)
+        block = first_block + low // BLOCK
+        mass = np.cumsum(a[low : low + BLOCK])
+        rows = np.searchsorted(mass, points[start:end] - (edges[block] - masses[block]), side="right")
+        sampled.append(low + np.minimum(rows, len(mass) - 1))
+    return np.concatenate(sampled)
 
 
 def _anderson_mix(tried: list[tuple[Tensor, Tensor]], b: Tensor) -> Tensor:

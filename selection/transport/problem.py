@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,15 +17,15 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from flatshift.selection.errors import BadRow, SelectionError
-from flatshift.selection.transport.blocks import BlockSumTree
+from flatshift.selection.transport.blocks import BlockSumTree, ThreadCrew
 from flatshift.selection.transport.ranks import ProcessTeam
-from flatshift.selection.transport.threads import ThreadCrew
 from flatshift.selection.validation import check_no_overflow, check_same_width, feature_matrix, to_weights
 
 COSTS = ("sqeuclidean", "cosine")
 
 _TYPES = {2: torch.float16, 4: torch.float32, 8: torch.float64}
 
+Result = TypeVar("Result")
 Progress = Callable[[str, int, int], None]
 """Called as `progress(stage, done, total)` while rows are read."""
 _READ_BYTES = 4 << 20
@@ -40,14 +40,14 @@ class ScratchBuffers(threading.local):
     """
 
     def __init__(self) -> None:
-        self._kept: dict[torch.dtype, Tensor] = {}
+        self._buffers: dict[torch.dtype, Tensor] = {}
 
     def rows(self, n: int, d: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised (n, d) buffer, valid until this thread's next call for this dtype."""
-        kept = self._kept.get(dtype)
-        if kept is None or len(kept) < n or kept.shape[1] != d:
-            kept = self._kept[dtype] = torch.empty(n, d, dtype=dtype)
-        return kept[:n]
+        buffer = self._buffers.get(dtype)
+        if buffer is None or len(buffer) < n or buffer.shape[1] != d:
+            buffer = self._buffers[dtype] = torch.empty(n, d, dtype=dtype)
+        return buffer[:n]
 
     def read(self, x: Any, low: int, high: int) -> Tensor:
         """Read rows [low, high) of x in their own dtype if torch supports it, else float64."""
@@ -57,8 +57,7 @@ class ScratchBuffers(threading.local):
         return out
 
     def widened(self, rows: Tensor) -> Tensor:
-        """Convert `rows` to float64. float16 takes two steps: a vector instruction each, while the direct one has
-        none."""
+        """Convert `rows` to float64. float16 takes two steps, a vector instruction each."""
         for dtype in (torch.float32, torch.float64):
             if rows.dtype.itemsize < dtype.itemsize:
                 rows = self.rows(len(rows), rows.shape[1], dtype).copy_(rows)
@@ -72,8 +71,10 @@ class TransportProblem:
     `x` is anything with `shape` and row slices (an array, a memory map); it is read in chunks and never copied whole.
     `y` (M, d) float64 is already centred: `centre` (d,) must be subtracted from every chunk of `x`. The shift does not
     affect the squared Euclidean cost, and dot products of centred rows do not cancel. `scale` (N,) float64 multiplies
-    rows before that (1/|x_i| for cosine), None for 1; `unit` × squared distance = cost. In a team `x`, `a`, `x_squared`
-    and `scale` are this process's shard, and `a` sums to the shard's part of the mass.
+    rows before that (1/|x_i| for cosine), None for 1; `unit` × squared distance = cost. `mean_cost`: weighted mean of
+    the squared distances; `mean` (d,): weighted mean of the centred pool rows; `total`: their number; all of all
+    processes. In a team `x`, `a`, `x_squared` and `scale` are this process's shard, and `a` sums to the shard's part of
+    the mass. `exchanged`: the rows are the target's and the columns the pool's.
     """
 
     x: Any
@@ -83,16 +84,12 @@ class TransportProblem:
     centre: np.ndarray
     x_squared: np.ndarray
     mean_cost: float
-    """Weighted mean of the squared distances, over all pairs of all processes."""
     mean: np.ndarray
-    """(d,) weighted mean of all centred pool rows."""
     scale: np.ndarray | None = None
     unit: float = 1.0
     team: ProcessTeam = field(default_factory=ProcessTeam)
     total: int = 0
-    """Pool rows of all processes."""
     exchanged: bool = False
-    """True if the rows are the target's and the columns the pool's."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -117,22 +114,10 @@ def pose_problem(
     Raises SelectionError, in a team on every process.
     """
     team = team or ProcessTeam()
-    found: tuple[TransportProblem, BlockSumTree] | None = None
-    mistake: SelectionError | None = None
-    try:
-        x = feature_matrix(x, "pool")
-    except SelectionError as error:
-        mistake = error
-    team.agree(mistake)
+    x = on_every_member(team, lambda: feature_matrix(x, "pool"))
     team = team.over(len(x))
-    try:
-        found = _read_pool(x, y, a, b, chunk, progress, cost == "cosine", team)
-    except SelectionError as error:
-        mistake = error
-    team.agree(mistake)
-    assert found is not None
-    checked, sums = found
-    team.same("target features, their weights or the width of the pool", checked.y, checked.b, checked.x.shape[1])
+    checked, sums = on_every_member(team, lambda: _read_pool(x, y, a, b, chunk, progress, cost == "cosine", team))
+    team.check_same("target features, their weights or the width of the pool", checked.y, checked.b, checked.x.shape[1])
     if team.size > 1 and len(set(team.gather(a is None))) > 1:
         raise SelectionError("some processes give pool weights and some do not; give them on all or on none")
     total = team.rows_of_all
@@ -148,6 +133,18 @@ def pose_problem(
         mean_cost = float(rows_part + checked.b @ y_squared - 2.0 * (shift @ mean))
     check_no_overflow(mean_cost)
     return replace(checked, a=weights, mean_cost=max(mean_cost, 0.0), mean=mean, team=team, total=total)
+
+
+def on_every_member(team: ProcessTeam, work: Callable[[], Result]) -> Result:
+    """Run `work`; if it raises SelectionError on any member, raise that on all."""
+    result: Result | None = None
+    failure: SelectionError | None = None
+    try:
+        result = work()
+    except SelectionError as error:
+        failure = error
+    team.agree(failure)
+    return cast("Result", result)
 
 
 def _read_pool(
@@ -201,35 +198,38 @@ def _read_pool(
         return to_aligned_tensor(pool_weights[low:high]) @ wide
 
     step = chunk or max(16, _READ_BYTES // (8 * d))
-    told = (lambda done, count: progress("reading the pool", done, count)) if progress else None
-    sums = ThreadCrew(torch.device("cpu")).tree(n, step, work, told, team.first_block)
-    found = TransportProblem(
-        x, target, pool_weights, target_weights, centre, x_squared, 0.0, centre, scale, 0.5 if cosine else 1.0, team, n
+    on_rows = (lambda done, count: progress("reading the pool", done, count)) if progress else None
+    sums = ThreadCrew(torch.device("cpu")).tree(n, step, work, on_rows, team.first_block)
+    unit = 0.5 if cosine else 1.0
+    problem = TransportProblem(
+        x, target, pool_weights, target_weights, centre, x_squared, 0.0, centre, scale, unit, team, n
     )
-    return found, sums
+    return problem, sums
 
 
 def to_aligned_tensor(rows: Any) -> Tensor:
     """Copy the rows to a new aligned tensor, in their own dtype if torch supports it, else float64."""
     array = np.asarray(rows)
-    own = torch.empty(array.shape, dtype=_native_dtype(array))
-    own.numpy()[...] = array
-    return own
+    copy = torch.empty(array.shape, dtype=_native_dtype(array))
+    copy.numpy()[...] = array
+    return copy
 
 
 def _native_dtype(array: np.ndarray) -> torch.dtype:
-    known = array.dtype.kind == "f" and array.dtype.itemsize <= 8 and array.dtype.isnative
-    return _TYPES[array.dtype.itemsize] if known else torch.float64
+    is_supported = array.dtype.kind == "f" and array.dtype.itemsize <= 8 and array.dtype.isnative
+    return _TYPES[array.dtype.itemsize] if is_supported else torch.float64
 
 
 def _row_norms(rows: np.ndarray, side: str, offset: int) -> np.ndarray:
     """Return (n,) norms; raise BadRow if one is zero."""
-    found = np.sqrt(np.einsum("ij,ij->i", rows, rows))
-    if not (found > 0).all() or not np.isfinite(found).all():
-        row = int(np.flatnonzero(~((found > 0) & np.isfinite(found)))[0])
-        told = "is zero" if found[row] == 0 else "is too long"
-        raise BadRow(side, offset + row, f"{told}, so it has no cosine", "drop it or rescale", _rows_without_norm)
-    return found
+    norms = np.sqrt(np.einsum("ij,ij->i", rows, rows))
+    bad = np.flatnonzero(~((norms > 0) & np.isfinite(norms)))
+    if len(bad):
+        problem = "is zero" if norms[bad[0]] == 0 else "is too long"
+        raise BadRow(
+            side, offset + int(bad[0]), f"{problem}, so it has no cosine", "drop it or rescale", _rows_without_norm
+        )
+    return norms
 
 
 def check_finite_rows(rows: np.ndarray, side: str, offset: int) -> None:
@@ -245,15 +245,15 @@ def check_finite_rows(rows: np.ndarray, side: str, offset: int) -> None:
 
 
 def _rows_not_finite(rows: np.ndarray) -> np.ndarray:
-    """Return (n,) bool: rows (n, d) with a NaN or an infinity."""
+    """Return (n,) bool: rows with a NaN or an infinity."""
     return np.asarray(~np.isfinite(rows).all(axis=1))
 
 
 def _rows_without_norm(rows: np.ndarray) -> np.ndarray:
-    """Return (n,) bool: rows (n, d) of length 0, or too long for a float64."""
+    """Return (n,) bool: rows of length 0, or too long for a float64."""
     wide = np.asarray(rows, dtype=np.float64)
-    found = np.sqrt(np.einsum("ij,ij->i", wide, wide))
-    return np.asarray(~((found > 0) & np.isfinite(found)))
+    norms = np.sqrt(np.einsum("ij,ij->i", wide, wide))
+    return np.asarray(~((norms > 0) & np.isfinite(norms)))
 
 
 def _check_weights(value: ArrayLike | None, count: int, side: str, *, empty: bool = False) -> np.ndarray:

@@ -39,5 +39,5 @@ class ProgressPrinter:
             self._show(f"{stage}: {total:,}{unit} in {elapsed:.1f} s")
             return
         rate = (done - self._offset) / elapsed if elapsed > 0 else 0.0
-        left = f"{(total - done) / rate:.0f} s left" if rate > 0 else "time left unknown"
-        self._show(f"{stage}: {done:,} of {total:,}{unit} ({done / total:.0%}), {rate:,.0f}{unit}/s, {left}")
+        remaining = f"{(total - done) / rate:.0f} s left" if rate > 0 else "time remaining unknown"
+        self._show(f"{stage}: {done:,} of {total:,}{unit} ({done / total:.0%}), {rate:,.0f}{unit}/s, {remaining}")

@@ -1,11 +1,13 @@
 """Sources of tiles of −cost: a GEMM over streamed rows, or a matrix already in memory.
 
-Both give, for rows [low, high), the tile
+Both have, on `device`, the rows' weights `a` (n,) and squared norms `squared` (n,) and the targets' weights `b` (M,).
+After `prepare` with g (M,) float64 and ε, `tile` writes S/ln 2 for rows [low, high) into `out` (high − low, M), minus
+`shift` (high − low,) if given:
 
     S_ij = (2 x_i·y_j − |y_j|² + g_j)/ε + log b_j  =  (|x_i|² − c_ij + g_j)/ε + log b_j,
 
-so that  f_i = |x_i|² − ε log Σ_j exp(S_ij)  and softmax_j(S_i) is row i of the transport plan over a_i. Tiles hold S/ln
-2: exp2 costs a quarter of exp on CPUs, and the factor is folded into the GEMM's operand.
+so that  f_i = |x_i|² − ε log Σ_j exp(S_ij)  and softmax_j(S_i) is row i of the transport plan over a_i. exp2 costs a
+quarter of exp on CPUs, and the factor is folded into the GEMM's operand.
 """
 
 from __future__ import annotations
@@ -13,33 +15,16 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flatshift.selection.transport.blocks import ThreadCrew
 from flatshift.selection.transport.problem import ScratchBuffers, TransportProblem, to_aligned_tensor
-from flatshift.selection.transport.threads import ThreadCrew
 
 _PER_LN2 = 1.0 / math.log(2.0)
-
-
-class TileSource(Protocol):
-    """Source of tiles; `a` (n,) and `squared` (n,) float64 are the rows' weights and squared norms, `b` (M,) the
-    targets' weights; all on `device`."""
-
-    a: Tensor
-    b: Tensor
-    squared: Tensor
-    dtype: torch.dtype
-    device: torch.device
-
-    def prepare(self, g: Tensor, epsilon: float) -> None:
-        """Set g (M,) float64 and ε for the following tiles."""
-
-    def tile(self, low: int, high: int, out: Tensor, shift: Tensor | None = None) -> None:
-        """Write S/ln 2 for rows [low, high) into `out` (high − low, M), minus `shift` (high − low,) if given."""
 
 
 class StreamedRows:
@@ -73,37 +58,36 @@ class StreamedRows:
         return torch.from_numpy(array).to(self.device)
 
     def _left(self, low: int, high: int, shift: Tensor | None) -> Tensor:
-        """Return [centred rows, 1] or [centred rows, 1, −shift] in the working dtype, valid until this thread's next
-        call."""
+        """Return [centred rows, 1] or [centred rows, 1, −shift] in the working dtype, until this thread's next call."""
         d = len(self._centre)
         buffer: Tensor | None = getattr(self._buffers, "rows", None)
         if buffer is None or len(buffer) < high - low:
             buffer = torch.ones(high - low, d + 2, dtype=self.dtype, device=self.device)
             self._buffers.rows = buffer
-        left = buffer[: high - low]
-        rows = left[:, :d]
+        operand = buffer[: high - low]
+        rows = operand[:, :d]
         raw = self._scratch.read(self.x, low, high).to(self.device)
-        wide = rows.copy_(raw) if self._read_type == self.dtype else raw.to(self._read_type)
+        raw_rows = rows.copy_(raw) if self._read_type == self.dtype else raw.to(self._read_type)
         if self._scale is not None:
-            wide *= self._scale[low:high].to(wide).unsqueeze(1)
-        torch.sub(wide, self._centre, out=rows)
+            raw_rows *= self._scale[low:high].to(raw_rows).unsqueeze(1)
+        torch.sub(raw_rows, self._centre, out=rows)
         if shift is None:
-            return left[:, : d + 1]
-        torch.neg(shift, out=left[:, d + 1])
-        return left
+            return operand[:, : d + 1]
+        torch.neg(shift, out=operand[:, d + 1])
+        return operand
 
     def gather(self, index: np.ndarray, weights: np.ndarray | None = None) -> StreamedRows | None:
         """Gather the rows `index` (this process's, sorted, repeats allowed) of every process in the memory of the first
         one, in their own dtype; return None on the others. weights: one for each, None for equal ones."""
         problem, team = self.problem, self.problem.team
-        raw = team.rows(to_aligned_tensor(self.x[index]).numpy(), self.device)
-        scale = None if problem.scale is None else team.rows(problem.scale[index], self.device)
-        squared = team.rows(problem.x_squared[index], self.device)
-        a = None if weights is None else team.rows(weights, self.device)
+        raw = team.gather_rows(to_aligned_tensor(self.x[index]).numpy(), self.device)
+        scale = None if problem.scale is None else team.gather_rows(problem.scale[index], self.device)
+        squared = team.gather_rows(problem.x_squared[index], self.device)
+        a = None if weights is None else team.gather_rows(weights, self.device)
         if raw is None or squared is None:
             return None
         n = len(raw)
-        part = replace(
+        problem_of_sample = replace(
             problem,
             x=raw,
             a=np.full(n, 1.0 / n) if a is None else a,
@@ -112,13 +96,13 @@ class StreamedRows:
             team=type(team)(),
             total=n,
         )
-        return StreamedRows(part, self.dtype, self.device)
+        return StreamedRows(problem_of_sample, self.dtype, self.device)
 
     def thinned(self, stride: int) -> StreamedRows:
         """Return every `stride`-th row, on the same memory; the weights are scaled to sum 1 again."""
         problem = self.problem
         a = problem.a[::stride]
-        part = replace(
+        thin_problem = replace(
             problem,
             x=problem.x[::stride],
             a=a / a.sum(),
@@ -126,7 +110,7 @@ class StreamedRows:
             scale=None if problem.scale is None else problem.scale[::stride],
             total=len(a),
         )
-        return StreamedRows(part, self.dtype, self.device)
+        return StreamedRows(thin_problem, self.dtype, self.device)
 
     def dense(self) -> DenseRows:
         """Compute all rows' dot products into memory, one chunk of rows after the other."""
@@ -146,8 +130,8 @@ class StreamedRows:
         self._right = torch.cat([factor, bias.unsqueeze(0), torch.ones_like(bias).unsqueeze(0)]).to(self.dtype)
 
     def tile(self, low: int, high: int, out: Tensor, shift: Tensor | None = None) -> None:
-        left = self._left(low, high, shift)
-        torch.mm(left, self._right[: left.shape[1]], out=out)
+        operand = self._left(low, high, shift)
+        torch.mm(operand, self._right[: operand.shape[1]], out=out)
 
 
 class DenseRows:
@@ -175,3 +159,6 @@ class DenseRows:
         """Return every `stride`-th row, on the same memory; the weights are scaled to sum 1 again."""
         a = self.a[::stride]
         return DenseRows(self.affinity[::stride], a / a.sum(), self.b, self.squared[::stride])
+
+
+TileSource = StreamedRows | DenseRows

@@ -18,11 +18,10 @@ from flatshift.selection.transport.progress import ITERATIONS
 from flatshift.selection.transport.ranks import ProcessTeam
 
 
-def measure_overlap(first: Tensor, second: Tensor, k: int, team: ProcessTeam) -> float:
-    """Return |TopK(first) ∩ TopK(second)| / k over all rows of the team; rows that tie at a threshold count as
-    taken."""
-    limits = team.smallest((first, k), (second, k))
-    both = float(((first <= limits[0]) & (second <= limits[1])).sum())
+def measure_overlap(scores: Tensor, other_scores: Tensor, k: int, team: ProcessTeam) -> float:
+    """Return |TopK(first) ∩ TopK(second)| / k over all rows of the team; ties at a threshold count."""
+    limits = team.smallest((scores, k), (other_scores, k))
+    both = float(((scores <= limits[0]) & (other_scores <= limits[1])).sum())
     return min(1.0, team.total(both) / k)
 
 
@@ -37,8 +36,7 @@ class SelectionThreshold:
 
 
 def find_threshold(f: Tensor, k: int, team: ProcessTeam) -> SelectionThreshold | None:
-    """Compute the threshold of f (N,), over all rows of the team; None if all rows are taken, or those near it are
-    equal."""
+    """Compute the threshold of f (N,), over all rows of the team; None if all are taken, or those near it equal."""
     total = int(team.total(len(f)))
     if k >= total:
         return None
@@ -48,20 +46,20 @@ def find_threshold(f: Tensor, k: int, team: ProcessTeam) -> SelectionThreshold |
     return SelectionThreshold(tau, (high - low) / total / span, k, total) if span > 0.0 else None
 
 
-def estimate_overlap(end: SelectionThreshold | None, sample: Tensor, moved: Tensor) -> float:
-    """Estimate overlap@k of f, whose threshold is `end`, with f after the next correction: 1 − h·E|δ|/(2q) (gotd.md
+def estimate_overlap(threshold: SelectionThreshold | None, sample: Tensor, moved: Tensor) -> float:
+    """Estimate overlap@k of f, whose `threshold` is this, with f after the next correction: 1 − h·E|δ|/(2q) (gotd.md
     §5.7).
 
     sample, moved (n,): the potential on a subsample, before and after the next correction. h: density of f at the
     threshold; δ: change of rows near it minus their mean change; q = k/N.
     """
-    if end is None or len(sample) < 2:
+    if threshold is None or len(sample) < 2:
         return 1.0
-    share = len(sample) * end.k // end.rows
-    near = torch.argsort((sample - end.tau).abs(), stable=True)[: max(min(200, len(sample)), share)]
+    share = len(sample) * threshold.k // threshold.rows
+    near = torch.argsort((sample - threshold.tau).abs(), stable=True)[: max(min(200, len(sample)), share)]
     change = (moved - sample)[near]
     spread = float((change - change.mean()).abs().mean())
-    return max(0.0, 1.0 - end.density * spread * end.rows / (2.0 * end.k))
+    return max(0.0, 1.0 - threshold.density * spread * threshold.rows / (2.0 * threshold.k))
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,7 @@ class SolverSettings:
         return self.memory_bytes - self.held_bytes
 
     def newton_columns(self, free: float) -> int:
-        """Return the number of targets up to which Newton steps fit in `free` bytes: some six M×M matrices of
-        float64."""
+        """Return the targets up to which Newton steps fit in `free` bytes: some six M×M matrices of float64."""
         return min(NEWTON_MAX_COLUMNS, math.isqrt(max(0, int(free)) // 48))
 
 
@@ -129,24 +126,25 @@ def descend(
     start: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> tuple[Evaluation, int]:
-    """Solve at a falling ε (each stage roughly, from the last one's g), then at the real one; also return the
-    iterations.
+    """Solve at ε falling by thirds from 0.05 (each stage roughly, from the last one's g), then at the real one; also
+    return the iterations.
 
     start: a g near enough to begin with the real ε. inverse: as in `solve_dense`.
     """
     b = kernel.rows.b
     g: Tensor = torch.zeros_like(b) if start is None else start
-    iterations = 0
-    for relative in _epsilon_schedule(settings.relative) if start is None else []:
+    iterations, relative = 0, 0.05
+    while start is None and relative > 1.5 * settings.relative:
         kernel.absorb(g, relative / settings.relative * settings.epsilon)
-        rough = solve_dense(
+        rough, used = solve_dense(
             kernel, g, marginal=b, tolerance=3e-2, max_iterations=60, newton_columns=newton_columns,
-            watch=_iteration_progress(settings, iterations),
+            on_iterations=_iteration_progress(settings, iterations),
         )  # fmt: skip
-        g = rough.at.g
-        iterations += rough.iterations
+        g = rough.g
+        iterations += used
+        relative /= 3.0
     kernel.absorb(g, settings.epsilon)
-    result = solve_dense(
+    at, used = solve_dense(
         kernel,
         g,
         marginal=b,
@@ -154,38 +152,22 @@ def descend(
         max_iterations=settings.max_iterations - iterations,
         newton_columns=newton_columns,
         inverse=inverse,
-        watch=_iteration_progress(settings, iterations),
+        on_iterations=_iteration_progress(settings, iterations),
     )
-    return result.at, iterations + result.iterations
+    return at, iterations + used
 
 
 def _iteration_progress(settings: SolverSettings, before: int) -> Callable[[int], None] | None:
-    """Return a progress callback for iterations that follow `before` others; the total is the maximum, as a tiny ε
-    takes many."""
-    told = settings.progress
-    if told is None:
+    """Return a progress callback for iterations that follow `before` others; the total is their maximum."""
+    progress, maximum = settings.progress, settings.max_iterations
+    if progress is None:
         return None
-    most = settings.max_iterations
-    return lambda done: told(ITERATIONS, min(before + done, most - 1), most)
-
-
-def _epsilon_schedule(relative: float) -> list[float]:
-    """Return the falling values of ε before the real one: from 0.05 by thirds, none if the real one is near enough."""
-    stages = []
-    current = 0.05
-    while current > 1.5 * relative:
-        stages.append(current)
-        current /= 3.0
-    return stages
+    return lambda done: progress(ITERATIONS, min(before + done, maximum - 1), maximum)
 
 
 def free_bytes(problem: TransportProblem, settings: SolverSettings) -> float:
     """Return the memory limit minus the vectors of length N: potentials of two answers, norms, weights, scores,
-    sorting.
-
-    In a group these are not counted: the rest determines the subsample, which must not depend on the number of
-    processes.
-    """
+    sorting. In a group these are not counted: the subsample must not depend on the number of processes."""
     if problem.team.group is not None:
         return settings.allowance
     per_row = 56 + 8 * (problem.scale is not None) + 8 * (settings.overlap is not None)

@@ -30,7 +30,7 @@ from flatshift.selection.transport.problem import COSTS, Progress, TransportProb
 from flatshift.selection.transport.ranks import ProcessTeam
 from flatshift.selection.transport.rows import DenseRows, StreamedRows
 from flatshift.selection.transport.settings import SolverResult, SolverSettings, descend, measure_overlap
-from flatshift.selection.validation import check_chunk, is_real
+from flatshift.selection.validation import check_chunk, is_real, is_whole
 
 EXACT_PAIRS = 10_000_000
 """N·M up to which the cost is stored in float64 and the default tolerance is 1e-9 (above: 1e-3)."""
@@ -131,17 +131,17 @@ def sinkhorn_potentials(
 
     Raises SelectionError on shapes that do not match, empty or non-finite input, and settings out of range.
     """
-    limits = (max_iterations, max_passes)
-    where = _check_settings(
-        epsilon, tolerance, chunk, method, cost, overlap, limits, memory_bytes, held_bytes, device, state, group
-    )
+    device = _check_settings(
+        epsilon, tolerance, chunk, method, cost, overlap, max_iterations, max_passes, memory_bytes, held_bytes, device,
+        state, group,
+    )  # fmt: skip
     # NumPy's narrow floats would lower the precision of everything they multiply.
     epsilon, tolerance = float(epsilon), tolerance if tolerance is None else float(tolerance)
     team = ProcessTeam(group)
     with torch.inference_mode():
         problem = pose_problem(x, y, a, b, chunk=chunk, progress=progress, cost=cost, team=team)
         m, total = len(problem.b), problem.total
-        if budget is not None and not (isinstance(budget, int | np.integer) and 1 <= budget <= total):
+        if budget is not None and not (is_whole(budget) and 1 <= budget <= total):
             raise SelectionError(f"budget must be a whole number from 1 to the pool's {total} rows, not {budget!r}")
         small = total * m <= EXACT_PAIRS
         settings = SolverSettings(
@@ -158,25 +158,28 @@ def sinkhorn_potentials(
             overlap=overlap,
             top=int(budget) if budget is not None else max(1, round(0.05 * total)),
             state=Path(state) if state is not None else None,
-            device=where,
+            device=device,
         )
-        team.same("settings", replace(settings, progress=None, state=None, device=torch.device("cpu")), method, nearest)
-        furthest = max(team.gather(float(problem.x_squared.max())))
-        if problem.mean_cost <= 1e-30 * (furthest + 1.0):
+        team.check_same(
+            "settings", replace(settings, progress=None, state=None, device=torch.device("cpu")), method, nearest
+        )
+        if problem.mean_cost <= 1e-30 * (max(team.gather(float(problem.x_squared.max()))) + 1.0):
             return _coincident_potentials(problem, settings, nearest)
         result = _to_potentials(problem, settings, _solve_by_method(problem, settings, method, nearest))
     if not result.converged:
-        missed = f"a marginal error of {result.marginal_error:.1e}, above the tolerance {result.tolerance:.1e}"
-        if result.marginal_error <= result.tolerance:
-            seen = "none measured" if result.overlap is None else f"{result.overlap:.4f}"
-            missed = f"an overlap of {seen} between its answers, below the {overlap:g} asked for"
-        warnings.warn(
-            f"optimal transport stopped at {missed}, after {result.iterations} iterations and {result.passes} passes; "
-            "raise epsilon, the tolerance or the limits",
-            ConvergenceWarning,
-            stacklevel=2,
-        )
+        warnings.warn(_describe_shortfall(result, overlap), ConvergenceWarning, stacklevel=2)
     return result
+
+
+def _describe_shortfall(result: Potentials, overlap: float | None) -> str:
+    missed = f"a marginal error of {result.marginal_error:.1e}, above the tolerance {result.tolerance:.1e}"
+    if result.marginal_error <= result.tolerance:
+        measured = "none measured" if result.overlap is None else f"{result.overlap:.4f}"
+        missed = f"an overlap of {measured} between its answers, below the {overlap:g} asked for"
+    return (
+        f"optimal transport stopped at {missed}, after {result.iterations} iterations and {result.passes} passes; "
+        "raise epsilon, the tolerance or the limits"
+    )
 
 
 def _check_settings(
@@ -186,7 +189,8 @@ def _check_settings(
     method: str | None,
     cost: str,
     overlap: float | None,
-    limits: tuple[int, int],
+    max_iterations: int,
+    max_passes: int,
     memory_bytes: int,
     held_bytes: int,
     device: str | torch.device,
@@ -194,50 +198,62 @@ def _check_settings(
     group: Any,
 ) -> torch.device:
     """Return the device; raise SelectionError for settings out of range, alone or together."""
-    if not (is_real(epsilon) and epsilon > 0):
-        raise SelectionError(f"epsilon must be a positive number (a multiple of the mean cost), not {epsilon!r}")
-    if tolerance is not None and not (is_real(tolerance) and 0 < tolerance < 2):
-        raise SelectionError(f"tolerance must be between 0 and 2 (an L1 error of probabilities), not {tolerance!r}")
     check_chunk(chunk)
-    if method not in (None, "exact", "cached", "streamed"):
-        raise SelectionError(f'method must be "exact", "cached" or "streamed", not {method!r}')
-    if cost not in COSTS:
-        raise SelectionError(f'cost must be "sqeuclidean" or "cosine", not {cost!r}')
-    if overlap is not None and not (is_real(overlap) and 0 < overlap <= 1):
-        raise SelectionError(f"overlap must be above 0 and at most 1 (a share of the selection), not {overlap!r}")
-    for name, limit in zip(("max_iterations", "max_passes"), limits, strict=True):
-        if not (isinstance(limit, int | np.integer) and limit >= 1):
-            raise SelectionError(f"{name} must be a whole number of at least 1, not {limit!r}")
-    if not (is_real(held_bytes) and held_bytes >= 0):
-        raise SelectionError(f"held_bytes must not be negative, not {held_bytes!r}")
-    if not (is_real(memory_bytes) and memory_bytes > 0):
-        raise SelectionError(f"memory_bytes must be positive, not {memory_bytes!r}")
+    in_memory = method in ("exact", "cached")
+    for name, value, valid, requirement in (
+        ("epsilon", epsilon, is_real(epsilon) and epsilon > 0, "be a positive number (a multiple of the mean cost)"),
+        (
+            "tolerance",
+            tolerance,
+            tolerance is None or (is_real(tolerance) and 0 < tolerance < 2),
+            "be between 0 and 2 (an L1 error of probabilities)",
+        ),
+        ("method", method, method is None or in_memory or method == "streamed", 'be "exact", "cached" or "streamed"'),
+        ("cost", cost, cost in COSTS, 'be "sqeuclidean" or "cosine"'),
+        (
+            "overlap",
+            overlap,
+            overlap is None or (is_real(overlap) and 0 < overlap <= 1),
+            "be above 0 and at most 1 (a share of the selection)",
+        ),
+        (
+            "max_iterations",
+            max_iterations,
+            is_whole(max_iterations) and max_iterations >= 1,
+            "be a whole number of at least 1",
+        ),
+        ("max_passes", max_passes, is_whole(max_passes) and max_passes >= 1, "be a whole number of at least 1"),
+        ("held_bytes", held_bytes, is_real(held_bytes) and held_bytes >= 0, "not be negative"),
+        ("memory_bytes", memory_bytes, is_real(memory_bytes) and memory_bytes > 0, "be positive"),
+    ):
+        if not valid:
+            raise SelectionError(f"{name} must {requirement}, not {value!r}")
     for name, value in (("state", state), ("group", group)):
-        if value is not None and method in ("exact", "cached"):
+        if value is not None and in_memory:
             raise SelectionError(
                 f'{name} needs method "streamed", or None; method {method!r} reads the pool into memory'
             )
     try:
-        where = torch.device(device)
+        requested = torch.device(device)
     except RuntimeError as error:
         raise SelectionError(f'device must be "cpu", "cuda" or "cuda:N", not {device!r}') from error
-    if where.type not in ("cpu", "cuda"):
+    if requested.type not in ("cpu", "cuda"):
         raise SelectionError(f'device must be "cpu", "cuda" or "cuda:N", not {device!r} (no float64 sums there)')
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+    if requested.type == "cuda" and (requested.index or 0) >= torch.cuda.device_count():
         raise SelectionError(f'device {device!r}: {_cuda_unavailable_reason()}; use "cpu"')
-    return where
+    return requested
 
 
 def _cuda_unavailable_reason() -> str:
     """Return the reason why a requested CUDA device is unavailable, as a clause."""
-    there = torch.cuda.device_count()
-    if there:
-        return f"only {there} CUDA devices are available" if there > 1 else "only cuda:0 is available"
+    count = torch.cuda.device_count()
+    if count:
+        return f"only {count} CUDA devices are available" if count > 1 else "only cuda:0 is available"
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is a build without CUDA"
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None and (not chosen.strip() or chosen.strip().startswith("-")):
-        return f"CUDA_VISIBLE_DEVICES={chosen!r} hides every CUDA device"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and (not visible.strip() or visible.strip().startswith("-")):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides every CUDA device"
     return "torch is built for CUDA and sees no device; look whether the driver is there and new enough"
 
 
@@ -253,21 +269,21 @@ def _solve_by_method(
         return solve_exact(problem, settings, nearest)
     dtype = choose_dtype(problem, settings)
     # Unless a method is forced, only a solve that streams the pool's own rows saves a state: the others are short.
-    keep = alone and (settings.state is None or method is None)
+    may_store = alone and (settings.state is None or method is None)
     stateless = replace(settings, state=None)
     # Answers are compared on the pool's own rows.
-    if m > n and keep and settings.overlap is None:
-        other = exchange_sides(problem)
-        held = method == "cached" or (method is None and fits_in_memory(other, settings, dtype))
-        first = solve_large(other, stateless, held, False)
+    if m > n and may_store and settings.overlap is None:
+        exchanged = exchange_sides(problem)
+        stored = method == "cached" or (method is None and fits_in_memory(exchanged, settings, dtype))
+        result = solve_large(exchanged, stateless, stored, False)
         # The other side's row potential is g; with the pool's marginal exact again the error only becomes smaller.
-        rows = StreamedRows(problem, first.dtype, settings.device)
-        g = first.at.f
+        rows = StreamedRows(problem, result.dtype, settings.device)
+        g = result.at.f
         at = StreamedEvaluator(rows, settings.epsilon, chunk=settings.chunk).evaluate(g - rows.b @ g, nearest)
         # The overlaps found on the way are about target rows.
-        return replace(first, at=at, passes=first.passes + 1, overlap=None, estimate=None)
-    held = method == "cached" or (method is None and keep and fits_in_memory(problem, settings, dtype))
-    return solve_large(problem, stateless if held else settings, held, nearest)
+        return replace(result, at=at, passes=result.passes + 1, overlap=None, estimate=None)
+    stored = method == "cached" or (method is None and may_store and fits_in_memory(problem, settings, dtype))
+    return solve_large(problem, stateless if stored else settings, stored, nearest)
 
 
 def _to_potentials(problem: TransportProblem, settings: SolverSettings, solved: SolverResult) -> Potentials:
@@ -302,24 +318,13 @@ def _to_potentials(problem: TransportProblem, settings: SolverSettings, solved: 
 def _coincident_potentials(problem: TransportProblem, settings: SolverSettings, nearest: bool) -> Potentials:
     """Return the solution if all points of positive weight coincide: every potential is 0, no sample helps."""
     n, m = problem.shape
-    f = problem.x_squared * problem.unit
-    return Potentials(
-        f=f,
-        g=np.zeros(m),
-        scores=f - problem.team.dot(problem.a, f),
-        nearest=np.zeros(n, dtype=np.int64) if nearest else None,
-        marginal_error=0.0,
-        dual_value=0.0,
-        epsilon=0.0,
-        mean_cost=0.0,
-        tolerance=settings.tolerance,
-        converged=True,
-        iterations=0,
-        passes=1,
-        method="exact",
-        dtype="float64",
-        cost="sqeuclidean" if problem.scale is None else "cosine",
-        budget=settings.top,
+    main_targets = torch.zeros(n, dtype=torch.int64) if nearest else None
+    f, g = torch.from_numpy(problem.x_squared), torch.zeros(m, dtype=torch.float64)
+    at = Evaluation(g, f, g, 0.0, 0.0, main_targets)
+    return _to_potentials(
+        replace(problem, mean_cost=0.0),
+        replace(settings, epsilon=0.0, overlap=None),
+        SolverResult(at, 0, 1, "exact", torch.float64),
     )
 
 
@@ -346,16 +351,16 @@ def solve_exact(problem: TransportProblem, settings: SolverSettings, nearest: bo
     solved = SolverResult(whole(at), iterations + flipped, kernel.passes + 1, "exact", rows.dtype)
     goal = settings.tolerance
     while settings.overlap is not None and solved.at.error <= settings.tolerance and not solved.satisfies(settings):
-        left = settings.max_iterations - solved.iterations
-        if left <= 0:
+        remaining = settings.max_iterations - solved.iterations
+        if remaining <= 0:
             break
         goal = max(0.1 * goal, 1e-13)
-        more = solve_dense(
-            kernel, at.g, marginal=kernel.rows.b, tolerance=goal, max_iterations=left, newton_columns=columns
+        at, iterations = solve_dense(
+            kernel, at.g, marginal=kernel.rows.b, tolerance=goal, max_iterations=remaining, newton_columns=columns
         )
-        at, answer = more.at, whole(more.at)
+        answer = whole(at)
         shared = measure_overlap(solved.at.f, answer.f, settings.top, problem.team)
-        solved = replace(solved, at=answer, overlap=shared, iterations=solved.iterations + more.iterations)
+        solved = replace(solved, at=answer, overlap=shared, iterations=solved.iterations + iterations)
     return solved
 
 
@@ -368,6 +373,3 @@ def _exchange_dense(rows: DenseRows, problem: TransportProblem) -> DenseRows:
     y_squared = torch.from_numpy((problem.y**2).sum(1)).to(rows.device)
     affinity = rows.affinity[index].T + y_squared.unsqueeze(1) - rows.squared[index]
     return DenseRows(affinity.contiguous(), rows.b, rows.a[index], y_squared)
-
-
-__all__ = ["EXACT_PAIRS", "Potentials", "sinkhorn_potentials"]

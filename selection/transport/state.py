@@ -1,9 +1,8 @@
 """Resumable solver state: after every pass each process atomically writes the inputs of the next pass.
 
 `DIRECTORY/pass-<p>-process-<r>.npz`, plain arrays without pickles. A file of pass p is removed only when every process
-has written p + 1, so that all can always resume from the same pass. A file belongs to one problem: it records a digest
-of the data (row norms, means, targets, weights) and every setting that affects the solver's path, and is rejected by a
-solve of anything else.
+has written p + 1, so that all can always resume from the same pass. It records a digest of the data (row norms, means,
+targets, weights) and every setting that affects the solver's path, and is rejected by a solve of anything else.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ from torch import Tensor
 
 from flatshift.selection.errors import SelectionError, is_disk_full
 from flatshift.selection.transport.kernel import Evaluation
-from flatshift.selection.transport.problem import TransportProblem
+from flatshift.selection.transport.problem import TransportProblem, on_every_member
 from flatshift.selection.transport.settings import SolverSettings
+
+_SCALARS = ("passes", "iterations", "length", "overlap")
 
 
 @dataclass
@@ -33,8 +34,7 @@ class SolverState:
 
     g: point of the next pass, None when the solve is over. best: the best answer so far; ahead: the g of its
     correction; length: of the step tried towards it; tried: (point, image) of past corrections; origin: g absorbed by
-    the subsample's kernel; anchor: g of its Hessian (with both, a resumed solve is bit for bit that of an undisturbed
-    one).
+    the subsample's kernel; anchor: g of its Hessian (with both, a resumed solve has the same bits).
     """
 
     g: Tensor | None
@@ -49,11 +49,11 @@ class SolverState:
     overlap: float | None = None
 
 
-def problem_identity(problem: TransportProblem, settings: SolverSettings, **more: Any) -> dict[str, Any]:
+def problem_identity(problem: TransportProblem, settings: SolverSettings, **settings_of_solver: Any) -> dict[str, Any]:
     """Return the data digest and settings that a state must share with the solve that resumes from it."""
     digest = hashlib.sha256()
-    for part in (problem.x_squared, problem.mean, problem.a, problem.y, problem.b, problem.centre):
-        digest.update(np.ascontiguousarray(part).tobytes())
+    for array in (problem.x_squared, problem.mean, problem.a, problem.y, problem.b, problem.centre):
+        digest.update(np.ascontiguousarray(array).tobytes())
     return {
         "data": digest.hexdigest(),
         "pool rows": problem.total,
@@ -66,15 +66,15 @@ def problem_identity(problem: TransportProblem, settings: SolverSettings, **more
         "seed": settings.seed,
         "chunk": settings.chunk,
         "processes": problem.team.size,
-        **more,
+        **settings_of_solver,
     }
 
 
 class StateDirectory:
     """State directory of one process of the team."""
 
-    def __init__(self, directory: Path, problem: TransportProblem, known: dict[str, Any]):
-        self.directory, self.team, self.known = directory, problem.team, known
+    def __init__(self, directory: Path, problem: TransportProblem, identity: dict[str, Any]):
+        self.directory, self.team, self.identity = directory, problem.team, identity
 
     def _path(self, passes: int) -> Path:
         return self.directory / f"pass-{passes:04d}-process-{self.team.rank}.npz"
@@ -86,59 +86,51 @@ class StateDirectory:
         """
         assert standing.best is not None
         best = standing.best
-        arrays: dict[str, Any] = {"best_g": best.g, "best_f": best.f, "best_column": best.column}
-        arrays |= {"g": standing.g, "ahead": standing.ahead, "nearest": best.nearest}
-        arrays |= {"origin": standing.origin, "anchor": standing.anchor}
+        arrays = {"best_g": best.g, "best_f": best.f, "best_column": best.column, "nearest": best.nearest}
+        arrays |= {name: getattr(standing, name) for name in ("g", "ahead", "origin", "anchor")}
         for i, (point, image) in enumerate(standing.tried):
             arrays |= {f"point_{i}": point, f"image_{i}": image}
         meta = {
-            "identity": self.known,
-            "passes": standing.passes,
-            "iterations": standing.iterations,
+            "identity": self.identity,
             "value": best.value,
             "error": best.error,
-            "length": standing.length,
-            "overlap": standing.overlap,
+            **{name: getattr(standing, name) for name in _SCALARS},
         }
-        mistake: SelectionError | OSError | None = None
+        failure: SelectionError | OSError | None = None
         path = self._path(standing.passes)
         scratch = path.with_name(f".{path.name}.tmp")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with scratch.open("wb") as handle:
-                found = {name: value.cpu().numpy() for name, value in arrays.items() if value is not None}
-                np.savez(handle, meta=np.array(json.dumps(meta)), **found)
+                stored: dict[str, Any] = {
+                    name: value.cpu().numpy() for name, value in arrays.items() if value is not None
+                }
+                np.savez(handle, meta=np.array(json.dumps(meta)), **stored)
                 handle.flush()
                 os.fsync(handle.fileno())
             scratch.replace(path)
         except OSError as error:
-            mistake = error
+            failure = error
             if not is_disk_full(error):
-                told = f"state {self.directory}: cannot be written ({error}); name a writable directory"
-                mistake = SelectionError(told)
+                failure = SelectionError(
+                    f"state {self.directory}: cannot be written ({error}); name a writable directory"
+                )
             with contextlib.suppress(OSError):
                 scratch.unlink()
-        self.team.agree(mistake)
-        for old in self._mine():
+        self.team.agree(failure)
+        for old in self._own_files():
             if old != path:
                 old.unlink(missing_ok=True)
 
     def load(self, device: torch.device) -> SolverState | None:
-        """Load the latest pass that every process has, or None. Raises SelectionError for the state of another
-        problem."""
-        mine = [int(path.name.split("-")[1]) for path in self._mine()]
-        shared = set.intersection(*(set(found) for found in self.team.gather(mine)))
+        """Load the latest pass that every process has, or None. Raises SelectionError for another problem's."""
+        passes = [int(path.name.split("-")[1]) for path in self._own_files()]
+        shared = set.intersection(*map(set, self.team.gather(passes)))
         if not shared:
             return None
-        mistake, standing = None, None
-        try:
-            standing = self._read(self._path(max(shared)), device)
-        except SelectionError as error:
-            mistake = error
-        self.team.agree(mistake)
-        return standing
+        return on_every_member(self.team, lambda: self._read(self._path(max(shared)), device))
 
-    def _mine(self) -> list[Path]:
+    def _own_files(self) -> list[Path]:
         return sorted(self.directory.glob(f"pass-*-process-{self.team.rank}.npz"))
 
     def _read(self, path: Path, device: torch.device) -> SolverState:
@@ -148,34 +140,23 @@ class StateDirectory:
                 arrays = {name: torch.from_numpy(file[name]).to(device) for name in file.files if name != "meta"}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise SelectionError(f"state {path}: cannot be read ({error}); delete it to start again") from error
-        theirs = meta["identity"]
-        other = [name for name, value in self.known.items() if theirs.get(name) != value]
-        if other:
-            name = next((name for name in other if name != "data"), "data")
-            told = (
-                "other features or weights" if name == "data" else f"{name} {theirs.get(name)}, not {self.known[name]}"
-            )
-            raise SelectionError(
-                f"state {self.directory}: belongs to another problem ({told}); name an empty directory or delete it"
-            )
-        best = Evaluation(
-            arrays["best_g"],
-            arrays["best_f"],
-            arrays["best_column"],
-            meta["value"],
-            meta["error"],
-            arrays.get("nearest"),
+        stored = meta["identity"]
+        different = sorted(
+            (name for name, value in self.identity.items() if stored.get(name) != value), key="data".__eq__
         )
+        if different:
+            name = different[0]
+            reason = f"{name} {stored.get(name)}, not {self.identity[name]}"
+            raise SelectionError(
+                f"state {self.directory}: belongs to another problem "
+                f"({'other features or weights' if name == 'data' else reason}); name an empty directory or delete it"
+            )
+        g, f, column = (arrays[f"best_{name}"] for name in ("g", "f", "column"))
+        fields: dict[str, Any] = {name: arrays.get(name) for name in ("g", "ahead", "origin", "anchor")}
         count = sum(name.startswith("point_") for name in arrays)
         return SolverState(
-            g=arrays.get("g"),
-            passes=meta["passes"],
-            iterations=meta["iterations"],
-            best=best,
-            ahead=arrays.get("ahead"),
-            length=meta["length"],
+            best=Evaluation(g, f, column, meta["value"], meta["error"], arrays.get("nearest")),
             tried=[(arrays[f"point_{i}"], arrays[f"image_{i}"]) for i in range(count)],
-            origin=arrays.get("origin"),
-            anchor=arrays.get("anchor"),
-            overlap=meta["overlap"],
+            **fields,
+            **{name: meta[name] for name in _SCALARS},
         )

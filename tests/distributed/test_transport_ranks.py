@@ -49,9 +49,9 @@ def led(team, values):
         raise ArithmeticError("no luck")
 
     began = time.process_time()
-    (tensor, *plain), spent = team.led(work, values.device), time.process_time() - began
+    (tensor, *plain), spent = team.run_on_first(work, values.device), time.process_time() - began
     try:
-        team.led(fails, values.device)
+        team.run_on_first(fails, values.device)
     except (ArithmeticError, SelectionError) as error:
         return tensor.numpy(), plain, spent, f"{type(error).__name__}: {error}"
 

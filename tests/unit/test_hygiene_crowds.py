@@ -16,14 +16,12 @@ from flatshift.selection.hygiene import (
     clean_pool,
     duplicate_clusters,
     duplicates,
-    external_sort,
     store,
 )
 from flatshift.selection.hygiene.duplicate_clusters import DisjointSets, DuplicateClusters, first_matches
-from flatshift.selection.hygiene.external_sort import sort_keys
-from flatshift.selection.hygiene.store import GrowingArray
+from flatshift.selection.hygiene.store import GrowingArray, sort_keys
 
-ROW = external_sort._ROW_BYTES
+ROW = store._ROW_BYTES
 
 
 def keyed(keys: np.ndarray, rows: np.ndarray, block: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -179,7 +177,7 @@ def test_a_limit_that_forces_everything_onto_the_disk_changes_no_bit(monkeypatch
     monkeypatch.setattr(GrowingArray.__init__, "__defaults__", (1 << 8,))
     monkeypatch.setattr(store, "_BLOCK", 90)
     monkeypatch.setattr(duplicate_clusters, "PIECE", 70)
-    monkeypatch.setattr(external_sort, "_ROW_BYTES", (1 << 27) // 100)  # runs of a hundred keys
+    monkeypatch.setattr(store, "_ROW_BYTES", (1 << 27) // 100)  # runs of a hundred keys
     spilled = clean_pool(texts, Hygiene(**{**vars(settings), "memory_gib": 0.25}), references=references)
     for name in ("rule", "value", "match"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(spilled, name))
@@ -194,7 +192,7 @@ def test_memory_does_not_grow_with_the_pool(monkeypatch) -> None:
     monkeypatch.setattr(GrowingArray.__init__, "__defaults__", (1 << 10,))
     monkeypatch.setattr(store, "_BLOCK", 256)
     monkeypatch.setattr(duplicate_clusters, "PIECE", 256)
-    monkeypatch.setattr(external_sort, "_ROW_BYTES", (1 << 27) // 256)
+    monkeypatch.setattr(store, "_ROW_BYTES", (1 << 27) // 256)
     monkeypatch.setattr(duplicates, "_BATCH", 1 << 12)
     monkeypatch.setattr(duplicates, "GrowingArray", lambda dtype, limit=0: GrowingArray(dtype))
     settings = Hygiene(exact=True, near=NearDuplicates(permutations=16, recall=0.5), memory_gib=0.25)

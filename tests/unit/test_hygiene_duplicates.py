@@ -10,11 +10,16 @@ import numpy as np
 import pytest
 
 from flatshift.selection.errors import SelectionError
+from flatshift.selection.hashing import Shingler
 from flatshift.selection.hygiene import NearDuplicates as Settings
 from flatshift.selection.hygiene import duplicate_clusters, duplicates
-from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicateGroups, normalise_text
-from flatshift.selection.hygiene.minhash import MinHasher, choose_bands
-from flatshift.selection.hygiene.shingles import Shingler
+from flatshift.selection.hygiene.duplicates import (
+    ExactDuplicates,
+    MinHasher,
+    NearDuplicateGroups,
+    choose_bands,
+    normalise_text,
+)
 from flatshift.selection.hygiene.store import GrowingArray
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgkl" for b in "aeiou" for c in ("", "n", "rt", "st", "ll")]
@@ -121,7 +126,7 @@ def test_shingles_do_not_depend_on_batches_and_are_the_same_on_every_machine(mon
     whole, _ = Shingler("char", 5)(texts)
     alone = np.concatenate([Shingler("char", 5)([text])[0] for text in texts])
     np.testing.assert_array_equal(whole, alone)
-    monkeypatch.setattr("flatshift.selection.hygiene.shingles._TILE", 13)
+    monkeypatch.setattr("flatshift.selection.hashing._TILE", 13)
     np.testing.assert_array_equal(whole, Shingler("char", 5)(texts)[0])
     windows = ["abcde", "bcdéf"]
     assert Shingler("char", 5)(windows)[0].tolist() == [spread_slowly([ord(c) for c in w]) for w in windows]
@@ -175,7 +180,7 @@ def test_signatures_of_long_and_empty_texts(monkeypatch) -> None:
     starts = np.cumsum(counts) - counts
     naive = [(maps[:, s : s + c] % 2**32).min(axis=1) for s, c in zip(starts, counts, strict=True) if c]
     np.testing.assert_array_equal(whole[:, [1, 2, 4]], np.stack(naive, axis=1))
-    monkeypatch.setattr("flatshift.selection.hygiene.minhash._TILE", 17)
+    monkeypatch.setattr("flatshift.selection.hygiene.duplicates._TILE", 17)
     np.testing.assert_array_equal(whole, MinHasher(20, seed=0).signatures(hashes, counts))
 
 

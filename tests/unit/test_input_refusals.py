@@ -361,7 +361,7 @@ def test_a_solve_says_how_far_it_is(monkeypatch) -> None:
     from flatshift.selection.transport import dense, sinkhorn_potentials
     from flatshift.selection.transport.progress import ITERATIONS
 
-    monkeypatch.setattr(dense, "_WATCHED", 1)
+    monkeypatch.setattr(dense, "_REPORT_EVERY", 1)
     generator = np.random.default_rng(0)
     said: list[tuple[str, int, int]] = []
     sinkhorn_potentials(

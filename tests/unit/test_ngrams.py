@@ -9,7 +9,6 @@ from flatshift.selection import ClassifierSelector, MooreLewisSelector, Pool, Se
 from flatshift.selection.methods.ngrams import (
     KneserNey,
     TrigramCounts,
-    cross_entropy,
     kneser_ney_discounts,
     trigram_keys,
 )
@@ -81,7 +80,7 @@ def test_counting_in_parts_is_counting_at_once_and_stays_within_its_bound():
         parts.add(np.array(row, np.uint16), np.array([len(row)]))
     assert all((a == b).all() for a, b in zip(whole, parts.table(), strict=True))
     assert (np.diff(whole[0].astype(np.int64)) > 0).all() and whole[1].sum() == sum(map(len, rows))
-    bound = TrigramCounts(50, most=500).add_all(TokenRows.of(rows * 3, 50))
+    bound = TrigramCounts(50, maximum=500).add_all(TokenRows.of(rows * 3, 50))
     assert bound.dropped >= 1 and len(bound.table()[0]) <= 500
 
 
@@ -137,6 +136,14 @@ def test_a_short_text_has_to_be_like_the_target_more_markedly_than_a_long_one():
     target = Pool(tokens=TokenRows.of([(r.integers(40) + np.arange(60)) % 40 for _ in range(30)], 40))
     plain, shrunk = (MooreLewisSelector(prior=prior).fit(pool, target).select(20) for prior in (0.0, 40.0))
     assert len({*range(20, 25)} & {*plain.tolist()}) >= 4 and {*shrunk.tolist()} == {*range(20)}
+
+
+def cross_entropy(model, other, share, rows):
+    """Mean −log probability, nats per token, under a mixture of both models."""
+    keys = trigram_keys(*rows.part(0, len(rows)), rows.size)
+    p = model.probability(keys)
+    p = p if other is None else share * p + (1.0 - share) * other.probability(keys)
+    return float(-np.log(p).sum()) / max(len(rows.flat), 1)
 
 
 def test_cross_entropy_falls_where_the_model_read_the_same_kind():

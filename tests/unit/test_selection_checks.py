@@ -7,7 +7,8 @@ import pytest
 
 from flatshift.selection import GotDSelector, Pool
 from flatshift.selection.checks import MixtureTransport, check_selection, sample_pool, target_coverage
-from flatshift.selection.checks.check import SHARES, mean_cost, self_transport
+from flatshift.selection.checks.check import SHARES, self_transport
+from flatshift.selection.methods.base import mean_cost
 
 R = np.random.default_rng(11)
 
@@ -56,7 +57,7 @@ def test_values_at_mixtures_are_the_naive_ones(cost):
     x, y = R.standard_normal((30, 4)) + 1.0, R.standard_normal((9, 4)) + 2.0
     epsilon = 0.1 * costs(x, y, cost).mean()
     mixtures = MixtureTransport(x, y, epsilon=epsilon, cost=cost)
-    assert mean_cost(x, y, np.full(30, 1 / 30), cost) == pytest.approx(costs(x, y, cost).mean(), rel=1e-12)
+    assert mean_cost(x, y, weights=np.full(30, 1 / 30), cost=cost) == pytest.approx(costs(x, y, cost).mean(), rel=1e-12)
     start = None
     for share in (0.0, *SHARES):
         weights = np.full(30, (1 - share) / 30)
@@ -143,10 +144,10 @@ def test_a_sample_stands_for_the_pool():
     weights = np.random.default_rng(2).random(10_000)
     sample = sample_pool(order, 200, weights=weights, size=1000, seed=3)
     assert len(sample.rows) == 1000 and (np.diff(sample.rows) > 0).all()
-    assert sample.stands.sum() == pytest.approx(10_000) and sample.mass.sum() == pytest.approx(1)
+    assert sample.records.sum() == pytest.approx(10_000) and sample.mass.sum() == pytest.approx(1)
     assert set(sample.rows[sample.chosen]) <= set(order[:200]) and sample.budget == 100
     assert np.isin(sample.rows, order[:1000]).sum() == 500, "half of it among five budgets' best ranks"
-    near = sample.stands[np.isin(sample.rows, order[:1000])]
+    near = sample.records[np.isin(sample.rows, order[:1000])]
     assert (near == 2.0).all(), "the selection and the ranks behind it are drawn at one rate"
     assert sample.mass @ np.arange(10_000)[sample.rows] == pytest.approx(
         weights @ np.arange(10_000) / weights.sum(), rel=0.05
@@ -156,8 +157,8 @@ def test_a_sample_stands_for_the_pool():
     assert small.mixture(np.array([2]), 0.4) == pytest.approx([0.2, 0.2, 0.6])
     for budget in (1, 2500, 9999, 10_000):
         part = sample_pool(order, budget, weights=None, size=1000, seed=3)
-        assert part.stands.sum() == pytest.approx(10_000) and len(part.rows) <= 1000 and part.budget >= 1
-        assert part.stands[part.chosen].sum() == pytest.approx(budget, rel=0.01)
+        assert part.records.sum() == pytest.approx(10_000) and len(part.rows) <= 1000 and part.budget >= 1
+        assert part.records[part.chosen].sum() == pytest.approx(budget, rel=0.01)
 
 
 def test_a_sampled_check_is_near_the_whole_one():

@@ -2,10 +2,12 @@
 
 import inspect
 import math
+import re
 import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -428,9 +430,8 @@ def test_build_selector_passes_every_setting_on(method):
         if isinstance(method, LossGap) and name != "kind":
             continue  # the journey's, for its callable
         # max_length: the journey's, for its callable
-        if name not in ("kind", "inside", "tried", "max_length", "memory_gib"):
+        if name not in ("kind", "inside", "tried", "max_length"):
             assert params[name] == value, name
-    assert params.get("memory_bytes", 2**31) == 2**31 or not hasattr(method, "memory_gib")
     assert params.get("seed", 9) == 9
     if isinstance(method, Domains) or getattr(method, "rounds", 1) > 1:
         assert params["budget"] == 12
@@ -453,11 +454,11 @@ def test_build_selector_nests_and_refuses():
     [
         (GotDSelector(rounds=2), "construct it with budget="),
         (GotDSelector(rounds=2, budget=N + 1), f"above the pool size {N}"),
-        (GotDSelector(rounds=2, budget=5, debiased=True), "cannot be debiased"),
+        (GotDSelector(rounds=2, budget=5, debiased=True), "rounds cannot be 2 with debiased"),
         (GotDSelector(cost="l1"), "cost must be"),
         (GotDSelector(rounds=2.5), "rounds must be a whole number"),
         (GotDSelector(rounds=2, budget=5, mixture=0.0), "mixture must be above 0"),
-        (GotDSelector(epsilon=-1.0), "epsilon must be a positive number"),
+        (GotDSelector(epsilon=-1.0), "epsilon must be above 0"),
         (GotDContrastSelector(), "negative="),
         (DSIRSelector(smoothing=0.0), "smoothing and floor are both 0"),
         (DSIRSelector(hashing="md5"), "hashing must be"),
@@ -499,6 +500,23 @@ def test_tokens_of_two_tokenizers_are_one_sentence(selector, pool, target):
         SelectionError, match="a vocabulary of 5 and target tokens of one of 7; make both with the same"
     ):
         selector.fit(*sides)
+
+
+def test_the_selector_of_the_page_has_its_settings_as_parameters(pool, target):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    names = {"__name__": "page"}
+    exec(compile(re.search(r"(?s)### A selector.*?```python\n(.*?)```", page)[1], "architecture.md", "exec"), names)
+    settings, selector = names["Shortest"], names["ShortestSelector"]
+    built = settings(ideal=9).build(seed=1)
+    assert isinstance(built, selector) and repr(clone(built)) == "ShortestSelector(ideal=9)"
+    assert len(pool.texts[built.fit(pool, target).select(1)[0]]) in (8, 9, 10)
+    for bad, told in ((-1, "ideal must be at least 0, got -1"), (1.5, "ideal must be a whole number, got 1.5")):
+        with pytest.raises(SelectionError, match=told):
+            settings(ideal=bad)
+        with pytest.raises(SelectionError, match=told):
+            selector(ideal=bad).fit(pool, target)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'length'"):
+        selector(length=3)
 
 
 def test_every_method_of_the_table_is_in_this_suite():

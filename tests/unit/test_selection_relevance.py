@@ -9,7 +9,7 @@ from flatshift.experiments.recipe.schema import Select
 from flatshift.experiments.select.relevance import apply_relevance
 from flatshift.selection import SelectionError
 from flatshift.selection.config import KNN, Domains, GotD, GotDContrast, Relevance
-from flatshift.selection.methods.relevance import (
+from flatshift.selection.methods.domains import (
     choose_nearest_domains,
     domain_distances,
     sample_domains,

@@ -13,9 +13,9 @@ import torch
 
 from flatshift.selection import ConvergenceWarning, SelectionError, sinkhorn_potentials
 from flatshift.selection.transport import ProgressPrinter
+from flatshift.selection.transport.blocks import ThreadCrew
 from flatshift.selection.transport.ranks import ProcessTeam
 from flatshift.selection.transport.settings import estimate_overlap, find_threshold, measure_overlap
-from flatshift.selection.transport.threads import ThreadCrew
 
 
 def clouds(n, m, d=8, seed=0):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flatshift.selection import GotDSelector, Pool, SelectionError
-from flatshift.selection.features.token_space import TokenNgramEmbedder
+from flatshift.selection.features.tokens import TokenNgramEmbedder
 
 R = np.random.default_rng(4)
 SIZE = 30

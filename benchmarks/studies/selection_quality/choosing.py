@@ -31,7 +31,6 @@ from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
 from flatshift.selection import Pool, TokenRows, build_selector
 from flatshift.selection.config import MooreLewis, required_inputs
-from flatshift.selection.methods.base import keyed_uniform
 
 _WORD = re.compile(r"\w+")
 _LENGTH_BINS = 10
@@ -186,7 +185,7 @@ def matched_draw(stored: StoredPool, followed: np.ndarray, budgets: tuple[int, .
     bins = np.searchsorted(edges, stored.words, side="right")
     names, domain = np.unique(stored.domains.astype(str), return_inverse=True)
     stratum = bins * len(names) + domain
-    draw = keyed_uniform(Pool(ids=stored.ids), seed, "matched draw")
+    draw = Pool(ids=stored.ids).draw(seed, "matched draw")
     by_stratum = np.lexsort((draw, stratum))
     sizes = np.bincount(stratum, minlength=_LENGTH_BINS * len(names))
     starts = np.cumsum(sizes) - sizes
