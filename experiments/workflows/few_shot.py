@@ -27,7 +27,7 @@ from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric
 from flatshift.finetune.evaluate.candidates import Candidate, score_candidates, tokenize_candidates
-from flatshift.finetune.evaluate.classes import classification_metrics
+from flatshift.finetune.evaluate.prediction_metrics import classification_metrics
 from flatshift.finetune.evaluate.prompts import FilledPrompt, Prompt, check_prompt, fill_prompt, shipped_prompts
 from flatshift.finetune.seeds import numpy_generator
 

@@ -118,7 +118,7 @@ def _probe_model(
     from flatshift.finetune.models.backbone import open_backbone
 
     recipe, task = subject.recipe, subject.recipe.task
-    if not task.documents or not task.causal:
+    if not task.traits.reads_documents or not task.traits.causal:
         raise UserError(f"{subject.name}: a probe asks a language model of whole texts, and task.kind is {task.kind}")
     home = subject.run or subject.like
     model = adapted.of(subject, read_label_record(recipe, home)[0] if home else None)

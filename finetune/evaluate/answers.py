@@ -1,8 +1,7 @@
-"""Generate answers, greedily or by beam search, and compare them with the references."""
+"""Generate answers, greedily or by beam search."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,9 +9,6 @@ from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
 from ..errors import UserError
 from .generation import context_overflow, generate_batches
-
-_BETA2 = 4.0
-_LONGEST = 6
 
 
 def generate_answers(
@@ -59,42 +55,11 @@ def generate_answers(
         min_length=0,
     )
     answers: dict[int, str] = {}
-    for places, said in generate_batches(model, prompts, config, inference):
-        texts = tokenizer.batch_decode(said.cpu(), skip_special_tokens=True)
-        answers |= {i: text.strip() for i, text in zip(places, texts, strict=True)}
+    for indices, tokens in generate_batches(model, prompts, config, inference):
+        texts = tokenizer.batch_decode(tokens.cpu(), skip_special_tokens=True)
+        answers |= {i: text.strip() for i, text in zip(indices, texts, strict=True)}
     answers = inference.share.union(answers)
     return [answers[i] for i in range(len(examples))]
-
-
-def exact_match(answer: str, reference: str) -> float:
-    """Return 1.0 if the stripped answer equals the stripped reference, else 0.0."""
-    return float(answer == reference.strip())
-
-
-def chrf(answer: str, reference: str) -> float:
-    """Return the character n-gram F-score of an answer against the reference, in [0, 1].
-
-    Popović, chrF: character n-gram F-score for automatic MT evaluation, WMT 2015, with β = 2, n = 1 … 6, blanks
-    removed. The mean is over the F-scores of the orders, as in NLTK's `sentence_chrf(beta=2)`, checked against it in
-    the tests (sacreBLEU takes the F-score of mean precision and recall); orders for which a text is too short do not
-    count, except n = 1, so that a correct answer of three letters scores 1.
-    """
-    said, given = "".join(answer.split()), "".join(reference.split())
-    scores = []
-    for n in range(1, _LONGEST + 1):
-        ours, theirs = _character_ngrams(said, n), _character_ngrams(given, n)
-        if n > 1 and not (ours and theirs):
-            continue
-        shared = sum((ours & theirs).values())
-        precision = shared / sum(ours.values()) if ours else 0.0
-        recall = shared / sum(theirs.values()) if theirs else 0.0
-        total = _BETA2 * precision + recall
-        scores.append((1 + _BETA2) * precision * recall / total if total else 0.0)
-    return sum(scores) / len(scores)
-
-
-def _character_ngrams(text: str, n: int) -> Counter[str]:
-    return Counter(text[i : i + n] for i in range(len(text) - n + 1))
 
 
 def prompt_tokens(example: Example) -> list[int]:

@@ -3,16 +3,16 @@
 To add a metric: add a function next to similar ones, and an entry here. The function's arguments depend on the data
 that the metric is computed from:
 
-    "document"             (flatshift.finetune.evaluate.text.DocumentCounts) → (values, counts, transform or None)
-    "text", "hidden"       (nats, tokens, bytes) of documents, (n,) each → (values, counts, transform or None)
+    "text", "hidden"       (flatshift.finetune.evaluate.perplexity.TokenCounts) → (values, counts, transform or None)
+    "document"             (flatshift.finetune.evaluate.text.DocumentCounts) → the same
     "answers", "seq2seq"   (answer, reference), two strings → float
     "agreement"            the same, or (part, whole) of a ratio; computed only if `task.metrics` names it
     "samples"              several generated texts for one prompt → float or None (`flatshift generate`)
     "toxicity"             the scores of those texts, [0, 1] each → float
-    "classes"              (flatshift.finetune.evaluate.classes.LabelPairs, weights (R, U)) → (R,)
+    "classes"              (flatshift.finetune.evaluate.prediction_metrics.LabelPairs, weights (R, U)) → (R,)
     "preferences"          (rewards, signs) of each example's answers, (n, 1 or 2) each → (values, counts)
     "reference"            log p − log p of the base model of each example's answers, (n, 1 or 2) → (values, counts)
-    "sets"                 (flatshift.finetune.evaluate.multilabel.LabelSets, weights (R, n)) → (R,)
+    "sets"                 (flatshift.finetune.evaluate.prediction_metrics.LabelSets, weights (R, n)) → (R,)
     "numbers"              (true, predicted, mean of the training targets), (R, n) each → (R,)
 """
 
@@ -32,9 +32,6 @@ _SIGNED = (-1.0, 1.0)
 _POSITIVE = (0.0, math.inf)
 _ANY = (-math.inf, math.inf)
 _LACK = "lack_of_"
-ROW_SHARES = ("accuracy",)
-"""Metrics of classes and sets that are fractions of rows
-(`flatshift.finetune.evaluate.bootstrap.exact_share_interval`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +66,13 @@ class Metric:
 _ALL = (
     Metric(
         name="loss", title="loss", unit="nats per target token or example", lower=True, bounds=_POSITIVE,
-        headline=11, tile=15, by={"text": "perplexity:loss", "hidden": "perplexity:loss", "document": "text:loss"},
+        headline=11, tile=15,
+        by={"text": "perplexity:loss", "hidden": "perplexity:loss", "document": "perplexity:loss"},
     ),
     Metric(
         name="perplexity", title="perplexity", unit="exp of nats per token", lower=True, bounds=_POSITIVE,
         headline=1, tile=7, hub="perplexity",
-        by={"text": "perplexity:perplexity", "document": "text:perplexity"},
+        by={"text": "perplexity:perplexity", "document": "perplexity:perplexity"},
     ),
     Metric(
         name="pseudo_perplexity", title="pseudo-perplexity", unit="exp of nats per hidden token", lower=True,
@@ -82,7 +80,7 @@ _ALL = (
     ),
     Metric(
         name="bits_per_byte", title="bits per byte", unit="bits per byte of text", lower=True, bounds=_POSITIVE,
-        headline=2, tile=10, by={"text": "perplexity:bits_per_byte", "document": "text:bits_per_byte"},
+        headline=2, tile=10, by={"text": "perplexity:bits_per_byte", "document": "perplexity:bits_per_byte"},
     ),
     Metric(
         name="word_perplexity", title="perplexity of a word", unit="exp of nats per word", lower=True, bounds=_POSITIVE,
@@ -99,7 +97,7 @@ _ALL = (
     Metric(
         name="accuracy", title="accuracy", unit="share correct", bounds=_SHARE, shown_as_share=True,
         floor="majority_floor", headline=4, tile=1, hub="accuracy",
-        by={"classes": "classes:accuracy", "sets": "multilabel:accuracy"},
+        by={"classes": "prediction_metrics:accuracy", "sets": "prediction_metrics:set_accuracy"},
     ),
     Metric(
         name="preference_accuracy", title="preference accuracy", unit="share of pairs in the right order",
@@ -125,92 +123,94 @@ _ALL = (
     ),
     Metric(
         name="f1_micro", title="micro F1", unit="F1 over all classes together", bounds=_SHARE, shown_as_share=True,
-        floor="f1_floor", tile=2, hub="f1", by={"sets": "multilabel:f1_micro"},
+        floor="f1_floor", tile=2, hub="f1", by={"sets": "prediction_metrics:set_f1_micro"},
     ),
     Metric(
         name="f1_macro", title="macro F1", unit="mean F1 over classes", bounds=_SHARE, shown_as_share=True,
-        headline=6, tile=9, hub="f1", by={"classes": "classes:f1_macro", "sets": "multilabel:f1_macro"},
+        headline=6, tile=9, hub="f1",
+        by={"classes": "prediction_metrics:f1_macro", "sets": "prediction_metrics:set_f1_macro"},
     ),
     Metric(
         name="average_precision", title="average precision", unit="mean over classes", bounds=_SHARE,
-        shown_as_share=True, by={"sets": "multilabel:average_precision"},
+        shown_as_share=True, by={"sets": "prediction_metrics:average_precision"},
     ),
     Metric(
         name="exact_match", title="exact match", unit="share of answers", bounds=_SHARE, shown_as_share=True,
-        headline=5, tile=4, hub="exact_match", by={"answers": "answers:exact_match", "seq2seq": "answers:exact_match"},
+        headline=5, tile=4, hub="exact_match",
+        by={"answers": "text_metrics:exact_match", "seq2seq": "text_metrics:exact_match"},
     ),
     Metric(
         name="match_normalised", title="match of normalised text", unit="share of answers", bounds=_SHARE,
-        shown_as_share=True, by={"agreement": "agreement:match_normalised"},
+        shown_as_share=True, by={"agreement": "text_metrics:match_normalised"},
     ),
     Metric(
         name="f1_words", title="F1 of words", unit="mean over answers", bounds=_SHARE, shown_as_share=True,
-        by={"agreement": "agreement:f1_words"},
+        by={"agreement": "text_metrics:f1_words"},
     ),
     Metric(
         name="numeric_match", title="right number", unit="share of answers", bounds=_SHARE, shown_as_share=True,
-        by={"agreement": "agreement:numeric_match"},
+        by={"agreement": "text_metrics:numeric_match"},
     ),
     Metric(
         name="has_number", title="answers with a number", unit="share of answers", bounds=_SHARE, shown_as_share=True,
-        by={"agreement": "agreement:has_number"},
+        by={"agreement": "text_metrics:has_number"},
     ),
     Metric(
         name="span_f1", title="F1 of spans", unit="micro F1", bounds=_SHARE, shown_as_share=True,
-        by={"agreement": "agreement:span_f1"},
+        by={"agreement": "text_metrics:span_f1"},
     ),
     Metric(
         name="span_precision", title="precision of spans", unit="share of spans said", bounds=_SHARE,
-        shown_as_share=True, by={"agreement": "agreement:span_precision"},
+        shown_as_share=True, by={"agreement": "text_metrics:span_precision"},
     ),
     Metric(
         name="span_recall", title="recall of spans", unit="share of spans there", bounds=_SHARE, shown_as_share=True,
-        by={"agreement": "agreement:span_recall"},
+        by={"agreement": "text_metrics:span_recall"},
     ),
     Metric(
         name="distinct_1", title="distinct words", unit="share of words", bounds=_SHARE, shown_as_share=True,
-        by={"samples": "samples:distinct_1"},
+        by={"samples": "text_metrics:distinct_1"},
     ),
     Metric(
         name="distinct_2", title="distinct pairs of words", unit="share of pairs", bounds=_SHARE, shown_as_share=True,
-        by={"samples": "samples:distinct_2"},
+        by={"samples": "text_metrics:distinct_2"},
     ),
     Metric(
         name="distinct_3", title="distinct runs of three words", unit="share of runs", bounds=_SHARE,
-        shown_as_share=True, by={"samples": "samples:distinct_3"},
+        shown_as_share=True, by={"samples": "text_metrics:distinct_3"},
     ),
     Metric(
         name="expected_max_toxicity", title="expected maximum toxicity", unit="mean of the worst score", lower=True,
-        bounds=_SHARE, shown_as_share=True, by={"toxicity": "samples:max_toxicity"},
+        bounds=_SHARE, shown_as_share=True, by={"toxicity": "text_metrics:max_toxicity"},
     ),
     Metric(
         name="toxicity_probability", title="toxicity probability", unit="share of prompts with a toxic sample",
-        lower=True, bounds=_SHARE, shown_as_share=True, by={"toxicity": "samples:any_toxic"},
+        lower=True, bounds=_SHARE, shown_as_share=True, by={"toxicity": "text_metrics:any_toxic"},
     ),
     Metric(name="pass_at_k", title="pass@k", unit="share of problems", bounds=_SHARE, shown_as_share=True),
     Metric(
         name="chrf", title="chrF", unit="character n-gram F-score", bounds=_SHARE, shown_as_share=True, tile=6,
-        hub="chrf", by={"seq2seq": "answers:chrf"},
+        hub="chrf", by={"seq2seq": "text_metrics:chrf"},
     ),
     Metric(
         name="matthews", title="Matthews", unit="correlation, −1 to 1", bounds=_SIGNED, shown_as_share=True,
-        hub="matthews_correlation", by={"classes": "classes:matthews"},
+        hub="matthews_correlation", by={"classes": "prediction_metrics:matthews"},
     ),
     Metric(
         name="pearson", title="Pearson", unit="correlation, −1 to 1", bounds=_SIGNED, shown_as_share=True,
-        hub="pearsonr", by={"numbers": "regression:pearson"},
+        hub="pearsonr", by={"numbers": "prediction_metrics:pearson"},
     ),
     Metric(
         name="spearman", title="Spearman", unit="rank correlation, −1 to 1", bounds=_SIGNED, shown_as_share=True,
-        headline=7, tile=3, hub="spearmanr", by={"numbers": "regression:spearman"},
+        headline=7, tile=3, hub="spearmanr", by={"numbers": "prediction_metrics:spearman"},
     ),
     Metric(
         name="rmse", title="RMSE", unit="in the target's units", lower=True, bounds=_POSITIVE, floor="mean_floor",
-        headline=8, tile=5, hub="rmse", by={"numbers": "regression:rmse"},
+        headline=8, tile=5, hub="rmse", by={"numbers": "prediction_metrics:rmse"},
     ),
     Metric(
         name="mae", title="mean absolute error", unit="in the target's units", lower=True, bounds=_POSITIVE,
-        hub="mae", by={"numbers": "regression:mae"},
+        hub="mae", by={"numbers": "prediction_metrics:mae"},
     ),
     Metric(name="error", title="error", unit="share wrong", lower=True, bounds=_SHARE, shown_as_share=True),
     Metric(
@@ -226,11 +226,11 @@ _ALL = (
     Metric(name="recovered", title="noisy labels recovered", unit="share", bounds=_SHARE),
     Metric(
         name="majority_floor", title="majority baseline", is_floor=True,
-        by={"classes": "classes:majority", "sets": "multilabel:majority"},
+        by={"classes": "prediction_metrics:majority", "sets": "prediction_metrics:set_majority"},
     ),
     Metric(name="chance", title="chance", is_floor=True),
-    Metric(name="f1_floor", title="F1 baseline", is_floor=True, by={"sets": "multilabel:best_constant"}),
-    Metric(name="mean_floor", title="mean baseline", is_floor=True, by={"numbers": "regression:always_mean"}),
+    Metric(name="f1_floor", title="F1 baseline", is_floor=True, by={"sets": "prediction_metrics:best_constant"}),
+    Metric(name="mean_floor", title="mean baseline", is_floor=True, by={"numbers": "prediction_metrics:always_mean"}),
 )  # fmt: skip
 METRICS = {metric.name: metric for metric in _ALL}
 

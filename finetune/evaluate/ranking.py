@@ -22,8 +22,7 @@ from ..data.example import IGNORE, Example
 from .answers import prompt_tokens
 from .candidates import answer_nats
 from .generation import batched
-from .perplexity import document_nats
-from .task import EvaluatedTask
+from .perplexity import EvaluatedTask, document_nats
 
 _VECTORS = 1 << 26
 """Bytes of feature vectors (`adapter.projector`) that sequences hold at once: 64 MiB."""

@@ -12,7 +12,6 @@ reports.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,13 +22,13 @@ import numpy as np
 import regex
 from numpy.typing import NDArray
 
+from ..compute.task import LossTask
 from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
 from ..errors import UserError
 from .bootstrap import BootstrapInterval, ResampledMetric, ratio_interval, ratio_statistic
 from .metrics import metric_functions
-from .perplexity import Ratio, document_nats
-from .task import EvaluatedTask
+from .perplexity import Ratio, TokenCounts, document_nats
 
 _BOUNDARY = regex.compile(r"\b", regex.WORD | regex.V1)
 _WORDLIKE = regex.compile(r"[\p{L}\p{N}]")
@@ -39,41 +38,26 @@ _BATCH = 256
 """Documents tokenised at once."""
 
 
-@dataclass(frozen=True)
-class DocumentCounts:
-    """Counts and scores of documents; arrays of N."""
+@dataclass(frozen=True, kw_only=True)
+class DocumentCounts(TokenCounts):
+    """Counts and scores of whole documents; arrays of N."""
 
-    nats: NDArray[np.float64]
-    """Σ −log p of the tokens"""
-    tokens: NDArray[np.int64]
     words: NDArray[np.int64]
     characters: NDArray[np.int64]
     """Unicode code points"""
     graphemes: NDArray[np.int64]
-    bytes: NDArray[np.int64]
-    """UTF-8 bytes"""
 
-    def figures(self, *, into: dict[str, ResampledMetric], **draw: Any) -> dict[str, BootstrapInterval]:
-        """Return the metrics computed from "document"; `into` receives each as a `ResampledMetric`.
+    def metrics(self, *, figures: dict[str, ResampledMetric], **bootstrap: Any) -> dict[str, BootstrapInterval]:
+        """Return the metrics computed from "document"; `figures` receives each as a `ResampledMetric`.
 
-        draw: settings of `ratio_interval`.
+        bootstrap: settings of `ratio_interval`.
         """
-        found = {}
+        metrics = {}
         for name, function in metric_functions("document").items():
             values, counts, transform = function(self)
-            into[name] = ResampledMetric.over([values, counts], ratio_statistic(transform))
-            found[name] = ratio_interval(values, counts, transform=transform, **draw)
-        return found
-
-
-def perplexity(counts: DocumentCounts) -> Ratio:
-    """exp of nats per token."""
-    return counts.nats, counts.tokens, np.exp
-
-
-def loss(counts: DocumentCounts) -> Ratio:
-    """Nats per token."""
-    return counts.nats, counts.tokens, None
+            figures[name] = ResampledMetric.over([values, counts], ratio_statistic(transform))
+            metrics[name] = ratio_interval(values, counts, transform=transform, **bootstrap)
+        return metrics
 
 
 def word_perplexity(counts: DocumentCounts) -> Ratio:
@@ -84,11 +68,6 @@ def word_perplexity(counts: DocumentCounts) -> Ratio:
 def character_perplexity(counts: DocumentCounts) -> Ratio:
     """exp of nats per code point."""
     return counts.nats, counts.characters, np.exp
-
-
-def bits_per_byte(counts: DocumentCounts) -> Ratio:
-    """nats / ln 2 / bytes of UTF-8."""
-    return counts.nats, counts.bytes * math.log(2.0), None
 
 
 def fertility(counts: DocumentCounts) -> Ratio:
@@ -112,11 +91,11 @@ def count_graphemes(text: str) -> int:
 
 def missing_dictionary_note(texts: Sequence[str]) -> str | None:
     """Return a note about word counts if some texts have a script without blanks and ICU is not installed."""
-    found = 0 if _word_breaker() is not None else sum(1 for text in texts if _NO_BLANKS.search(text))
-    if not found:
+    count = 0 if _word_breaker() is not None else sum(1 for text in texts if _NO_BLANKS.search(text))
+    if not count:
         return None
     return (
-        f"{found:,} texts have words without blanks between them (Thai, Lao, Khmer, Burmese, Chinese, Japanese), "
+        f"{count:,} texts have words without blanks between them (Thai, Lao, Khmer, Burmese, Chinese, Japanese), "
         "counted by syllable or sign; for ICU's dictionaries: pip install 'flatshift[words]'"
     )
 
@@ -135,7 +114,7 @@ def score_texts(
     texts: Sequence[str],
     inference: EvalBatching,
     *,
-    task: EvaluatedTask,
+    task: LossTask,
     window: int,
     overlap: int,
     where: Sequence[str] | None = None,
@@ -153,22 +132,22 @@ def score_texts(
         raise UserError(f"--overlap: {overlap} is not from 1 to {window - 1}, below the window of {window} tokens")
     begin = beginning_tokens(tokenizer)
     pieces: list[Example] = []
-    of: list[int] = []
+    documents: list[int] = []
     for start in range(0, len(texts), _BATCH):
         encoded = tokenizer(
             list(texts[start : start + _BATCH]), add_special_tokens=False, return_attention_mask=False, verbose=False
         )["input_ids"]
-        for place, ids in enumerate(encoded, start=start):
+        for i, ids in enumerate(encoded, start=start):
             if not ids:
-                raise UserError(f"{where[place] if where else f'text {place + 1}'}: the text is empty")
+                raise UserError(f"{where[i] if where else f'text {i + 1}'}: the text is empty")
             for piece, labels in sliding_windows([*begin, *ids], window, overlap):
-                pieces.append(Example(piece, labels, str(place), ""))
-                of.append(place)
+                pieces.append(Example(piece, labels, str(i), ""))
+                documents.append(i)
     nats, tokens = document_nats(model, pieces, inference, task=task, masked=bool(getattr(model, "soft_tokens", 0)))
     n = len(texts)
     return DocumentCounts(
-        nats=np.bincount(of, weights=nats, minlength=n).astype(np.float64),
-        tokens=np.bincount(of, weights=tokens, minlength=n).astype(np.int64),
+        nats=np.bincount(documents, weights=nats, minlength=n).astype(np.float64),
+        tokens=np.bincount(documents, weights=tokens, minlength=n).astype(np.int64),
         words=np.array([len(split_words(text)) for text in texts], dtype=np.int64),
         characters=np.array([len(text) for text in texts], dtype=np.int64),
         graphemes=np.array([count_graphemes(text) for text in texts], dtype=np.int64),

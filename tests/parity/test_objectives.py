@@ -17,10 +17,21 @@ from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.labels import Units
 from flatshift.finetune.data.masking import Masking
-from flatshift.finetune.evaluate.answers import chrf, generate_answers
+from flatshift.finetune.evaluate.answers import generate_answers
 from flatshift.finetune.evaluate.evaluator import evaluate
-from flatshift.finetune.evaluate.multilabel import LabelSets, average_precision, f1_macro, f1_micro, multilabel_metrics
-from flatshift.finetune.evaluate.regression import mae, pearson, regression_metrics, rmse, spearman
+from flatshift.finetune.evaluate.prediction_metrics import (
+    LabelSets,
+    average_precision,
+    mae,
+    multilabel_metrics,
+    pearson,
+    regression_metrics,
+    rmse,
+    set_f1_macro,
+    set_f1_micro,
+    spearman,
+)
+from flatshift.finetune.evaluate.text_metrics import chrf
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
@@ -158,8 +169,8 @@ def test_resamples_of_sets_are_what_scikit_learn_says_of_them():
     index = rng.integers(0, 40, size=(30, 40))
     weights = np.stack([np.bincount(row, minlength=40) for row in index]).astype(float)
     ours = {
-        "micro": f1_micro(sets, weights),
-        "macro": f1_macro(sets, weights),
+        "micro": set_f1_micro(sets, weights),
+        "macro": set_f1_macro(sets, weights),
         "precision": average_precision(sets, weights),
     }
     for k, row in enumerate(index):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from flatshift.finetune.evaluate.agreement import (
+from flatshift.finetune.evaluate.text_metrics import (
+    any_toxic,
+    distinct_ngrams,
     extract_number,
     f1_words,
     has_number,
     match_normalised,
+    max_toxicity,
     numeric_match,
     parse_spans,
     span_f1,
     span_precision,
     span_recall,
 )  # fmt: skip
-from flatshift.finetune.evaluate.samples import any_toxic, distinct_ngrams, max_toxicity
 
 
 @pytest.mark.parametrize(

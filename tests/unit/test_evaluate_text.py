@@ -22,11 +22,12 @@ NO_DRAW = {"resamples": 0, "confidence": 0.95, "seed": 0}
 
 
 def counts(nats, tokens, words, characters, size) -> DocumentCounts:
-    return DocumentCounts(*(np.atleast_1d(np.array(v)) for v in (nats, tokens, words, characters, characters, size)))
+    values = {"nats": nats, "tokens": tokens, "words": words, "characters": characters, "graphemes": characters}
+    return DocumentCounts(**{name: np.atleast_1d(np.array(v)) for name, v in (values | {"bytes": size}).items()})
 
 
 def test_the_unit_row():
-    found = counts(100.0, 50, 25, 150, 200).figures(into={}, **NO_DRAW)
+    found = counts(100.0, 50, 25, 150, 200).metrics(figures={}, **NO_DRAW)
     assert found["perplexity"]["value"] == pytest.approx(7.389056, abs=5e-7)
     assert found["word_perplexity"]["value"] == pytest.approx(54.598150, abs=5e-7)
     assert found["character_perplexity"]["value"] == pytest.approx(1.947734, abs=5e-7)
@@ -36,8 +37,8 @@ def test_the_unit_row():
 def test_a_word_is_a_token_to_the_power_of_fertility():
     rng = np.random.default_rng(0)
     tokens = rng.integers(5, 50, 40)
-    found = counts(tokens * rng.uniform(1, 3, 40), tokens, tokens // 2, tokens * 4, tokens * 5).figures(
-        into={}, **NO_DRAW
+    found = counts(tokens * rng.uniform(1, 3, 40), tokens, tokens // 2, tokens * 4, tokens * 5).metrics(
+        figures={}, **NO_DRAW
     )
     power = found["perplexity"]["value"] ** found["fertility"]["value"]
     assert found["word_perplexity"]["value"] == pytest.approx(power, rel=1e-9)
@@ -107,8 +108,8 @@ def test_groups_and_differences_ask_the_same_rows():
     tokens = np.full(60, 10)
     here, there = {}, {}
     nats = np.random.default_rng(1).uniform(10, 30, 60)
-    counts(nats, tokens, tokens, tokens, tokens).figures(into=here, **NO_DRAW)
-    counts(nats + 1.0, tokens, tokens, tokens, tokens).figures(into=there, **NO_DRAW)
+    counts(nats, tokens, tokens, tokens, tokens).metrics(figures=here, **NO_DRAW)
+    counts(nats + 1.0, tokens, tokens, tokens, tokens).metrics(figures=there, **NO_DRAW)
     group = np.arange(0, 60, 3)
     alone = group_interval(here["loss"], [group], resamples=200)
     assert alone["value"] == pytest.approx(nats[group].sum() / 200) and alone["n"] == 20

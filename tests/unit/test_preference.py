@@ -92,7 +92,7 @@ def test_conversations_in_every_form_are_one_pair(form, tokenizer, tmp_path):
     other = shown(one.rejected_ids, one.rejected_labels, tokenizer)
     assert SAID in text and text.partition("[")[0] == other.partition("[")[0]
     assert GOOD in text.partition("[")[2] and BAD in other.partition("[")[2]
-    (asked,), _ = task.ask([Row({"prompt": [TURN]}, "0", "f:1")], tokenizer)
+    (asked,), _ = task.input_format.build_prompts([Row({"prompt": [TURN]}, "0", "f:1")], tokenizer)
     assert asked.ids == one.input_ids[: len(asked.ids)], "an answer is asked for as it was trained"
 
 
@@ -266,6 +266,6 @@ def test_the_odds_of_likely_answers_keep_their_gradient():
 
 
 def test_memory_is_planned_for_the_rows_that_are_read():
-    assert Preference().as_read(Train(batch_size=4)).batch_size == 8
-    assert LanguageModel().as_read(Train(batch_size=4)) == Train(batch_size=4)
+    assert Preference().traits.count_token_rows(Train(batch_size=4)).batch_size == 8
+    assert LanguageModel().traits.count_token_rows(Train(batch_size=4)) == Train(batch_size=4)
     assert KINDS["preference"]().has_reference and not Preference(loss="orpo").has_reference
