@@ -45,7 +45,8 @@ from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.formats import SAMPLE
 from flatshift.finetune.data.labels import Units, fit_units, label_index
 from flatshift.finetune.data.mixture import Mixture
-from flatshift.finetune.data.noise import shuffle_tokens
+from flatshift.finetune.data.noise import flip_preferences, flip_row_labels, replace_answers, shuffle_tokens
+from flatshift.finetune.data.preference import swap_answers
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.data.token_cache import CacheError
 from flatshift.finetune.errors import UserError
@@ -389,7 +390,13 @@ def _add_label_noise(recipe: Recipe, rows: SplitRows) -> tuple[list[Row], list[s
     rate, task, seed = recipe.data.label_noise, recipe.task, _noise_seed(recipe)
     if not rate or task.traits.noise_level != "rows":
         return rows.train, []
-    noisy, flipped = task.with_noise(rows.pool, rate=rate, label_names=rows.label_names, seed=seed)
+    if task.traits.is_answer_level:
+        noisy, flipped = flip_preferences(rows.pool, exchange=swap_answers, rate=rate, seed=seed)
+    elif rows.label_names is not None and not task.multi:
+        noisy, flipped = flip_row_labels(rows.pool, rate=rate, label_names=rows.label_names, seed=seed)
+    else:
+        columns = task.input_format.answer_columns()
+        noisy, flipped = replace_answers(rows.pool, columns=columns, rate=rate, seed=seed)
     by_id, wrong = {row.id: row for row in noisy}, set(flipped)
     return [by_id[row.id] for row in rows.train], [row.id for row in rows.train if row.id in wrong]
 

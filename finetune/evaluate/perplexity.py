@@ -153,6 +153,9 @@ def perplexity(counts: TokenCounts) -> Ratio:
     return counts.nats, counts.tokens, np.exp
 
 
+pseudo_perplexity = perplexity
+
+
 def bits_per_byte(counts: TokenCounts) -> Ratio:
     """nats / ln 2 / UTF-8 bytes of the target text."""
     return counts.nats, counts.bytes * math.log(2.0), None

@@ -122,7 +122,7 @@ def matthews(pairs: LabelPairs, weights: NDArray) -> NDArray:
     return _safe_ratio(covariance, np.sqrt((n**2 - (true**2).sum(-1)) * (n**2 - (predicted**2).sum(-1))))
 
 
-def majority(pairs: LabelPairs, weights: NDArray) -> NDArray:
+def majority_floor(pairs: LabelPairs, weights: NDArray) -> NDArray:
     """Return (R,) accuracy of the majority baseline: always predicting the most frequent class of these examples."""
     return _weighted_mean(pairs.true == pairs.commonest, weights)
 
@@ -198,7 +198,7 @@ def set_f1_macro(sets: LabelSets, weights: NDArray) -> NDArray:
     return _mean_f1(*_hits_and_totals(sets.true, sets.predicted, weights))
 
 
-def average_precision(sets: LabelSets, weights: NDArray) -> NDArray:
+def set_average_precision(sets: LabelSets, weights: NDArray) -> NDArray:
     """Return (R,) mean over the classes in the resample of Σ (recallₖ − recallₖ₋₁) · precisionₖ, over the distinct
     scores in descending order."""
     true, scores = sets.true, sets.logits
@@ -216,12 +216,12 @@ def average_precision(sets: LabelSets, weights: NDArray) -> NDArray:
     return _safe_ratio(total, classes)
 
 
-def set_majority(sets: LabelSets, weights: NDArray) -> NDArray:
+def set_majority_floor(sets: LabelSets, weights: NDArray) -> NDArray:
     """Return (R,) accuracy of the majority baseline: always predicting these examples' most frequent set of classes."""
     return _weighted_mean((sets.true == sets.commonest).all(axis=1), weights)
 
 
-def best_constant(sets: LabelSets, weights: NDArray) -> NDArray:
+def set_f1_floor(sets: LabelSets, weights: NDArray) -> NDArray:
     """Return (R,) micro F1 of the best constant prediction (some of the most frequent classes, whatever the
     example)."""
     return _f1_micro(sets.true, np.broadcast_to(sets.best, sets.true.shape), weights)
@@ -309,6 +309,6 @@ def mae(true: NDArray, predicted: NDArray, mean: NDArray | None = None) -> NDArr
     return np.abs(predicted - true).mean(-1)
 
 
-def always_mean(true: NDArray, predicted: NDArray, mean: NDArray) -> NDArray:
+def mean_floor(true: NDArray, predicted: NDArray, mean: NDArray) -> NDArray:
     """Return (R,) the rmse of always predicting the mean of the training targets."""
     return rmse(true, mean)

@@ -140,27 +140,27 @@ def point_metrics(scores: PreferenceScores) -> dict[str, float]:
 # --------------------------------------------------- rewards and signs, or log-ratios (N, S) to Σ values / Σ counts
 
 
-def accuracy(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
+def preference_accuracy(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Count the pairs whose chosen answer has the higher reward; a tie counts half."""
-    margins, counts = margin(rewards, signs)
+    margins, counts = reward_margin(rewards, signs)
     return (margins > 0) + 0.5 * (margins == 0), counts
 
 
-def margin(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
+def reward_margin(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Return the reward of the chosen answer minus that of the rejected one."""
     return rewards[:, 0] - rewards[:, -1], np.full(len(rewards), float(rewards.shape[1] == 2))
 
 
-def chosen(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
+def chosen_reward(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Return the rewards of answers that are chosen or desirable."""
     return (rewards * (signs > 0)).sum(1), (signs > 0).sum(1).astype(float)
 
 
-def rejected(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
+def rejected_reward(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Return the rewards of answers that are rejected or undesirable."""
-    return chosen(rewards, -signs)
+    return chosen_reward(rewards, -signs)
 
 
-def distance(log_ratios: np.ndarray) -> Ratio:
+def reference_distance(log_ratios: np.ndarray) -> Ratio:
     """Return the absolute difference, in nats, of an answer's log-likelihood from the base model's."""
     return np.abs(log_ratios).sum(1), np.full(len(log_ratios), float(log_ratios.shape[1]))

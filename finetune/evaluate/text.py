@@ -29,6 +29,9 @@ from ..errors import UserError
 from .bootstrap import BootstrapInterval, ResampledMetric, ratio_interval, ratio_statistic
 from .metrics import metric_functions
 from .perplexity import Ratio, TokenCounts, document_nats
+from .perplexity import bits_per_byte as bits_per_byte
+from .perplexity import loss as loss
+from .perplexity import perplexity as perplexity
 
 _BOUNDARY = regex.compile(r"\b", regex.WORD | regex.V1)
 _WORDLIKE = regex.compile(r"[\p{L}\p{N}]")

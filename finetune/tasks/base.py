@@ -124,21 +124,6 @@ class BaseTask:
 
         return self.labels or (sort_labels(iter_classes(rows)) if self.has_classes else None)
 
-    def with_noise(
-        self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
-    ) -> tuple[list[Row], list[str]]:
-        """Return the rows, ⌊rate·n + ½⌋ of n with a wrong label, and the ids of those (noise: rows): another class, or
-        the answer of a row with a different one.
-
-        Raises:
-            UserError: there is no other label, or a rate outside [0, 1].
-        """
-        from ..data.noise import flip_row_labels, replace_answers
-
-        if label_names is not None and not self.multi:
-            return flip_row_labels(rows, rate=rate, label_names=label_names, seed=seed)
-        return replace_answers(rows, columns=self.input_format.answer_columns(), rate=rate, seed=seed)
-
     # ------------------------------------------------------------------------------------------------------- encoding
 
     @property

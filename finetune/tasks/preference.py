@@ -208,15 +208,6 @@ class Preference(TemplateTask):
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
         return {"label": True} if self.is_unpaired else {}
 
-    def with_noise(
-        self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
-    ) -> tuple[list[Row], list[str]]:
-        """Swap the chosen and the rejected answer."""
-        from ..data.noise import flip_preferences
-        from ..data.preference import swap_answers
-
-        return flip_preferences(rows, exchange=swap_answers, rate=rate, seed=seed)
-
     # ------------------------------------------------------------------------------------------------------- encoding
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **options: Any) -> PreferenceEncoder:

@@ -21,12 +21,12 @@ from flatshift.finetune.evaluate.answers import generate_answers
 from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.prediction_metrics import (
     LabelSets,
-    average_precision,
     mae,
     multilabel_metrics,
     pearson,
     regression_metrics,
     rmse,
+    set_average_precision,
     set_f1_macro,
     set_f1_micro,
     spearman,
@@ -171,7 +171,7 @@ def test_resamples_of_sets_are_what_scikit_learn_says_of_them():
     ours = {
         "micro": set_f1_micro(sets, weights),
         "macro": set_f1_macro(sets, weights),
-        "precision": average_precision(sets, weights),
+        "precision": set_average_precision(sets, weights),
     }
     for k, row in enumerate(index):
         t, s = true[row], logits[row]
