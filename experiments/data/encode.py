@@ -382,20 +382,21 @@ def _code_digest() -> str:
 def _code_files() -> list[Path]:
     """Return the source files that encoded rows depend on. Their other imports do not affect rows, or are in the key
     itself."""
+    import flatshift.finetune.compute.task
     import flatshift.finetune.data
     import flatshift.finetune.models.backbone
     import flatshift.finetune.seeds
     import flatshift.finetune.tasks
 
     here = Path(__file__).resolve().parent
-    single = [flatshift.finetune.models.backbone.__file__, flatshift.finetune.seeds.__file__]
+    modules = (flatshift.finetune.compute.task, flatshift.finetune.models.backbone, flatshift.finetune.seeds)
     return [
         *(
             file
             for room in (flatshift.finetune.data, flatshift.finetune.tasks)
             for file in sorted(_package_directory(room).rglob("*.py"))
         ),
-        *map(Path, single),
+        *(Path(str(module.__file__)) for module in modules),
         *(here / name for name in ("checks.py", "encode.py", "holdout.py", "sources.py", "splits.py")),
     ]
 

@@ -151,7 +151,7 @@ class Classify(SequenceLevelTask):
         `flatshift.finetune.evaluate.prediction_metrics.multilabel_metrics`."""
         import numpy as np
 
-        from ..evaluate.multilabel import multilabel_metrics
+        from ..evaluate.prediction_metrics import multilabel_metrics
 
         losses, logits = evaluator.head_scores(examples)
         true = np.array([example.labels for example in examples])

@@ -87,7 +87,7 @@ class Regress(SequenceLevelTask):
         units (`flatshift.finetune.data.labels.fold_units`)."""
         import numpy as np
 
-        from ..evaluate.regression import regression_metrics
+        from ..evaluate.prediction_metrics import regression_metrics
 
         predicted = evaluator.head_scores(examples)[1][:, 0]
         units = examples[0].units
