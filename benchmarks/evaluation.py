@@ -130,8 +130,8 @@ def identities(bench: Benchmark) -> None:
     from flatshift.finetune.evaluate.text import DocumentCounts
 
     def of(*values: Any) -> dict[str, float]:
-        names = ("nats", "tokens", "words", "characters", "graphemes", "bytes")
-        arrays = [np.atleast_1d(np.array(v)) for v in (*values[:4], values[3], values[4])]
+        names = ("nats", "tokens", "words", "characters", "bytes")
+        arrays = [np.atleast_1d(np.array(v)) for v in values]
         counts = DocumentCounts(**dict(zip(names, arrays, strict=True)))
         found = counts.metrics(figures={}, resamples=0, confidence=0.95, seed=0)
         return {name: float(cell["value"] or math.nan) for name, cell in found.items()}

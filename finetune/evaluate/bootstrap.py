@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -175,19 +175,13 @@ def ratio_interval(
     denominator: ArrayLike,
     *,
     transform: Callable[[NDArray], NDArray] | None = None,
-    share: bool = False,
-    resamples: int = 1000,
-    confidence: float = 0.95,
-    seed: int = 0,
+    **options: Any,
 ) -> BootstrapInterval:
     """Bootstrap Σ numerator / Σ denominator, for example nats per token over documents; then `transform` it.
 
-    0/0 is not finite, so null.
+    0/0 is not finite, so null. options: keyword arguments of `bootstrap_interval`.
     """
-    items = [numerator, denominator]
-    return bootstrap_interval(
-        items, ratio_statistic(transform), share=share, resamples=resamples, confidence=confidence, seed=seed
-    )
+    return bootstrap_interval([numerator, denominator], ratio_statistic(transform), **options)
 
 
 def ratio_statistic(transform: Callable[[NDArray], NDArray] | None = None) -> Callable[[NDArray, NDArray], NDArray]:

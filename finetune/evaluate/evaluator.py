@@ -87,8 +87,6 @@ class Evaluator:
     answer`, and for every metric that is Σ values / Σ counts its `NAME` and `NAME.count` (omitted if all are one). None
     if an example has no such entry."""
 
-    # ------------------------------------------------------------------------------------------------- outputs
-
     def token_nll(self, examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
         """Return `document_nats` of the examples."""
         return document_nats(self.model, examples, self.inference, task=self.task)
@@ -128,8 +126,6 @@ class Evaluator:
 
     def _document_starts(self, examples: Sequence[Example]) -> np.ndarray | None:
         return find_document_starts(examples) if self.task.traits.splits_documents else None
-
-    # ------------------------------------------------------------------------------------------------------- metrics
 
     def record_ratio(
         self, name: str, values: Any, counts: Any, *, transform: Any = None, rows: Sequence[int] | None = None

@@ -1,7 +1,7 @@
 """Table of the metrics: one entry each, used to evaluate, plot, sort and describe them. Imports nothing heavy.
 
-To add a metric: add a function of its name (of "sets": `set_NAME`) next to similar ones, and an entry here. The
-function's arguments depend on the data that the metric is computed from (the keys of `_MODULES`):
+To add a metric: add a function of its name next to similar ones, and an entry here. The function's arguments depend on
+the data that the metric is computed from (the keys of `_MODULES`):
 
     "text", "hidden"       (flatshift.finetune.evaluate.perplexity.TokenCounts) → (values, counts, transform or None)
     "document"             (flatshift.finetune.evaluate.text.DocumentCounts) → the same
@@ -230,8 +230,7 @@ def metric_functions(source: str) -> dict[str, Callable[..., Any]]:
     """Return the function of each metric computed from one kind of data, for example "classes"; by name, in the order
     of the table."""
     module = importlib.import_module(f".{_MODULES[source]}", __package__)
-    prefix = "set_" if source == "sets" else ""
-    return {name: getattr(module, prefix + name) for name in metric_names(source)}
+    return {name: getattr(module, name) for name in metric_names(source)}
 
 
 def sort_for_headline(names: Iterable[str]) -> list[str]:

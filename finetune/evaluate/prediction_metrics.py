@@ -25,17 +25,10 @@ from ..errors import UserError
 from .bootstrap import BootstrapInterval, ResampledMetric, bootstrap_interval, frequency_intervals
 from .metrics import metric_functions
 
-_ROW_SHARES = ("accuracy",)
-"""Metrics of classes and sets that are fractions of rows
-(`flatshift.finetune.evaluate.bootstrap.exact_share_interval`)."""
-
-
-# -------------------------------------------------------------------------------------------------- one class a row
-
 
 @dataclass(frozen=True)
 class LabelPairs:
-    """Distinct (true, predicted) pairs of a test set."""
+    """Distinct (true, predicted) pairs of classes of a test set."""
 
     true: NDArray[np.int64]
     """(U,) classes, renumbered 0..K−1 over those that occur."""
@@ -58,22 +51,64 @@ class LabelPairs:
         return cls(pairs // len(classes), pairs % len(classes), len(classes), kinds)
 
     @cached_property
-    def commonest(self) -> int:
-        """Most frequent true class."""
-        return int(self.by_true(np.bincount(self.kinds)[None].astype(np.float64))[0].argmax())
+    def is_right(self) -> NDArray[np.bool_]:
+        """(U,)"""
+        return self.true == self.predicted
 
-    def by_true(self, weights: NDArray) -> NDArray:
-        """Return (R, K) examples of each true class."""
-        return weights @ np.eye(self.num_classes)[self.true]
+    @cached_property
+    def is_majority(self) -> NDArray[np.bool_]:
+        """(U,) True if the true class is the most frequent one."""
+        counts = np.bincount(self.true, np.bincount(self.kinds), self.num_classes)
+        return np.asarray(self.true == counts.argmax())
 
-    def by_predicted(self, weights: NDArray) -> NDArray:
-        """Return (R, K) examples of each predicted class."""
-        return weights @ np.eye(self.num_classes)[self.predicted]
+    def count(self, weights: NDArray) -> tuple[NDArray, NDArray, NDArray]:
+        """Return (R, K) examples of each class that are predicted correctly, of each true class, and of each predicted
+        class."""
+        one_hot = np.eye(self.num_classes)
+        hits = weights[:, self.is_right] @ one_hot[self.true[self.is_right]]
+        return hits, weights @ one_hot[self.true], weights @ one_hot[self.predicted]
 
-    def hits(self, weights: NDArray) -> NDArray:
-        """Return (R, K) correctly predicted examples of each class."""
-        right = self.true == self.predicted
-        return weights[:, right] @ np.eye(self.num_classes)[self.true[right]]
+
+@dataclass(frozen=True)
+class LabelSets:
+    """True sets of classes and logits of n examples."""
+
+    true: NDArray[np.bool_]
+    """(n, C)"""
+    logits: NDArray[np.float64]
+    """(n, C)"""
+
+    @cached_property
+    def predicted(self) -> NDArray[np.bool_]:
+        """(n, C) predicted classes: those with a logit above 0."""
+        return np.asarray(self.logits > 0)
+
+    @cached_property
+    def is_right(self) -> NDArray[np.bool_]:
+        """(n,) True if the whole set is correct."""
+        return np.asarray((self.predicted == self.true).all(axis=1))
+
+    @cached_property
+    def is_majority(self) -> NDArray[np.bool_]:
+        """(n,) True if the true set is the most frequent one."""
+        (key, _), *_ = Counter(row.tobytes() for row in self.true).most_common(1) or [(b"", 0)]
+        return np.asarray((self.true == np.frombuffer(key, dtype=np.bool_)).all(axis=1))
+
+    def count(self, weights: NDArray) -> tuple[NDArray, NDArray, NDArray]:
+        """Return (R, C) examples of which each class is correctly predicted, is true, and is predicted."""
+        true, predicted = self.true.astype(np.float64), self.predicted.astype(np.float64)
+        return weights @ (true * predicted), weights @ true, weights @ predicted
+
+    def best_constant(self) -> NDArray[np.bool_]:
+        """(C,) the set of classes with the highest micro F1 as a constant prediction: the k most frequent, for the best
+        k ≥ 1."""
+        counts = self.true.sum(axis=0)
+        order = np.argsort(-counts, kind="stable")
+        k = np.arange(1, len(counts) + 1)
+        f1 = 2.0 * np.cumsum(counts[order]) / (len(self.true) * k + counts.sum())
+        best = np.zeros(len(counts), dtype=np.bool_)
+        best[order[: int(f1.argmax()) + 1]] = True
+        return best
 
 
 def classification_metrics(
@@ -94,75 +129,6 @@ def classification_metrics(
     return _frequency_metrics("classes", pairs, pairs.kinds, len(pairs.true), figures=figures, **bootstrap)
 
 
-def _frequency_metrics(
-    source: str, labels: LabelPairs | LabelSets, kinds: NDArray[np.int64], num_kinds: int, **options: Any
-) -> dict[str, BootstrapInterval]:
-    statistics = {name: partial(function, labels) for name, function in metric_functions(source).items()}
-    return frequency_intervals(kinds, statistics, num_kinds=num_kinds, shares=_ROW_SHARES, **options)
-
-
-def accuracy(pairs: LabelPairs, weights: NDArray) -> NDArray:
-    """Return (R,) fraction of examples predicted correctly."""
-    return _weighted_mean(pairs.true == pairs.predicted, weights)
-
-
-def f1_macro(pairs: LabelPairs, weights: NDArray) -> NDArray:
-    """Return (R,) mean of 2·hits / (true + predicted) over the classes that occur in the resample, true or
-    predicted."""
-    return _mean_f1(pairs.hits(weights), pairs.by_true(weights) + pairs.by_predicted(weights))
-
-
-def matthews(pairs: LabelPairs, weights: NDArray) -> NDArray:
-    """Return (R,) Matthews correlation for K classes, 0 if true or predicted is a single class.
-
-    (n·Σhits − Σ tₖpₖ) / √((n² − Σtₖ²)(n² − Σpₖ²)): Gorodkin, Comput. Biol. Chem. 28 (2004), eq. 8.
-    """
-    true, predicted, n = pairs.by_true(weights), pairs.by_predicted(weights), weights.sum(-1)
-    covariance = pairs.hits(weights).sum(-1) * n - (true * predicted).sum(-1)
-    return _safe_ratio(covariance, np.sqrt((n**2 - (true**2).sum(-1)) * (n**2 - (predicted**2).sum(-1))))
-
-
-def majority_floor(pairs: LabelPairs, weights: NDArray) -> NDArray:
-    """Return (R,) accuracy of the majority baseline: always predicting the most frequent class of these examples."""
-    return _weighted_mean(pairs.true == pairs.commonest, weights)
-
-
-# -------------------------------------------------------------------------------------------------- sets of classes
-
-
-@dataclass(frozen=True)
-class LabelSets:
-    """True sets of classes and logits of n examples."""
-
-    true: NDArray[np.bool_]
-    """(n, C)"""
-    logits: NDArray[np.float64]
-    """(n, C)"""
-
-    @cached_property
-    def predicted(self) -> NDArray[np.bool_]:
-        """(n, C) predicted classes: those with a logit above 0."""
-        return np.asarray(self.logits > 0)
-
-    @cached_property
-    def commonest(self) -> NDArray[np.bool_]:
-        """(C,) most frequent set of classes."""
-        (key, _), *_ = Counter(row.tobytes() for row in self.true).most_common(1) or [(b"", 0)]
-        return np.frombuffer(key, dtype=np.bool_)
-
-    @cached_property
-    def best(self) -> NDArray[np.bool_]:
-        """(C,) the set of classes with the highest micro F1 as a constant prediction: the k most frequent, for the best
-        k ≥ 1."""
-        counts = self.true.sum(axis=0)
-        order = np.argsort(-counts, kind="stable")
-        k = np.arange(1, len(counts) + 1)
-        f1 = 2.0 * np.cumsum(counts[order]) / (len(self.true) * k + counts.sum())
-        best = np.zeros(len(counts), dtype=np.bool_)
-        best[order[: int(f1.argmax()) + 1]] = True
-        return best
-
-
 def multilabel_metrics(
     true: NDArray[np.bool_],
     logits: NDArray[np.float64],
@@ -178,27 +144,59 @@ def multilabel_metrics(
     Raises:
         UserError: no example.
     """
-    labels = LabelSets(true, logits)
-    return _frequency_metrics("sets", labels, np.arange(len(true)), len(true), figures=figures, **bootstrap)
+    n = len(true)
+    return _frequency_metrics("sets", LabelSets(true, logits), np.arange(n), n, figures=figures, **bootstrap)
 
 
-def set_accuracy(sets: LabelSets, weights: NDArray) -> NDArray:
-    """Return (R,) fraction of examples whose whole set of classes is correct."""
-    return _weighted_mean((sets.predicted == sets.true).all(axis=1), weights)
+def _frequency_metrics(
+    source: str, labels: LabelPairs | LabelSets, kinds: NDArray[np.int64], num_kinds: int, **options: Any
+) -> dict[str, BootstrapInterval]:
+    statistics = {name: partial(function, labels) for name, function in metric_functions(source).items()}
+    return frequency_intervals(kinds, statistics, num_kinds=num_kinds, shares=("accuracy",), **options)
 
 
-def set_f1_micro(sets: LabelSets, weights: NDArray) -> NDArray:
-    """Return (R,) 2·hits / (true + predicted) over all classes together; 0 if there is neither."""
-    return _f1_micro(sets.true, sets.predicted, weights)
+def accuracy(labels: LabelPairs | LabelSets, weights: NDArray) -> NDArray:
+    """Return (R,) fraction of examples whose class, or whole set of classes, is correct."""
+    return (weights @ labels.is_right.astype(np.float64)) / weights.sum(-1)
 
 
-def set_f1_macro(sets: LabelSets, weights: NDArray) -> NDArray:
+def majority_floor(labels: LabelPairs | LabelSets, weights: NDArray) -> NDArray:
+    """Return (R,) accuracy of the majority baseline: always predicting these examples' most frequent class or set."""
+    return (weights @ labels.is_majority.astype(np.float64)) / weights.sum(-1)
+
+
+def f1_macro(labels: LabelPairs | LabelSets, weights: NDArray) -> NDArray:
     """Return (R,) mean of 2·hits / (true + predicted) over the classes that occur in the resample, true or
     predicted."""
-    return _mean_f1(*_hits_and_totals(sets.true, sets.predicted, weights))
+    hits, true, predicted = labels.count(weights)
+    total = true + predicted
+    return _safe_ratio(_safe_ratio(2.0 * hits, total).sum(-1), (total > 0).sum(-1))
 
 
-def set_average_precision(sets: LabelSets, weights: NDArray) -> NDArray:
+def f1_micro(sets: LabelSets, weights: NDArray) -> NDArray:
+    """Return (R,) 2·hits / (true + predicted) over all classes together; 0 if there is neither."""
+    hits, true, predicted = sets.count(weights)
+    return _safe_ratio(2.0 * hits.sum(-1), true.sum(-1) + predicted.sum(-1))
+
+
+def f1_floor(sets: LabelSets, weights: NDArray) -> NDArray:
+    """Return (R,) micro F1 of the best constant prediction (some of the most frequent classes, whatever the
+    example)."""
+    constant = np.where(sets.best_constant(), 1.0, -1.0)
+    return f1_micro(LabelSets(sets.true, np.broadcast_to(constant, sets.true.shape)), weights)
+
+
+def matthews(pairs: LabelPairs, weights: NDArray) -> NDArray:
+    """Return (R,) Matthews correlation for K classes, 0 if true or predicted is a single class.
+
+    (n·Σhits − Σ tₖpₖ) / √((n² − Σtₖ²)(n² − Σpₖ²)): Gorodkin, Comput. Biol. Chem. 28 (2004), eq. 8.
+    """
+    (hits, true, predicted), n = pairs.count(weights), weights.sum(-1)
+    covariance = hits.sum(-1) * n - (true * predicted).sum(-1)
+    return _safe_ratio(covariance, np.sqrt((n**2 - (true**2).sum(-1)) * (n**2 - (predicted**2).sum(-1))))
+
+
+def average_precision(sets: LabelSets, weights: NDArray) -> NDArray:
     """Return (R,) mean over the classes in the resample of Σ (recallₖ − recallₖ₋₁) · precisionₖ, over the distinct
     scores in descending order."""
     true, scores = sets.true, sets.logits
@@ -216,43 +214,9 @@ def set_average_precision(sets: LabelSets, weights: NDArray) -> NDArray:
     return _safe_ratio(total, classes)
 
 
-def set_majority_floor(sets: LabelSets, weights: NDArray) -> NDArray:
-    """Return (R,) accuracy of the majority baseline: always predicting these examples' most frequent set of classes."""
-    return _weighted_mean((sets.true == sets.commonest).all(axis=1), weights)
-
-
-def set_f1_floor(sets: LabelSets, weights: NDArray) -> NDArray:
-    """Return (R,) micro F1 of the best constant prediction (some of the most frequent classes, whatever the
-    example)."""
-    return _f1_micro(sets.true, np.broadcast_to(sets.best, sets.true.shape), weights)
-
-
-def _f1_micro(true: NDArray[np.bool_], predicted: NDArray[np.bool_], weights: NDArray) -> NDArray:
-    hits, total = _hits_and_totals(true, predicted, weights)
-    return _safe_ratio(2.0 * hits.sum(-1), total.sum(-1))
-
-
-def _mean_f1(hits: NDArray, total: NDArray) -> NDArray:
-    return _safe_ratio(_safe_ratio(2.0 * hits, total).sum(-1), (total > 0).sum(-1))
-
-
-def _weighted_mean(values: NDArray, weights: NDArray) -> NDArray:
-    return (weights @ values.astype(np.float64)) / weights.sum(-1)
-
-
-def _hits_and_totals(
-    true: NDArray[np.bool_], predicted: NDArray[np.bool_], weights: NDArray
-) -> tuple[NDArray, NDArray]:
-    """Return (R, C) examples for which a class is both true and predicted, and the sum of true and predicted ones."""
-    return weights @ (true & predicted).astype(np.float64), weights @ (true.astype(np.float64) + predicted)
-
-
 def _safe_ratio(top: NDArray, bottom: NDArray) -> NDArray:
     bottom = np.asarray(bottom, dtype=np.float64)
     return np.divide(top, bottom, out=np.zeros(np.broadcast(top, bottom).shape), where=bottom > 0)
-
-
-# ---------------------------------------------------------------------------------------------------------- numbers
 
 
 def regression_metrics(

@@ -137,9 +137,6 @@ def point_metrics(scores: PreferenceScores) -> dict[str, float]:
     return {"loss": float(scores.losses.sum() / (len(scores.losses) * scores.items)), **figures}
 
 
-# --------------------------------------------------- rewards and signs, or log-ratios (N, S) to Σ values / Σ counts
-
-
 def preference_accuracy(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Count the pairs whose chosen answer has the higher reward; a tie counts half."""
     margins, counts = reward_margin(rewards, signs)

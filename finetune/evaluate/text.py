@@ -1,4 +1,5 @@
-"""Perplexity of whole documents, per token, word, character and byte, from one pass.
+"""Perplexity of whole documents, per token, word, character and byte, from one pass; and a tokenizer's statistics on
+texts: tokens per word, bytes per token, split words, and use of the vocabulary.
 
 Every token of a document is scored exactly once, however long the document: in windows of equal width, each of which
 repeats the end of the previous one as context. The first token is predicted from the tokens that start a text in
@@ -12,9 +13,11 @@ reports.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,12 @@ _BOUNDARY = regex.compile(r"\b", regex.WORD | regex.V1)
 _WORDLIKE = regex.compile(r"[\p{L}\p{N}]")
 _NO_BLANKS = regex.compile(r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Han}\p{Hiragana}\p{Katakana}]")
 _GRAPHEME = regex.compile(r"\X")
+_BYTE = regex.compile(r"<0x[0-9A-Fa-f]{2}>")
+_SCRIPTS = (
+    "Latin", "Cyrillic", "Greek", "Arabic", "Hebrew", "Devanagari", "Bengali", "Tamil", "Telugu", "Georgian",
+    "Armenian", "Ethiopic", "Thai", "Lao", "Khmer", "Myanmar", "Han", "Hiragana", "Katakana", "Hangul",
+)  # fmt: skip
+_SCRIPT = {name: regex.compile(rf"\p{{{name}}}") for name in _SCRIPTS}
 _BATCH = 256
 """Documents tokenised at once."""
 
@@ -48,7 +57,6 @@ class DocumentCounts(TokenCounts):
     words: NDArray[np.int64]
     characters: NDArray[np.int64]
     """Unicode code points"""
-    graphemes: NDArray[np.int64]
 
     def metrics(self, *, figures: dict[str, ResampledMetric], **bootstrap: Any) -> dict[str, BootstrapInterval]:
         """Return the metrics computed from "document"; `figures` receives each as a `ResampledMetric`.
@@ -153,7 +161,6 @@ def score_texts(
         tokens=np.bincount(documents, weights=tokens, minlength=n).astype(np.int64),
         words=np.array([len(split_words(text)) for text in texts], dtype=np.int64),
         characters=np.array([len(text) for text in texts], dtype=np.int64),
-        graphemes=np.array([count_graphemes(text) for text in texts], dtype=np.int64),
         bytes=np.array([len(text.encode()) for text in texts], dtype=np.int64),
     )
 
@@ -196,3 +203,109 @@ def find_language(code: str) -> tuple[str, str] | None:
     """Return name and family of a language by its code, ignoring region and script (`zh-CN`, `deu_1901`); None if
     unknown."""
     return _language_table().get(regex.split(r"[-_]", code.strip().lower())[0])
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer and the properties of each of its tokens."""
+
+    tokenizer: Any
+
+    @cached_property
+    def pieces(self) -> list[str]:
+        """Decoded text of each token by itself."""
+        count = len(self.tokenizer)
+        return [str(self.tokenizer.decode([i])) for i in range(count)]
+
+    @cached_property
+    def part_of_character(self) -> NDArray[np.bool_]:
+        """(V,) True if the token is a part of a character's bytes."""
+        names = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
+        return np.array(
+            [
+                "\ufffd" in piece or _BYTE.fullmatch(str(name)) is not None
+                for piece, name in zip(self.pieces, names, strict=True)
+            ]
+        )
+
+    @cached_property
+    def one_character(self) -> NDArray[np.bool_]:
+        """(V,) True if the token is one character, surrounding blanks aside."""
+        return np.array([count_graphemes(piece.strip()) == 1 for piece in self.pieces]) & ~self.part_of_character
+
+    @cached_property
+    def scripts(self) -> Counter[str]:
+        """Number of tokens that have a letter of each script."""
+        return Counter(name for piece in self.pieces for name, pattern in _SCRIPT.items() if pattern.search(piece))
+
+
+@dataclass(frozen=True)
+class TokenizedTexts:
+    """Statistics of tokenised texts; arrays of N documents."""
+
+    tokens: NDArray[np.int64]
+    words: NDArray[np.int64]
+    split_words: NDArray[np.int64]
+    """Words of more than one token"""
+    characters: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+    byte_tokens: NDArray[np.int64]
+    """Tokens that are part of a character's bytes"""
+    unknown: NDArray[np.int64]
+    single_characters: NDArray[np.int64]
+    """Tokens of one character"""
+    used: Counter[int]
+    """Number of occurrences of each token over all documents"""
+
+    def metrics(self, rows: NDArray[np.int64] | slice) -> dict[str, float | None]:
+        """Return the metrics over some of the documents."""
+        tokens, words = self.tokens, self.words
+        ratios = {
+            "tokens_per_word": (tokens, words),
+            "characters_per_token": (self.characters, tokens),
+            "bytes_per_token": (self.bytes, tokens),
+            "continued_words": (self.split_words, words),
+            "byte_tokens": (self.byte_tokens, tokens),
+            "unknown": (self.unknown, tokens),
+            "single_characters": (self.single_characters, tokens),
+        }
+        sums = {name: (float(a[rows].sum()), int(b[rows].sum())) for name, (a, b) in ratios.items()}
+        return {name: part / whole if whole else None for name, (part, whole) in sums.items()}
+
+
+def tokenize_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> TokenizedTexts:
+    """Tokenise every text, without special tokens."""
+    tokenizer, unknown = vocabulary.tokenizer, vocabulary.tokenizer.unk_token_id
+    rows: list[tuple[int, ...]] = []
+    used: Counter[int] = Counter()
+    for start in range(0, len(texts), _BATCH):
+        batch = list(texts[start : start + _BATCH])
+        encoded = tokenizer(
+            batch, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+        )
+        for text, ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            tokens, words = np.array(ids, dtype=np.int64), split_words(text)
+            used.update(ids)
+            rows.append(
+                (
+                    len(ids), len(words), _count_split_words(text, words, offsets), len(text), len(text.encode()),
+                    int(vocabulary.part_of_character[tokens].sum()),
+                    0 if unknown is None else int((tokens == unknown).sum()),
+                    int(vocabulary.one_character[tokens].sum()),
+                )
+            )  # fmt: skip
+    return TokenizedTexts(*np.array(rows, dtype=np.int64).reshape(-1, 8).T, used)
+
+
+def _count_split_words(text: str, words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> int:
+    """Return the number of words that have a token starting inside them."""
+    starts = np.unique([start for start, end in offsets if end > start])
+    repeated = {a for (a, _), (b, _) in pairwise(offsets) if a == b}  # a character split into byte tokens
+    count = end = 0
+    for word in words:
+        start = text.index(word, end)
+        end = start + len(word)
+        # the first token of a word may include the blank before it
+        inner = np.searchsorted(starts, end) - np.searchsorted(starts, start + 1)
+        count += bool(inner > 0 or any(start <= place < end for place in repeated))
+    return count

@@ -11,6 +11,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from math import comb
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -146,19 +147,7 @@ def distinct_ngrams(samples: Sequence[str], n: int) -> float | None:
     return len(set(grams)) / len(grams) if grams else None
 
 
-def distinct_1(samples: Sequence[str]) -> float | None:
-    """Return the fraction of `distinct_ngrams` words."""
-    return distinct_ngrams(samples, 1)
-
-
-def distinct_2(samples: Sequence[str]) -> float | None:
-    """Return the fraction of `distinct_ngrams` word pairs."""
-    return distinct_ngrams(samples, 2)
-
-
-def distinct_3(samples: Sequence[str]) -> float | None:
-    """Return the fraction of `distinct_ngrams` word triples."""
-    return distinct_ngrams(samples, 3)
+distinct_1, distinct_2, distinct_3 = (partial(distinct_ngrams, n=n) for n in (1, 2, 3))
 
 
 def expected_max_toxicity(scores: Sequence[float]) -> float:

@@ -32,8 +32,6 @@ class BaseTask:
     modules inside, because recipes are parsed without torch.
     """
 
-    # ------------------------------------------------------------------------------------------- settings of some kinds
-
     kind: str
     pack: bool = False
     """True if a training row holds several examples."""
@@ -51,8 +49,6 @@ class BaseTask:
     max_truncated: float | None = None
     label_smoothing: float | None = None
     template: str = "auto"
-
-    # ------------------------------------------------------------------------------------------------------ properties
 
     traits: ClassVar[TaskTraits] = TaskTraits()
 
@@ -92,8 +88,6 @@ class BaseTask:
         """True if the loss compares with the base model, run with the adapter off (`is_answer_level`)."""
         return False
 
-    # -------------------------------------------------------------------------------------------------------- columns
-
     def columns(self) -> tuple[str, ...]:
         """Return the columns that every row must have. Raises UserError for a malformed template."""
         return ("text",)
@@ -123,8 +117,6 @@ class BaseTask:
         from ..data.labels import iter_classes, sort_labels
 
         return self.labels or (sort_labels(iter_classes(rows)) if self.has_classes else None)
-
-    # ------------------------------------------------------------------------------------------------------- encoding
 
     @property
     def input_format(self) -> InputFormat:
@@ -162,8 +154,6 @@ class BaseTask:
     def without_limits(self) -> Self:
         """Return the task without limits on the share of rows that may lose target tokens."""
         return self
-
-    # ------------------------------------------------------------------------------------------------- head and loss
 
     def head_settings(self, *, num_labels: int | None, label_names: Sequence[str] | None) -> dict[str, Any]:
         """Return settings of the model configuration, such as the classes of a head."""
@@ -208,8 +198,6 @@ class BaseTask:
     def for_evaluation(self) -> Self:
         """Return the task for evaluation on dev and test, without settings that only regularise training."""
         return self if self.label_smoothing is None else self.replace(label_smoothing=None)
-
-    # ---------------------------------------------------------------------------------------- evaluation and prediction
 
     @property
     def figure_names(self) -> tuple[str, ...]:

@@ -122,8 +122,6 @@ class Preference(TemplateTask):
         if self.chat:
             _ = self.as_chat  # raises for an invalid date or arguments
 
-    # ------------------------------------------------------------------------------------------- properties of the kind
-
     @property
     def as_chat(self) -> Chat:
         """Chat task that encodes prompt and answer as a conversation with the answer as its last turn (chat)."""
@@ -180,8 +178,6 @@ class Preference(TemplateTask):
     def figure_names(self) -> tuple[str, ...]:
         return ("loss", *metric_names("preferences", *(["reference"] if self.has_reference else [])))
 
-    # -------------------------------------------------------------------------------------------------------- columns
-
     def templates(self) -> tuple[Template, Template]:
         from ..data.template import Template
 
@@ -208,8 +204,6 @@ class Preference(TemplateTask):
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
         return {"label": True} if self.is_unpaired else {}
 
-    # ------------------------------------------------------------------------------------------------------- encoding
-
     def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **options: Any) -> PreferenceEncoder:
         """Return an encoder of both answers after their prompt; an answer and the end token after it are target tokens
         (`flatshift.finetune.data.preference`).
@@ -219,8 +213,6 @@ class Preference(TemplateTask):
         from ..data.preference import PreferenceEncoder
 
         return PreferenceEncoder(self, tokenizer, max_length, **options)
-
-    # ------------------------------------------------------------------------------------------------------------ loss
 
     def rewards(self, log_probs: Tensor, targets: PreferenceTargets) -> Tensor:
         """Return the implicit reward of each row's answer (R,): β·(log p − log p of the base model), or β·log p
@@ -252,8 +244,6 @@ class Preference(TemplateTask):
             margin = margin - (self.scale / 2 if self.gamma is None else self.gamma)
         swapped = self.label_smoothing or 0.0
         return -(1 - swapped) * logsigmoid(margin) - swapped * logsigmoid(-margin)
-
-    # ------------------------------------------------------------------------------------------------------- evaluation
 
     def evaluate(self, evaluator: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """Return `loss` per pair or answer, and the metrics of

@@ -50,7 +50,10 @@ class Regress(SequenceLevelTask):
         from ..data.labels import Units
 
         encoded = encoder.wholes(rows)
-        targets = [_get_target(row) for row, _, _ in encoded]
+        for row, _, _ in encoded:
+            if not isinstance(row.values.get("label"), float):
+                raise ValueError(f"{row.where}: read a regression's rows with label=task.read_label")
+        targets = [row.values["label"] for row, _, _ in encoded]
         return encoder.labelled(encoded, targets, units=encoder.units or Units(0.0)), None
 
     def head_settings(self, *, num_labels: int | None, label_names: Sequence[str] | None) -> dict[str, Any]:
@@ -124,10 +127,3 @@ def standardised_layer(task: BaseTask, backbone: str | Path) -> OutputLayer | No
             "whole, so targets cannot be standardised; set task.standardise: false"
         )
     return layers[0]
-
-
-def _get_target(row: Row) -> float:
-    target = row.values.get("label")
-    if not isinstance(target, float):
-        raise ValueError(f"{row.where}: read a regression's rows with label=task.read_label")
-    return target

@@ -21,14 +21,14 @@ from flatshift.finetune.evaluate.answers import generate_answers
 from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.prediction_metrics import (
     LabelSets,
+    average_precision,
+    f1_macro,
+    f1_micro,
     mae,
     multilabel_metrics,
     pearson,
     regression_metrics,
     rmse,
-    set_average_precision,
-    set_f1_macro,
-    set_f1_micro,
     spearman,
 )
 from flatshift.finetune.evaluate.text_metrics import chrf
@@ -169,9 +169,9 @@ def test_resamples_of_sets_are_what_scikit_learn_says_of_them():
     index = rng.integers(0, 40, size=(30, 40))
     weights = np.stack([np.bincount(row, minlength=40) for row in index]).astype(float)
     ours = {
-        "micro": set_f1_micro(sets, weights),
-        "macro": set_f1_macro(sets, weights),
-        "precision": set_average_precision(sets, weights),
+        "micro": f1_micro(sets, weights),
+        "macro": f1_macro(sets, weights),
+        "precision": average_precision(sets, weights),
     }
     for k, row in enumerate(index):
         t, s = true[row], logits[row]

@@ -22,7 +22,7 @@ NO_DRAW = {"resamples": 0, "confidence": 0.95, "seed": 0}
 
 
 def counts(nats, tokens, words, characters, size) -> DocumentCounts:
-    values = {"nats": nats, "tokens": tokens, "words": words, "characters": characters, "graphemes": characters}
+    values = {"nats": nats, "tokens": tokens, "words": words, "characters": characters}
     return DocumentCounts(**{name: np.atleast_1d(np.array(v)) for name, v in (values | {"bytes": size}).items()})
 
 
