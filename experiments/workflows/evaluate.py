@@ -334,7 +334,7 @@ def _evaluate_documents(
             task=recipe.task,
             window=width,
             overlap=max(1, width // 4) if asked.overlap is None else asked.overlap,
-            where=[row.where for row in rows],
+            locations=[row.where for row in rows],
         )
     said |= {"text": _shorten_texts(rows), "loss": counts.nats, "loss.count": counts.tokens.astype(np.float64)}
     if (note := missing_dictionary_note(texts)) and note not in notes:

@@ -177,7 +177,9 @@ def _ranking_metrics(
 
 
 def _mean_metric(figures: Sequence[ResampledMetric]) -> ResampledMetric:
-    return ResampledMetric(figures[0].rows, lambda drawn: np.mean([figure.of(drawn) for figure in figures], axis=0))
+    return ResampledMetric(
+        figures[0].rows, lambda drawn: np.mean([figure.statistic(drawn) for figure in figures], axis=0)
+    )
 
 
 def _draw_shots(items: Sequence[FilledPrompt], source: Sequence[Row], asked: FewShot, seed: int) -> list[list[str]]:

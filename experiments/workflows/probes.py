@@ -131,7 +131,7 @@ def _probe_model(
         with evaluation_mode(model):
             counts = score_texts(
                 model, tokenizer, sentences, inference, task=task, window=recipe.train.max_length, overlap=1,
-                where=[f"sentence {i}" for i in range(len(sentences))],
+                locations=[f"sentence {i}" for i in range(len(sentences))],
             )  # fmt: skip
         found["association"] = measure_association(probe, keys, counts.nats)
     if sampling is None:

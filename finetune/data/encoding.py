@@ -337,7 +337,7 @@ class RowEncoder:
         self,
         rows: Iterable[Row],
         templates: Sequence[Template],
-        make: Callable[[list[Row], list[list[str]]], list[EncodingResult]],
+        make: Callable[[list[Row], list[list[str]]], Iterable[EncodingResult]],
     ) -> list[Example]:
         """Return an example of each usable row. `make` gets a chunk of rows and their filled `templates`."""
         examples = []

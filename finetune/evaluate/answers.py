@@ -23,10 +23,9 @@ def generate_answers(
     """Generate the answer to each example's prompt, stripped: greedy, or by beam search with `num_beams` beams, scored
     by log-likelihood per token (transformers' beam search with length penalty 1).
 
-    The prompt is the tokens before the first target token, unless the example has its own.
-
-    An encoder's prompt is its whole input, and its answer follows the decoder's start token. There is no sampling. An
-    answer ends at the end-of-sequence token, at any example's `stop`, or after `max_new_tokens`.
+    The prompt is the tokens before the first target token, unless the example has its own. An encoder's prompt is its
+    whole input, and its answer follows the decoder's start token. An answer ends at the end-of-sequence token, at any
+    example's `stop`, or after `max_new_tokens`.
 
     Raises:
         UserError: prompt and answer do not fit the backbone's positions.
@@ -74,15 +73,10 @@ def prompt_tokens(example: Example) -> list[int]:
 
 
 def check_prompts_fit(model: Any, examples: Iterable[Example], max_new_tokens: int) -> None:
-    """Raise if a prompt leaves no room for its answer; of `model` only its position limits are used.
-
-    Raises:
-        UserError: prompt and answer do not fit the backbone's positions.
-    """
+    """Raise UserError if a prompt and its answer do not fit the positions of `model`, of which nothing else is used."""
     if max_new_tokens < 1:
         raise UserError(f"task.max_new_tokens: {max_new_tokens} leaves no answer; give at least 1")
-    longest = max(examples, key=lambda example: len(prompt_tokens(example)))
-    prompt = prompt_tokens(longest)
+    longest, prompt = max(((e, prompt_tokens(e)) for e in examples), key=lambda pair: len(pair[1]))
     room = context_overflow(model, prompt, max_new_tokens, apart=longest.decoder_ids is not None)
     if room is not None:
         raise UserError(

@@ -36,8 +36,8 @@ class ResampledMetric:
 
     rows: NDArray[np.int64]
     """(n,) indices, among the examples of the split, of the rows that it covers, ascending."""
-    of: Callable[[NDArray[np.int64]], NDArray]
-    """Statistic that takes (R, m) indices into `rows` and returns (R,)."""
+    statistic: Callable[[NDArray[np.int64]], NDArray]
+    """Function that takes (R, m) indices into `rows` and returns (R,)."""
     share: bool = False
     """True if it is the fraction of rows that meet a condition (`exact_share_interval`)."""
 
@@ -56,27 +56,9 @@ class ResampledMetric:
         indices = np.arange(len(arrays[0])) if rows is None else np.asarray(rows, dtype=np.int64)
         return cls(indices, lambda index: statistic(*(values[index] for values in arrays)), share)
 
-    @classmethod
-    def of_kinds(
-        cls,
-        kinds: NDArray[np.int64],
-        statistic: Callable[[NDArray], NDArray],
-        *,
-        num_kinds: int,
-        share: bool = False,
-    ) -> ResampledMetric:
-        """Build from the arguments of `frequency_intervals`."""
-
-        def of(index: NDArray[np.int64]) -> NDArray:
-            shifted = kinds[index] + num_kinds * np.arange(len(index))[:, None]
-            counts = np.bincount(shifted.ravel(), minlength=num_kinds * len(index))
-            return statistic(counts.reshape(len(index), num_kinds).astype(np.float64))
-
-        return cls(np.arange(len(kinds)), of, share)
-
     def renumbered(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> ResampledMetric:
         """Restrict to its rows numbered `order`, whose indices are now `rows` (ascending in that order)."""
-        return ResampledMetric(rows[order], lambda index: self.of(order[index]), self.share)
+        return ResampledMetric(rows[order], lambda index: self.statistic(order[index]), self.share)
 
 
 def group_interval(
@@ -104,10 +86,10 @@ def group_interval(
         ours = np.flatnonzero(np.isin(figure.rows, rows))
         theirs = ours if base is None else np.flatnonzero(np.isin(base.rows, rows))
 
-        def of(index: NDArray, ours: NDArray = ours, theirs: NDArray = theirs) -> NDArray:
-            return figure.of(ours[index]) - (0.0 if base is None else base.of(theirs[index]))
+        def difference(index: NDArray, ours: NDArray = ours, theirs: NDArray = theirs) -> NDArray:
+            return figure.statistic(ours[index]) - (0.0 if base is None else base.statistic(theirs[index]))
 
-        value, resampled = _resample(of, len(rows), resamples, seed, *([str(number)] if number else []))
+        value, resampled = _resample(difference, len(rows), resamples, seed, *([str(number)] if number else []))
         values.append(value)
         replicates.append(resampled)
         total += len(rows)
@@ -117,15 +99,15 @@ def group_interval(
 
 
 def _resample(
-    of: Callable[[NDArray], NDArray], n: int, resamples: int, seed: int, *stream: str
+    statistic: Callable[[NDArray], NDArray], n: int, resamples: int, seed: int, *stream: str
 ) -> tuple[float, NDArray]:
-    """Return the statistic of all n examples, and of each resample (the former if there are none); `of` takes (R, n)
-    indices."""
-    value = of(np.arange(n)[None])[0]
+    """Return the statistic, which takes (R, n) indices, of all n examples, and of each resample (the former if there
+    are none)."""
+    value = statistic(np.arange(n)[None])[0]
     rng = numpy_generator(seed, "bootstrap", *stream)
     block = max(1, _ELEMENTS // n)
     sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
-    replicates = [of(rng.integers(0, n, size=(size, n))) for size in sizes]
+    replicates = [statistic(rng.integers(0, n, size=(size, n))) for size in sizes]
     return value, np.concatenate(replicates) if replicates else np.array([value])
 
 
@@ -166,7 +148,7 @@ def bootstrap_interval(
     metric = ResampledMetric.over(items, statistic)
     n = len(metric.rows)
     _check_settings(n, resamples, confidence)
-    value, replicates = _resample(metric.of, n, resamples, seed)
+    value, replicates = _resample(metric.statistic, n, resamples, seed)
     return _percentile_interval(value, replicates, confidence, n, share=share and resamples > 0)
 
 
@@ -222,10 +204,15 @@ def frequency_intervals(
     kinds = np.asarray(kinds, dtype=np.int64)
     n = len(kinds)
     if figures is not None:
-        figures |= {
-            name: ResampledMetric.of_kinds(kinds, of, num_kinds=num_kinds, share=name in shares)
-            for name, of in statistics.items()
-        }
+
+        def count_kinds(index: NDArray[np.int64]) -> NDArray:
+            shifted = kinds[index] + num_kinds * np.arange(len(index))[:, None]
+            counts = np.bincount(shifted.ravel(), minlength=num_kinds * len(index))
+            return counts.reshape(len(index), num_kinds).astype(np.float64)
+
+        for name, statistic in statistics.items():
+            resampled = lambda index, statistic=statistic: statistic(count_kinds(index))  # noqa: E731
+            figures[name] = ResampledMetric(np.arange(n), resampled, name in shares)
     _check_settings(n, resamples, confidence)
     counts = np.bincount(kinds, minlength=num_kinds)
     rng = numpy_generator(seed, "bootstrap")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..compute.numerics import evaluation_mode
+from ..compute.task import LossTask
 from ..config import Evaluate
 from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example, find_document_starts, sum_by_document
@@ -17,13 +18,22 @@ from ..errors import UserError
 from .answers import generate_answers
 from .bootstrap import BootstrapInterval, ResampledMetric, ratio_interval, ratio_statistic
 from .metrics import metric_functions
-from .perplexity import EvaluatedTask, TokenCounts, document_nats
+from .perplexity import TokenCounts, document_nats
 from .prediction_metrics import classification_metrics
 from .ranking import rank_choices
 
 
-class MeasuredTask(EvaluatedTask, Protocol):
-    """Task that computes its own metrics."""
+class EvaluatedTask(LossTask, Protocol):
+    """Task that computes its own metrics, and its settings of generated answers."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def num_beams(self) -> int | None: ...
+
+    @property
+    def metrics(self) -> tuple[str, ...]: ...
 
     def evaluate(self, evaluator: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]: ...
 
@@ -33,7 +43,7 @@ def evaluate(
     tokenizer: Any,
     examples: Sequence[Example],
     *,
-    task: MeasuredTask,
+    task: EvaluatedTask,
     config: Evaluate,
     inference: EvalBatching | None = None,
     label_names: Sequence[str] | None = None,
@@ -174,9 +184,10 @@ class Evaluator:
             values, counts, transform = function(totals)
             metrics[name] = self.record_ratio(name, values, counts, transform=transform)
             if documents is not None:
-                first = np.unique(documents)
+                starts = np.unique(documents)
                 sums = [
-                    sum_by_document(np.asarray(each, dtype=np.float64), documents)[first] for each in (values, counts)
+                    sum_by_document(np.asarray(array, dtype=np.float64), documents)[starts]
+                    for array in (values, counts)
                 ]
                 self.figures[name] = ResampledMetric.over(sums, ratio_statistic(transform))
                 metrics[name] = ratio_interval(*sums, transform=transform, **self.bootstrap)
@@ -226,11 +237,7 @@ class Evaluator:
 
 @torch.no_grad()
 def head_scores(
-    model: torch.nn.Module,
-    examples: Sequence[Example],
-    inference: EvalBatching,
-    *,
-    task: EvaluatedTask,
+    model: torch.nn.Module, examples: Sequence[Example], inference: EvalBatching, *, task: LossTask
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the task's `example_losses` (N,) float64 and the head's outputs (N, C) float64, in the order of the
     examples."""

@@ -18,15 +18,12 @@ the data that the metric is computed from (the keys of `_MODULES`):
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-from ..errors import UserError
 
 _SHARE = (0.0, 1.0)
 _POSITIVE = (0.0, math.inf)
@@ -40,9 +37,7 @@ class Metric:
 
     name: str
     title: str
-    """Human-readable name."""
     unit: str = ""
-    """Unit in words."""
     lower: bool = False
     """True if lower is better."""
     bounds: tuple[float, float] | None = None
@@ -57,7 +52,7 @@ class Metric:
     tile: int = 0
     """Rank among the tiles of a run's page, from 1; 0: no tile."""
     hub: str | None = None
-    """Name on the hub."""
+    """Name on the model hub."""
     sources: tuple[str, ...] = ()
     """Kinds of data that it is computed from. Empty: only recorded during training."""
 
@@ -214,16 +209,6 @@ def loss_form(name: str) -> str:
 def metric_names(*sources: str) -> tuple[str, ...]:
     """Return the names of the metrics computed from any of these kinds of data."""
     return tuple(metric.name for metric in _ALL if set(metric.sources) & set(sources))
-
-
-def check_metric_names(names: Iterable[str], source: str, setting: str) -> None:
-    """Raise UserError, starting with `setting`, for a name that is not one of these metrics."""
-    known = metric_names(source)
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise UserError(f"{setting}: no metric {name!r} of answers; {hint}")
 
 
 def metric_functions(source: str) -> dict[str, Callable[..., Any]]:

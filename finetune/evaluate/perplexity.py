@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from ..compute.attention import use_blocked_attention
 from ..compute.capabilities import capabilities
 from ..compute.loss import Head, align_targets, find_head, head_probe
-from ..compute.micro_batch import MicroBatch, PreferenceTargets
 from ..compute.slices import slice_rows
 from ..compute.task import LossTask, TraitsTask
 from ..data.encoding import IGNORE, Example
@@ -24,21 +24,6 @@ from ..models.anatomy import vocabulary_size
 
 LOGITS = 1 << 28
 """Maximum number of logits in memory at once (one sequence is always allowed): 1 GiB in float32."""
-
-
-class EvaluatedTask(LossTask, Protocol):
-    """Loss and batches of a task, rewards of its answers, and settings of generated answers."""
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-    @property
-    def num_beams(self) -> int | None: ...
-
-    @property
-    def metrics(self) -> tuple[str, ...]: ...
-
-    def rewards(self, log_probs: Tensor, targets: PreferenceTargets) -> Tensor: ...
 
 
 def token_nats(
@@ -106,26 +91,21 @@ def document_nats(
                 head, untested = find_head(model, head_probe(batch.inputs), task=task), False
             if head is None:
                 logits = model(**batch.inputs, **options).logits
-                each, rows = token_nats(logits, batch.labels, task) if micro.samples else (logits, logits)
+                token_nll, rows = token_nats(logits, batch.labels, task) if micro.samples else (logits, logits)
             else:
-                each, rows = _token_nats_by_head(model, head, batch, task, options)
+                token_nll, rows = head.taken(
+                    partial(token_nats, labels=batch.labels, task=task, linear=head.linear),
+                    partial(model, **batch.inputs, **options),
+                )
         if not micro.samples:  # this rank has no example of the batch, and only took part in the collective pass
             continue
         index = np.array([row[0] for row in micro.rows])
-        sums = torch.zeros(len(index), dtype=torch.float64, device=each.device).index_add_(0, rows, each.double())
+        sums = torch.zeros(len(index), dtype=torch.float64, device=token_nll.device).index_add_(
+            0, rows, token_nll.double()
+        )
         nats[index] = sums.cpu().numpy()
         tokens[index] = torch.bincount(rows, minlength=len(index)).cpu().numpy()
     return share.add(nats), share.add(tokens)
-
-
-def _token_nats_by_head(
-    model: torch.nn.Module, head: Head, batch: MicroBatch, task: TraitsTask, options: dict[str, bool]
-) -> tuple[Tensor, Tensor]:
-    """Compute `token_nats` without ever holding all logits."""
-    return head.taken(
-        lambda hidden: token_nats(hidden, batch.labels, task, linear=head.linear),
-        lambda: model(**batch.inputs, **options),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

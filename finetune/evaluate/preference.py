@@ -12,12 +12,13 @@ import torch
 from ..compute.loss import Head, answer_log_probs, disable_adapters, find_head, head_probe
 from ..compute.micro_batch import PreferenceTargets
 from ..compute.numerics import evaluation_mode
+from ..compute.task import LossTask
 from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import Example
 from ..models.anatomy import vocabulary_size
 from .bootstrap import BootstrapInterval
 from .metrics import metric_functions
-from .perplexity import LOGITS, EvaluatedTask
+from .perplexity import LOGITS
 
 if TYPE_CHECKING:
     from .evaluator import Evaluator
@@ -58,7 +59,7 @@ def score_answers(
     examples: Sequence[Example],
     inference: EvalBatching,
     *,
-    task: EvaluatedTask,
+    task: LossTask,
     head: Head | None = None,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> PreferenceScores:

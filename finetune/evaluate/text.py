@@ -128,14 +128,14 @@ def score_texts(
     task: LossTask,
     window: int,
     overlap: int,
-    where: Sequence[str] | None = None,
+    locations: Sequence[str] | None = None,
 ) -> DocumentCounts:
     """Score every token of every text once.
 
     Args:
         window: tokens that the model reads at once.
         overlap: tokens at the start of every window but a document's first that are context, scored before.
-        where: location of each text, for messages.
+        locations: of each text, for messages.
     Raises:
         UserError: an overlap that leaves nothing to score, or a text without a token.
     """
@@ -150,7 +150,7 @@ def score_texts(
         )["input_ids"]
         for i, ids in enumerate(encoded, start=start):
             if not ids:
-                raise UserError(f"{where[i] if where else f'text {i + 1}'}: the text is empty")
+                raise UserError(f"{locations[i] if locations else f'text {i + 1}'}: the text is empty")
             for piece, labels in sliding_windows([*begin, *ids], window, overlap):
                 pieces.append(Example(piece, labels, str(i), ""))
                 documents.append(i)
@@ -294,7 +294,7 @@ def tokenize_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> TokenizedTex
                     int(vocabulary.one_character[tokens].sum()),
                 )
             )  # fmt: skip
-    return TokenizedTexts(*np.array(rows, dtype=np.int64).reshape(-1, 8).T, used)
+    return TokenizedTexts(*np.array(rows, dtype=np.int64).reshape(-1, 8).T, used=used)
 
 
 def _count_split_words(text: str, words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..compute.task import TaskTraits
 from ..errors import UserError
-from ..evaluate.metrics import check_metric_names, metric_names
+from ..evaluate.metrics import metric_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,11 +145,8 @@ class BaseTask:
         raise NotImplementedError
 
     def masking(self, tokenizer: PreTrainedTokenizerBase) -> Masking | None:
-        """Return the random masking applied each time a row is drawn; None if the task masks nothing.
-
-        Raises:
-            UserError: the tokenizer has no mask token.
-        """
+        """Return the random masking applied each time a row is drawn; None if the task masks nothing. Raises UserError
+        if the tokenizer has no mask token."""
         return None
 
     def without_limits(self) -> Self:
@@ -245,11 +243,8 @@ class InputFormat:
         return ("text",)
 
     def answer_columns(self) -> tuple[str, ...]:
-        """Return the columns used only in the answer.
-
-        Raises:
-            UserError: a malformed template, or an answer without a column that the prompt lacks.
-        """
+        """Return the columns used only in the answer. Raises UserError for a malformed template, or if there are
+        none."""
         return ("label",)
 
     def render(self, row: Row) -> str:
@@ -268,11 +263,8 @@ class InputFormat:
     def build_text_prompts(
         self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
     ) -> list[GenerationPrompt]:
-        """Return model inputs for texts given instead of rows, formatted as prompts; `raw`: unchanged.
-
-        Raises:
-            UserError: the prompt does not have exactly one column (unless raw).
-        """
+        """Return model inputs for texts given instead of rows, formatted as prompts; `raw`: unchanged. Raises UserError
+        if the prompt does not have exactly one column (unless raw)."""
         from ..data.example import GenerationPrompt
 
         return [
@@ -283,11 +275,8 @@ class InputFormat:
     def build_prompts(
         self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
     ) -> tuple[list[GenerationPrompt], list[str]]:
-        """Return the model input of each row, and `file:line: reason` of the skipped rows.
-
-        Raises:
-            UserError: a row that the prompt cannot render (unless skipped).
-        """
+        """Return the model input of each row, and `file:line: reason` of the skipped rows. Raises UserError for a row
+        that the prompt cannot render (unless skipped)."""
         from ..data.example import GenerationPrompt
 
         texts = [(row, self.render(row)) for row in rows]
@@ -295,11 +284,7 @@ class InputFormat:
 
     def template_record(self) -> dict[str, str] | None:
         """Return `path, sha256` of the chat template file that the settings name, for a manifest; None if they name
-        none.
-
-        Raises:
-            UserError: the file does not exist or is not text.
-        """
+        none. Raises UserError if the file does not exist or is not text."""
         return None
 
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -417,4 +402,9 @@ def check_task_metrics(task: BaseTask) -> None:
     """Raise UserError for unknown `task.metrics`, or if no answers are generated for them."""
     if task.metrics and task.score != "generate":
         raise UserError("task.metrics evaluates generated text; set task.score: generate, or leave it out")
-    check_metric_names(task.metrics, "agreement", "task.metrics")
+    names = metric_names("agreement")
+    for name in task.metrics:
+        if name not in names:
+            nearest = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(names)}"
+            raise UserError(f"task.metrics: no metric {name!r} of answers; {hint}")

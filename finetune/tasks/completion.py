@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..compute.task import TaskTraits
@@ -78,38 +79,33 @@ class Completion(TemplateTask):
                 )
             rows = rows if encoder.label_names is not None else list(rows)
             names = tuple(encoder.label_names if encoder.label_names is not None else self.class_names(rows) or ())
-        known: _Choices = {}
+        template = self.templates()[1]
 
-        def encode_chunk(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[EncodingResult]:
-            choices = [None] * len(rows) if names is None else self._encode_choices(rows, names, known, encoder)
+        @cache
+        def encode_choices(completions: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+            encoded = encoder.tokens(list(completions))["input_ids"]
+            # Leave room for at least one token of context.
+            return tuple((*ids, *encoder.end)[: encoder.max_length - 1] for ids in encoded)
+
+        def encode_chunk(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> Iterator[EncodingResult]:
+            choices = None
+            if names is not None:
+                choices = [encode_choices(tuple(template.fill(row, label=name) for name in names)) for row in rows]
             return self._encode_chunk(rows, texts, names, choices, encoder)
 
         return encoder.samples(rows, self.templates(), encode_chunk), names
-
-    def _encode_choices(
-        self, rows: Sequence[Row], names: tuple[str, ...], known: _Choices, encoder: RowEncoder
-    ) -> list[tuple[tuple[int, ...], ...]]:
-        """Return each row's completions of all classes, in head order; rows with the same texts share one tuple in
-        `known`."""
-        template = self.templates()[1]
-        texts = [tuple(template.fill(row, label=name) for name in names) for row in rows]
-        for completions in set(texts) - known.keys():
-            encoded = encoder.tokens(list(completions))["input_ids"]
-            # Leave room for at least one token of context.
-            known[completions] = tuple((*ids, *encoder.end)[: encoder.max_length - 1] for ids in encoded)
-        return [known[completions] for completions in texts]
 
     def _encode_chunk(
         self,
         rows: Sequence[Row],
         texts: Sequence[Sequence[str]],
         names: tuple[str, ...] | None,
-        choices: Sequence[tuple[tuple[int, ...], ...] | None],
+        choices: Sequence[tuple[tuple[int, ...], ...]] | None,
         encoder: RowEncoder,
-    ) -> list[EncodingResult]:
+    ) -> Iterator[EncodingResult]:
         """Encode a chunk of rows.
 
-        texts: prompt and answer of each row.
+        texts: prompt and answer of each row. choices: tokens of its completions of all classes `names`.
         """
         from ..data.encoding import Truncation
         from ..data.example import IGNORE, Example
@@ -120,10 +116,9 @@ class Completion(TemplateTask):
         answers = encoder.within(answer for _, answer in texts)
         batch = encoder.tokens(answers)
         prefix = list(encoder.specials.prefix)
-        results: list[EncodingResult] = []
         for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
             # All choices share one prompt, so it is truncated to leave room for the longest of them.
-            reserve = max(map(len, choices[i] or ((),)))
+            reserve = max(map(len, choices[i])) if choices else 0
             answer = [*ids, *encoder.end]
             context, targets, shorter = fit_completion(
                 prefix, prompt, answer, encoder.max_length, reserve=reserve, left=encoder.left
@@ -135,11 +130,11 @@ class Completion(TemplateTask):
                 prompt=bool(prompt) and len(context) == len(prefix),
             )
             if not answers[i].strip() or not ids or len(context) + len(targets) < 2:
-                results.append(("the completion is empty", truncation))
+                yield "the completion is empty", truncation
                 continue
             if not context and self.score != "perplexity":
                 reason = f"the prompt is empty, so score: {self.score} has nothing to start from"
-                results.append((reason, truncation))
+                yield reason, truncation
                 continue
             # Without context, nothing predicts the first token of the answer.
             labels = [IGNORE] * len(context) + targets if context else [IGNORE, *targets[1:]]
@@ -149,12 +144,11 @@ class Completion(TemplateTask):
                 row.id,
                 row.where,
                 encoder.bytes(answers[i], batch, i, 0 if context else 1, min(len(ids), len(targets))),
-                choices=choices[i],
+                choices=choices[i] if choices else None,
                 gold=label_index(row, names) if names is not None else None,
                 answer=texts[i][1] if self.score == "generate" else None,
             )
-            results.append((example, truncation))
-        return results
+            yield example, truncation
 
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
         return {"label": (label_names or ("",))[0]}
@@ -168,7 +162,3 @@ class Completion(TemplateTask):
         """Evaluate as a language model; with `score: rank` also `accuracy, f1_macro, matthews, majority_floor`, with
         `score: generate` also `exact_match`."""
         return evaluator.ranking_metrics(examples) if self.score == "rank" else super().evaluate(evaluator, examples)
-
-
-_Choices = dict[tuple[str, ...], tuple[tuple[int, ...], ...]]
-"""Texts of all classes' completions to their tokens."""

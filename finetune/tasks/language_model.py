@@ -40,7 +40,7 @@ class LanguageModel(BaseTask):
         return encoder.samples(rows, (), lambda chunk, _: _encode_documents(chunk, encoder)), None
 
 
-def _encode_documents(rows: Sequence[Row], encoder: RowEncoder) -> list[EncodingResult]:
+def _encode_documents(rows: Sequence[Row], encoder: RowEncoder) -> Iterator[EncodingResult]:
     from ..data.encoding import Truncation
     from ..data.example import IGNORE, Example
 
@@ -48,24 +48,20 @@ def _encode_documents(rows: Sequence[Row], encoder: RowEncoder) -> list[Encoding
     batch = encoder.tokens(texts)
     prefix = list(encoder.specials.prefix)
     room = encoder.max_length - len(prefix)
-    results: list[EncodingResult] = []
     for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
         content = [*ids, *encoder.end]
         length = len(prefix) + len(content)
         if encoder.overlong == "split" and len(content) > room:
-            results.append(
-                (list(_split_document(row, texts[i], content, batch, i, encoder)), Truncation(length, False))
-            )
+            yield list(_split_document(row, texts[i], content, batch, i, encoder)), Truncation(length, False)
             continue
         truncation = Truncation(length, len(content) > room)
         start = len(content) - room if truncation and encoder.left else 0
         input_ids = [*prefix, *content[start : start + room]]
         if len(input_ids) < 2 or not ids:
-            results.append(("the text is empty", truncation))
+            yield "the text is empty", truncation
             continue
         size = encoder.bytes(texts[i], batch, i, start if prefix else start + 1, min(len(ids), start + room))
-        results.append((Example(input_ids, [IGNORE, *input_ids[1:]], row.id, row.where, size), truncation))
-    return results
+        yield Example(input_ids, [IGNORE, *input_ids[1:]], row.id, row.where, size), truncation
 
 
 def _split_document(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -81,7 +81,7 @@ class _MaskedFormat(InputFormat):
         return list(saved(row.values["text"], truncation=True, max_length=max_length)["input_ids"]) == unmasked
 
 
-def _mask_rows(rows: Sequence[Row], encoder: RowEncoder, masking: Masking) -> list[EncodingResult]:
+def _mask_rows(rows: Sequence[Row], encoder: RowEncoder, masking: Masking) -> Iterator[EncodingResult]:
     from ..data.encoding import Truncation, truncate_tokens
     from ..data.example import name_piece
     from ..data.masking import SPECIAL
@@ -89,11 +89,10 @@ def _mask_rows(rows: Sequence[Row], encoder: RowEncoder, masking: Masking) -> li
     batch = encoder.tokens(encoder.within((row.values["text"] for row in rows), left=encoder.left))
     room = encoder.max_length - len(encoder.specials.prefix) - len(encoder.specials.suffix)
     special = set(encoder.tokenizer.all_special_ids)
-    results: list[EncodingResult] = []
     for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
-        numbers = batch.word_ids(i) if batch.is_fast else range(len(ids))
+        word_ids = batch.word_ids(i) if batch.is_fast else range(len(ids))
         words = [
-            SPECIAL if token in special or word is None else word for token, word in zip(ids, numbers, strict=True)
+            SPECIAL if token in special or word is None else word for token, word in zip(ids, word_ids, strict=True)
         ]
         truncation = Truncation(encoder.max_length - room + len(ids), len(ids) > room)
         masked: Any
@@ -106,13 +105,9 @@ def _mask_rows(rows: Sequence[Row], encoder: RowEncoder, masking: Masking) -> li
             masked = [example for example in pieces if example is not None]
             truncation = Truncation(truncation.needs, False)
         else:
-            shortened = [truncate_tokens(each, room, left=encoder.left) for each in (ids, words)]
-            masked = _mask_example(*shortened, row.id, row.where, encoder, masking)
-        if not masked:
-            results.append(("the text has no token that could be hidden", Truncation(0, False)))
-        else:
-            results.append((masked, truncation))
-    return results
+            tokens, numbers = (truncate_tokens(values, room, left=encoder.left) for values in (ids, words))
+            masked = _mask_example(tokens, numbers, row.id, row.where, encoder, masking)
+        yield (masked, truncation) if masked else ("the text has no token that could be hidden", Truncation(0, False))
 
 
 def _mask_example(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -87,7 +87,7 @@ class Seq2Seq(TemplateTask):
 
     def _encode_chunk(
         self, rows: Sequence[Row], texts: Sequence[Sequence[str]], decoder_start: int, encoder: RowEncoder
-    ) -> list[EncodingResult]:
+    ) -> Iterator[EncodingResult]:
         """Encode a chunk of rows.
 
         texts: prompt and target of each row.
@@ -99,7 +99,6 @@ class Seq2Seq(TemplateTask):
         targets = encoder.within(target for _, target in texts)
         batch = encoder.tokens(targets)
         room = encoder.max_length - len(encoder.specials.prefix) - len(encoder.end)
-        results: list[EncodingResult] = []
         for i, (row, prompt, ids) in enumerate(
             zip(rows, encoder.tokens(prompts)["input_ids"], batch["input_ids"], strict=True)
         ):
@@ -109,7 +108,7 @@ class Seq2Seq(TemplateTask):
             truncation = Truncation(needs, bool(prompt_cut or target_cut), answer=bool(target_cut))
             empty = not ids or not targets[i].strip()
             if empty or not source:
-                results.append((f"the {'target' if empty else 'prompt'} is empty", truncation))
+                yield f"the {'target' if empty else 'prompt'} is empty", truncation
                 continue
             example = Example(
                 source,
@@ -120,5 +119,4 @@ class Seq2Seq(TemplateTask):
                 answer=texts[i][1] if self.score == "generate" else None,
                 decoder_ids=[decoder_start, *labels[:-1]],
             )
-            results.append((example, truncation))
-        return results
+            yield example, truncation

@@ -81,7 +81,7 @@ def test_an_overlap_that_leaves_nothing_and_a_text_without_tokens():
     with pytest.raises(UserError, match="--overlap: 8 is not from 1 to 7"):
         score_texts(model, TOKENIZER, ["a"], window=8, overlap=8, **how)
     with pytest.raises(UserError, match="here:2: the text is empty"):
-        score_texts(model, TOKENIZER, ["a", ""], window=8, overlap=2, where=["here:1", "here:2"], **how)
+        score_texts(model, TOKENIZER, ["a", ""], window=8, overlap=2, locations=["here:1", "here:2"], **how)
 
 
 def test_words_are_those_of_unicode():
