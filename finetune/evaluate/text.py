@@ -243,6 +243,8 @@ class Vocabulary:
 class TokenizedTexts:
     """Statistics of tokenised texts; arrays of N documents."""
 
+    used: Counter[int]
+    """Number of occurrences of each token over all documents"""
     tokens: NDArray[np.int64]
     words: NDArray[np.int64]
     split_words: NDArray[np.int64]
@@ -254,8 +256,6 @@ class TokenizedTexts:
     unknown: NDArray[np.int64]
     single_characters: NDArray[np.int64]
     """Tokens of one character"""
-    used: Counter[int]
-    """Number of occurrences of each token over all documents"""
 
     def metrics(self, rows: NDArray[np.int64] | slice) -> dict[str, float | None]:
         """Return the metrics over some of the documents."""
@@ -294,7 +294,7 @@ def tokenize_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> TokenizedTex
                     int(vocabulary.one_character[tokens].sum()),
                 )
             )  # fmt: skip
-    return TokenizedTexts(*np.array(rows, dtype=np.int64).reshape(-1, 8).T, used=used)
+    return TokenizedTexts(used, *np.array(rows, dtype=np.int64).reshape(-1, 8).T)
 
 
 def _count_split_words(text: str, words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> int:
