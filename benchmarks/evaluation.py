@@ -127,7 +127,7 @@ def sample(name: str, folder: Path, count: int = ROWS) -> str:
 
 def identities(bench: Benchmark) -> None:
     """The unit row of the field, and word = token to the power of fertility."""
-    from flatshift.finetune.evaluate.text import DocumentCounts
+    from flatshift.finetune.evaluate.perplexity import DocumentCounts
 
     def of(*values: Any) -> dict[str, float]:
         names = ("nats", "tokens", "words", "characters", "bytes")

@@ -4,7 +4,7 @@ To add a metric: add a function of its name next to similar ones, and an entry h
 the data that the metric is computed from (the keys of `_MODULES`):
 
     "text", "hidden"       (flatshift.finetune.evaluate.perplexity.TokenCounts) → (values, counts, transform or None)
-    "document"             (flatshift.finetune.evaluate.text.DocumentCounts) → the same
+    "document"             (flatshift.finetune.evaluate.perplexity.DocumentCounts) → the same
     "answers", "seq2seq"   (answer, reference), two strings → float
     "agreement"            the same, or (part, whole) of a ratio; computed only if `task.metrics` names it
     "samples"              several generated texts for one prompt → float or None (`flatshift generate`)
@@ -58,9 +58,7 @@ class Metric:
 
 
 _MODULES = {
-    "text": "perplexity",
-    "hidden": "perplexity",
-    "document": "text",
+    **dict.fromkeys(("text", "hidden", "document"), "perplexity"),
     **dict.fromkeys(("answers", "seq2seq", "agreement", "samples", "toxicity"), "text_metrics"),
     **dict.fromkeys(("classes", "sets", "numbers"), "prediction_metrics"),
     **dict.fromkeys(("preferences", "reference"), "preference"),

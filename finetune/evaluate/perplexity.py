@@ -21,6 +21,8 @@ from ..compute.task import LossTask, TraitsTask
 from ..data.encoding import IGNORE, Example
 from ..data.eval_batching import ALONE, EvalBatching
 from ..models.anatomy import vocabulary_size
+from .bootstrap import BootstrapInterval, ResampledMetric, ratio_interval, ratio_statistic
+from .metrics import metric_functions
 
 LOGITS = 1 << 28
 """Maximum number of logits in memory at once (one sequence is always allowed): 1 GiB in float32."""
@@ -119,6 +121,27 @@ class TokenCounts:
     """UTF-8 bytes of the target tokens"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DocumentCounts(TokenCounts):
+    """Counts and scores of whole documents; arrays of N."""
+
+    words: np.ndarray
+    characters: np.ndarray
+    """Unicode code points"""
+
+    def metrics(self, *, figures: dict[str, ResampledMetric], **bootstrap: Any) -> dict[str, BootstrapInterval]:
+        """Return the metrics computed from "document"; `figures` receives each as a `ResampledMetric`.
+
+        bootstrap: settings of `ratio_interval`.
+        """
+        metrics = {}
+        for name, function in metric_functions("document").items():
+            values, counts, transform = function(self)
+            figures[name] = ResampledMetric.over([values, counts], ratio_statistic(transform))
+            metrics[name] = ratio_interval(values, counts, transform=transform, **bootstrap)
+        return metrics
+
+
 Ratio = tuple[np.ndarray, np.ndarray, Callable[[Any], Any] | None]
 """Σ values / Σ counts, and a transform applied to the ratio."""
 
@@ -139,3 +162,18 @@ pseudo_perplexity = perplexity
 def bits_per_byte(counts: TokenCounts) -> Ratio:
     """nats / ln 2 / UTF-8 bytes of the target text."""
     return counts.nats, counts.bytes * math.log(2.0), None
+
+
+def word_perplexity(counts: DocumentCounts) -> Ratio:
+    """exp of nats per word: the perplexity per token to the power of tokens per word."""
+    return counts.nats, counts.words, np.exp
+
+
+def character_perplexity(counts: DocumentCounts) -> Ratio:
+    """exp of nats per code point."""
+    return counts.nats, counts.characters, np.exp
+
+
+def fertility(counts: DocumentCounts) -> Ratio:
+    """Tokens per word."""
+    return counts.tokens, counts.words, None

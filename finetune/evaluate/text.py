@@ -29,12 +29,7 @@ from ..compute.task import LossTask
 from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
 from ..errors import UserError
-from .bootstrap import BootstrapInterval, ResampledMetric, ratio_interval, ratio_statistic
-from .metrics import metric_functions
-from .perplexity import Ratio, TokenCounts, document_nats
-from .perplexity import bits_per_byte as bits_per_byte
-from .perplexity import loss as loss
-from .perplexity import perplexity as perplexity
+from .perplexity import DocumentCounts, document_nats
 
 _BOUNDARY = regex.compile(r"\b", regex.WORD | regex.V1)
 _WORDLIKE = regex.compile(r"[\p{L}\p{N}]")
@@ -48,42 +43,6 @@ _SCRIPTS = (
 _SCRIPT = {name: regex.compile(rf"\p{{{name}}}") for name in _SCRIPTS}
 _BATCH = 256
 """Documents tokenised at once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentCounts(TokenCounts):
-    """Counts and scores of whole documents; arrays of N."""
-
-    words: NDArray[np.int64]
-    characters: NDArray[np.int64]
-    """Unicode code points"""
-
-    def metrics(self, *, figures: dict[str, ResampledMetric], **bootstrap: Any) -> dict[str, BootstrapInterval]:
-        """Return the metrics computed from "document"; `figures` receives each as a `ResampledMetric`.
-
-        bootstrap: settings of `ratio_interval`.
-        """
-        metrics = {}
-        for name, function in metric_functions("document").items():
-            values, counts, transform = function(self)
-            figures[name] = ResampledMetric.over([values, counts], ratio_statistic(transform))
-            metrics[name] = ratio_interval(values, counts, transform=transform, **bootstrap)
-        return metrics
-
-
-def word_perplexity(counts: DocumentCounts) -> Ratio:
-    """exp of nats per word: the perplexity per token to the power of tokens per word."""
-    return counts.nats, counts.words, np.exp
-
-
-def character_perplexity(counts: DocumentCounts) -> Ratio:
-    """exp of nats per code point."""
-    return counts.nats, counts.characters, np.exp
-
-
-def fertility(counts: DocumentCounts) -> Ratio:
-    """Tokens per word."""
-    return counts.tokens, counts.words, None
 
 
 def split_words(text: str) -> list[str]:

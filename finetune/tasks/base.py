@@ -311,10 +311,15 @@ class TemplateTask(BaseTask):
     tokens."""
 
     prefix: str | None = None
+    answer_setting: ClassVar[str]
+    """Setting that holds the template of the answer."""
 
     def templates(self) -> tuple[Template, Template]:
         """Return the templates of prompt and answer. Raises UserError if one is malformed."""
-        raise NotImplementedError
+        from ..data.template import Template
+
+        prompt, answer = (Template(getattr(self, name), f"task.{name}") for name in ("prompt", self.answer_setting))
+        return prompt, answer
 
     def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for template in self.templates() for name in template.columns))

@@ -159,9 +159,9 @@ class Classify(SequenceLevelTask):
             figures = multilabel_metrics(true > 0, logits, figures=evaluator.figures, **evaluator.bootstrap)
         else:
             figures = evaluator.class_metrics(true.tolist(), logits, log_odds=not self.squares)
-        own = {"loss": evaluator.record_mean("loss", losses)}
+        loss = {"loss": evaluator.record_mean("loss", losses)}
         if self.squares:
             variance = 1 - float(np.square(np.bincount(true) / len(true)).sum())  # of the one-hot labels
             unexplained = losses / variance if variance else losses * np.nan
-            own["unexplained"] = evaluator.record_mean("unexplained", unexplained)
-        return own | figures
+            loss["unexplained"] = evaluator.record_mean("unexplained", unexplained)
+        return loss | figures

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ..data.encoding import EncodingResult, RowEncoder
     from ..data.example import Example
     from ..data.rows import Row
-    from ..data.template import Template
     from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
 
@@ -44,6 +43,7 @@ class Completion(TemplateTask):
     """Maximum share of rows whose completion may be truncated at `train.max_length`; the run stops if there are
     more. Null: 0.1."""
 
+    answer_setting: ClassVar[str] = "completion"
     traits: ClassVar[TaskTraits] = TaskTraits(
         causal=True, backbone="decoder", truncation_side="left", takes_soft_tokens=True
     )
@@ -51,11 +51,6 @@ class Completion(TemplateTask):
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(1, None), max_truncated=(0, 1))
         check_task_metrics(self)
-
-    def templates(self) -> tuple[Template, Template]:
-        from ..data.template import Template
-
-        return Template(self.prompt, "task.prompt"), Template(self.completion, "task.completion")
 
     @property
     def has_classes(self) -> bool:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..data.example import Example, GenerationPrompt
     from ..data.preference import PreferenceEncoder
     from ..data.rows import Row
-    from ..data.template import Template
     from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
 
@@ -84,6 +83,7 @@ class Preference(TemplateTask):
     """Maximum share of rows with an answer truncated at `train.max_length`; the run stops if there are more. Null:
     0.1."""
 
+    answer_setting: ClassVar[str] = "answer"
     traits: ClassVar[TaskTraits] = TaskTraits(
         causal=True,
         is_answer_level=True,
@@ -111,9 +111,9 @@ class Preference(TemplateTask):
         check_bounds(self, label_smoothing=(0, 0.499), desirable_weight=(0, None), undesirable_weight=(0, None))
         if "{answer}" not in self.answer:
             raise ValueError(f"answer needs the place {{answer}}: by {self.answer!r} both answers would be the same")
-        own = {name: getattr(self, name) for name in ("template", "template_arguments", "system", "date")}
-        if not self.chat and (named := [name for name, value in own.items() if value not in (None, "auto")]):
-            raise ValueError(f"{named[0]} is of conversations; set chat: true, or leave it out")
+        chat_settings = ("template", "template_arguments", "system", "date")
+        if not self.chat and (used := [name for name in chat_settings if getattr(self, name) not in (None, "auto")]):
+            raise ValueError(f"{used[0]} is of conversations; set chat: true, or leave it out")
         if self.chat and (self.prompt, self.answer) != ("{prompt}", "{answer}"):
             raise ValueError(
                 "prompt and answer are templates of texts, and with chat: true a chat template writes both; set them "
@@ -178,15 +178,10 @@ class Preference(TemplateTask):
     def figure_names(self) -> tuple[str, ...]:
         return ("loss", *metric_names("preferences", *(["reference"] if self.has_reference else [])))
 
-    def templates(self) -> tuple[Template, Template]:
-        from ..data.template import Template
-
-        return Template(self.prompt, "task.prompt"), Template(self.answer, "task.answer")
-
     def columns(self) -> tuple[str, ...]:
-        own = () if self.chat else (name for name in self.templates()[1].columns if name != "answer")
+        others = () if self.chat else (name for name in self.templates()[1].columns if name != "answer")
         answers = () if self.is_unpaired else ("chosen", "rejected")  # kto takes either these or completion and label
-        return tuple(dict.fromkeys((*self.input_format.columns(), *answers, *own)))
+        return tuple(dict.fromkeys((*self.input_format.columns(), *answers, *others)))
 
     def optional_columns(self) -> tuple[str, ...]:
         single = ("chosen", "rejected", "completion", "label") if self.is_unpaired else ()

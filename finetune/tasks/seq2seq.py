@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from ..data.encoding import EncodingResult, RowEncoder
     from ..data.example import Example
     from ..data.rows import Row
-    from ..data.template import Template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +46,7 @@ class Seq2Seq(TemplateTask):
     """Maximum share of rows whose target may be truncated at `train.max_length`; the run stops if there are more.
     Null: 0.1."""
 
+    answer_setting: ClassVar[str] = "target"
     traits: ClassVar[TaskTraits] = TaskTraits(
         auto_class="AutoModelForSeq2SeqLM",
         refusals={
@@ -67,11 +67,6 @@ class Seq2Seq(TemplateTask):
     @property
     def no_axes(self) -> Mapping[str, str]:
         return {"cp": "encoder and decoder have rows of their own"}
-
-    def templates(self) -> tuple[Template, Template]:
-        from ..data.template import Template
-
-        return Template(self.prompt, "task.prompt"), Template(self.target, "task.target")
 
     def encode(self, rows: Iterable[Row], encoder: RowEncoder) -> tuple[list[Example], None]:
         """Encode prompt (for the encoder) and target (for the decoder), both with the tokenizer's own special

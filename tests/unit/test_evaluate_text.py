@@ -13,7 +13,8 @@ from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import text
 from flatshift.finetune.evaluate.bootstrap import group_interval
-from flatshift.finetune.evaluate.text import DocumentCounts, find_language, score_texts, sliding_windows, split_words
+from flatshift.finetune.evaluate.perplexity import DocumentCounts
+from flatshift.finetune.evaluate.text import find_language, score_texts, sliding_windows, split_words
 from flatshift.finetune.tasks import LanguageModel
 from tests.data_models import byte_tokenizer, tiny_model
 
