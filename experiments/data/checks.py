@@ -88,6 +88,7 @@ class RowChecks:
         self.settings, self.task, self._wrong = recipe.data.checks, recipe.task, frozenset(wrong)
         task, projector = recipe.task, recipe.adapter.projector
         self._prompt, optional = task.input_format.columns(), task.optional_columns()
+        self._is_chat = task.input_format.uses_chat_template
         own = tuple(name for name in task.columns() if name not in self._prompt)
         self._read = (*self._prompt, *(name for name in optional if name in _CONTEXT))
         self._answers = (*own, *(name for name in optional if name not in _CONTEXT))
@@ -158,7 +159,7 @@ class RowChecks:
             return False
         prompts = [normalize_text(text) for name in self._prompt if isinstance(text := row.values.get(name), str)]
         pairs = [(prompt, answer) for prompt in prompts for answer in answers]
-        if self.task.input_format.uses_chat_template:
+        if self._is_chat:
             turns = [(turn, turn.get("content", turn.get("value"))) for turn in _iter_turns(row.values.get("messages"))]
             pairs += [
                 (normalize_text(before), normalize_text(text))
@@ -169,10 +170,8 @@ class RowChecks:
 
     def _spoken(self, row: Row) -> Iterator[str]:
         """Yield the texts of a row that are training targets."""
-        yield from _iter_column_texts(
-            row, self._answers if self._answers or self.task.input_format.uses_chat_template else self._read
-        )
-        for turn in _iter_turns(row.values.get("messages")) if self.task.input_format.uses_chat_template else ():
+        yield from _iter_column_texts(row, self._answers if self._answers or self._is_chat else self._read)
+        for turn in _iter_turns(row.values.get("messages")) if self._is_chat else ():
             if _is_assistant_turn(turn):
                 yield from _iter_texts(turn)
 
@@ -183,7 +182,7 @@ class RowChecks:
         for name in row.record.keys() - self._known[which]:
             if row.record[name] not in _NOTHING:
                 self._unread.setdefault(f"column {shorten(name)!r}", _FindingCount()).add(place)
-        if not self.task.input_format.uses_chat_template:
+        if not self._is_chat:
             return
         lists = [row.values.get(name) for name in self._all if name != "tools"]
         turns = (turn for value in lists for turn in _iter_turns(value))
