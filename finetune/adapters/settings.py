@@ -76,10 +76,9 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: TraitsTask
     elif adapter.layers is not None and targets == "all-linear":
         targets = _linear_names(backbone, adapter, targets, task)
     whole = _fully_trained_modules(backbone, adapter)
+    task_type = _PEFT_TYPES.get(task.traits.auto_class)
     return LoraConfig(
-        task_type=None
-        if adapts_head(adapter, new)
-        else _PEFT_TYPES.get(task.traits.auto_class),  # else PEFT would train the head in full
+        task_type=None if adapts_head(adapter, new) else task_type,  # else PEFT would train the head in full
         r=adapter.rank,
         lora_alpha=adapter.numerator,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,
