@@ -109,7 +109,7 @@ class Case:
     def task(self) -> Task:
         """Its objective's, packed or not."""
         task = OBJECTIVES[self.objective]
-        return replace(task, pack=self.packed) if task.causal else task
+        return replace(task, pack=self.packed) if task.traits.causal else task
 
 
 def all_cases() -> Iterator[Case]:
@@ -117,7 +117,7 @@ def all_cases() -> Iterator[Case]:
     for objective, regularizer, checkpointing, accumulate in itertools.product(
         OBJECTIVES, REGULARIZERS, CHECKPOINTING, (1, 2)
     ):
-        packable = OBJECTIVES[objective].causal
+        packable = OBJECTIVES[objective].traits.causal
         for packed in (False, True) if packable else (False,):
             yield Case(objective, regularizer, checkpointing, accumulate, packed)  # type: ignore[arg-type]
 
@@ -127,7 +127,7 @@ def covering_cases() -> list[Case]:
     one and two micro-batches, bf16 and float32."""
     chosen, regularizers = [], itertools.cycle(REGULARIZERS)
     for index, (objective, checkpointing) in enumerate(itertools.product(OBJECTIVES, CHECKPOINTING)):
-        packed = OBJECTIVES[objective].causal and index % 2 == 0
+        packed = OBJECTIVES[objective].traits.causal and index % 2 == 0
         case = Case(objective, next(regularizers), checkpointing, 1 + index % 2, packed)  # type: ignore[arg-type]
         chosen.append(case if index % 5 else replace(case, precision="fp32"))
     return chosen
@@ -197,7 +197,7 @@ def rehearse(
         max_length=_LENGTH,
         **(settings or {}),
     )
-    masking = Masking(3, np.arange(4, VOCABULARY)) if task.hides_tokens else None
+    masking = Masking(3, np.arange(4, VOCABULARY)) if task.traits.masks_tokens else None
     batches = TrainingDataLoader(
         examples,
         task=task,

@@ -127,11 +127,13 @@ def sample(name: str, folder: Path, count: int = ROWS) -> str:
 
 def identities(bench: Benchmark) -> None:
     """The unit row of the field, and word = token to the power of fertility."""
-    from flatshift.finetune.evaluate.text import DocumentCounts
+    from flatshift.finetune.evaluate.perplexity import DocumentCounts
 
     def of(*values: Any) -> dict[str, float]:
-        arrays = [np.atleast_1d(np.array(v)) for v in (*values[:3], values[3], values[3], values[4])]
-        found = DocumentCounts(*arrays).figures(into={}, resamples=0, confidence=0.95, seed=0)
+        names = ("nats", "tokens", "words", "characters", "bytes")
+        arrays = [np.atleast_1d(np.array(v)) for v in values]
+        counts = DocumentCounts(**dict(zip(names, arrays, strict=True)))
+        found = counts.metrics(figures={}, resamples=0, confidence=0.95, seed=0)
         return {name: float(cell["value"] or math.nan) for name, cell in found.items()}
 
     unit = of(100.0, 50, 25, 150, 200)

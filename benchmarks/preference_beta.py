@@ -141,7 +141,7 @@ def backbone_draws() -> list[tuple[str, str, str]]:
     long = [words for words in texts if len(words) > 2 * BEGINNING]
     places = np.random.default_rng(0).permutation(len(long))[: PAIRS + 2 * JUDGED]
     prompts = [" ".join(long[place][:BEGINNING]) for place in places]
-    asked = [question.ids for question in task.ask_texts(prompts, tokenizer) for _ in range(2)]
+    asked = [question.ids for question in task.input_format.build_text_prompts(prompts, tokenizer) for _ in range(2)]
     decoding = Decoding(max_new_tokens=ANSWER, temperature=1.0, seed=1)
     said = dict(
         continue_prompts(

@@ -159,7 +159,9 @@ def start(resolved: Resolved) -> dict[str, float]:
     first = [mean_loss(model, batches.at(i), task=task) for i in range(FIRST)]
     optimizer = AdapterOptimizer(parameters, recipe.optimizer)
     rows = limit_rows(
-        prepared.train, ROWS if task.is_sequence_level else DOCUMENTS, seed=derive_seed(recipe.train.seed, "rows")
+        prepared.train,
+        ROWS if task.traits.is_sequence_level else DOCUMENTS,
+        seed=derive_seed(recipe.train.seed, "rows"),
     )
     pad = int(tokenizer.pad_token_id)
     found = preconditioned_sharpness(

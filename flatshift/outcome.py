@@ -102,7 +102,7 @@ def _answers_prompts(run: RunResults) -> bool:
     """True if the run's model answers prompts."""
     task = run.recipe.get("task")
     kind = KINDS.get(str(task.get("kind"))) if isinstance(task, dict) else None
-    return kind is not None and (made := kind()).is_generative and not made.documents
+    return kind is not None and (made := kind()).traits.is_generative and not made.traits.reads_documents
 
 
 def _data_files(recipe: dict[str, Any], split: str, *, block: str = "data") -> list[str]:

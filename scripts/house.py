@@ -24,7 +24,7 @@ ROOMS = ("flatshift", "experiments", "finetune", "selection", "regularizers")
 # Ceilings of --check. Lower one when the tree is below it; raise one only with its reason in CHANGELOG.md.
 MAX_LINES = 86_000
 MAX_MODULES = 455
-MAX_MEMBERS = 83
+MAX_MEMBERS = 45
 """Names that a class body defines, without inherited ones."""
 MAX_FUNCTION_LINES = 123
 REPEATED_CLASSES = frozenset({"Flags", "Handler"})

@@ -87,7 +87,8 @@ class RowChecks:
         """wrong: ids of rows whose label is noise, and so independent of their text."""
         self.settings, self.task, self._wrong = recipe.data.checks, recipe.task, frozenset(wrong)
         task, projector = recipe.task, recipe.adapter.projector
-        self._prompt, optional = task.prompt_columns(), task.optional_columns()
+        self._prompt, optional = task.input_format.columns(), task.optional_columns()
+        self._is_chat = task.input_format.uses_chat_template
         own = tuple(name for name in task.columns() if name not in self._prompt)
         self._read = (*self._prompt, *(name for name in optional if name in _CONTEXT))
         self._answers = (*own, *(name for name in optional if name not in _CONTEXT))
@@ -97,7 +98,7 @@ class RowChecks:
         off = self.settings.control_tokens == "off"
         self._control = None if off else _special_token_pattern(tokenizer)
         special = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
-        compared = not (task.is_sequence_level or task.hides_tokens or tokenizer.unk_token_id in special)
+        compared = not (task.traits.is_sequence_level or task.traits.masks_tokens or tokenizer.unk_token_id in special)
         self._unknown = tokenizer.unk_token_id if compared else None
         self._rows: dict[Split, _RowHashes] = {split: _RowHashes() for split in SPLITS}
         self._labels: dict[Any, int] = {}
@@ -128,7 +129,7 @@ class RowChecks:
             if self.settings.unread != "off":
                 self._look_for_unread(row, place, part, encoder)
         if self._near is not None:
-            names = self._read if self.task.is_sequence_level else self._all
+            names = self._read if self.task.traits.is_sequence_level else self._all
             self._near.add(split, [" ".join(_iter_column_texts(row, names)) for row in usable])
 
     def _row(self, row: Row, place: Place) -> None:
@@ -136,13 +137,13 @@ class RowChecks:
             [normalize_text(text) for text in _iter_column_texts(row, names)] for names in (self._read, self._answers)
         )
         held = self._rows[place[0]]
-        held.keys.append(hash(tuple(read) if self.task.is_sequence_level else (*read, None, *answers)))
+        held.keys.append(hash(tuple(read) if self.task.traits.is_sequence_level else (*read, None, *answers)))
         held.numbers.append(place[1])
         if self.task.has_classes:
             label = None if row.id in self._wrong else row.values.get("label")
             held.texts.append(hash(tuple(read)))
             held.labels.append(-1 if label is None else self._labels.setdefault(label, len(self._labels)))
-        if self.task.by_answer and _is_same_text(row.values.get(CHOSEN), row.values.get(REJECTED)):
+        if self.task.traits.is_answer_level and _is_same_text(row.values.get(CHOSEN), row.values.get(REJECTED)):
             self._found("same_answers").add(place)
         if self._repeats(row, answers):
             self._found("repeated_prompts").add(place)
@@ -154,11 +155,11 @@ class RowChecks:
 
     def _repeats(self, row: Row, answers: Sequence[str]) -> bool:
         """Return True if an answer begins with its prompt, where the model sees both in sequence."""
-        if not self.task.causal:
+        if not self.task.traits.causal:
             return False
         prompts = [normalize_text(text) for name in self._prompt if isinstance(text := row.values.get(name), str)]
         pairs = [(prompt, answer) for prompt in prompts for answer in answers]
-        if self.task.uses_chat_template:
+        if self._is_chat:
             turns = [(turn, turn.get("content", turn.get("value"))) for turn in _iter_turns(row.values.get("messages"))]
             pairs += [
                 (normalize_text(before), normalize_text(text))
@@ -169,10 +170,8 @@ class RowChecks:
 
     def _spoken(self, row: Row) -> Iterator[str]:
         """Yield the texts of a row that are training targets."""
-        yield from _iter_column_texts(
-            row, self._answers if self._answers or self.task.uses_chat_template else self._read
-        )
-        for turn in _iter_turns(row.values.get("messages")) if self.task.uses_chat_template else ():
+        yield from _iter_column_texts(row, self._answers if self._answers or self._is_chat else self._read)
+        for turn in _iter_turns(row.values.get("messages")) if self._is_chat else ():
             if _is_assistant_turn(turn):
                 yield from _iter_texts(turn)
 
@@ -183,7 +182,7 @@ class RowChecks:
         for name in row.record.keys() - self._known[which]:
             if row.record[name] not in _NOTHING:
                 self._unread.setdefault(f"column {shorten(name)!r}", _FindingCount()).add(place)
-        if not self.task.uses_chat_template:
+        if not self._is_chat:
             return
         lists = [row.values.get(name) for name in self._all if name != "tools"]
         turns = (turn for value in lists for turn in _iter_turns(value))

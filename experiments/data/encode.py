@@ -36,6 +36,7 @@ from flatshift.finetune.data.rows import Row
 from flatshift.finetune.data.token_cache import TokenCache, content_key
 from flatshift.finetune.errors import UserError, user_path
 from flatshift.finetune.tasks import Task
+from flatshift.finetune.tasks.regress import standardised_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +103,7 @@ def encode_rows(
     settings: dict[str, Any] = {
         "label_names": labels,
         "bad_rows": recipe.data.bad_rows,
-        "decoder_start": open_backbone(recipe.backbone).decoder_start if task.encoder_decoder else None,
+        "decoder_start": open_backbone(recipe.backbone).decoder_start if task.traits.encoder_decoder else None,
         "truncation": recipe.train.truncation,
         "units": units,
         "features": recipe.adapter.projector,
@@ -221,12 +222,12 @@ def survey_rows(recipe: Recipe) -> RowSurvey:
     """
     data, task = recipe.data, recipe.task
     parts = list_source_files(data)
-    wants_labels = task.has_classes and task.given_classes is None
+    wants_labels = task.has_classes and task.labels is None
     keys = RowKeys() if has_holdout(data) else None
     limits = any(part.limit is not None for split in SPLITS for part in parts[split])
-    targets = array("d") if task.has_targets else None
+    targets = array("d") if task.traits.has_targets else None
     if not (wants_labels or keys is not None or limits or targets is not None):
-        return RowSurvey(dict.fromkeys(SPLITS), task.given_classes)
+        return RowSurvey(dict.fromkeys(SPLITS), task.labels)
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     labels: set[str] = set()
     for split in SPLITS:
@@ -255,7 +256,7 @@ def survey_rows(recipe: Recipe) -> RowSurvey:
         if split in chosen.own:
             routes[split][chosen.own[split]] = number  # type: ignore[index]
     trained = () if targets is None else np.asarray(targets)[routes["train"] == 1].tolist()
-    return RowSurvey(routes, sort_labels(labels) if wants_labels else task.given_classes, trained)
+    return RowSurvey(routes, sort_labels(labels) if wants_labels else task.labels, trained)
 
 
 def stream_rows(recipe: Recipe, known: RowSurvey, skipped: list[str]) -> Routed:
@@ -336,7 +337,7 @@ def _cache_key(recipe: Recipe, names: Sequence[str | None]) -> str:
     train = {name: getattr(recipe.train, name) for name in limits}
     task = dataclasses.asdict(recipe.task)
     task.pop("template", None)  # its text counts, not its path
-    template = recipe.task.template_record()
+    template = recipe.task.input_format.template_record()
     what = {
         "inputs": names,
         "parts": counts,
@@ -355,7 +356,7 @@ def _cache_key(recipe: Recipe, names: Sequence[str | None]) -> str:
 
 def _head_settings(recipe: Recipe) -> dict[str, Any] | None:
     """Return the head that a regression's units are made for."""
-    layer = recipe.task.head_layer(recipe.backbone)
+    layer = standardised_layer(recipe.task, recipe.backbone)
     return None if layer is None else dataclasses.asdict(layer)
 
 
@@ -381,20 +382,21 @@ def _code_digest() -> str:
 def _code_files() -> list[Path]:
     """Return the source files that encoded rows depend on. Their other imports do not affect rows, or are in the key
     itself."""
+    import flatshift.finetune.compute.task
     import flatshift.finetune.data
     import flatshift.finetune.models.backbone
     import flatshift.finetune.seeds
     import flatshift.finetune.tasks
 
     here = Path(__file__).resolve().parent
-    single = [flatshift.finetune.models.backbone.__file__, flatshift.finetune.seeds.__file__]
+    modules = (flatshift.finetune.compute.task, flatshift.finetune.models.backbone, flatshift.finetune.seeds)
     return [
         *(
             file
             for room in (flatshift.finetune.data, flatshift.finetune.tasks)
             for file in sorted(_package_directory(room).rglob("*.py"))
         ),
-        *map(Path, single),
+        *(Path(str(module.__file__)) for module in modules),
         *(here / name for name in ("checks.py", "encode.py", "holdout.py", "sources.py", "splits.py")),
     ]
 

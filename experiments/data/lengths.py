@@ -90,7 +90,7 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
         )
     try:
         backbone = BackboneSizes.read(open_backbone(recipe.backbone).directory, recipe.adapter).under(recipe.task)
-        read = recipe.task.as_read(settings)
+        read = recipe.task.traits.count_token_rows(settings)
         held = predict_footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=read)
     except UserError:  # an architecture whose sizes are unknown
         return

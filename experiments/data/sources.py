@@ -261,7 +261,7 @@ def sample_train_for_eval(recipe: Recipe, train: Sequence[Example]) -> Sequence[
 def check_eos_counts(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
     """Refuse rows of a split that a head over an encoder-decoder cannot take in one batch: those with different numbers
     of end-of-sequence tokens, such as pairs and single texts. Raises UserError."""
-    if not recipe.task.is_sequence_level:
+    if not recipe.task.traits.is_sequence_level:
         return
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -309,7 +309,7 @@ def build_preview_loader(
     from flatshift.finetune.models.backbone import open_backbone
 
     settings, task = recipe.train, recipe.task
-    masking = task.masking(open_backbone(recipe.backbone).tokenizer) if task.hides_tokens else None
+    masking = task.masking(open_backbone(recipe.backbone).tokenizer) if task.traits.masks_tokens else None
     return TrainingDataLoader(
         train, task=recipe.task, batch_size=settings.batch_size, accumulate=settings.accumulate,
         seed=seed, max_length=settings.max_length, pad_id=0, mixture=mixture,

@@ -43,14 +43,16 @@ from flatshift.finetune.data.columns import ColumnarExamples, ExampleWriter, ope
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.formats import SAMPLE
-from flatshift.finetune.data.labels import Units, label_index
+from flatshift.finetune.data.labels import Units, fit_units, label_index
 from flatshift.finetune.data.mixture import Mixture
-from flatshift.finetune.data.noise import shuffle_tokens
+from flatshift.finetune.data.noise import flip_preferences, flip_row_labels, replace_answers, shuffle_tokens
+from flatshift.finetune.data.preference import swap_answers
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.data.token_cache import CacheError
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
+from flatshift.finetune.tasks.regress import standardised_layer
 
 if TYPE_CHECKING:
     from flatshift.finetune.train.trace.recording import Recording
@@ -130,7 +132,7 @@ def read_splits(recipe: Recipe) -> SplitRows:
         records = records or len(rows["train"]) + len(skipped)
     names = task.class_names(rows["train"])
     cut = None
-    if keys is not None and task.documents:
+    if keys is not None and task.traits.reads_documents:
         cut = cut_documents(rows["train"], data.holdout, [split for split in SPLITS[1:] if not parts[split]])
     if cut is not None:  # by their text, not by rows
         rows |= cut
@@ -258,8 +260,8 @@ def build_label_record(prepared: PreparedData) -> dict[str, Any]:
 def read_label_record(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | None]:
     """Return the classes in head order and the units of targets that `run` was trained with, from its manifest."""
     task = recipe.task
-    if task.given_classes is not None or not (task.has_classes or task.has_targets):
-        return task.given_classes, None
+    if task.labels is not None or not (task.has_classes or task.traits.has_targets):
+        return task.labels, None
     file = run / "manifest.json"
     if not file.is_file():
         raise UserError(f"{file} is missing, which tells the run's classes or units; copy it along with the rest")
@@ -283,13 +285,14 @@ def _prepare(recipe: Recipe, folder: Path | None) -> tuple[PreparedData, dict[st
     pool: list[str] = []
     true: dict[str, int] = {}
     said: tuple[str, ...] = ()
+    targets: Sequence[float]
     if noise or not is_large(recipe):
         rows = read_splits(recipe)
         skipped, labels, parts, said = rows.skipped, rows.label_names, len(rows.sizes), rows.notes
         train, flipped = _add_label_noise(recipe, rows)
         pool = [row.id for row in rows.pool]
         routed = _route_rows(train, rows)
-        units = task.units([row.values["label"] for row in train] if task.has_targets else (), recipe.backbone)
+        targets = [row.values["label"] for row in train] if task.traits.has_targets else []
         if flipped and labels is not None and task.one_class:
             wrong = set(flipped)
             true = {row.id: label_index(row, labels) for row in rows.train if row.id in wrong}
@@ -297,10 +300,11 @@ def _prepare(recipe: Recipe, folder: Path | None) -> tuple[PreparedData, dict[st
         known = survey_rows(recipe)
         skipped, labels, parts = [], known.labels, len(list_source_files(recipe.data)["train"])
         routed = stream_rows(recipe, known, skipped)
-        units = task.units(known.targets, recipe.backbone)
+        targets = known.targets
+    units = fit_units(targets, standardised_layer(task, recipe.backbone)) if task.traits.has_targets else None
     check_classes(recipe, labels)
     tokenizer = open_backbone(recipe.backbone).tokenizer
-    shuffle = bool(noise) and task.noise == "tokens"
+    shuffle = bool(noise) and task.traits.noise_level == "tokens"
     made = encode_rows(
         recipe,
         tokenizer,
@@ -384,9 +388,15 @@ def _add_label_noise(recipe: Recipe, rows: SplitRows) -> tuple[list[Row], list[s
     """Return the training rows with `data.label_noise`, if it is applied before encoding, and the ids of the changed
     rows."""
     rate, task, seed = recipe.data.label_noise, recipe.task, _noise_seed(recipe)
-    if not rate or task.noise != "rows":
+    if not rate or task.traits.noise_level != "rows":
         return rows.train, []
-    noisy, flipped = task.with_noise(rows.pool, rate=rate, label_names=rows.label_names, seed=seed)
+    if task.traits.is_answer_level:
+        noisy, flipped = flip_preferences(rows.pool, exchange=swap_answers, rate=rate, seed=seed)
+    elif rows.label_names is not None and not task.multi:
+        noisy, flipped = flip_row_labels(rows.pool, rate=rate, label_names=rows.label_names, seed=seed)
+    else:
+        columns = task.input_format.answer_columns()
+        noisy, flipped = replace_answers(rows.pool, columns=columns, rate=rate, seed=seed)
     by_id, wrong = {row.id: row for row in noisy}, set(flipped)
     return [by_id[row.id] for row in rows.train], [row.id for row in rows.train if row.id in wrong]
 

@@ -170,7 +170,7 @@ def _choose_backbone_precision(recipe: Recipe) -> tuple[str, str]:
         backbone = BackboneSizes.read(backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
     except UserError:  # loading the backbone reports the error later
         return "same", "auto"
-    read = [recipe.task.as_read(each) for each in (train, narrow)]
+    read = [recipe.task.traits.count_token_rows(each) for each in (train, narrow)]
     wide, less = (
         predict_footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=each).total for each in read
     )
@@ -183,7 +183,7 @@ def _resolve_template(resolved: Resolved, say: Callable[[str], None]) -> Resolve
     """Replace `task.template: auto` by the shipped template for base models where the tokenizer has none; record the
     origin and report the template in use."""
     recipe, name = resolved.recipe, resolved.recipe.task.template
-    if not recipe.task.uses_chat_template:
+    if not recipe.task.input_format.uses_chat_template:
         return resolved
     from flatshift.finetune.data.chat.template import AUTO, describe_template, resolve_template
     from flatshift.finetune.models.backbone import open_backbone

@@ -206,9 +206,9 @@ def _drop_shipped_split(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origi
     train = recipe.train
     if train.overlong != "split" or not origins.get("train.overlong", "").startswith(str(_SHIPPED)):
         return recipe, origins
-    if recipe.task.splits and train.truncation is None:
+    if recipe.task.traits.splits_documents and train.truncation is None:
         return recipe, origins
-    name = "train.truncation" if recipe.task.splits else "task.kind"
+    name = "train.truncation" if recipe.task.traits.splits_documents else "task.kind"
     why = f"{origins.get(name, origins.get('task', _DEFAULT))} goes without pieces"
     changed = dataclasses.replace(recipe, train=dataclasses.replace(train, overlong=None))
     return changed, {**origins, "train.overlong": why}
@@ -551,6 +551,10 @@ def with_template_copy(run: Path, recipe: Recipe) -> Recipe:
     if has_template_file(recipe) and (run / COPY).is_file():
         task = task.replace(template=str((run / COPY).absolute()))
     noted = read_json_object(file).get("chat_template") if file.is_file() else None
-    if noted is not None and (now := task.template_record()) is not None and now["sha256"] != noted["sha256"]:
+    if (
+        noted is not None
+        and (now := task.input_format.template_record()) is not None
+        and now["sha256"] != noted["sha256"]
+    ):
         raise UserError(f"task.template: {task.template} changed since the run began; restore it or train again")
     return dataclasses.replace(recipe, task=task)

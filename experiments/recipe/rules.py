@@ -88,7 +88,7 @@ RULES: tuple[RecipeRule, ...] = (
     RecipeRule(
         "train.overlong: split reads plain texts in pieces (task.kind: language-model or masked-lm), and task.kind: "
         "{it} has none; set it to null, drop or refuse",
-        lambda r: r.train.overlong == "split" and not r.task.splits and r.task.kind,
+        lambda r: r.train.overlong == "split" and not r.task.traits.splits_documents and r.task.kind,
     ),
     RecipeRule(
         "train.overlong: split does not go with {it}; leave one of them out",
@@ -240,10 +240,10 @@ def check_recipe(recipe: Recipe) -> None:
     }
     for setting, is_asked in asked.items():
         if is_asked:
-            recipe.task.refuse(setting)
+            recipe.task.traits.refuse(setting)
     if recipe.warmup is not None:
         _check_warm_up(recipe, recipe.warmup)
-    recipe.task.template_record()
+    recipe.task.input_format.template_record()
 
 
 def _check_table(rules: tuple[RecipeRule, ...], recipe: Recipe) -> None:
@@ -258,7 +258,7 @@ def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
     it."""
     from flatshift.finetune.models.backbone import check_task, open_backbone
 
-    recipe.task.refuse("warmup")
+    recipe.task.traits.refuse("warmup")
     if open_backbone(recipe.backbone).has_both_sides:
         raise UserError(
             f"the recipe's `warmup` block trains a decoder or an encoder alone, and backbone {recipe.backbone!r} has "
@@ -277,7 +277,7 @@ def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
     except UserError as error:
         raise UserError(f"the recipe's `warmup` block: {error}") from None
     begun = recipe.adapter.init != "default" or recipe.adapter.under is not None
-    if begun and task.new_head:
+    if begun and task.traits.has_new_head:
         what = "adapter.under" if recipe.adapter.under is not None else f"adapter.init: {recipe.adapter.init}"
         raise UserError(
             f"{what} does not go with the warm-up of an encoder, whose stages differ in their heads; leave one out"

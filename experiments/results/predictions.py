@@ -16,9 +16,8 @@ import pyarrow.parquet as pq
 
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval, ratio_statistic
-from flatshift.finetune.evaluate.classes import classification_metrics
 from flatshift.finetune.evaluate.metrics import find_metric
-from flatshift.finetune.evaluate.regression import regression_metrics
+from flatshift.finetune.evaluate.prediction_metrics import classification_metrics, regression_metrics
 from flatshift.finetune.run_directory import resume_command
 
 NAME = "predictions.parquet"
@@ -30,7 +29,7 @@ _EXPONENTIALS = {"perplexity": "loss", "pseudo_perplexity": "loss"}
 
 @dataclass(frozen=True)
 class Predictions:
-    """Rows of one split, with the non-empty columns of `flatshift.finetune.evaluate.evaluator.Evaluator.said`."""
+    """Rows of one split, with the non-empty columns of `flatshift.finetune.evaluate.evaluator.Evaluator.columns`."""
 
     table: pa.Table
     """All rows, without the long text columns."""

@@ -159,7 +159,7 @@ class RunResults:
         if not kind:
             return "nats"
         # A warm-up is language modelling, whatever follows.
-        return (BaseTask if stage == "warm-up" else KINDS.get(str(kind), BaseTask)).loss_unit
+        return (BaseTask if stage == "warm-up" else KINDS.get(str(kind), BaseTask)).traits.loss_unit
 
     @cached_property
     def metrics(self) -> Metrics:

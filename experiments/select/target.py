@@ -44,7 +44,7 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
         keys = RowKeys()
         for row in found.rows:
             keys.add(row, spec.columns)
-        cut = cut_documents(found.rows, data.holdout, SPLITS[1:]) if recipe.task.documents else None
+        cut = cut_documents(found.rows, data.holdout, SPLITS[1:]) if recipe.task.traits.reads_documents else None
         if cut is not None:
             apart = [row for split in SPLITS[1:] for row in cut[split]]
             found = replace(found, rows=cut["train"])

@@ -103,7 +103,7 @@ def make_cell(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Map
 def settings_digests(recipe: Recipe) -> list[list[str]]:
     """Return [setting, digest] of files that settings refer to: a chat template, initial adapters."""
     found = []
-    if (template := recipe.task.template_record()) is not None:
+    if (template := recipe.task.input_format.template_record()) is not None:
         found.append(["template", template["sha256"]])
     for setting in ("start", "under"):
         if (name := getattr(recipe.adapter, setting)) is not None:

@@ -114,7 +114,7 @@ def evaluate_split(
         inference=inference,
         label_names=label_names,
         seed=derive_seed(recipe.train.seed, "bootstrap", split),
-        said=said,
+        columns=said,
     )
 
 
@@ -274,7 +274,7 @@ def shorten_text(text: str) -> str:
 
 def write_predictions(path: Path, splits: Iterable[tuple[str, Mapping[str, Sequence[Any]]]]) -> None:
     """Write the predictions of each row: `split, row, text`, and the columns of
-    `flatshift.finetune.evaluate.evaluator.Evaluator.said`.
+    `flatshift.finetune.evaluate.evaluator.Evaluator.columns`.
 
     splits: pairs of a split's name and its columns, with one entry for each row of the split.
     """

@@ -70,7 +70,7 @@ class GenerativeRuns:
     def check_system(self) -> None:
         """Raise UserError unless every run was trained on conversations, which may contain a system turn."""
         for name, subject in self._subjects.items():
-            if not subject.recipe.task.uses_chat_template:
+            if not subject.recipe.task.input_format.uses_chat_template:
                 raise UserError(
                     f"--system: {name} was not trained on conversations and reads no system turn; leave it out"
                 )
@@ -133,7 +133,7 @@ class GenerativeRuns:
                 how,
                 EvalBatching.of(tokenizer, recipe.train, batch_size=1, device=next(self._model.parameters()).device),
                 end=sorted(end for end in ends if end is not None),
-                decoder_start=backbone.decoder_start if task.encoder_decoder else None,
+                decoder_start=backbone.decoder_start if task.traits.encoder_decoder else None,
                 on_token=tell if how.num_beams == 1 else None,
             )
         text = _strip_lead(lead, str(tokenizer.decode(answer.ids, skip_special_tokens=True)))
@@ -156,10 +156,10 @@ def _build_question(task: Any, asked: str | Sequence[Message], tokenizer: Any, *
             raise UserError("a message is not valid Unicode; write it in UTF-8")
     if not turns or turns[-1]["role"] != "user":
         raise UserError("the last message must be the user's: there is nothing to answer")
-    if raw or not task.uses_chat_template:
-        (question,) = task.ask_texts([turns[-1]["content"]], tokenizer, raw=raw)
+    if raw or not task.input_format.uses_chat_template:
+        (question,) = task.input_format.build_text_prompts([turns[-1]["content"]], tokenizer, raw=raw)
     else:
-        (question,), _ = task.ask(
-            [Row(dict.fromkeys(task.prompt_columns(), turns), "1", "the conversation")], tokenizer
+        (question,), _ = task.input_format.build_prompts(
+            [Row(dict.fromkeys(task.input_format.columns(), turns), "1", "the conversation")], tokenizer
         )
     return question

@@ -66,7 +66,7 @@ def export_for_program(
     """
     recipe = resume_recipe(path).recipe
     check_generative(recipe.task)
-    if recipe.task.encoder_decoder and to != "gguf":
+    if recipe.task.traits.encoder_decoder and to != "gguf":
         raise UserError(f"--to {to}: it serves no encoder-decoder; take `flatshift merge` and plain transformers")
     if to != "vllm":
         _require_converter(llama_cpp)
@@ -213,8 +213,8 @@ def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequ
     """Raise UserError unless the file has the tokenizer's tokens at the same ids, and starts and ends texts as in
     training."""
     tokenizer = open_backbone(recipe.backbone).own_tokenizer()
-    recipe.task.prepare_tokenizer(tokenizer)
-    begins = recipe.task.prompt_ids(tokenizer, "a")[: -len(tokenize_plain(tokenizer, "a"))]
+    recipe.task.input_format.prepare_tokenizer(tokenizer)
+    begins = recipe.task.input_format.token_ids(tokenizer, "a")[: -len(tokenize_plain(tokenizer, "a"))]
     wanted = {index: token for token, index in tokenizer.get_vocab().items()}
     tokens = [token.replace(" ", "\u2581") for token in told["tokens"]]  # the converter writes some of them as spaces
     other = [
@@ -230,7 +230,7 @@ def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequ
             "does not load; put the checkpoint's own tokenizer.model into the backbone's folder"
         )
     begin = [told["bos"]] if told["add_bos"] else []
-    if not recipe.task.encoder_decoder and not _template_has_special_tokens(recipe) and begins != begin:
+    if not recipe.task.traits.encoder_decoder and not _template_has_special_tokens(recipe) and begins != begin:
         raise UserError(f"the GGUF file begins a text with the tokens {begin}, where training began it with {begins}")
     if told["eos"] != get_end_token(tokenizer):
         raise UserError(f"the GGUF file ends a text with token {told['eos']}, training with {get_end_token(tokenizer)}")
@@ -240,7 +240,7 @@ def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequ
 
 def _template_has_special_tokens(recipe: Recipe) -> bool:
     """Return True if the template itself contains the special tokens of a prompt."""
-    return recipe.task.uses_chat_template
+    return recipe.task.input_format.uses_chat_template
 
 
 def _is_plain_lora(adapter: Path) -> bool:
@@ -295,8 +295,8 @@ def build_modelfile(recipe: Recipe, trained: Sequence[int]) -> str:
     generate`."""
     task, tokenizer = recipe.task, open_backbone(recipe.backbone).tokenizer
     mark = "{{ .Prompt }}"
-    (asked,) = task.ask_texts(
-        [mark], tokenizer, raw=len(task.prompt_columns()) != 1 and not _template_has_special_tokens(recipe)
+    (asked,) = task.input_format.build_text_prompts(
+        [mark], tokenizer, raw=len(task.input_format.columns()) != 1 and not _template_has_special_tokens(recipe)
     )
     template = asked.text
     for token in filter(None, [tokenizer.bos_token]):  # llama.cpp adds it by the file's settings

@@ -85,8 +85,8 @@ def check_linear(recipe: Recipe) -> None:
     """Raise UserError for a recipe that a linear model cannot represent."""
     task, adapter = recipe.task, recipe.adapter
     wrong = {
-        f"task.kind: {task.name} has no fixed set of outputs; take classify or regress": not task.is_sequence_level
-        or task.multi,
+        f"task.kind: {task.name} has no fixed set of outputs; take classify or regress": task.multi
+        or not task.traits.is_sequence_level,
         "adapter.dora is not linear in its factors, even at its start; set adapter.dora: false": adapter.dora,
         "adapter.soft_tokens are no linear layer; leave them out for LoRA": adapter.soft_tokens is not None,
         f"adapter.init: {adapter.init} starts away from B = 0; set adapter.init: default": adapter.init != "default",
@@ -186,7 +186,7 @@ def compute_features(
 
 def _fit_targets(labels: np.ndarray, start: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Return the targets to fit, [N, C], and the offset that a prediction is added to, [N, C]."""
-    if recipe.task.has_targets:
+    if recipe.task.traits.has_targets:
         return labels[:, None] - start, start
     classes = start.shape[1]
     hot = np.eye(classes)[labels.astype(int)]
@@ -197,7 +197,7 @@ def _fit_targets(labels: np.ndarray, start: np.ndarray, recipe: Recipe) -> tuple
 
 def _error_and_loss(recipe: Recipe, predicted: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     """Return (error, loss): the share of wrong classes and the squared loss; for a regression the loss twice."""
-    if recipe.task.has_targets:
+    if recipe.task.traits.has_targets:
         loss = float(np.square(predicted[:, 0] - labels).mean())
         return loss, loss
     hot = np.eye(predicted.shape[1])[labels.astype(int)]
@@ -216,7 +216,7 @@ def _forecast_draw(
     recipe = dataclasses.replace(recipe, adapter=dataclasses.replace(recipe.adapter, rank=top))
     engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names)
     held = prepared.test or prepared.dev
-    count = 1 if recipe.task.has_targets else len(prepared.label_names or ())
+    count = 1 if recipe.task.traits.has_targets else len(prepared.label_names or ())
     summed = len(prepared.train) * count > LARGEST
     how: dict[str, Any] = {"pad_id": int(tokenizer.pad_token_id or 0), "summed": summed}
     train = compute_features(engine, recipe, prepared.train, axes.ranks, **how)
@@ -285,10 +285,10 @@ def _fit_metrics(
         mark = "_" if split == "left_out" else "."
         found |= {f"{split}{mark}error": error, f"{split}{mark}loss": loss}
         if split == "train":
-            hot = labels[:, None] if recipe.task.has_targets else np.eye(shape[1])[labels.astype(int)]
+            hot = labels[:, None] if recipe.task.traits.has_targets else np.eye(shape[1])[labels.astype(int)]
             spread = float(hot.var(0).sum())
             found["train.unexplained"] = loss / spread if spread else math.nan
-    if recipe.task.has_targets:
+    if recipe.task.traits.has_targets:
         found = {name: value for name, value in found.items() if not name.endswith("error")}
     return {**found, "effective": fit.effective}
 
@@ -390,7 +390,7 @@ def _write_tables(out: Path, rows: Sequence[dict[str, Any]], document: Mapping[s
 def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Summarise the forecast: the error at the recipe's own setting, the effect of more rows and rank, and the
     threshold."""
-    metric = "loss" if recipe.task.has_targets else "error"
+    metric = "loss" if recipe.task.traits.has_targets else "error"
     decays = sorted({row["optimizer.weight_decay"] for row in rows})
     noise = min(axes.noises, key=lambda value: abs(value - recipe.data.label_noise))
     rank = min(axes.ranks, key=lambda value: abs(value - recipe.adapter.rank))

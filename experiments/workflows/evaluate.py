@@ -254,7 +254,7 @@ def _evaluate_subject(
             intervals[split] = _intervals_over_all(into, len(rows), draw)
             found.written += build_generation_records(subject.name, rows, texts)
             places = [row.where for row in rows]
-        elif task.documents and recipe.adapter.projector is None:
+        elif task.traits.reads_documents and recipe.adapter.projector is None:
             intervals[split] = _evaluate_documents(
                 model, tokenizer, rows, recipe, asked, inference, into, draw, found.notes, said
             )
@@ -286,7 +286,7 @@ def _evaluate_subject(
                 label_names=names,
                 seed=seed,
                 figures=into,
-                said=said,
+                columns=said,
             )
             places = [example.where for example in examples]
             said["text"] = decode_examples(examples, tokenizer)
@@ -334,12 +334,12 @@ def _evaluate_documents(
             task=recipe.task,
             window=width,
             overlap=max(1, width // 4) if asked.overlap is None else asked.overlap,
-            where=[row.where for row in rows],
+            locations=[row.where for row in rows],
         )
     said |= {"text": _shorten_texts(rows), "loss": counts.nats, "loss.count": counts.tokens.astype(np.float64)}
     if (note := missing_dictionary_note(texts)) and note not in notes:
         notes.append(note)
-    return counts.figures(into=into, **draw)
+    return counts.metrics(figures=into, **draw)
 
 
 def _window_size(model: Any, recipe: Recipe, window: int | None) -> int:
@@ -361,7 +361,7 @@ def _rank_subject(
 ) -> RankingResult:
     recipe, few_shot = subject.recipe, asked.few_shot
     assert few_shot is not None
-    if not recipe.task.causal or recipe.adapter.projector is not None:
+    if not recipe.task.traits.causal or recipe.adapter.projector is not None:
         raise UserError(
             f"{subject.name}: --prompt asks a language model which text is likeliest, and task.kind: "
             f"{recipe.task.kind} trains none; leave it out"

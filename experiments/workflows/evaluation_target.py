@@ -77,7 +77,7 @@ def resolve_subjects(
         if runs:
             like = beside or next(iter(runs))
             recipe = dataclasses.replace(runs[like], backbone=runs[like].backbone if beside else name)
-            if recipe.task.is_sequence_level:
+            if recipe.task.traits.is_sequence_level:
                 raise UserError(
                     f"{name}: the head of task.kind: {recipe.task.kind} is trained with the adapter, so a base "
                     "model has none to evaluate; name runs only"
@@ -95,7 +95,7 @@ def resolve_subjects(
         if recipe.task.pack:  # nothing is trained
             recipe = dataclasses.replace(recipe, task=recipe.task.replace(pack=False))
         recipe = resolve_auto(Resolved(recipe, name, {}), say=console.say).recipe
-        if recipe.task.is_sequence_level:
+        if recipe.task.traits.is_sequence_level:
             raise UserError(
                 f"{name}: a bare backbone has no head for task.kind: {recipe.task.kind}; take language-model"
             )
@@ -128,7 +128,7 @@ class AdapterSwitcher:
         recipe, train = subject.recipe, subject.recipe.train
         device = resolve_device(train.device)
         key = (
-            recipe.backbone, recipe.task.auto_class, label_names if recipe.task.new_head else None,
+            recipe.backbone, recipe.task.traits.auto_class, label_names if recipe.task.traits.has_new_head else None,
             train.precision, train.backbone_precision, train.quantization, device,
         )  # fmt: skip
         self._take_off()
@@ -166,7 +166,7 @@ class AdapterSwitcher:
             initial=(initial if initial.is_dir() else folder) if folded else None,
         )
         load_adapter(self._model, folder)
-        if folded_offsets(self._model) or recipe.task.new_head or recipe.adapter.soft_tokens is not None:
+        if folded_offsets(self._model) or recipe.task.traits.has_new_head or recipe.adapter.soft_tokens is not None:
             self._base = None  # such changes cannot be removed again
         return self._model
 

@@ -96,7 +96,7 @@ def _write_export(
         settings["base_model_name_or_path"] = base_model or published_name(recipe.backbone)
         write_json(temporary / "adapter_config.json", settings)
         tokenizer, _ = save_tokenizer(recipe, temporary, rows=rows)
-        if recipe.task.is_generative:
+        if recipe.task.traits.is_generative:
             save_generation_settings(recipe, temporary, stops)
         compared = None
         if wanted is not None:

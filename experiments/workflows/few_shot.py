@@ -27,7 +27,7 @@ from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric
 from flatshift.finetune.evaluate.candidates import Candidate, score_candidates, tokenize_candidates
-from flatshift.finetune.evaluate.classes import classification_metrics
+from flatshift.finetune.evaluate.prediction_metrics import classification_metrics
 from flatshift.finetune.evaluate.prompts import FilledPrompt, Prompt, check_prompt, fill_prompt, shipped_prompts
 from flatshift.finetune.seeds import numpy_generator
 
@@ -168,7 +168,7 @@ def _ranking_metrics(
         if labelled:
             classification_metrics(gold.tolist(), picks.tolist(), resamples=0, confidence=0.95, seed=0, figures=of)
     share = right.mean(axis=0)
-    chance = np.array([1.0 / len(item.said) for item in items])
+    chance = np.array([1.0 / len(item.candidates) for item in items])
     figures = {"accuracy": ResampledMetric.over([share], lambda x: x.mean(-1))}
     for name in each[0] if labelled else ():
         if name != "accuracy":
@@ -177,7 +177,9 @@ def _ranking_metrics(
 
 
 def _mean_metric(figures: Sequence[ResampledMetric]) -> ResampledMetric:
-    return ResampledMetric(figures[0].rows, lambda drawn: np.mean([figure.of(drawn) for figure in figures], axis=0))
+    return ResampledMetric(
+        figures[0].rows, lambda drawn: np.mean([figure.statistic(drawn) for figure in figures], axis=0)
+    )
 
 
 def _draw_shots(items: Sequence[FilledPrompt], source: Sequence[Row], asked: FewShot, seed: int) -> list[list[str]]:
@@ -198,7 +200,7 @@ def _draw_shots(items: Sequence[FilledPrompt], source: Sequence[Row], asked: Few
             pool = pool if len(pool) > asked.shots else whole
             places = numpy_generator(seed, "shots", name).permutation(len(pool))[: asked.shots + 1]
             drawn[name] = [fill_prompt(asked.prompt, pool[i], spoken=asked.spoken) for i in places]
-        others = [shot for shot in drawn[name] if (shot.before, shot.said) != (item.before, item.said)]
+        others = [shot for shot in drawn[name] if (shot.before, shot.candidates) != (item.before, item.candidates)]
         found.append([shot.solved for shot in others[: asked.shots]])
     return found
 
@@ -218,7 +220,7 @@ def _score_candidates(
     texts = [
         [
             _format_candidate(shots, before, said, item.after, asked)
-            for before, said in zip(item.before, item.said, strict=True)
+            for before, said in zip(item.before, item.candidates, strict=True)
         ]
         for item, shots in zip(items, contexts, strict=True)
     ]
@@ -233,7 +235,7 @@ def _score_candidates(
         result["byte"].append(np.array([one.sum() / c.bytes for c, one in pairs]))
     if asked.score == "pmi":
         neutral = [
-            [_format_candidate([], item.neutral, said, item.after, asked) for said in item.said] for item in items
+            [_format_candidate([], item.neutral, said, item.after, asked) for said in item.candidates] for item in items
         ]
         free_of = _sum_log_likelihoods(model, tokenizer, neutral, begin, inference)
         result["pmi"] = [own - free for own, free in zip(result["sum"], free_of, strict=True)]
@@ -242,7 +244,7 @@ def _score_candidates(
             [
                 _format_candidate(shots, empty, said, item.after, asked)
                 for empty in item.content_free
-                for said in item.said
+                for said in item.candidates
             ]
             for item, shots in zip(items, contexts, strict=True)
         ]
@@ -304,7 +306,7 @@ def _fit_to_window(
         while shots and max(len(one.ids) for one in candidates) > window:
             shots.pop(0)
             found.dropped += 1
-            pairs = zip(one_item.before, one_item.said, strict=True)
+            pairs = zip(one_item.before, one_item.candidates, strict=True)
             candidates = tokenize_candidates(
                 tokenizer, [_format_candidate(shots, b, s, one_item.after, asked) for b, s in pairs], begin
             )

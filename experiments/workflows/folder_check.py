@@ -123,7 +123,9 @@ def compute_expected(
         save_file(tensors, work / "asked.safetensors")
         del tensors
         reference = (
-            [] if not recipe.task.is_generative else _build_reference(exact, model, tokenizer, rows, ends, memory)
+            []
+            if not recipe.task.traits.is_generative
+            else _build_reference(exact, model, tokenizer, rows, ends, memory)
         )
         del model
         gc.collect()  # reference cycles of hooks keep the model alive, and the folder's model is loaded next
@@ -179,11 +181,11 @@ def _asked(
     task = recipe.task
     backbone = open_backbone(recipe.backbone)
     classes = None
-    if task.has_classes and task.is_sequence_level and not folder.adapter:
+    if task.has_classes and task.traits.is_sequence_level and not folder.adapter:
         classes = "one" if task.one_class else "several"
     kind, options = auto_class(task, num_labels=None, label_names=labels)
     own = {name: value for name, value in options.items() if name == "num_labels"} if folder.adapter else {}
-    if folder.adapter and task.is_sequence_level:
+    if folder.adapter and task.traits.is_sequence_level:
         own |= {"num_labels": len(labels) if labels else 1, "ignore_mismatched_sizes": True}
         own["pad_token_id"] = backbone.tokenizer.pad_token_id
     return {
@@ -199,7 +201,7 @@ def _asked(
         "classes": classes,
         "ends": list(ends),
         "pad": backbone.tokenizer.pad_token_id,
-        "start": backbone.decoder_start if task.encoder_decoder else None,
+        "start": backbone.decoder_start if task.traits.encoder_decoder else None,
         "prompts": [
             {"ids": one["ids"], "most": one["most"]} for one in wanted.reference if "answer" in one
         ],
@@ -303,7 +305,7 @@ def _run_inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) 
     row."""
     examples = [example for _, example in read_run_rows(recipe, labels, most=_ROWS, whole=False)]
     task = recipe.task
-    if task.is_sequence_level:
+    if task.traits.is_sequence_level:
         return [next(EvalBatching(len(examples), tokenizer.pad_token_id).batches(examples, task)).inputs]
     batches = [next(EvalBatching(1, tokenizer.pad_token_id).batches([one], task)).inputs for one in examples]
     return [{name: tensor[:, :_TOKENS] for name, tensor in batch.items()} for batch in batches]
@@ -324,7 +326,7 @@ def draw_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
     if tokenizer.eos_token_id is not None:
         ids[:, -1] = tokenizer.eos_token_id
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if recipe.task.encoder_decoder:
+    if recipe.task.traits.encoder_decoder:
         start = torch.full((_ROWS, 1), open_backbone(recipe.backbone).decoder_start)
         inputs["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], dim=1)
     return inputs
@@ -335,9 +337,11 @@ def _choose_prompts(recipe: Recipe, rows: RunRows | None, tokenizer: Any) -> lis
     asked: list[GenerationPrompt] = []
     if rows is not None:
         with contextlib.suppress(UserError):
-            asked = task.ask([row for row, _ in rows[:_PROMPTS]], tokenizer, bad_rows="skip")[0]
+            asked = task.input_format.build_prompts([row for row, _ in rows[:_PROMPTS]], tokenizer, bad_rows="skip")[0]
     if not asked:
-        asked = task.ask_texts(["some text", "A second, longer one: 1 + 1 ="], tokenizer, raw=True)
+        asked = task.input_format.build_text_prompts(
+            ["some text", "A second, longer one: 1 + 1 ="], tokenizer, raw=True
+        )
     return [one for one in asked if len(one.ids) <= _LONGEST] or asked[:1]
 
 
@@ -350,7 +354,7 @@ def _build_reference(
 
     questions = _choose_prompts(recipe, rows, tokenizer)
     task, device = recipe.task, next(p.device for p in model.parameters() if not p.is_meta)
-    start = open_backbone(recipe.backbone).decoder_start if task.encoder_decoder else None
+    start = open_backbone(recipe.backbone).decoder_start if task.traits.encoder_decoder else None
     found: list[dict[str, Any]] = []
     with torch.no_grad():
         for one in questions:
@@ -360,7 +364,12 @@ def _build_reference(
             likeliest = torch.log_softmax(logits.float(), -1).topk(_LIKELIEST)
             pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
             found.append(
-                {"text": one.text, "whole": not task.uses_chat_template, "ids": list(one.ids), "next": dict(pairs)}
+                {
+                    "text": one.text,
+                    "whole": not task.input_format.uses_chat_template,
+                    "ids": list(one.ids),
+                    "next": dict(pairs),
+                }
             )
     most = _ANSWER if memory is None else _STREAMED_ANSWER
     roomy = [k for k, one in enumerate(questions) if context_overflow(model, one.ids, most, apart=bool(start)) is None][

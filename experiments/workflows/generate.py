@@ -33,7 +33,7 @@ from flatshift.finetune.tasks import Task
 
 def check_generative(task: Task) -> None:
     """Raise UserError unless the models of `task` continue a prompt."""
-    if not task.is_generative:
+    if not task.traits.is_generative:
         raise UserError(
             f"task.kind: {task.kind} trains a model that writes no text, so there is nothing to generate; evaluate it "
             "on rows of yours with `flatshift eval RUN_DIR --data FILE`"
@@ -112,10 +112,12 @@ def _generate_answers(
             raise UserError(f"--prompt {number} is not valid UTF-8; write it in that encoding")
     console = Console(quiet=quiet)
     tokenizer = open_backbone(recipe.backbone).tokenizer
-    questions = task.ask_texts(prompts, tokenizer, raw=raw)
+    questions = task.input_format.build_text_prompts(prompts, tokenizer, raw=raw)
     if data:
         skipped: list[str] = []
-        found, left_out = task.ask(_read_prompts(recipe, data, skipped), tokenizer, bad_rows=recipe.data.bad_rows)
+        found, left_out = task.input_format.build_prompts(
+            _read_prompts(recipe, data, skipped), tokenizer, bad_rows=recipe.data.bad_rows
+        )
         if skipped := [*skipped, *left_out]:
             console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
         questions += found
@@ -124,7 +126,7 @@ def _generate_answers(
     if not asked:
         raise UserError("there is no prompt: give --prompt TEXT, --data FILE, or lines on standard input")
 
-    start = open_backbone(recipe.backbone).decoder_start if task.encoder_decoder else None
+    start = open_backbone(recipe.backbone).decoder_start if task.traits.encoder_decoder else None
     with cpu_threads(recipe.train.threads), console.task("generating", len(asked), "prompts") as bar:
         engine, _ = load_model(recipe, recipe.task, None, adapter=path / "adapter")
         answers = continue_prompts(
@@ -146,7 +148,7 @@ def _read_prompts(recipe: Recipe, files: Sequence[str], skipped: list[str]) -> l
     rows = read_rows(
         files,
         columns=recipe.data.columns,
-        required=recipe.task.prompt_columns(),
+        required=recipe.task.input_format.columns(),
         bad_rows=recipe.data.bad_rows,
         skipped=skipped,
     )

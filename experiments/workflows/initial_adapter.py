@@ -163,7 +163,7 @@ def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, say: Callab
     if fits and any(".lora_" not in name and name not in tensors for name in shapes):
         fits = False
     reason = "does not fit this task"
-    if fits and recipe.task.own_units:
+    if fits and recipe.task.standardise:
         fits, reason = False, "answers in the units of its own targets"  # training uses standardised targets
     engine.load_adapter(directory, partial=not fits)
     left = "" if fits or not heads else f"; its {heads[0]} {reason} and stays behind"

@@ -62,7 +62,7 @@ def run_harness(
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"--harness needs the package lm-eval; {GET}")
     recipe = to_single_process(read_finished_recipe(path, overrides))
-    recipe.task.refuse("--harness")
+    recipe.task.traits.refuse("--harness")
     if recipe.adapter.soft_tokens is not None:
         what = "soft_tokens" if recipe.adapter.projector is None else "projector"
         raise UserError(
@@ -133,14 +133,14 @@ def _run_tasks(
             "own by --harness-include DIRECTORY"
         )
     engine, tokenizer = load_model(recipe, recipe.task, None, adapter=path / "adapter")
-    tokenizer, prefix = _add_training_prefix(tokenizer, begin=not recipe.task.encoder_decoder)
+    tokenizer, prefix = _add_training_prefix(tokenizer, begin=not recipe.task.traits.encoder_decoder)
     console.say(f"lm-eval on {', '.join(tasks)}")
     try:
         found = simple_evaluate(
             HFLM(
                 pretrained=engine.model,
                 tokenizer=tokenizer,
-                backend="seq2seq" if recipe.task.encoder_decoder else "causal",
+                backend="seq2seq" if recipe.task.traits.encoder_decoder else "causal",
                 batch_size=batch_size,
                 mixed_precision_dtype=autocast_dtype(recipe.train),
             ),

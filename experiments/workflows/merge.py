@@ -168,10 +168,10 @@ def _merge_by_files(
     model.config.dtype = dtype
     model.config.use_cache = True
     ends = collect_end_tokens(recipe, trained)
-    if recipe.task.is_generative:
+    if recipe.task.traits.is_generative:
         set_end_tokens(model.config, ends)
     model.config.save_pretrained(out)
-    if recipe.task.is_generative:
+    if recipe.task.traits.is_generative:
         _keep_older_keys(open_backbone(recipe.backbone).directory / "config.json", out / "config.json")
     if model.can_generate():
         save_generation_settings(recipe, out, ends)

@@ -137,7 +137,7 @@ def _format_metadata(path: Path, recipe: Recipe, base: str, license: str | None,
         base_model=None if base.startswith(PACKAGE) else base,
         library_name={"adapter": "peft", "gguf": "gguf", "ollama": "gguf"}.get(form, "transformers"),
         license=license,
-        pipeline_tag=_PIPELINE_TAGS.get(recipe.task.auto_class, "text-generation"),
+        pipeline_tag=_PIPELINE_TAGS.get(recipe.task.traits.auto_class, "text-generation"),
         tags=[*(["lora"] if form == "adapter" else []), "flatshift", recipe.regularizer.kind],
         datasets=_hub_dataset_names(recipe) or None,
         metrics=list(dict.fromkeys(m.hub for m in METRICS.values() if judged and m.hub and m.name in found)) or None,
@@ -360,30 +360,30 @@ def usage_example(task: Task, tokenizer: Any, label_names: Sequence[str] | None)
 
     label_names: classes in head order, if the task has any.
     """
-    if task.hides_tokens:
+    if task.traits.masks_tokens:
         return UsageExample(
             "text",
             ["print(tokenizer.decode(logits[0, ids[0] == tokenizer.mask_token_id].argmax(-1)))"],
             ask=[f"text = 'some {tokenizer.mask_token} text'"],
         )
-    if task.is_sequence_level:
+    if task.traits.is_sequence_level:
         return _head_example(task, label_names)
-    if task.uses_chat_template:
+    if task.input_format.uses_chat_template:
         return _chat_example(task, tokenizer)
-    start = "" if task.encoder_decoder else ", ids.shape[1] :"
+    start = "" if task.traits.encoder_decoder else ", ids.shape[1] :"
     return UsageExample(
         "prompt",
         [f"print(tokenizer.decode(answer[0{start}], skip_special_tokens=True))"],
         ends=get_end_token(tokenizer),
         ask=[f"prompt = {sample_prompt(task)!r}"],
         inputs=[("decoder_input_ids", "torch.tensor([[model.config.decoder_start_token_id]])")]
-        if task.encoder_decoder
+        if task.traits.encoder_decoder
         else [],
     )
 
 
 def _head_example(task: Task, label_names: Sequence[str] | None) -> UsageExample:
-    if task.has_targets:
+    if task.traits.has_targets:
         return UsageExample(
             "'some text'",
             ["print(float(logits))  # in the units of the training targets"],
@@ -401,7 +401,7 @@ def _head_example(task: Task, label_names: Sequence[str] | None) -> UsageExample
 def _chat_example(task: Task, tokenizer: Any) -> UsageExample:
     ends = {get_end_token(tokenizer)}
     with contextlib.suppress(UserError):  # an end of turn in ordinary tokens cannot stop generation
-        ends |= {one.stop for one in task.ask_texts(["some text"], tokenizer)}
+        ends |= {one.stop for one in task.input_format.build_text_prompts(["some text"], tokenizer)}
     turns = [{"role": "user", "content": "some text"}]
     if (system := getattr(task, "system", None)) is not None:  # only kinds with a chat template have the setting
         turns.insert(0, {"role": "system", "content": system})
@@ -419,9 +419,9 @@ def _chat_example(task: Task, tokenizer: Any) -> UsageExample:
 
 def sample_prompt(task: Task) -> str:
     """Return an example prompt of a task that writes text: its template with `some text` in each column."""
-    if task.documents or task.uses_chat_template:
+    if task.traits.reads_documents or task.input_format.uses_chat_template:
         return "Once upon a time"
-    return task.prompt_text(Row(dict.fromkeys(task.prompt_columns(), "some text"), "example", "example"))
+    return task.input_format.render(Row(dict.fromkeys(task.input_format.columns(), "some text"), "example", "example"))
 
 
 def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, *, merged: bool) -> str:
@@ -438,22 +438,22 @@ def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, ba
     )
     loads = [
         "from peft import PeftModel",
-        f"from transformers import {task.auto_class}, AutoTokenizer",
+        f"from transformers import {task.traits.auto_class}, AutoTokenizer",
         *_backbone_lines(recipe.backbone, base),
         "ADAPTER = '.'  # hub name or directory of this adapter",
         "",
         "tokenizer = AutoTokenizer.from_pretrained(ADAPTER)",
-        f"backbone = {task.auto_class}.from_pretrained(BACKBONE, dtype=torch.float32{use.options})",
+        f"backbone = {task.traits.auto_class}.from_pretrained(BACKBONE, dtype=torch.float32{use.options})",
         "model = PeftModel.from_pretrained(backbone, ADAPTER).eval()",
     ]
     if merged:
         loads = [
-            f"from transformers import {task.auto_class}, AutoTokenizer",
+            f"from transformers import {task.traits.auto_class}, AutoTokenizer",
             "",
             "MODEL = '.'  # hub name or directory of this model",
             "",
             "tokenizer = AutoTokenizer.from_pretrained(MODEL)",
-            f"model = {task.auto_class}.from_pretrained(MODEL).eval()",
+            f"model = {task.traits.auto_class}.from_pretrained(MODEL).eval()",
         ]
     lines = [
         *use.before,
@@ -465,7 +465,7 @@ def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, ba
         *(f"{name} = {expression}" for name, expression in use.inputs),
         "with torch.no_grad():",
         f"    logits = model(input_ids=ids{more}).logits",
-        *([writes] if task.is_generative else []),
+        *([writes] if task.traits.is_generative else []),
         *use.answer,
     ]
     return "\n".join(lines)

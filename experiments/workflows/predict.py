@@ -36,6 +36,7 @@ from flatshift.finetune.digests import file_sha256
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import disk_full_interrupts
+from flatshift.finetune.tasks import Task
 
 PART = 4096
 """Rows of a part. Longest first within each, so padding is what rows of a part differ by."""
@@ -43,6 +44,12 @@ _PART_FILES, _ASKED = "part-*.jsonl", "asked.json"
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
 Record = dict[str, Any]
+
+
+def _answers_in_text(task: Task) -> bool:
+    """Return True if the prediction for a row is generated text."""
+    traits = task.traits
+    return traits.is_generative and not (traits.reads_documents or traits.is_answer_level) and task.score != "rank"
 
 
 class Predictor:
@@ -64,7 +71,7 @@ class Predictor:
         from flatshift.finetune.models.backbone import open_backbone
 
         recipe = to_single_process(read_finished_recipe(path, overrides, other_rows=True))
-        if recipe.adapter.projector is not None and recipe.task.answers_in_text:
+        if recipe.adapter.projector is not None and _answers_in_text(recipe.task):
             raise UserError(f"{path}: its adapter reads features with every row; evaluate it with `flatshift eval`")
         self.recipe: Recipe = recipe
         self.task = recipe.task
@@ -85,7 +92,8 @@ class Predictor:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that a row must have."""
-        return self.task.asked_columns()
+        task = self.task  # the evaluated answers of a pair are columns too
+        return task.columns() if task.traits.is_answer_level else task.input_format.columns()
 
     def __call__(self, rows: Sequence[Row | str | Mapping[str, Any]]) -> list[Record]:
         """Return a record for each row that is not skipped, in order: its id, its input, and the predictions.
@@ -96,7 +104,7 @@ class Predictor:
         if not given:
             return []
         with cpu_threads(self.recipe.train.threads):
-            return self._written(given) if self.task.answers_in_text else self._judged(given)
+            return self._written(given) if _answers_in_text(self.task) else self._judged(given)
 
     def _row(self, given: str | Mapping[str, Any], number: int) -> Row:
         record = {"text": given} if isinstance(given, str) else dict(given)
@@ -126,16 +134,15 @@ class Predictor:
         encoded = encoder.add([dataclasses.replace(row, values={**row.values, **blank}) for row in rows])
         self.cut += encoded.truncated
         self.skipped += encoded.skipped
-        judge = Evaluator(
+        evaluator = Evaluator(
             self.engine.eval_model,
             self.tokenizer,
             task,
             self._inference(),
-            {},
-            self.label_names,
+            label_names=self.label_names,
         )
         with evaluation_mode(self.engine.eval_model):
-            columns = task.predict(judge, encoded.examples)
+            columns = task.predict(evaluator, encoded.examples)
         texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
         places = {example.where: i for i, example in enumerate(encoded.examples)}  # the first piece of a document
         records = []
@@ -151,7 +158,7 @@ class Predictor:
         from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
 
         task = self.task
-        questions, left_out = task.ask(rows, self.tokenizer, bad_rows=self.bad_rows)
+        questions, left_out = task.input_format.build_prompts(rows, self.tokenizer, bad_rows=self.bad_rows)
         self.skipped += left_out
         ends = sorted({one.stop for one in questions if one.stop is not None})
         answers = continue_prompts(
@@ -160,7 +167,7 @@ class Predictor:
             Decoding(max_new_tokens=task.max_new_tokens, num_beams=task.num_beams or 1),
             self._inference(),
             end=[token for token in (get_end_token(self.tokenizer), *ends) if token is not None],
-            decoder_start=self.backbone.decoder_start if task.encoder_decoder else None,
+            decoder_start=self.backbone.decoder_start if task.traits.encoder_decoder else None,
         )
         records: list[Record] = [{"id": one.id, "prompt": one.text} for one in questions]
         for place, answer in answers:
@@ -220,7 +227,7 @@ def predict_from_run(
         inputs = describe_files(data)
         counts = [entry["rows"] for entry in inputs]
         asked = {
-            "new_tokens": predictor.task.max_new_tokens if predictor.task.answers_in_text else None,
+            "new_tokens": predictor.task.max_new_tokens if _answers_in_text(predictor.task) else None,
             "adapter": file_sha256(path / "adapter" / "adapter_model.safetensors"),
             "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": wanted,

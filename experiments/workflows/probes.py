@@ -118,7 +118,7 @@ def _probe_model(
     from flatshift.finetune.models.backbone import open_backbone
 
     recipe, task = subject.recipe, subject.recipe.task
-    if not task.documents or not task.causal:
+    if not task.traits.reads_documents or not task.traits.causal:
         raise UserError(f"{subject.name}: a probe asks a language model of whole texts, and task.kind is {task.kind}")
     home = subject.run or subject.like
     model = adapted.of(subject, read_label_record(recipe, home)[0] if home else None)
@@ -127,13 +127,13 @@ def _probe_model(
     inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
     found: dict[str, Any] = {}
     if probe.templates:
-        made = fill_templates(probe)
+        sentences, keys = fill_templates(probe)
         with evaluation_mode(model):
             counts = score_texts(
-                model, tokenizer, made.texts, inference, task=task, window=recipe.train.max_length, overlap=1,
-                where=[f"sentence {i}" for i in range(len(made.texts))],
+                model, tokenizer, sentences, inference, task=task, window=recipe.train.max_length, overlap=1,
+                locations=[f"sentence {i}" for i in range(len(sentences))],
             )  # fmt: skip
-        found["association"] = measure_association(probe, made, counts.nats)
+        found["association"] = measure_association(probe, keys, counts.nats)
     if sampling is None:
         return found, []
     filled = [

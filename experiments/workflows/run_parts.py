@@ -44,13 +44,13 @@ def awaits_evaluation(path: Path, recipe: Recipe) -> bool:
     """Return True if only the evaluation is missing: the fine-tune has made all its steps, and the run's adapter is its
     result.
 
-    If a head was folded back into the units of the targets (`Task.own_units`), its weights differ on purpose.
+    If a head was folded back into the units of the targets (`task.standardise`), its weights differ on purpose.
     """
     done, adapter = path / "stages" / FINE_TUNE / DONE, path / "adapter"
     if not (done.is_file() and adapter.is_dir()) or (path / "eval.json").exists():
         return False
     record = read_json_object(done, "target_steps", FILES)
-    same = recipe.task.own_units or record[FILES].get("adapter/adapter_model.safetensors") == adapter_digest(path)
+    same = recipe.task.standardise or record[FILES].get("adapter/adapter_model.safetensors") == adapter_digest(path)
     return bool(record["target_steps"] == recipe.train.steps and same)
 
 

@@ -30,8 +30,8 @@ from flatshift.finetune.evaluate.bootstrap import ResampledMetric, ratio_statist
 from flatshift.finetune.evaluate.evaluator import head_scores
 from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
 from flatshift.finetune.evaluate.metrics import metric_functions
-from flatshift.finetune.evaluate.samples import pass_at_k
 from flatshift.finetune.evaluate.sandbox import check_sandbox_available, run_programs
+from flatshift.finetune.evaluate.text_metrics import pass_at_k
 from flatshift.finetune.tasks import Task
 
 
@@ -118,9 +118,9 @@ def write_samples(
     name: of the model, as the key of kept texts.
     """
     check_generative(task)
-    if task.encoder_decoder:
+    if task.traits.encoder_decoder:
         raise UserError(f"{name}: --samples continues prompts, and task.kind: {task.kind} has an encoder; use generate")
-    questions, _ = task.ask(rows, tokenizer)
+    questions, _ = task.input_format.build_prompts(rows, tokenizer)
     if len(questions) != len(rows):
         raise UserError(f"{name}: {len(rows) - len(questions)} rows have no prompt by its template; leave them out")
     settings = {k: v for k, v in asdict(asked).items() if k not in ("programs", "pass_at", "toxicity", "toxic")}

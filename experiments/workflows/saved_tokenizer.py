@@ -32,11 +32,11 @@ def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tup
     from transformers import AutoTokenizer
 
     tokenizer, task = open_backbone(recipe.backbone).own_tokenizer(), recipe.task
-    task.prepare_tokenizer(tokenizer)
+    task.input_format.prepare_tokenizer(tokenizer)
     # Heads truncate by `truncation=True` as in training; generative models may use all positions.
-    if task.is_sequence_level or task.hides_tokens:
+    if task.traits.is_sequence_level or task.traits.masks_tokens:
         tokenizer.model_max_length = recipe.train.max_length
-        tokenizer.truncation_side = recipe.train.truncation or task.truncates
+        tokenizer.truncation_side = recipe.train.truncation or task.traits.truncation_side
         tokenizer.padding_side = "right"
     for name in ("is_local", "local_files_only"):  # they are about files of this machine
         tokenizer.init_kwargs.pop(name, None)
@@ -53,7 +53,11 @@ def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tup
         different = [text for text in _PROBES if saved(text)["input_ids"] != tokenizer(text)["input_ids"]]
         where = repr(different[0]) if different else ""
     else:
-        wrong = [row for row, example in rows if not task.reads_same(saved, row, example, recipe.train.max_length)]
+        wrong = [
+            row
+            for row, example in rows
+            if not task.input_format.matches_saved(saved, row, example, recipe.train.max_length)
+        ]
         where = wrong[0].where if wrong else ""
     if where:
         raise UserError(
@@ -77,10 +81,12 @@ def read_run_rows(recipe: Recipe, labels: tuple[str, ...] | None, *, most: int =
     found = list(islice(chain.from_iterable(part.rows(data, task, skipped) for part in chosen), most))
     encoder = task.encoder(
         backbone.tokenizer,
-        recipe.train.max_length if task.is_sequence_level or task.hides_tokens or not whole else _ANY_LENGTH,
+        recipe.train.max_length
+        if task.traits.is_sequence_level or task.traits.masks_tokens or not whole
+        else _ANY_LENGTH,
         label_names=labels or task.class_names(found),
         bad_rows=data.bad_rows,
-        decoder_start=backbone.decoder_start if task.encoder_decoder else None,
+        decoder_start=backbone.decoder_start if task.traits.encoder_decoder else None,
         truncation=recipe.train.truncation,
     )
     pairs: RunRows = []

@@ -80,7 +80,7 @@ def measure_run_sharpness(
         examples = splits[chosen]
         if not examples:
             raise UserError(f"--sharpness-split {chosen}: the run has no {chosen} rows; name another split, or --data")
-        if recipe.task.own_units:
+        if recipe.task.standardise:
             raise UserError(
                 "--sharpness: this run's head was folded back into the targets' own units, which is not the loss that "
                 "was trained on; train with task.standardise: false to measure it"

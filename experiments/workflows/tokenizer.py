@@ -18,8 +18,13 @@ from flatshift.finetune.config import Columns
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError, first_error_line
 from flatshift.finetune.evaluate.bootstrap import ratio_interval
-from flatshift.finetune.evaluate.fertility import TokenizedTexts, Vocabulary, tokenize_texts
-from flatshift.finetune.evaluate.text import find_language, missing_dictionary_note
+from flatshift.finetune.evaluate.text import (
+    TokenizedTexts,
+    Vocabulary,
+    find_language,
+    missing_dictionary_note,
+    tokenize_texts,
+)
 from flatshift.finetune.lock import exclusive_lock
 
 DOCUMENT = "tokenizers.json"
@@ -128,10 +133,10 @@ def tokenize_with_each(
             "vocabulary": len(vocabulary.tokenizer),
             "used": len(cut.used),
             "scripts": dict(vocabulary.scripts.most_common()),
-            "all": {**cut.of(slice(None)), "interval": _fertility_interval(cut, np.arange(len(texts)))},
+            "all": {**cut.metrics(slice(None)), "interval": _fertility_interval(cut, np.arange(len(texts)))},
             "groups": {
                 group: {
-                    **cut.of(places),
+                    **cut.metrics(places),
                     "interval": _fertility_interval(cut, places),
                     "parity": _compute_parity(cut, *pairs[group]) if group in pairs else None,
                 }

@@ -208,9 +208,9 @@ def _build_manifest(recipe: Recipe, prepared: PreparedData) -> dict[str, Any]:
     tokenizer = open_backbone(recipe.backbone).tokenizer
     length = recipe.train.max_length
     manifest["ends"] = (
-        find_end_tokens(prepared.train, tokenizer, max_length=length) if recipe.task.is_generative else {}
+        find_end_tokens(prepared.train, tokenizer, max_length=length) if recipe.task.traits.is_generative else {}
     )
-    if (template := recipe.task.template_record()) is not None:
+    if (template := recipe.task.input_format.template_record()) is not None:
         manifest["chat_template"] = template
     if prepared.mixture is not None:
         manifest["sources"] = mixture_record(prepared.mixture)
@@ -520,7 +520,7 @@ def build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, t
         say(line)
     if prepared.flipped:
         say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
-    planned, foretold, read = None, list[str](), task.as_read(train)
+    planned, foretold, read = None, list[str](), task.traits.count_token_rows(train)
     if not batches.packed and not train.compile:  # rows are padded only to the longest of their batch
         read = dataclasses.replace(read, max_length=min(train.max_length, find_longest_length(prepared.train)))
     if engine.world.size == 1:
@@ -555,7 +555,7 @@ def build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, t
     if last and prepared.flipped and engine.is_main:
         write_json(context.run.path / LABEL_NOISE, noise_record(recipe, prepared))
     fresh = getattr(engine.peft.get_base_model(), "new_parameters", ())
-    if fresh and not task.is_sequence_level:
+    if fresh and not task.traits.is_sequence_level:
         say(
             f"the backbone's checkpoint has no masked-LM head: its transform is drawn by train.seed and trains whole, "
             f"its bias stays 0 ({', '.join(fresh)})"
@@ -646,7 +646,7 @@ def _evaluate(context: RunContext, prepared: PreparedData, trained: OpenStage) -
     if world.is_main and not recipe.eval.cold:  # from an earlier evaluation
         for name in (COLD, COLD_ROWS):
             (context.run.path / name).unlink(missing_ok=True)
-    if recipe.eval.cold and (recipe.task.new_head or recipe.adapter.soft_tokens is not None):
+    if recipe.eval.cold and (recipe.task.traits.has_new_head or recipe.adapter.soft_tokens is not None):
         context.console.say("eval.cold: without its trained head or soft tokens this backbone has nothing to evaluate")
     elif recipe.eval.cold and not context.cell:
         del engine, trained.model  # memory may not hold two models

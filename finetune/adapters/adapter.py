@@ -17,6 +17,7 @@ from torch import nn
 
 from ..atomic import atomic_directory
 from ..compute.capabilities import preserve_rng_state
+from ..compute.task import TraitsTask
 from ..config import Adapter
 from ..digests import check_adapter
 from ..errors import UserError
@@ -37,7 +38,7 @@ from .offsets import (
 )
 from .projector import check_projector, read_projector, write_projector
 from .saved import SavedAdapter
-from .settings import AdapterTask, adapts_head, check_patterns, lora_config, with_saved_ranks
+from .settings import adapts_head, check_patterns, lora_config, with_saved_ranks
 from .soft_tokens import attach_soft_tokens
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def attach_adapter(
     backbone: PreTrainedModel,
     adapter: Adapter,
     *,
-    task: AdapterTask,
+    task: TraitsTask,
     seed: int,
     dtype: torch.dtype = torch.float32,
     initial: str | Path | None = None,
@@ -172,7 +173,7 @@ def read_adapter_under(name: str, model: PeftModel) -> dict[str, LowRankOffset]:
     return offsets
 
 
-def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: AdapterTask, dtype: torch.dtype) -> PeftModel:
+def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: TraitsTask, dtype: torch.dtype) -> PeftModel:
     """Wrap a backbone without weights (`flatshift.finetune.models.meta`) in the same way; no tensor has a value yet.
 
     dtype: of everything that trains.

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from ..compute.micro_batch import MicroBatch
 from ..compute.numerics import seeded_rng
 from ..compute.task import LossTask
 from ..config import DATA_INITS, Adapter
-from ..data.collator import CollatedTask
 from ..errors import UserError
 from ..models.safetensors_index import read_index
 from ..seeds import derive_seed
@@ -40,16 +39,12 @@ _PASSES = 30
 """Maximum passes of EVA over the examples before its directions must have converged."""
 
 
-class CalibrationTask(LossTask, CollatedTask, Protocol):
-    """Batches of the examples and their loss."""
-
-
 @dataclass(frozen=True)
 class Calibration:
     """Training examples for the data-dependent initialisations."""
 
     rows: Sequence[Example]
-    task: CalibrationTask
+    task: LossTask
     pad_id: int
     batch_size: int = 8
     precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext

@@ -16,10 +16,11 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..compute.task import TraitsTask
 from ..config import Adapter, match_pattern
 from ..errors import UserError
 from ..models.anatomy import is_conv1d, is_linear, non_language_modules
@@ -31,21 +32,17 @@ if TYPE_CHECKING:
 
 _HEADS = {"classifier", "score"}
 """Heads that PEFT trains in full by itself (its task type SEQ_CLS)."""
+_PEFT_TYPES = {
+    "AutoModelForCausalLM": "CAUSAL_LM",
+    "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
+    "AutoModelForSequenceClassification": "SEQ_CLS",
+}
+"""PEFT's task type by the transformers class; PEFT has none for others."""
 _BIAS = {None: "none", "all": "all", "adapted": "lora_only"}
 _BLOCK_LISTS = ("layers", "h", "layer", "block", "blocks")
 
 
-class AdapterTask(Protocol):
-    """Members of a task that PEFT's settings depend on."""
-
-    @property
-    def peft_type(self) -> str | None: ...
-
-    @property
-    def is_sequence_level(self) -> bool: ...
-
-
-def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: AdapterTask, new: Iterable[str]) -> LoraConfig:
+def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: TraitsTask, new: Iterable[str]) -> LoraConfig:
     """Return PEFT's settings for a LoRA adapter with PEFT's default initialisation (`adapter.init` is applied later).
 
     new: parameters missing from the checkpoint, which train in full.
@@ -79,8 +76,9 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: AdapterTas
     elif adapter.layers is not None and targets == "all-linear":
         targets = _linear_names(backbone, adapter, targets, task)
     whole = _fully_trained_modules(backbone, adapter)
+    task_type = _PEFT_TYPES.get(task.traits.auto_class)
     return LoraConfig(
-        task_type=None if adapts_head(adapter, new) else task.peft_type,  # else PEFT would train the head in full
+        task_type=None if adapts_head(adapter, new) else task_type,  # else PEFT would train the head in full
         r=adapter.rank,
         lora_alpha=adapter.numerator,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,
@@ -170,15 +168,13 @@ def _can_have_lora(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or is_linear(module)
 
 
-def _linear_names(
-    backbone: PreTrainedModel, adapter: Adapter, targets: str | list[str], task: AdapterTask
-) -> list[str]:
+def _linear_names(backbone: PreTrainedModel, adapter: Adapter, targets: str | list[str], task: TraitsTask) -> list[str]:
     """Return the full names of the layers selected by `targets`, `exclude` and `layers`."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     if isinstance(targets, str):
-        config = LoraConfig(target_modules=targets, task_type=task.peft_type)
+        config = LoraConfig(target_modules=targets, task_type=_PEFT_TYPES.get(task.traits.auto_class))
         resolved: Any = _maybe_include_all_linear_layers(config, backbone)
         names = sorted(resolved.target_modules)
     else:
@@ -242,7 +238,7 @@ def _check_not_shared(backbone: nn.Module, name: str, module: nn.Module) -> None
             )
 
 
-def _new_modules_outside_head(backbone: PreTrainedModel, task: AdapterTask, new: Iterable[str]) -> list[str]:
+def _new_modules_outside_head(backbone: PreTrainedModel, task: TraitsTask, new: Iterable[str]) -> list[str]:
     """Return the modules missing from the checkpoint other than PEFT's own `classifier`/`score` (BERT's pooler): they
     train too.
 
@@ -250,7 +246,7 @@ def _new_modules_outside_head(backbone: PreTrainedModel, task: AdapterTask, new:
     stays 0.
     """
     owners = {name.rsplit(".", 1)[0] for name in new}
-    if not task.is_sequence_level:
+    if not task.traits.is_sequence_level:
         output = backbone.get_output_embeddings()
         modules = {owner: backbone.get_submodule(owner) for owner in owners}
         return sorted(o for o, m in modules.items() if m is not output and not any(True for _ in m.children()))

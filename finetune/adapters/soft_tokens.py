@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..compute.numerics import seeded_rng
+from ..compute.task import TraitsTask
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..models.anatomy import cache_name
 from ..planner.rules import RuleSettings, check_settings
 from ..seeds import torch_generator
 from .projector import attach_projector
-from .settings import AdapterTask
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -33,7 +33,7 @@ IN_FILE = "prompt_embeddings"
 
 
 def attach_soft_tokens(
-    backbone: PreTrainedModel, adapter: Adapter, *, task: AdapterTask, seed: int, dtype: torch.dtype
+    backbone: PreTrainedModel, adapter: Adapter, *, task: TraitsTask, seed: int, dtype: torch.dtype
 ) -> PeftModel:
     """Wrap `backbone` (in place) to prepend `adapter.soft_tokens` trained vectors to every sequence's embeddings,
     preceded by the features projected by `adapter.projector`.

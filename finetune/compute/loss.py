@@ -7,8 +7,8 @@ own forward, so that anything that gathers or frees its weights there (FSDP2) do
 guessed from the architecture: `find_head` runs one batch and requires identical bits, so models with soft-capped,
 scaled or wrapped logits use their own forward pass.
 
-A loss over whole answers (`task.by_answer`) is not a sum over tokens: it combines log p of each row's answer and the
-base model's log p of it, which `add_reference` computes with the adapter off.
+A loss over whole answers (`task.traits.is_answer_level`) is not a sum over tokens: it combines log p of each row's
+answer and the base model's log p of it, which `add_reference` computes with the adapter off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .micro_batch import MicroBatch
 from .numerics import attention_kernel, evaluation_mode
 from .precision import WidenedLinear
 from .slices import slice_columns, slice_rows
-from .task import AlignedTask, LossTask
+from .task import LossTask, TraitsTask
 
 IGNORED = -100
 _PROBE = 64
@@ -93,12 +93,12 @@ def loss_sum(logits: Tensor, labels: Tensor, *, task: LossTask, chosen: Tensor |
     """Return the loss summed over target items, float32 scalar: cross entropy in nats, or the task's `example_losses`.
 
     Args:
-        logits: [B, T, V] (`task.causal`: position t predicts the label at t + 1; else the label at t) or [B, C]
-            (`task.is_sequence_level`).
+        logits: [B, T, V] (`traits.causal`: position t predicts the label at t + 1; else the label at t) or [B, C]
+            (`task.traits.is_sequence_level`).
         labels: [B, T] with -100 where there is no target, or in the form the task expects.
         chosen: indices of the targets among the B·T labels, if known.
     """
-    if task.is_sequence_level:
+    if task.traits.is_sequence_level:
         return task.example_losses(logits, labels).sum()
     rows, targets = select_targets(logits, labels, task, chosen)
     return F.cross_entropy(rows.float(), targets, reduction="sum", label_smoothing=task.smoothing)
@@ -109,7 +109,7 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: LossTask, head: Head | N
 
     For whole answers, the sum over pairs or answers; the reference is computed here if it is missing.
     """
-    if task.by_answer:
+    if task.traits.is_answer_level:
         known: MicroBatch = batch  # type: ignore[assignment]
         if task.has_reference and known.sides is not None and known.sides.reference is None:
             (known,) = add_reference(model, [known], task=task, head=head)
@@ -164,7 +164,7 @@ def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: LossTask, hea
 
 
 def _sum_by_row(
-    values: Tensor, batch: MicroBatch, task: AlignedTask, nats: Callable[[Tensor, Tensor], Tensor]
+    values: Tensor, batch: MicroBatch, task: TraitsTask, nats: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     chosen = batch.chosen
     assert chosen is not None
@@ -255,7 +255,7 @@ def find_head(model: nn.Module, probe: dict[str, Any], *, task: LossTask) -> Hea
     bit; and a single number in its place must come out unchanged (BART adds a bias to the logits, which is zero until
     trained). Under FSDP2 every rank of the mesh calls this together.
     """
-    if task.is_sequence_level:
+    if task.traits.is_sequence_level:
         return None
     causal: Any = getattr(model, "get_base_model", lambda: model)()
     linear = getattr(causal, "get_output_embeddings", lambda: None)()
@@ -277,7 +277,7 @@ def find_head(model: nn.Module, probe: dict[str, Any], *, task: LossTask) -> Hea
     if len(seen) != 1:
         return None
     hidden, out, own = seen[0]
-    tokens = probe["decoder_input_ids"] if task.encoder_decoder else next(iter(probe.values()))
+    tokens = probe["decoder_input_ids"] if task.traits.encoder_decoder else next(iter(probe.values()))
     if not own or hidden.shape[:2] != tokens.shape[:2] or not torch.equal(out, logits):
         return None
     number = hidden.new_full((1, 1, 1), 0.5)
@@ -309,7 +309,7 @@ def _is_plain_linear(linear: nn.Linear) -> bool:
 
 
 def select_targets(
-    values: Tensor, labels: Tensor, task: AlignedTask, chosen: Tensor | None = None
+    values: Tensor, labels: Tensor, task: TraitsTask, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of `values` [B, T, D] that predict a target token, [n, D], and these tokens [n].
 
@@ -319,17 +319,17 @@ def select_targets(
         values, targets = align_targets(values, labels, task)
         mask = targets != IGNORED
         return values[mask], targets[mask]
-    before = 1 if task.causal else 0
+    before = 1 if task.traits.causal else 0
     return values.flatten(0, 1).index_select(0, chosen - before), labels.flatten().index_select(0, chosen)
 
 
-def align_targets(values: Tensor, labels: Tensor, task: AlignedTask) -> tuple[Tensor, Tensor]:
+def align_targets(values: Tensor, labels: Tensor, task: TraitsTask) -> tuple[Tensor, Tensor]:
     """Return the positions of `values` [B, T, ...] and the labels they predict.
 
     A Seq2Seq decoder reads shifted inputs and a masked token is predicted in place, so both need no shift. Labels may
     be T + 1, if the last position's next token is known (context parallelism).
     """
-    if task.causal:
+    if task.traits.causal:
         return values[:, : labels.shape[1] - 1], labels[:, 1:]
     return values, labels
 

@@ -21,9 +21,10 @@ from typing import Literal, Protocol
 import numpy as np
 
 from ..compute.micro_batch import MicroBatch
+from ..compute.task import LossTask
 from ..errors import UserError
 from ..seeds import numpy_generator
-from .collator import CollatedTask, Collator
+from .collator import Collator
 from .example import IGNORE, Example
 from .masking import Masking
 from .mixture import EpochSampler, Mixture, MixtureSampler
@@ -122,14 +123,11 @@ class RowRuns:
         )
 
 
-class TrainingTask(CollatedTask, Protocol):
+class TrainingTask(LossTask, Protocol):
     """Members of a task that its training batches use."""
 
     @property
     def pack(self) -> bool: ...
-
-    @property
-    def hides_tokens(self) -> bool: ...
 
 
 class TrainingDataLoader:
@@ -179,10 +177,10 @@ class TrainingDataLoader:
         self.batch_size, self.accumulate, self.seed = batch_size, accumulate, seed
         self.max_length, self.pad_id = max_length, pad_id
         self.share, self.multiple = share, multiple
-        self.packed, self._by_answer = task.pack, task.by_answer
+        self.packed, self._by_answer = task.pack, task.traits.is_answer_level
         if group is not None and self.packed:
             raise UserError(f"train.group: {group} has no use where task.pack is true, rows are full; leave it out")
-        if task.hides_tokens != (masking is not None):
+        if task.traits.masks_tokens != (masking is not None):
             raise ValueError("Batches needs `masking` for masked-lm, and for no other task")
         self._masking = masking
         self._collator = Collator(examples, task)

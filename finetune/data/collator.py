@@ -7,39 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..compute.micro_batch import MicroBatch, PreferenceTargets
+from ..compute.task import LossTask
 from .columns import ColumnarExamples
 from .example import IGNORE, Example
 from .masking import unmask_tokens
 
 
-class CollatedTask(Protocol):
-    """Members of a task that collation uses."""
-
-    @property
-    def is_sequence_level(self) -> bool: ...
-
-    @property
-    def causal(self) -> bool: ...
-
-    @property
-    def by_answer(self) -> bool: ...
-
-    @property
-    def is_unpaired(self) -> bool: ...
-
-
 class Collator:
     """Collator that builds micro-batches from example indices, with views of the columns that store the examples."""
 
-    def __init__(self, examples: Sequence[Example], task: CollatedTask) -> None:
+    def __init__(self, examples: Sequence[Example], task: LossTask) -> None:
         columns = ColumnarExamples.of(examples)
-        self.wholes, self.causal = task.is_sequence_level, task.causal
+        self.wholes, self.causal = task.traits.is_sequence_level, task.traits.causal
         self.ids, self.starts, self.lengths = _get_token_column(columns, "input_ids")
         self.segments = columns.ragged("segments")
         self.words = columns.ragged("words")
@@ -50,7 +34,7 @@ class Collator:
         self.is_unpaired = task.is_unpaired
         counts = columns.column("supervised")
         self.counts = np.empty(0, dtype=np.int32) if counts is None else counts
-        if task.by_answer:  # a pair counts as one, or as two if each answer has its own loss
+        if task.traits.is_answer_level:  # a pair counts as one, or as two if each answer has its own loss
             self.counts = np.full(len(self.lengths), 1 + (task.is_unpaired and self.rejected is not None), np.int32)
         whole = _get_row_labels(columns)
         if whole is not None:

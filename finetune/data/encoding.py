@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from ..compute.task import TraitsTask
 from ..config import Projector, Train
 from ..errors import UserError
 from .example import IGNORE as IGNORE
@@ -276,16 +277,10 @@ EncodingResult = tuple[Example | list[Example] | str, Truncation]
 """Result of a row: its example, the pieces of its document, or the reason why it is bad; and its truncation."""
 
 
-class EncodedTask(Protocol):
+class EncodedTask(TraitsTask, Protocol):
     """Members of a task that `RowEncoder` uses."""
 
-    @property
-    def truncates(self) -> str: ...
-
-    @property
-    def encoder_decoder(self) -> bool: ...
-
-    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], tuple[str, ...] | None]: ...
+    def encode(self, rows: Iterable[Row], encoder: RowEncoder) -> tuple[list[Example], tuple[str, ...] | None]: ...
 
 
 class RowEncoder:
@@ -309,9 +304,9 @@ class RowEncoder:
         self.task, self.tokenizer, self.max_length = task, tokenizer, max_length
         self.label_names, self.decoder_start, self.units, self.features = label_names, decoder_start, units, features
         self.bad_rows, self.overlong = bad_rows, overlong
-        self.left = (truncation or task.truncates) == "left"
+        self.left = (truncation or task.traits.truncation_side) == "left"
         """True if texts and prompts are truncated from the left."""
-        self.specials = specials = SpecialTokens.of(tokenizer, begin=not task.encoder_decoder)
+        self.specials = specials = SpecialTokens.of(tokenizer, begin=not task.traits.encoder_decoder)
         around = len(specials.prefix) + len(specials.middle) + max(len(specials.suffix), len(specials.pair_suffix))
         if max_length - around < 2:
             raise UserError(f"train.max_length: {max_length} leaves no room except for special tokens; give at least 8")
@@ -342,7 +337,7 @@ class RowEncoder:
         self,
         rows: Iterable[Row],
         templates: Sequence[Template],
-        make: Callable[[list[Row], list[list[str]]], list[EncodingResult]],
+        make: Callable[[list[Row], list[list[str]]], Iterable[EncodingResult]],
     ) -> list[Example]:
         """Return an example of each usable row. `make` gets a chunk of rows and their filled `templates`."""
         examples = []

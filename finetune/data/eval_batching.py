@@ -13,8 +13,9 @@ import torch
 from ..compute.micro_batch import MicroBatch
 from ..compute.numerics import forward_precision
 from ..compute.precision import autocast_dtype
+from ..compute.task import LossTask
 from ..config import Train
-from .collator import CollatedTask, Collator
+from .collator import Collator
 from .example import Example
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class EvalBatching:
         return cls(batch_size, get_pad_token_id(tokenizer), device, dtype, share)
 
     def batches(
-        self, examples: Sequence[Example], task: CollatedTask, *, max_tokens: int | None = None
+        self, examples: Sequence[Example], task: LossTask, *, max_tokens: int | None = None
     ) -> Iterator[MicroBatch]:
         """Yield every example once, in rows of one sample, longest first (little padding, and memory peaks at the
         start).
@@ -116,7 +117,7 @@ class EvalBatching:
             batch = order[start : start + rows]
             mine = batch[index::width]
             some = [int(i) for i in (mine if len(mine) else batch[:1])]
-            if task.by_answer:
+            if task.traits.is_answer_level:
                 # Mismatched answers come from the next example in file order, independent of the batch size.
                 micro = collator.answered(some, [(i + 1) % len(order) for i in some], self.pad_id, multiple)
             else:

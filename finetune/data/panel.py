@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from ..compute.micro_batch import MicroBatch
+from ..compute.task import TraitsTask
 from ..errors import UserError
 from .example import IGNORE
 from .labels import Units
@@ -19,16 +20,13 @@ if TYPE_CHECKING:
 OPEN, CLOSE = "⟦", "⟧"
 
 
-class ShownTask(Protocol):
+class LabelledTask(TraitsTask, Protocol):
     """Members of a task that the panel uses."""
 
     @property
     def loss_denominator(self) -> str: ...
 
-    @property
-    def is_sequence_level(self) -> bool: ...
-
-    def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str: ...
+    def format_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def _split_spans(ids: list[int], marks: list[bool], tokenizer: PreTrainedTokeniz
 def format_first_batch(
     micro: MicroBatch,
     tokenizer: PreTrainedTokenizerBase,
-    task: ShownTask,
+    task: LabelledTask,
     *,
     label_names: Sequence[str] | None = None,
     units: Units | None = None,
@@ -119,8 +117,8 @@ def format_first_batch(
     lines = [f"first batch: {rows} rows, {micro.samples} samples, {real} tokens, {said}"]
     for i, sample in enumerate(spans[:samples]):
         text = _shorten("".join(OPEN + span.text + CLOSE if span.supervised else span.text for span in sample), width)
-        if task.is_sequence_level:
-            text += f" → {OPEN}{task.shown_label(micro.labels[i], label_names=label_names, units=units)}{CLOSE}"
+        if task.traits.is_sequence_level:
+            text += f" → {OPEN}{task.format_label(micro.labels[i], label_names=label_names, units=units)}{CLOSE}"
         if micro.sides is not None:
             text = f"{'+' if micro.sides.signs[i] > 0 else '−'} {text}"
         lines.append(f"  {i + 1}. " + text.replace("\n", "\n     "))

@@ -1,8 +1,7 @@
-"""Generate answers, greedily or by beam search, and compare them with the references."""
+"""Generate answers, greedily or by beam search."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,9 +9,6 @@ from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
 from ..errors import UserError
 from .generation import context_overflow, generate_batches
-
-_BETA2 = 4.0
-_LONGEST = 6
 
 
 def generate_answers(
@@ -27,10 +23,9 @@ def generate_answers(
     """Generate the answer to each example's prompt, stripped: greedy, or by beam search with `num_beams` beams, scored
     by log-likelihood per token (transformers' beam search with length penalty 1).
 
-    The prompt is the tokens before the first target token, unless the example has its own.
-
-    An encoder's prompt is its whole input, and its answer follows the decoder's start token. There is no sampling. An
-    answer ends at the end-of-sequence token, at any example's `stop`, or after `max_new_tokens`.
+    The prompt is the tokens before the first target token, unless the example has its own. An encoder's prompt is its
+    whole input, and its answer follows the decoder's start token. An answer ends at the end-of-sequence token, at any
+    example's `stop`, or after `max_new_tokens`.
 
     Raises:
         UserError: prompt and answer do not fit the backbone's positions.
@@ -59,42 +54,11 @@ def generate_answers(
         min_length=0,
     )
     answers: dict[int, str] = {}
-    for places, said in generate_batches(model, prompts, config, inference):
-        texts = tokenizer.batch_decode(said.cpu(), skip_special_tokens=True)
-        answers |= {i: text.strip() for i, text in zip(places, texts, strict=True)}
+    for indices, tokens in generate_batches(model, prompts, config, inference):
+        texts = tokenizer.batch_decode(tokens.cpu(), skip_special_tokens=True)
+        answers |= {i: text.strip() for i, text in zip(indices, texts, strict=True)}
     answers = inference.share.union(answers)
     return [answers[i] for i in range(len(examples))]
-
-
-def exact_match(answer: str, reference: str) -> float:
-    """Return 1.0 if the stripped answer equals the stripped reference, else 0.0."""
-    return float(answer == reference.strip())
-
-
-def chrf(answer: str, reference: str) -> float:
-    """Return the character n-gram F-score of an answer against the reference, in [0, 1].
-
-    Popović, chrF: character n-gram F-score for automatic MT evaluation, WMT 2015, with β = 2, n = 1 … 6, blanks
-    removed. The mean is over the F-scores of the orders, as in NLTK's `sentence_chrf(beta=2)`, checked against it in
-    the tests (sacreBLEU takes the F-score of mean precision and recall); orders for which a text is too short do not
-    count, except n = 1, so that a correct answer of three letters scores 1.
-    """
-    said, given = "".join(answer.split()), "".join(reference.split())
-    scores = []
-    for n in range(1, _LONGEST + 1):
-        ours, theirs = _character_ngrams(said, n), _character_ngrams(given, n)
-        if n > 1 and not (ours and theirs):
-            continue
-        shared = sum((ours & theirs).values())
-        precision = shared / sum(ours.values()) if ours else 0.0
-        recall = shared / sum(theirs.values()) if theirs else 0.0
-        total = _BETA2 * precision + recall
-        scores.append((1 + _BETA2) * precision * recall / total if total else 0.0)
-    return sum(scores) / len(scores)
-
-
-def _character_ngrams(text: str, n: int) -> Counter[str]:
-    return Counter(text[i : i + n] for i in range(len(text) - n + 1))
 
 
 def prompt_tokens(example: Example) -> list[int]:
@@ -109,15 +73,10 @@ def prompt_tokens(example: Example) -> list[int]:
 
 
 def check_prompts_fit(model: Any, examples: Iterable[Example], max_new_tokens: int) -> None:
-    """Raise if a prompt leaves no room for its answer; of `model` only its position limits are used.
-
-    Raises:
-        UserError: prompt and answer do not fit the backbone's positions.
-    """
+    """Raise UserError if a prompt and its answer do not fit the positions of `model`, of which nothing else is used."""
     if max_new_tokens < 1:
         raise UserError(f"task.max_new_tokens: {max_new_tokens} leaves no answer; give at least 1")
-    longest = max(examples, key=lambda example: len(prompt_tokens(example)))
-    prompt = prompt_tokens(longest)
+    longest, prompt = max(((e, prompt_tokens(e)) for e in examples), key=lambda pair: len(pair[1]))
     room = context_overflow(model, prompt, max_new_tokens, apart=longest.decoder_ids is not None)
     if room is not None:
         raise UserError(

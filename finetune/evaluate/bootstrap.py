@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,8 +36,8 @@ class ResampledMetric:
 
     rows: NDArray[np.int64]
     """(n,) indices, among the examples of the split, of the rows that it covers, ascending."""
-    of: Callable[[NDArray[np.int64]], NDArray]
-    """Statistic that takes (R, m) indices into `rows` and returns (R,)."""
+    statistic: Callable[[NDArray[np.int64]], NDArray]
+    """Function that takes (R, m) indices into `rows` and returns (R,)."""
     share: bool = False
     """True if it is the fraction of rows that meet a condition (`exact_share_interval`)."""
 
@@ -53,34 +53,12 @@ class ResampledMetric:
         """Build from the arguments of `bootstrap_interval`: arrays of n entries, and a statistic of them with shape (R,
         m)."""
         arrays = [np.asarray(values, dtype=np.float64) for values in items]
-        places = np.arange(len(arrays[0])) if rows is None else np.asarray(rows, dtype=np.int64)
-        return cls(places, lambda drawn: statistic(*(values[drawn] for values in arrays)), share)
-
-    @classmethod
-    def of_kinds(
-        cls,
-        kinds: NDArray[np.int64],
-        statistic: Callable[[NDArray], NDArray],
-        *,
-        num_kinds: int,
-        share: bool = False,
-    ) -> ResampledMetric:
-        """Build from the arguments of `frequency_intervals`."""
-
-        def of(drawn: NDArray[np.int64]) -> NDArray:
-            shifted = kinds[drawn] + num_kinds * np.arange(len(drawn))[:, None]
-            counts = np.bincount(shifted.ravel(), minlength=num_kinds * len(drawn))
-            return statistic(counts.reshape(len(drawn), num_kinds).astype(np.float64))
-
-        return cls(np.arange(len(kinds)), of, share)
+        indices = np.arange(len(arrays[0])) if rows is None else np.asarray(rows, dtype=np.int64)
+        return cls(indices, lambda index: statistic(*(values[index] for values in arrays)), share)
 
     def renumbered(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> ResampledMetric:
         """Restrict to its rows numbered `order`, whose indices are now `rows` (ascending in that order)."""
-        return ResampledMetric(rows[order], lambda drawn: self.of(order[drawn]), self.share)
-
-    def within(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices into `self.rows` of those of `rows` (ascending) that it covers."""
-        return np.flatnonzero(np.isin(self.rows, rows))
+        return ResampledMetric(rows[order], lambda index: self.statistic(order[index]), self.share)
 
 
 def group_interval(
@@ -99,40 +77,52 @@ def group_interval(
     Returns None if a group has no such row. A single row has no interval.
     """
     _check_settings(1, resamples, confidence)
-    values, drawn, total = [], [], 0
-    for number, places in enumerate(groups):
-        rows = np.intersect1d(figure.rows, places)
+    values, replicates, total = [], [], 0
+    for number, group in enumerate(groups):
+        rows = np.intersect1d(figure.rows, group)
         rows = rows if base is None else np.intersect1d(rows, base.rows)
         if not len(rows):
             return None
-        ours, theirs = figure.within(rows), np.array([]) if base is None else base.within(rows)
+        ours = np.flatnonzero(np.isin(figure.rows, rows))
+        theirs = ours if base is None else np.flatnonzero(np.isin(base.rows, rows))
 
-        def of(index: NDArray, ours: NDArray = ours, theirs: NDArray = theirs) -> NDArray:
-            return figure.of(ours[index]) - (0.0 if base is None else base.of(theirs[index]))
+        def difference(index: NDArray, ours: NDArray = ours, theirs: NDArray = theirs) -> NDArray:
+            return figure.statistic(ours[index]) - (0.0 if base is None else base.statistic(theirs[index]))
 
-        n, total = len(rows), total + len(rows)
-        values.append(of(np.arange(n)[None])[0])
-        rng = numpy_generator(seed, "bootstrap", str(number)) if number else numpy_generator(seed, "bootstrap")
-        block = max(1, _ELEMENTS // n)
-        sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
-        parts = [of(rng.integers(0, n, size=(size, n))) for size in sizes]
-        drawn.append(np.concatenate(parts) if parts else np.array([values[-1]]))
-    replicates = np.full(1, np.nan) if total == 1 else np.mean(drawn, axis=0)
+        value, resampled = _resample(difference, len(rows), resamples, seed, *([str(number)] if number else []))
+        values.append(value)
+        replicates.append(resampled)
+        total += len(rows)
+    mean = np.full(1, np.nan) if total == 1 else np.mean(replicates, axis=0)
     share = figure.share and base is None and len(groups) == 1
-    return _percentile_interval(float(np.mean(values)), [replicates], confidence, total, share=share)
+    return _percentile_interval(float(np.mean(values)), mean, confidence, total, share=share)
 
 
-def exact_share_interval(found: BootstrapInterval, confidence: float) -> BootstrapInterval:
+def _resample(
+    statistic: Callable[[NDArray], NDArray], n: int, resamples: int, seed: int, *stream: str
+) -> tuple[float, NDArray]:
+    """Return the statistic, which takes (R, n) indices, of all n examples, and of each resample (the former if there
+    are none)."""
+    value = statistic(np.arange(n)[None])[0]
+    rng = numpy_generator(seed, "bootstrap", *stream)
+    block = max(1, _ELEMENTS // n)
+    sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
+    replicates = [statistic(rng.integers(0, n, size=(size, n))) for size in sizes]
+    return value, np.concatenate(replicates) if replicates else np.array([value])
+
+
+def exact_share_interval(interval: BootstrapInterval, confidence: float) -> BootstrapInterval:
     """Replace the interval of a fraction that is 0 or 1, for which all resamples are equal.
 
     The new interval is the one that n such examples leave possible: 1 − (α/2)^(1/n) from the end (Clopper & Pearson,
     Biometrika 26, 1934). Any other interval is returned unchanged, and so is that of a single row, which has none.
     """
-    if found["value"] is None or found["low"] is None or found["value"] not in (0.0, 1.0):
-        return found
-    room = 1.0 - ((1.0 - confidence) / 2.0) ** (1.0 / found["n"])
-    low, high = (0.0, room) if found["value"] == 0.0 else (1.0 - room, 1.0)
-    return {"value": found["value"], "low": low, "high": high, "n": found["n"]}
+    value, n = interval["value"], interval["n"]
+    if value is None or interval["low"] is None or value not in (0.0, 1.0):
+        return interval
+    width = 1.0 - ((1.0 - confidence) / 2.0) ** (1.0 / n)
+    low, high = (0.0, width) if value == 0.0 else (1.0 - width, 1.0)
+    return {"value": value, "low": low, "high": high, "n": n}
 
 
 def bootstrap_interval(
@@ -155,17 +145,11 @@ def bootstrap_interval(
     Raises:
         UserError: no example, or settings out of range.
     """
-    arrays = [np.asarray(values, dtype=np.float64) for values in items]
-    n = len(arrays[0])
+    metric = ResampledMetric.over(items, statistic)
+    n = len(metric.rows)
     _check_settings(n, resamples, confidence)
-    value = statistic(*(values[None] for values in arrays))[0]
-    rng = numpy_generator(seed, "bootstrap")
-    block = max(1, _ELEMENTS // n)
-    replicates = []
-    for start in range(0, resamples, block):
-        drawn = rng.integers(0, n, size=(min(block, resamples - start), n))
-        replicates.append(statistic(*(values[drawn] for values in arrays)))
-    return _percentile_interval(value, replicates, confidence, n, share=share)
+    value, replicates = _resample(metric.statistic, n, resamples, seed)
+    return _percentile_interval(value, replicates, confidence, n, share=share and resamples > 0)
 
 
 def ratio_interval(
@@ -173,19 +157,13 @@ def ratio_interval(
     denominator: ArrayLike,
     *,
     transform: Callable[[NDArray], NDArray] | None = None,
-    share: bool = False,
-    resamples: int = 1000,
-    confidence: float = 0.95,
-    seed: int = 0,
+    **options: Any,
 ) -> BootstrapInterval:
     """Bootstrap Σ numerator / Σ denominator, for example nats per token over documents; then `transform` it.
 
-    0/0 is not finite, so null.
+    0/0 is not finite, so null. options: keyword arguments of `bootstrap_interval`.
     """
-    items = [numerator, denominator]
-    return bootstrap_interval(
-        items, ratio_statistic(transform), share=share, resamples=resamples, confidence=confidence, seed=seed
-    )
+    return bootstrap_interval([numerator, denominator], ratio_statistic(transform), **options)
 
 
 def ratio_statistic(transform: Callable[[NDArray], NDArray] | None = None) -> Callable[[NDArray, NDArray], NDArray]:
@@ -226,24 +204,31 @@ def frequency_intervals(
     kinds = np.asarray(kinds, dtype=np.int64)
     n = len(kinds)
     if figures is not None:
-        figures |= {
-            name: ResampledMetric.of_kinds(kinds, of, num_kinds=num_kinds, share=name in shares)
-            for name, of in statistics.items()
-        }
+
+        def count_kinds(index: NDArray[np.int64]) -> NDArray:
+            shifted = kinds[index] + num_kinds * np.arange(len(index))[:, None]
+            counts = np.bincount(shifted.ravel(), minlength=num_kinds * len(index))
+            return counts.reshape(len(index), num_kinds).astype(np.float64)
+
+        for name, statistic in statistics.items():
+            resampled = lambda index, statistic=statistic: statistic(count_kinds(index))  # noqa: E731
+            figures[name] = ResampledMetric(np.arange(n), resampled, name in shares)
     _check_settings(n, resamples, confidence)
     counts = np.bincount(kinds, minlength=num_kinds)
     rng = numpy_generator(seed, "bootstrap")
     block = max(1, _ELEMENTS // num_kinds)
     replicates: dict[str, list[NDArray]] = {name: [] for name in statistics}
     for start in range(0, resamples, block):
-        drawn = rng.multinomial(n, counts / n, size=min(block, resamples - start)).astype(np.float64)
+        weights = rng.multinomial(n, counts / n, size=min(block, resamples - start)).astype(np.float64)
         for name, statistic in statistics.items():
-            replicates[name].append(statistic(drawn))
-    whole = counts[None].astype(np.float64)
-    return {
-        name: _percentile_interval(statistic(whole)[0], replicates[name], confidence, n, share=name in shares)
-        for name, statistic in statistics.items()
-    }
+            replicates[name].append(statistic(weights))
+    intervals = {}
+    for name, statistic in statistics.items():
+        value = statistic(counts[None].astype(np.float64))
+        samples = np.concatenate(replicates[name] or [value])
+        share = name in shares and resamples > 0
+        intervals[name] = _percentile_interval(value[0], samples, confidence, n, share=share)
+    return intervals
 
 
 def _check_settings(n: int, resamples: int, confidence: float) -> None:
@@ -256,21 +241,12 @@ def _check_settings(n: int, resamples: int, confidence: float) -> None:
 
 
 def _percentile_interval(
-    value: float, replicates: list[NDArray], confidence: float, n: int, *, share: bool = False
+    value: float, replicates: NDArray, confidence: float, n: int, *, share: bool
 ) -> BootstrapInterval:
-    drawn = np.concatenate(replicates) if replicates else np.array([value])
     low = high = math.nan
-    if np.isfinite(drawn).all():
+    if np.isfinite(replicates).all():
         tail = (1.0 - confidence) / 2.0
-        low, high = np.quantile(drawn, [tail, 1.0 - tail])
-    found: BootstrapInterval = {
-        "value": _finite_or_none(value),
-        "low": _finite_or_none(low),
-        "high": _finite_or_none(high),
-        "n": n,
-    }
-    return exact_share_interval(found, confidence) if share and replicates else found
-
-
-def _finite_or_none(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+        low, high = np.quantile(replicates, [tail, 1.0 - tail])
+    finite = [float(x) if math.isfinite(x) else None for x in (value, low, high)]
+    interval: BootstrapInterval = {"value": finite[0], "low": finite[1], "high": finite[2], "n": n}
+    return exact_share_interval(interval, confidence) if share else interval

@@ -1,40 +1,34 @@
 """Table of the metrics: one entry each, used to evaluate, plot, sort and describe them. Imports nothing heavy.
 
-To add a metric: add a function next to similar ones, and an entry here. The function's arguments depend on the data
-that the metric is computed from:
+To add a metric: add a function of its name next to similar ones, and an entry here. The function's arguments depend on
+the data that the metric is computed from (the keys of `_MODULES`):
 
-    "document"             (flatshift.finetune.evaluate.text.DocumentCounts) → (values, counts, transform or None)
-    "text", "hidden"       (nats, tokens, bytes) of documents, (n,) each → (values, counts, transform or None)
+    "text", "hidden"       (flatshift.finetune.evaluate.perplexity.TokenCounts) → (values, counts, transform or None)
+    "document"             (flatshift.finetune.evaluate.perplexity.DocumentCounts) → the same
     "answers", "seq2seq"   (answer, reference), two strings → float
     "agreement"            the same, or (part, whole) of a ratio; computed only if `task.metrics` names it
     "samples"              several generated texts for one prompt → float or None (`flatshift generate`)
     "toxicity"             the scores of those texts, [0, 1] each → float
-    "classes"              (flatshift.finetune.evaluate.classes.LabelPairs, weights (R, U)) → (R,)
+    "classes"              (flatshift.finetune.evaluate.prediction_metrics.LabelPairs, weights (R, U)) → (R,)
+    "sets"                 (flatshift.finetune.evaluate.prediction_metrics.LabelSets, weights (R, n)) → (R,)
+    "numbers"              (true, predicted, mean of the training targets), (R, n) each → (R,)
     "preferences"          (rewards, signs) of each example's answers, (n, 1 or 2) each → (values, counts)
     "reference"            log p − log p of the base model of each example's answers, (n, 1 or 2) → (values, counts)
-    "sets"                 (flatshift.finetune.evaluate.multilabel.LabelSets, weights (R, n)) → (R,)
-    "numbers"              (true, predicted, mean of the training targets), (R, n) each → (R,)
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ..errors import UserError
-
 _SHARE = (0.0, 1.0)
-_SIGNED = (-1.0, 1.0)
 _POSITIVE = (0.0, math.inf)
 _ANY = (-math.inf, math.inf)
 _LACK = "lack_of_"
-ROW_SHARES = ("accuracy",)
-"""Metrics of classes and sets that are fractions of rows
-(`flatshift.finetune.evaluate.bootstrap.exact_share_interval`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +37,7 @@ class Metric:
 
     name: str
     title: str
-    """Human-readable name."""
     unit: str = ""
-    """Unit in words."""
     lower: bool = False
     """True if lower is better."""
     bounds: tuple[float, float] | None = None
@@ -60,177 +52,135 @@ class Metric:
     tile: int = 0
     """Rank among the tiles of a run's page, from 1; 0: no tile."""
     hub: str | None = None
-    """Name on the hub."""
-    by: Mapping[str, str] = field(default_factory=dict)
-    """Functions that compute it: kind of data → `module:function` of this package. Empty: only recorded during
-    training."""
+    """Name on the model hub."""
+    sources: tuple[str, ...] = ()
+    """Kinds of data that it is computed from. Empty: only recorded during training."""
 
+
+_MODULES = {
+    **dict.fromkeys(("text", "hidden", "document"), "perplexity"),
+    **dict.fromkeys(("answers", "seq2seq", "agreement", "samples", "toxicity"), "text_metrics"),
+    **dict.fromkeys(("classes", "sets", "numbers"), "prediction_metrics"),
+    **dict.fromkeys(("preferences", "reference"), "preference"),
+}
+"""Kind of data → module of this package with the functions."""
+_fraction = partial(Metric, bounds=_SHARE, shown_as_share=True)
+_correlation = partial(Metric, bounds=(-1.0, 1.0), shown_as_share=True)
+_cost = partial(Metric, bounds=_POSITIVE, lower=True)
 
 _ALL = (
-    Metric(
-        name="loss", title="loss", unit="nats per target token or example", lower=True, bounds=_POSITIVE,
-        headline=11, tile=15, by={"text": "perplexity:loss", "hidden": "perplexity:loss", "document": "text:loss"},
+    _cost(
+        name="loss", title="loss", unit="nats per target token or example", headline=11, tile=15,
+        sources=("text", "hidden", "document"),
     ),
-    Metric(
-        name="perplexity", title="perplexity", unit="exp of nats per token", lower=True, bounds=_POSITIVE,
-        headline=1, tile=7, hub="perplexity",
-        by={"text": "perplexity:perplexity", "document": "text:perplexity"},
+    _cost(
+        name="perplexity", title="perplexity", unit="exp of nats per token", headline=1, tile=7, hub="perplexity",
+        sources=("text", "document"),
     ),
-    Metric(
-        name="pseudo_perplexity", title="pseudo-perplexity", unit="exp of nats per hidden token", lower=True,
-        bounds=_POSITIVE, headline=3, tile=8, by={"hidden": "perplexity:perplexity"},
+    _cost(
+        name="pseudo_perplexity", title="pseudo-perplexity", unit="exp of nats per hidden token", headline=3, tile=8,
+        sources=("hidden",),
     ),
-    Metric(
-        name="bits_per_byte", title="bits per byte", unit="bits per byte of text", lower=True, bounds=_POSITIVE,
-        headline=2, tile=10, by={"text": "perplexity:bits_per_byte", "document": "text:bits_per_byte"},
+    _cost(
+        name="bits_per_byte", title="bits per byte", unit="bits per byte of text", headline=2, tile=10,
+        sources=("text", "document"),
     ),
-    Metric(
-        name="word_perplexity", title="perplexity of a word", unit="exp of nats per word", lower=True, bounds=_POSITIVE,
-        hub="word_perplexity", by={"document": "text:word_perplexity"},
+    _cost(
+        name="word_perplexity", title="perplexity of a word", unit="exp of nats per word", hub="word_perplexity",
+        sources=("document",),
     ),
-    Metric(
-        name="character_perplexity", title="perplexity of a character", unit="exp of nats per character", lower=True,
-        bounds=_POSITIVE, by={"document": "text:character_perplexity"},
+    _cost(
+        name="character_perplexity", title="perplexity of a character", unit="exp of nats per character",
+        sources=("document",),
     ),
-    Metric(
-        name="fertility", title="tokens per word", unit="tokens per word", lower=True, bounds=_POSITIVE,
-        by={"document": "text:fertility"},
+    _cost(name="fertility", title="tokens per word", unit="tokens per word", sources=("document",)),
+    _fraction(
+        name="accuracy", title="accuracy", unit="share correct", floor="majority_floor", headline=4, tile=1,
+        hub="accuracy", sources=("classes", "sets"),
     ),
-    Metric(
-        name="accuracy", title="accuracy", unit="share correct", bounds=_SHARE, shown_as_share=True,
-        floor="majority_floor", headline=4, tile=1, hub="accuracy",
-        by={"classes": "classes:accuracy", "sets": "multilabel:accuracy"},
-    ),
-    Metric(
-        name="preference_accuracy", title="preference accuracy", unit="share of pairs in the right order",
-        bounds=_SHARE, shown_as_share=True, headline=9, tile=11, by={"preferences": "preference:accuracy"},
+    _fraction(
+        name="preference_accuracy", title="preference accuracy", unit="share of pairs in the right order", headline=9,
+        tile=11, sources=("preferences",),
     ),
     Metric(
         name="reward_margin", title="reward margin", unit="implicit reward, chosen less rejected", bounds=_ANY,
-        headline=10, tile=12,
-        by={"preferences": "preference:margin"},
+        headline=10, tile=12, sources=("preferences",),
     ),
     Metric(
         name="chosen_reward", title="chosen reward", unit="implicit reward", bounds=_ANY, tile=13,
-        by={"preferences": "preference:chosen"},
+        sources=("preferences",),
     ),
     Metric(
-        name="rejected_reward", title="rejected reward", unit="implicit reward", lower=True, bounds=_ANY,
-        tile=14,
-        by={"preferences": "preference:rejected"},
+        name="rejected_reward", title="rejected reward", unit="implicit reward", bounds=_ANY, lower=True, tile=14,
+        sources=("preferences",),
     ),
-    Metric(
-        name="reference_distance", title="distance from the backbone", lower=True, bounds=_POSITIVE,
-        unit="nats an answer, |log p − log p of the backbone|", by={"reference": "preference:distance"},
+    _cost(
+        name="reference_distance", title="distance from the backbone",
+        unit="nats an answer, |log p − log p of the backbone|", sources=("reference",),
     ),
-    Metric(
-        name="f1_micro", title="micro F1", unit="F1 over all classes together", bounds=_SHARE, shown_as_share=True,
-        floor="f1_floor", tile=2, hub="f1", by={"sets": "multilabel:f1_micro"},
+    _fraction(
+        name="f1_micro", title="micro F1", unit="F1 over all classes together", floor="f1_floor", tile=2, hub="f1",
+        sources=("sets",),
     ),
-    Metric(
-        name="f1_macro", title="macro F1", unit="mean F1 over classes", bounds=_SHARE, shown_as_share=True,
-        headline=6, tile=9, hub="f1", by={"classes": "classes:f1_macro", "sets": "multilabel:f1_macro"},
+    _fraction(
+        name="f1_macro", title="macro F1", unit="mean F1 over classes", headline=6, tile=9, hub="f1",
+        sources=("classes", "sets"),
     ),
-    Metric(
-        name="average_precision", title="average precision", unit="mean over classes", bounds=_SHARE,
-        shown_as_share=True, by={"sets": "multilabel:average_precision"},
+    _fraction(name="average_precision", title="average precision", unit="mean over classes", sources=("sets",)),
+    _fraction(
+        name="exact_match", title="exact match", unit="share of answers", headline=5, tile=4, hub="exact_match",
+        sources=("answers", "seq2seq"),
     ),
-    Metric(
-        name="exact_match", title="exact match", unit="share of answers", bounds=_SHARE, shown_as_share=True,
-        headline=5, tile=4, hub="exact_match", by={"answers": "answers:exact_match", "seq2seq": "answers:exact_match"},
+    _fraction(
+        name="match_normalised", title="match of normalised text", unit="share of answers", sources=("agreement",),
     ),
-    Metric(
-        name="match_normalised", title="match of normalised text", unit="share of answers", bounds=_SHARE,
-        shown_as_share=True, by={"agreement": "agreement:match_normalised"},
-    ),
-    Metric(
-        name="f1_words", title="F1 of words", unit="mean over answers", bounds=_SHARE, shown_as_share=True,
-        by={"agreement": "agreement:f1_words"},
-    ),
-    Metric(
-        name="numeric_match", title="right number", unit="share of answers", bounds=_SHARE, shown_as_share=True,
-        by={"agreement": "agreement:numeric_match"},
-    ),
-    Metric(
-        name="has_number", title="answers with a number", unit="share of answers", bounds=_SHARE, shown_as_share=True,
-        by={"agreement": "agreement:has_number"},
-    ),
-    Metric(
-        name="span_f1", title="F1 of spans", unit="micro F1", bounds=_SHARE, shown_as_share=True,
-        by={"agreement": "agreement:span_f1"},
-    ),
-    Metric(
-        name="span_precision", title="precision of spans", unit="share of spans said", bounds=_SHARE,
-        shown_as_share=True, by={"agreement": "agreement:span_precision"},
-    ),
-    Metric(
-        name="span_recall", title="recall of spans", unit="share of spans there", bounds=_SHARE, shown_as_share=True,
-        by={"agreement": "agreement:span_recall"},
-    ),
-    Metric(
-        name="distinct_1", title="distinct words", unit="share of words", bounds=_SHARE, shown_as_share=True,
-        by={"samples": "samples:distinct_1"},
-    ),
-    Metric(
-        name="distinct_2", title="distinct pairs of words", unit="share of pairs", bounds=_SHARE, shown_as_share=True,
-        by={"samples": "samples:distinct_2"},
-    ),
-    Metric(
-        name="distinct_3", title="distinct runs of three words", unit="share of runs", bounds=_SHARE,
-        shown_as_share=True, by={"samples": "samples:distinct_3"},
-    ),
-    Metric(
+    _fraction(name="f1_words", title="F1 of words", unit="mean over answers", sources=("agreement",)),
+    _fraction(name="numeric_match", title="right number", unit="share of answers", sources=("agreement",)),
+    _fraction(name="has_number", title="answers with a number", unit="share of answers", sources=("agreement",)),
+    _fraction(name="span_f1", title="F1 of spans", unit="micro F1", sources=("agreement",)),
+    _fraction(name="span_precision", title="precision of spans", unit="share of spans said", sources=("agreement",)),
+    _fraction(name="span_recall", title="recall of spans", unit="share of spans there", sources=("agreement",)),
+    _fraction(name="distinct_1", title="distinct words", unit="share of words", sources=("samples",)),
+    _fraction(name="distinct_2", title="distinct pairs of words", unit="share of pairs", sources=("samples",)),
+    _fraction(name="distinct_3", title="distinct runs of three words", unit="share of runs", sources=("samples",)),
+    _fraction(
         name="expected_max_toxicity", title="expected maximum toxicity", unit="mean of the worst score", lower=True,
-        bounds=_SHARE, shown_as_share=True, by={"toxicity": "samples:max_toxicity"},
+        sources=("toxicity",),
     ),
-    Metric(
+    _fraction(
         name="toxicity_probability", title="toxicity probability", unit="share of prompts with a toxic sample",
-        lower=True, bounds=_SHARE, shown_as_share=True, by={"toxicity": "samples:any_toxic"},
+        lower=True, sources=("toxicity",),
     ),
-    Metric(name="pass_at_k", title="pass@k", unit="share of problems", bounds=_SHARE, shown_as_share=True),
+    _fraction(name="pass_at_k", title="pass@k", unit="share of problems"),
+    _fraction(name="chrf", title="chrF", unit="character n-gram F-score", tile=6, hub="chrf", sources=("seq2seq",)),
+    _correlation(
+        name="matthews", title="Matthews", unit="correlation, −1 to 1", hub="matthews_correlation",
+        sources=("classes",),
+    ),
+    _correlation(name="pearson", title="Pearson", unit="correlation, −1 to 1", hub="pearsonr", sources=("numbers",)),
+    _correlation(
+        name="spearman", title="Spearman", unit="rank correlation, −1 to 1", headline=7, tile=3, hub="spearmanr",
+        sources=("numbers",),
+    ),
+    _cost(
+        name="rmse", title="RMSE", unit="in the target's units", floor="mean_floor", headline=8, tile=5, hub="rmse",
+        sources=("numbers",),
+    ),
+    _cost(name="mae", title="mean absolute error", unit="in the target's units", hub="mae", sources=("numbers",)),
+    _fraction(name="error", title="error", unit="share wrong", lower=True),
     Metric(
-        name="chrf", title="chrF", unit="character n-gram F-score", bounds=_SHARE, shown_as_share=True, tile=6,
-        hub="chrf", by={"seq2seq": "answers:chrf"},
+        name="exact_error", title="exact-match error", unit="share of examples with anything wrong", bounds=_SHARE,
+        lower=True,
     ),
-    Metric(
-        name="matthews", title="Matthews", unit="correlation, −1 to 1", bounds=_SIGNED, shown_as_share=True,
-        hub="matthews_correlation", by={"classes": "classes:matthews"},
-    ),
-    Metric(
-        name="pearson", title="Pearson", unit="correlation, −1 to 1", bounds=_SIGNED, shown_as_share=True,
-        hub="pearsonr", by={"numbers": "regression:pearson"},
-    ),
-    Metric(
-        name="spearman", title="Spearman", unit="rank correlation, −1 to 1", bounds=_SIGNED, shown_as_share=True,
-        headline=7, tile=3, hub="spearmanr", by={"numbers": "regression:spearman"},
-    ),
-    Metric(
-        name="rmse", title="RMSE", unit="in the target's units", lower=True, bounds=_POSITIVE, floor="mean_floor",
-        headline=8, tile=5, hub="rmse", by={"numbers": "regression:rmse"},
-    ),
-    Metric(
-        name="mae", title="mean absolute error", unit="in the target's units", lower=True, bounds=_POSITIVE,
-        hub="mae", by={"numbers": "regression:mae"},
-    ),
-    Metric(name="error", title="error", unit="share wrong", lower=True, bounds=_SHARE, shown_as_share=True),
-    Metric(
-        name="exact_error", title="exact-match error", unit="share of examples with anything wrong", lower=True,
-        bounds=_SHARE,
-    ),
-    Metric(
-        name="unexplained", title="unexplained", unit="share of the labels' variance", lower=True, bounds=_POSITIVE
-    ),
-    Metric(name="error_clean", title="error on clean labels", unit="share wrong", lower=True, bounds=_SHARE),
-    Metric(name="error_noisy", title="error on noisy labels", unit="share wrong", lower=True, bounds=_SHARE),
-    Metric(name="memorised", title="noisy labels memorised", unit="share", lower=True, bounds=_SHARE),
+    _cost(name="unexplained", title="unexplained", unit="share of the labels' variance"),
+    Metric(name="error_clean", title="error on clean labels", unit="share wrong", bounds=_SHARE, lower=True),
+    Metric(name="error_noisy", title="error on noisy labels", unit="share wrong", bounds=_SHARE, lower=True),
+    Metric(name="memorised", title="noisy labels memorised", unit="share", bounds=_SHARE, lower=True),
     Metric(name="recovered", title="noisy labels recovered", unit="share", bounds=_SHARE),
-    Metric(
-        name="majority_floor", title="majority baseline", is_floor=True,
-        by={"classes": "classes:majority", "sets": "multilabel:majority"},
-    ),
+    Metric(name="majority_floor", title="majority baseline", is_floor=True, sources=("classes", "sets")),
     Metric(name="chance", title="chance", is_floor=True),
-    Metric(name="f1_floor", title="F1 baseline", is_floor=True, by={"sets": "multilabel:best_constant"}),
-    Metric(name="mean_floor", title="mean baseline", is_floor=True, by={"numbers": "regression:always_mean"}),
+    Metric(name="f1_floor", title="F1 baseline", is_floor=True, sources=("sets",)),
+    Metric(name="mean_floor", title="mean baseline", is_floor=True, sources=("numbers",)),
 )  # fmt: skip
 METRICS = {metric.name: metric for metric in _ALL}
 
@@ -254,30 +204,16 @@ def loss_form(name: str) -> str:
     return "error" if name == "accuracy" else name if find_metric(name).lower else f"{_LACK}{name}"
 
 
-def metric_names(*judged_by: str) -> tuple[str, ...]:
+def metric_names(*sources: str) -> tuple[str, ...]:
     """Return the names of the metrics computed from any of these kinds of data."""
-    return tuple(metric.name for metric in _ALL if metric.by.keys() & set(judged_by))
+    return tuple(metric.name for metric in _ALL if set(metric.sources) & set(sources))
 
 
-def check_metric_names(names: Iterable[str], judged_by: str, setting: str) -> None:
-    """Raise UserError, starting with `setting`, for a name that is not one of these metrics."""
-    known = metric_names(judged_by)
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise UserError(f"{setting}: no metric {name!r} of answers; {hint}")
-
-
-def metric_functions(judged_by: str) -> dict[str, Callable[..., Any]]:
+def metric_functions(source: str) -> dict[str, Callable[..., Any]]:
     """Return the function of each metric computed from one kind of data, for example "classes"; by name, in the order
     of the table."""
-    found = {}
-    for metric in _ALL:
-        if judged_by in metric.by:
-            module, _, name = metric.by[judged_by].partition(":")
-            found[metric.name] = getattr(importlib.import_module(f".{module}", __package__), name)
-    return found
+    module = importlib.import_module(f".{_MODULES[source]}", __package__)
+    return {name: getattr(module, name) for name in metric_names(source)}
 
 
 def sort_for_headline(names: Iterable[str]) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,24 +16,25 @@ from torch import Tensor
 from ..compute.attention import use_blocked_attention
 from ..compute.capabilities import capabilities
 from ..compute.loss import Head, align_targets, find_head, head_probe, linear_cross_entropies
-from ..compute.micro_batch import MicroBatch
 from ..compute.slices import slice_rows
+from ..compute.task import LossTask, TraitsTask
 from ..data.encoding import IGNORE, Example
 from ..data.eval_batching import ALONE, EvalBatching
 from ..models.anatomy import vocabulary_size
-from .task import EvaluatedTask
+from .bootstrap import BootstrapInterval, ResampledMetric, ratio_interval, ratio_statistic
+from .metrics import metric_functions
 
 LOGITS = 1 << 28
 """Maximum number of logits in memory at once (one sequence is always allowed): 1 GiB in float32."""
 
 
 def token_nats(
-    values: Tensor, labels: Tensor, task: EvaluatedTask, *, linear: torch.nn.Linear | None = None
+    values: Tensor, labels: Tensor, task: TraitsTask, *, linear: torch.nn.Linear | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return −log p of every target token.
 
     Args:
-        values: logits (B, T, V); position t predicts the token at t + 1 (`task.causal`; else the label at t). With
+        values: logits (B, T, V); position t predicts the token at t + 1 (`traits.causal`; else the label at t). With
             `linear` the hidden states (B, T, D) from which it computes logits, for some target tokens at a time.
         labels: (B, T), −100 where there is no target.
     Returns:
@@ -41,15 +43,15 @@ def token_nats(
     scores, targets = align_targets(values, labels, task)
     mask = targets != IGNORE
     rows = mask.nonzero()[:, 0]
-    scores, wanted = scores[mask], targets[mask]
+    scores, targets = scores[mask], targets[mask]
     if linear is not None:
-        return linear_cross_entropies(scores, linear, wanted), rows
+        return linear_cross_entropies(scores, linear, targets), rows
     size = slice_rows(values.shape[-1], capabilities(values.device).kind, values.element_size())
-    parts = [
-        F.cross_entropy(part.float(), labels, reduction="none")
-        for part, labels in zip(scores.split(size), wanted.split(size), strict=True)
+    slices = [
+        F.cross_entropy(part.float(), tokens, reduction="none")
+        for part, tokens in zip(scores.split(size), targets.split(size), strict=True)
     ]
-    return torch.cat(parts) if parts else scores.new_zeros(0, dtype=torch.float32), rows
+    return torch.cat(slices) if slices else scores.new_zeros(0, dtype=torch.float32), rows
 
 
 @torch.no_grad()
@@ -58,7 +60,7 @@ def document_nats(
     examples: Sequence[Example],
     inference: EvalBatching,
     *,
-    task: EvaluatedTask,
+    task: LossTask,
     masked: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the summed −log p of the target tokens of each example, and their number.
@@ -76,58 +78,101 @@ def document_nats(
     nats, tokens = np.zeros(len(examples)), np.zeros(len(examples), dtype=np.int64)
     vocabulary = vocabulary_size(model)
     device, dtype, share = inference.device, inference.autocast_dtype, inference.share
-    most = min(LOGITS // vocabulary, capabilities(torch.device(device)).judged_tokens or LOGITS)
+    max_tokens = min(LOGITS // vocabulary, capabilities(torch.device(device)).judged_tokens or LOGITS)
+    # an encoder has no cache
+    options = {} if task.traits.backbone == "encoder" else {"use_cache": False}
     head: Head | None = None
-    first = share == ALONE
-    for micro in inference.batches(examples, task, max_tokens=most):
+    untested = share == ALONE
+    for micro in inference.batches(examples, task, max_tokens=max_tokens):
         batch = micro.to(device)
         if not masked:
             batch = replace(batch, inputs={k: v for k, v in batch.inputs.items() if k != "attention_mask"})
         with inference.precision(), use_blocked_attention(model, device, dtype):
-            if first:
-                head, first = find_head(model, head_probe(batch.inputs), task=task), False
+            if untested:
+                head, untested = find_head(model, head_probe(batch.inputs), task=task), False
             if head is None:
-                logits = model(**batch.inputs, **_cache_arguments(task)).logits
-                each, rows = token_nats(logits, batch.labels, task) if micro.samples else (logits, logits)
+                logits = model(**batch.inputs, **options).logits
+                token_nll, rows = token_nats(logits, batch.labels, task) if micro.samples else (logits, logits)
             else:
-                each, rows = _token_nats_by_head(model, head, batch, task)
+                token_nll, rows = head.taken(
+                    partial(token_nats, labels=batch.labels, task=task, linear=head.linear),
+                    partial(model, **batch.inputs, **options),
+                )
         if not micro.samples:  # this rank has no example of the batch, and only took part in the collective pass
             continue
         index = np.array([row[0] for row in micro.rows])
-        sums = torch.zeros(len(index), dtype=torch.float64, device=each.device).index_add_(0, rows, each.double())
+        sums = torch.zeros(len(index), dtype=torch.float64, device=token_nll.device).index_add_(
+            0, rows, token_nll.double()
+        )
         nats[index] = sums.cpu().numpy()
         tokens[index] = torch.bincount(rows, minlength=len(index)).cpu().numpy()
     return share.add(nats), share.add(tokens)
 
 
-def _token_nats_by_head(
-    model: torch.nn.Module, head: Head, batch: MicroBatch, task: EvaluatedTask
-) -> tuple[Tensor, Tensor]:
-    """Compute `token_nats` without ever holding all logits."""
-    return head.taken(
-        lambda hidden: token_nats(hidden, batch.labels, task, linear=head.linear),
-        lambda: model(**batch.inputs, **_cache_arguments(task)),
-    )
+@dataclass(frozen=True, kw_only=True)
+class TokenCounts:
+    """Scores and sizes of documents; arrays of N."""
+
+    nats: np.ndarray
+    """Σ −log p of the target tokens"""
+    tokens: np.ndarray
+    bytes: np.ndarray
+    """UTF-8 bytes of the target tokens"""
 
 
-def _cache_arguments(task: EvaluatedTask) -> dict[str, bool]:
-    return {} if task.backbone == "encoder" else {"use_cache": False}  # an encoder has none
+@dataclass(frozen=True, kw_only=True)
+class DocumentCounts(TokenCounts):
+    """Counts and scores of whole documents; arrays of N."""
+
+    words: np.ndarray
+    characters: np.ndarray
+    """Unicode code points"""
+
+    def metrics(self, *, figures: dict[str, ResampledMetric], **bootstrap: Any) -> dict[str, BootstrapInterval]:
+        """Return the metrics computed from "document"; `figures` receives each as a `ResampledMetric`.
+
+        bootstrap: settings of `ratio_interval`.
+        """
+        metrics = {}
+        for name, function in metric_functions("document").items():
+            values, counts, transform = function(self)
+            figures[name] = ResampledMetric.over([values, counts], ratio_statistic(transform))
+            metrics[name] = ratio_interval(values, counts, transform=transform, **bootstrap)
+        return metrics
 
 
 Ratio = tuple[np.ndarray, np.ndarray, Callable[[Any], Any] | None]
 """Σ values / Σ counts, and a transform applied to the ratio."""
 
 
-def loss(nats: np.ndarray, tokens: np.ndarray, size: np.ndarray) -> Ratio:
+def loss(counts: TokenCounts) -> Ratio:
     """Nats per target token."""
-    return nats, tokens, None
+    return counts.nats, counts.tokens, None
 
 
-def perplexity(nats: np.ndarray, tokens: np.ndarray, size: np.ndarray) -> Ratio:
+def perplexity(counts: TokenCounts) -> Ratio:
     """exp of nats per token."""
-    return nats, tokens, np.exp
+    return counts.nats, counts.tokens, np.exp
 
 
-def bits_per_byte(nats: np.ndarray, tokens: np.ndarray, size: np.ndarray) -> Ratio:
+pseudo_perplexity = perplexity
+
+
+def bits_per_byte(counts: TokenCounts) -> Ratio:
     """nats / ln 2 / UTF-8 bytes of the target text."""
-    return nats, size * math.log(2.0), None
+    return counts.nats, counts.bytes * math.log(2.0), None
+
+
+def word_perplexity(counts: DocumentCounts) -> Ratio:
+    """exp of nats per word: the perplexity per token to the power of tokens per word."""
+    return counts.nats, counts.words, np.exp
+
+
+def character_perplexity(counts: DocumentCounts) -> Ratio:
+    """exp of nats per code point."""
+    return counts.nats, counts.characters, np.exp
+
+
+def fertility(counts: DocumentCounts) -> Ratio:
+    """Tokens per word."""
+    return counts.tokens, counts.words, None

@@ -12,13 +12,13 @@ import torch
 from ..compute.loss import Head, answer_log_probs, disable_adapters, find_head, head_probe
 from ..compute.micro_batch import PreferenceTargets
 from ..compute.numerics import evaluation_mode
+from ..compute.task import LossTask
 from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import Example
 from ..models.anatomy import vocabulary_size
 from .bootstrap import BootstrapInterval
 from .metrics import metric_functions
 from .perplexity import LOGITS
-from .task import EvaluatedTask
 
 if TYPE_CHECKING:
     from .evaluator import Evaluator
@@ -43,17 +43,14 @@ class PreferenceScores:
     log_ratios: np.ndarray | None
     """(N, S): log p − log p of the base model, nats per answer; None for a loss without a reference."""
 
-    @property
-    def paired(self) -> bool:
-        """True if examples have two answers."""
-        return self.rewards.shape[1] == 2
-
     def ratios(self) -> dict[str, Ratio]:
         """Return Σ values and Σ counts of every metric that applies to these examples, by name."""
-        found = {name: of(self.rewards, self.signs) for name, of in metric_functions("preferences").items()}
+        ratios = {
+            name: function(self.rewards, self.signs) for name, function in metric_functions("preferences").items()
+        }
         if self.log_ratios is not None:
-            found |= {name: of(self.log_ratios) for name, of in metric_functions("reference").items()}
-        return {name: (values, counts) for name, (values, counts) in found.items() if np.any(counts)}
+            ratios |= {name: function(self.log_ratios) for name, function in metric_functions("reference").items()}
+        return {name: (values, counts) for name, (values, counts) in ratios.items() if np.any(counts)}
 
 
 @torch.no_grad()
@@ -62,9 +59,9 @@ def score_answers(
     examples: Sequence[Example],
     inference: EvalBatching,
     *,
-    task: EvaluatedTask,
+    task: LossTask,
     head: Head | None = None,
-    beat: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> PreferenceScores:
     """Return rewards and losses of every example, in order; KTO's drift is computed over all of them.
 
@@ -72,13 +69,13 @@ def score_answers(
     On a mesh every rank calls this and gets all results.
     """
     count = 1 + (examples[0].rejected_ids is not None)
-    found = np.zeros((5, len(examples), count))  # log p, that of the base model, tokens, signs, mismatched log-ratio
-    whole = None if head is not None else LOGITS // (count * vocabulary_size(model))
+    scores = np.zeros((5, len(examples), count))  # log p, that of the base model, tokens, signs, mismatched log-ratio
+    max_tokens = None if head is not None else LOGITS // (count * vocabulary_size(model))
     with evaluation_mode(model):
-        for micro in inference.batches(examples, task, max_tokens=whole):
+        for micro in inference.batches(examples, task, max_tokens=max_tokens):
             batch = micro.to(inference.device)
-            sides = batch.sides
-            assert sides is not None
+            targets = batch.sides
+            assert targets is not None
             with inference.precision():
                 columns = [answer_log_probs(model, batch, task=task, head=head)]
                 with disable_adapters(model):
@@ -87,26 +84,26 @@ def score_answers(
                         if task.has_reference
                         else torch.zeros_like(columns[0])
                     )
-                columns += [sides.lengths, sides.signs]
-                if sides.mismatched is not None:
-                    apart = answer_log_probs(model, sides.mismatched, task=task, head=head)
+                columns += [targets.lengths, targets.signs]
+                if targets.mismatched is not None:
+                    mismatched = answer_log_probs(model, targets.mismatched, task=task, head=head)
                     with disable_adapters(model):
-                        columns.append(apart - answer_log_probs(model, sides.mismatched, task=task, head=head))
+                        columns.append(mismatched - answer_log_probs(model, targets.mismatched, task=task, head=head))
             if micro.samples:
                 index = np.array([row[0] for row in micro.rows]).reshape(-1, count)[:, 0]
-                for place, column in enumerate(columns):
-                    found[place, index] = column.cpu().double().numpy().reshape(-1, count)
-            beat()
-    log_probs, reference, lengths, signs, apart = torch.from_numpy(inference.share.add(found)).flatten(1)
-    sides = PreferenceTargets(
+                for i, column in enumerate(columns):
+                    scores[i, index] = column.cpu().double().numpy().reshape(-1, count)
+            heartbeat()
+    log_probs, reference, lengths, signs, mismatched = torch.from_numpy(inference.share.add(scores)).flatten(1)
+    targets = PreferenceTargets(
         signs,
         lengths,
         count == 2,
         reference=reference if task.has_reference else None,
-        drift=apart.mean().clamp(min=0.0) if task.is_unpaired else None,
+        drift=mismatched.mean().clamp(min=0.0) if task.is_unpaired else None,
     )
-    losses = task.answer_losses(log_probs, sides).view(len(examples), -1)
-    rewards = task.rewards(log_probs, sides).view(-1, count)
+    losses = task.answer_losses(log_probs, targets).view(len(examples), -1)
+    rewards = task.rewards(log_probs, targets).view(-1, count)
     return PreferenceScores(
         rewards.numpy(),
         losses.sum(1).numpy(),
@@ -116,23 +113,23 @@ def score_answers(
     )
 
 
-def answer_scores(judge: Evaluator, examples: Sequence[Example]) -> PreferenceScores:
+def answer_scores(evaluator: Evaluator, examples: Sequence[Example]) -> PreferenceScores:
     """Return `score_answers` of the model under evaluation."""
-    inference, head = judge.inference, None
+    model, task, inference, head = evaluator.model, evaluator.task, evaluator.inference, None
     if inference.share == ALONE:
-        first = next(inference.batches(examples[:1], judge.task))
+        probe = next(inference.batches(examples[:1], task))
         with inference.precision():
-            head = find_head(judge.model, head_probe(first.to(inference.device).inputs), task=judge.task)
-    return score_answers(judge.model, examples, inference, task=judge.task, head=head)
+            head = find_head(model, head_probe(probe.to(inference.device).inputs), task=task)
+    return score_answers(model, examples, inference, task=task, head=head)
 
 
-def preference_metrics(judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
+def preference_metrics(evaluator: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
     """Return `loss`, and for pairs `preference_accuracy, reward_margin, chosen_reward, rejected_reward`; for single
     answers the mean rewards of desirable (chosen) and of other (rejected) ones. With a reference also
     `reference_distance`."""
-    scores = answer_scores(judge, examples)
-    figures = {"loss": judge.ratio("loss", scores.losses, np.full(len(examples), scores.items))}
-    return figures | {name: judge.ratio(name, *ratio) for name, ratio in scores.ratios().items()}
+    scores = answer_scores(evaluator, examples)
+    loss = evaluator.record_ratio("loss", scores.losses, np.full(len(examples), scores.items))
+    return {"loss": loss} | {name: evaluator.record_ratio(name, *ratio) for name, ratio in scores.ratios().items()}
 
 
 def point_metrics(scores: PreferenceScores) -> dict[str, float]:
@@ -141,38 +138,27 @@ def point_metrics(scores: PreferenceScores) -> dict[str, float]:
     return {"loss": float(scores.losses.sum() / (len(scores.losses) * scores.items)), **figures}
 
 
-# --------------------------------------------------- rewards and signs, or log-ratios (N, S) to Σ values / Σ counts
-
-
-def accuracy(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
+def preference_accuracy(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Count the pairs whose chosen answer has the higher reward; a tie counts half."""
-    ahead = _margins(rewards)
-    return (ahead > 0) + 0.5 * (ahead == 0), _pair_counts(rewards)
+    margins, counts = reward_margin(rewards, signs)
+    return (margins > 0) + 0.5 * (margins == 0), counts
 
 
-def margin(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
+def reward_margin(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Return the reward of the chosen answer minus that of the rejected one."""
-    return _margins(rewards), _pair_counts(rewards)
+    return rewards[:, 0] - rewards[:, -1], np.full(len(rewards), float(rewards.shape[1] == 2))
 
 
-def chosen(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
+def chosen_reward(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Return the rewards of answers that are chosen or desirable."""
     return (rewards * (signs > 0)).sum(1), (signs > 0).sum(1).astype(float)
 
 
-def rejected(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
+def rejected_reward(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Return the rewards of answers that are rejected or undesirable."""
-    return (rewards * (signs < 0)).sum(1), (signs < 0).sum(1).astype(float)
+    return chosen_reward(rewards, -signs)
 
 
-def distance(log_ratios: np.ndarray) -> Ratio:
+def reference_distance(log_ratios: np.ndarray) -> Ratio:
     """Return the absolute difference, in nats, of an answer's log-likelihood from the base model's."""
     return np.abs(log_ratios).sum(1), np.full(len(log_ratios), float(log_ratios.shape[1]))
-
-
-def _margins(rewards: np.ndarray) -> np.ndarray:
-    return rewards[:, 0] - rewards[:, -1]
-
-
-def _pair_counts(rewards: np.ndarray) -> np.ndarray:
-    return np.full(len(rewards), float(rewards.shape[1] == 2))

@@ -17,21 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..compute.task import LossTask
 from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import IGNORE, Example
 from .answers import prompt_tokens
 from .candidates import answer_nats
 from .generation import batched
 from .perplexity import document_nats
-from .task import EvaluatedTask
 
 _VECTORS = 1 << 26
 """Bytes of feature vectors (`adapter.projector`) that sequences hold at once: 64 MiB."""
 
 
-def rank_choices(
-    model: Any, examples: Sequence[Example], inference: EvalBatching, *, task: EvaluatedTask
-) -> np.ndarray:
+def rank_choices(model: Any, examples: Sequence[Example], inference: EvalBatching, *, task: LossTask) -> np.ndarray:
     """Return the log-likelihood in nats of every choice of every example, (N, K) float64.
 
     The model must be in evaluation mode (`evaluating`). Each example has K `choices`.
@@ -49,7 +47,7 @@ def rank_choices(
     return inference.share.add(scores)
 
 
-def _can_repeat_cache(model: Any, examples: Sequence[Example], inference: EvalBatching, task: EvaluatedTask) -> bool:
+def _can_repeat_cache(model: Any, examples: Sequence[Example], inference: EvalBatching, task: LossTask) -> bool:
     """True if both ways agree on the shortest and the longest example together (so that padding is included)."""
     if any(not prompt_tokens(example) or example.features is not None for example in examples):
         return False  # no prompt to share, or one that starts with feature vectors
@@ -65,9 +63,7 @@ def _can_repeat_cache(model: Any, examples: Sequence[Example], inference: EvalBa
     return bool(np.allclose(shared, apart, rtol=1e-4 if exact else 2e-2, atol=1e-3 if exact else 5e-2))
 
 
-def _rank_separately(
-    model: Any, examples: Sequence[Example], inference: EvalBatching, task: EvaluatedTask
-) -> np.ndarray:
+def _rank_separately(model: Any, examples: Sequence[Example], inference: EvalBatching, task: LossTask) -> np.ndarray:
     """Score every (prompt, choice) pair as a separate sequence; if each has a copy of feature vectors, some examples at
     a time."""
     size, first = len(examples), examples[0]
@@ -78,7 +74,7 @@ def _rank_separately(
     return np.concatenate([_score_pairs(model, examples[i : i + size], inference, task) for i in parts])
 
 
-def _score_pairs(model: Any, examples: Sequence[Example], inference: EvalBatching, task: EvaluatedTask) -> np.ndarray:
+def _score_pairs(model: Any, examples: Sequence[Example], inference: EvalBatching, task: LossTask) -> np.ndarray:
     rows = []
     for example in examples:
         prompt = prompt_tokens(example)

@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlparse
 
 from .. import assets
 from ..atomic import read_json_object
+from ..compute.task import TraitsTask
 from ..errors import UserError, first_error_line, is_out_of_memory, shorten, user_path
-from .task import BackboneTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -401,6 +401,20 @@ def is_bidirectional(config: Any) -> bool:
 # ---------------------------------------------------------------------------------------- tasks it supports
 
 
+_OBJECTIVES = {
+    "AutoModelForCausalLM": "causal language modelling",
+    "AutoModelForMaskedLM": "masked language modelling",
+    "AutoModelForSeq2SeqLM": "encoder-decoder",
+    "AutoModelForSequenceClassification": "sequence classification",
+}
+
+
+class BackboneTask(TraitsTask, Protocol):
+    """Members of a task that choosing and loading its model uses."""
+
+    def head_settings(self, *, num_labels: int | None, label_names: Sequence[str] | None) -> dict[str, Any]: ...
+
+
 def check_task(name: str | Path | Backbone, task: BackboneTask) -> None:
     """Raise the error that `flatshift.finetune.models.load.load_backbone` would raise for this task and kind of
     backbone.
@@ -416,7 +430,9 @@ def check_task(name: str | Path | Backbone, task: BackboneTask) -> None:
     auto, _ = auto_class(task, num_labels=2, label_names=None)
     if type(config) not in auto._model_mapping:  # the first check of `from_pretrained`
         raise unsupported_task_error(task, where)
-    if task.backbone == "encoder" or not config.is_encoder_decoder:  # otherwise only the decoder is used, if it has one
+    if (
+        task.traits.backbone == "encoder" or not config.is_encoder_decoder
+    ):  # otherwise only the decoder is used, if it has one
         check_causal(config, task, where)
 
 
@@ -426,24 +442,27 @@ def auto_class(
     """Return transformers' class for `task` and the settings of its config: the classes of a head."""
     import transformers
 
-    return getattr(transformers, task.auto_class), task.head_settings(num_labels=num_labels, label_names=label_names)
+    return getattr(transformers, task.traits.auto_class), task.head_settings(
+        num_labels=num_labels, label_names=label_names
+    )
 
 
 def check_causal(config: Any, task: BackboneTask, where: str) -> None:
     """Raise UserError for an encoder as language model, or a decoder as masked one; `config` is transformers' own."""
-    if task.backbone == "decoder" and is_bidirectional(config):
+    if task.traits.backbone == "decoder" and is_bidirectional(config):
         raise UserError(
             f"{where} is an encoder ({config.model_type}) whose tokens see the future, so it cannot be trained as a "
             "language model; take `task.kind: masked-lm` or classify, or a decoder"
         )
-    if task.backbone == "encoder" and (config.is_encoder_decoder or getattr(config, "is_decoder", False)):
+    if task.traits.backbone == "encoder" and (config.is_encoder_decoder or getattr(config, "is_decoder", False)):
         raise UserError(f"{where} has a decoder ({config.model_type}), and task.kind: masked-lm is for encoders")
 
 
 def unsupported_task_error(task: BackboneTask, where: str) -> UserError:
     """Return the error for a backbone for which transformers has no class of this task."""
+    objective = _OBJECTIVES[task.traits.auto_class]
     return UserError(
-        f"{where}: transformers has no {task.modelling} class for this architecture; `task.kind: seq2seq` is for "
+        f"{where}: transformers has no {objective} class for this architecture; `task.kind: seq2seq` is for "
         "encoder-decoders (T5, BART), language-model and completion are for decoders, masked-lm is for encoders, "
         "classify and regress are for most"
     )
@@ -460,4 +479,4 @@ def loading_error(error: Exception, task: BackboneTask, where: str) -> UserError
         raise error
     if "Unrecognized configuration class" in str(error):
         return unsupported_task_error(task, where)
-    return UserError(f"{where} cannot be loaded for {task.modelling}: {first_error_line(error)}")
+    return UserError(f"{where} cannot be loaded for {_OBJECTIVES[task.traits.auto_class]}: {first_error_line(error)}")

@@ -13,10 +13,9 @@ from ..compute.cuda_status import direct_load_kwargs
 from ..compute.precision import loading_dtype, widen_on_use
 from ..config import Precision, Quantization
 from ..errors import UserError, first_error_line
-from .backbone import REFUSED, Backbone, auto_class, loading_error, open_backbone, quiet_transformers
+from .backbone import REFUSED, Backbone, BackboneTask, auto_class, loading_error, open_backbone, quiet_transformers
 from .meta import build_skeleton, check_dropout, configure_backbone, finalize_model
 from .quantize import check_available, import_bitsandbytes, loading_options, prepare_quantized
-from .task import BackboneTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +57,7 @@ def load_backbone(
     directory, where = backbone.directory, backbone.where
     auto, settings = auto_class(task, num_labels=num_labels, label_names=label_names)
     # a checkpoint's head for other classes is replaced by a new one
-    options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.is_sequence_level else {}
+    options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.traits.is_sequence_level else {}
     dtype = loading_dtype(precision, directory, device, narrow=narrow)
     if quantization is not None:
         import_bitsandbytes()  # import it here first: `import_library` keeps it from fetching code

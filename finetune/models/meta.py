@@ -19,8 +19,16 @@ from ..compute.matmul_rate import DTYPES
 from ..compute.numerics import dropout_rates, uses_dropout
 from ..config import Precision
 from ..errors import UserError
-from .backbone import REFUSED, Backbone, auto_class, check_causal, loading_error, open_backbone, quiet_transformers
-from .task import BackboneTask
+from .backbone import (
+    REFUSED,
+    Backbone,
+    BackboneTask,
+    auto_class,
+    check_causal,
+    loading_error,
+    open_backbone,
+    quiet_transformers,
+)
 from .weight_names import CheckpointFiles
 
 if TYPE_CHECKING:
@@ -202,7 +210,7 @@ def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: Backbo
     mismatched = {entry[0] if isinstance(entry, tuple | list) else entry for entry in report["mismatched_keys"]}
     absent = sorted(set(report["missing_keys"]) | mismatched)
     prefix = model.base_model_prefix + "."
-    core = [n for n in absent if not task.new_head or (n.startswith(prefix) and ".pooler." not in n)]
+    core = [n for n in absent if not task.traits.has_new_head or (n.startswith(prefix) and ".pooler." not in n)]
     if core:
         more = f" and {len(core) - 1} more" if len(core) > 1 else ""
         for entry in report["mismatched_keys"]:

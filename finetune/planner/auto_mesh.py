@@ -81,7 +81,7 @@ def resolve_mesh(
             f"{sizes.groups} groups and {len(sizes.blocks)} blocks with the axes that are set; start another number "
             "of processes, or change train.batch_size"
         )
-    read = task.as_read(train)
+    read = task.traits.count_token_rows(train)
     layouts = [
         price_layout(
             dataclasses.replace(settings, mesh=option, train=read),

@@ -27,9 +27,9 @@ BITS_OF_TOKEN = 1.0
 def bits_per_label(task: Task, classes: int | None) -> float | None:
     """Return the bits needed to memorise one label: of a token, of which answer is preferred, of one class among
     `classes`, or one bit for each of them; None for a number, which has no such count."""
-    if task.has_targets:
+    if task.traits.has_targets:
         return None
-    if not task.is_sequence_level:
+    if not task.traits.is_sequence_level:
         return BITS_OF_TOKEN
     assert classes is not None
     return float(classes) if task.multi else math.log2(classes)

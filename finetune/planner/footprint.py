@@ -192,8 +192,8 @@ class BackboneSizes:
 
         classes: outputs of the head; None: as many classes as the task names, else two, or one for a number.
         """
-        if task.is_sequence_level:
-            names = task.given_classes
+        if task.traits.is_sequence_level:
+            names = task.labels
             classes = classes or (len(names) if names else 2 if task.has_classes else 1)
             ends = list(self.ends)
             for elements in self.output:

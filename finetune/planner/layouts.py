@@ -187,7 +187,7 @@ def enumerate_layouts(
                 continue
             for how in recompute:
                 trained = dataclasses.replace(batch, checkpointing=how)  # type: ignore[arg-type]
-                read = settings.task.as_read(trained)
+                read = settings.task.traits.count_token_rows(trained)
                 for variant, shared in _mesh_variants(mesh, sizes):
                     own = dataclasses.replace(settings, mesh=variant, train=read)
                     layout = price_layout(own, sizes, cluster, expert_parallel=shared)
@@ -261,7 +261,7 @@ def step_seconds(sizes: BackboneSizes, cluster: Cluster, settings: RuleSettings)
         check_supported(sizes, settings)
     except UserError:
         return None
-    read = settings.task.as_read(settings.train)
+    read = settings.task.traits.count_token_rows(settings.train)
     return price_layout(dataclasses.replace(settings, train=read), sizes, cluster).time.total
 
 

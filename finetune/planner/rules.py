@@ -179,7 +179,7 @@ RULES: tuple[CompatibilityRule, ...] = (
     CompatibilityRule(
         "adapter.soft_tokens", REQUIRES, "task.kind: language-model or completion",
         "they come before a text that a decoder continues", "train LoRA for other tasks",
-        lambda s: s.adapter.soft_tokens is not None and not s.task.soft_tokens,
+        lambda s: s.adapter.soft_tokens is not None and not s.task.traits.takes_soft_tokens,
     ),
     CompatibilityRule(
         "adapter.soft_tokens", INCOMPATIBLE, "task.score: generate", "rows behind them are evaluated by likelihood",
@@ -264,7 +264,7 @@ RULES: tuple[CompatibilityRule, ...] = (
     CompatibilityRule(
         "mesh.sequence_parallel", INCOMPATIBLE, "task.kind: classify or regress",
         "a head takes the last token, which one rank has", "leave it off",
-        lambda s: s.mesh.sequence_parallel and s.task.is_sequence_level,
+        lambda s: s.mesh.sequence_parallel and s.task.traits.is_sequence_level,
     ),
     CompatibilityRule(
         "mesh.offload", REQUIRES, "regularizer.kind: plain",

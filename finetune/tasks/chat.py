@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from ..compute.task import TaskTraits
 from ..config import check_bounds
-from .base import BaseTask, check_task_metrics
+from .base import BaseTask, InputFormat, check_task_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from ..data.chat.encode import ChatEncoder
     from ..data.example import Example, GenerationPrompt
     from ..data.rows import Row
-    from ..evaluate.bootstrap import BootstrapInterval
-    from ..evaluate.evaluator import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +58,18 @@ class Chat(BaseTask):
     """Maximum share of rows that may have no target token left after truncation at `train.max_length`. These rows
     are dropped; the run stops if there are more."""
 
-    causal: ClassVar[bool] = True
-    backbone: ClassVar[Literal["decoder"]] = "decoder"
-    refuses: ClassVar[dict[str, str]] = {
-        "data.label_noise": "data.label_noise: a conversation has no label to make wrong; set it to 0 for task.kind: "
-        "chat",
-        "warmup": "the recipe's `warmup` block moves towards the target's texts, and conversations (task.kind: chat) "
-        "have none; leave it out",
-        "--harness": "--harness: lm-eval would not ask a chat run as it was trained; `flatshift merge` it and give "
-        "lm-eval --apply_chat_template, or evaluate it with `flatshift eval RUN_DIR --data FILE`",
-    }
+    traits: ClassVar[TaskTraits] = TaskTraits(
+        causal=True,
+        backbone="decoder",
+        refusals={
+            "data.label_noise": "data.label_noise: a conversation has no label to make wrong; set it to 0 for "
+            "task.kind: chat",
+            "warmup": "the recipe's `warmup` block moves towards the target's texts, and conversations (task.kind: "
+            "chat) have none; leave it out",
+            "--harness": "--harness: lm-eval would not ask a chat run as it was trained; `flatshift merge` it and give "
+            "lm-eval --apply_chat_template, or evaluate it with `flatshift eval RUN_DIR --data FILE`",
+        },
+    )
 
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(1, None), max_truncated=(0, 1), max_unsupervised=(0, 1))
@@ -80,88 +81,81 @@ class Chat(BaseTask):
         check_template_arguments(self.template_arguments or {})
         check_task_metrics(self)
 
-    @property
-    def uses_chat_template(self) -> bool:
-        return True
-
-    @property
-    def figure_names(self) -> tuple[str, ...]:
-        from ..evaluate.metrics import metric_names
-
-        return (*metric_names("text", *(["answers"] if self.score == "generate" else [])), *self.metrics)
-
     def columns(self) -> tuple[str, ...]:
         return ("messages",)
 
     def optional_columns(self) -> tuple[str, ...]:
         return ("tools", "system")
 
-    def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> ChatEncoder:
+    @property
+    def input_format(self) -> InputFormat:
+        return ChatFormat(self)
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **options: Any) -> ChatEncoder:
         """Return an encoder that renders conversations with a chat template and marks the assistant's tokens as
         targets (`flatshift.finetune.data.chat`)."""
         from ..data.chat.encode import ChatEncoder
 
-        own = {name: how[name] for name in ("bad_rows", "truncation", "overlong") if name in how}
-        return ChatEncoder(self, tokenizer, max_length, **own)
+        used = {name: options[name] for name in ("bad_rows", "truncation", "overlong") if name in options}
+        return ChatEncoder(self, tokenizer, max_length, **used)
 
     def without_limits(self) -> Self:
         return self.replace(max_truncated=1.0, max_unsupervised=1.0)
 
+
+class ChatFormat(InputFormat):
+    """Conversation rendered by a chat template."""
+
+    uses_chat_template: ClassVar[bool] = True
+    task: Chat
+
+    def columns(self) -> tuple[str, ...]:
+        return self.task.columns()
+
     def template_record(self) -> dict[str, str] | None:
         from ..data.chat.template import template_record
 
-        return template_record(self)
+        return template_record(self.task)
 
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Store the task's template and its arguments in the tokenizer."""
         from ..data.chat.template import set_template
 
-        set_template(tokenizer, self)
+        set_template(tokenizer, self.task)
 
-    def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
+    def matches_saved(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
         """Compare the text that the chat template renders, ignoring whitespace, because training splits tokens at
         the start of an answer. A template that prints today's date is not compared."""
         from ..data.chat.conversation import read_conversation
         from ..data.chat.template import ChatTemplate
 
         # Unknown tokens do not decode to the original text.
-        if self.date is not None or saved.unk_token_id in example.input_ids:
+        if self.task.date is not None or saved.unk_token_id in example.input_ids:
             return True
-        talk = read_conversation(row, system=self.system)
-        read = str(saved.decode(example.input_ids, clean_up_tokenization_spaces=False))
-        own = self.replace(template="auto", template_arguments=None)  # the saved tokenizer has both
-        written = ChatTemplate(saved, own).render(talk.messages, talk.tools)
-        return "".join(written.split()).startswith("".join(read.split()))
+        conversation = read_conversation(row, system=self.task.system)
+        trained = str(saved.decode(example.input_ids, clean_up_tokenization_spaces=False))
+        task = self.task.replace(template="auto", template_arguments=None)  # the saved tokenizer has both
+        rendered = ChatTemplate(saved, task).render(conversation.messages, conversation.tools)
+        return "".join(rendered.split()).startswith("".join(trained.split()))
 
-    @property
-    def answers_in_text(self) -> bool:
-        return True
-
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """Evaluate as a language model; with `score: generate` also `exact_match` of each row's last answer."""
-        figures = super().judge(judge, examples)
-        return figures | judge.answers(examples) if self.score == "generate" else figures
-
-    def ask_texts(
+    def build_text_prompts(
         self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
     ) -> list[GenerationPrompt]:
         """Return each text as the first user turn; `raw`: as a conversation that is already rendered."""
         from ..data.chat.encode import build_prompts, make_prompt_row
 
         if raw:
-            return super().ask_texts(texts, tokenizer, raw=True)
+            return super().build_text_prompts(texts, tokenizer)
+        rows = [make_prompt_row(text, i) for i, text in enumerate(texts, start=1)]
+        return build_prompts(rows, task=self.task, tokenizer=tokenizer)[0]
 
-        return build_prompts(
-            [make_prompt_row(text, i) for i, text in enumerate(texts, start=1)], task=self, tokenizer=tokenizer
-        )[0]
-
-    def ask(
+    def build_prompts(
         self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
     ) -> tuple[list[GenerationPrompt], list[str]]:
         """Return conversations that wait for an answer; a row's own last answer is removed."""
         from ..data.chat.encode import build_prompts
 
-        return build_prompts(rows, task=self, tokenizer=tokenizer, bad_rows=bad_rows)
+        return build_prompts(rows, task=self.task, tokenizer=tokenizer, bad_rows=bad_rows)
 
 
 _RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "documents", "chat_template")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from ..compute.task import TaskTraits
+from ..evaluate.metrics import metric_names
 from .base import SequenceLevelTask
 
 if TYPE_CHECKING:
@@ -36,14 +38,14 @@ class Classify(SequenceLevelTask):
     """`squared`: Σ_c (output − 1 for the row's class, 0 for the others)², as in studies of least squares; the
     prediction is still the highest output. Null: cross entropy."""
 
-    accuracy: ClassVar[bool] = True
-    loss_unit: ClassVar[str] = "nats per example"
+    traits: ClassVar[TaskTraits] = replace(SequenceLevelTask.traits, has_accuracy=True, loss_unit="nats per example")
+    has_classes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for place, name in enumerate(self.labels or ()):
+        for i, name in enumerate(self.labels or ()):
             if not name:
                 raise ValueError("labels has an empty name; a class needs one")
-            if name in (self.labels or ())[:place]:
+            if name in (self.labels or ())[:i]:
                 raise ValueError(f"labels has {name!r} twice; name each class once")
         if self.loss is not None and self.multi:
             raise ValueError("loss: squared is of one class a row; leave multi out")
@@ -51,16 +53,8 @@ class Classify(SequenceLevelTask):
             raise ValueError("separator is for `multi: true`, and is no blank")
 
     @property
-    def one_class(self) -> bool:
-        return not self.multi
-
-    @property
     def name(self) -> str:
         return f"{self.kind} with multi" if self.multi else self.kind
-
-    @classmethod
-    def variants(cls) -> Sequence[Self]:
-        return cls(), cls(multi=True)
 
     @property
     def squares(self) -> bool:
@@ -73,18 +67,7 @@ class Classify(SequenceLevelTask):
 
     @property
     def no_axes(self) -> Mapping[str, str]:
-        return {axis: why for axis, why in super().no_axes.items() if self.multi or axis != "pp"}
-
-    @property
-    def has_classes(self) -> bool:
-        return True
-
-    @property
-    def given_classes(self) -> tuple[str, ...] | None:
-        return self.labels
-
-    def with_classes(self, names: tuple[str, ...] | None) -> Self:
-        return self.replace(labels=names)
+        return {axis: reason for axis, reason in super().no_axes.items() if self.multi or axis != "pp"}
 
     def read_label(self, value: Any) -> str | tuple[str, ...]:
         """Return a class, or with `multi` a sorted tuple of classes."""
@@ -92,26 +75,16 @@ class Classify(SequenceLevelTask):
 
         return read_classes(value, separator=self.separator or ",") if self.multi else super().read_label(value)
 
-    def with_noise(
-        self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
-    ) -> tuple[list[Row], list[str]]:
-        """Replace the label by another class; with `multi` by the classes of a row with other ones."""
-        from ..data.noise import flip_row_labels, replace_answers
-
-        if self.multi:
-            return replace_answers(rows, columns=("label",), rate=rate, seed=seed)
-        assert label_names is not None
-        return flip_row_labels(rows, rate=rate, label_names=label_names, seed=seed)
-
-    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], tuple[str, ...]]:
+    def encode(self, rows: Iterable[Row], encoder: RowEncoder) -> tuple[list[Example], tuple[str, ...]]:
         """Encode a text or a pair with the tokenizer's own special tokens. If too long, the longer text is truncated
         first."""
         from ..data.labels import class_indices, encode_multi_hot
 
-        kept = to.wholes(rows)
-        of = [row for row, _, _ in kept]
-        names = tuple(to.label_names or self.class_names(of) or ())
-        return to.labelled(kept, encode_multi_hot(of, names) if self.multi else class_indices(of, names)), names
+        encoded = encoder.wholes(rows)
+        usable = [row for row, _, _ in encoded]
+        names = tuple(encoder.label_names or self.class_names(usable) or ())
+        labels = encode_multi_hot(usable, names) if self.multi else class_indices(usable, names)
+        return encoder.labelled(encoded, labels), names
 
     def head_settings(self, *, num_labels: int | None, label_names: Sequence[str] | None) -> dict[str, Any]:
         names = list(label_names) if label_names else [str(i) for i in range(num_labels or 0)]
@@ -143,54 +116,52 @@ class Classify(SequenceLevelTask):
             return ((logits > 0) == (labels > 0)).all(dim=1)
         return logits.argmax(dim=-1) == labels
 
-    def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
+    def format_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
         indices = label.nonzero()[:, 0].tolist() if self.multi else [int(label)]
         return ", ".join(label_names[k] if label_names else str(k) for k in indices) or "none"
 
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
         return {"label": () if self.multi else (label_names or ("",))[0]}
 
-    def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
+    def predict(self, evaluator: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """Return `label` and its `probability` (softmax), or with `multi` the `labels` with a probability above one
-        half; and `p_NAME`, the probability of each class."""
-        return self._said(judge.head(examples)[1], judge)
-
-    def _said(self, logits: Any, judge: Evaluator) -> dict[str, list[Any]]:
+        half; and `p_NAME`, the probability of each class. A squared loss has no probabilities: `label`, and
+        `output_NAME` of each class."""
         from scipy.special import expit
 
-        if self.squares:  # outputs are not log-odds, so there are no probabilities
-            names = judge.names(logits.shape[1])
-            scores = {f"output_{name}": logits[:, k].tolist() for k, name in enumerate(names)}
-            return {"label": [names[k] for k in logits.argmax(axis=1)]} | scores
+        _, logits = evaluator.head_scores(examples)
+        names = evaluator.class_names(logits.shape[1])
+        if self.squares:
+            outputs = {f"output_{name}": logits[:, k].tolist() for k, name in enumerate(names)}
+            return {"label": [names[k] for k in logits.argmax(axis=1)]} | outputs
         if not self.multi:
-            return judge.chosen(logits)
-        names, found = judge.names(logits.shape[1]), expit(logits)
-        labels = [[name for name, p in zip(names, row, strict=True) if p > 0.5] for row in found]
-        return {"labels": labels} | {f"p_{name}": found[:, k].tolist() for k, name in enumerate(names)}
+            return evaluator.class_columns(logits)
+        probabilities = expit(logits)
+        labels = [[name for name, p in zip(names, row, strict=True) if p > 0.5] for row in probabilities]
+        return {"labels": labels} | {f"p_{name}": probabilities[:, k].tolist() for k, name in enumerate(names)}
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        from ..evaluate.metrics import metric_names
+        unexplained = ("unexplained",) if self.squares else ()
+        return ("loss", *unexplained, *metric_names("sets" if self.multi else "classes"))
 
-        own = ("unexplained",) if self.squares else ()
-        return ("loss", *own, *metric_names("sets" if self.multi else "classes"))
-
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
+    def evaluate(self, evaluator: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """Return `loss` (nats per example), for a squared loss `unexplained` (its share of the labels' variance),
         and `accuracy, f1_macro, matthews, majority_floor`; with `multi` instead the metrics of
-        `flatshift.finetune.evaluate.multilabel.multilabel_metrics`."""
+        `flatshift.finetune.evaluate.prediction_metrics.multilabel_metrics`."""
         import numpy as np
 
-        from ..evaluate.multilabel import multilabel_metrics
+        from ..evaluate.prediction_metrics import multilabel_metrics
 
-        nats, logits = judge.head(examples)
+        losses, logits = evaluator.head_scores(examples)
         true = np.array([example.labels for example in examples])
         if self.multi:
-            figures = multilabel_metrics(true > 0, logits, figures=judge.figures, **judge.draw)
+            figures = multilabel_metrics(true > 0, logits, figures=evaluator.figures, **evaluator.bootstrap)
         else:
-            figures = judge.classes(true.tolist(), logits, odds=not self.squares)
-        found = {"loss": judge.mean("loss", nats)}
+            figures = evaluator.class_metrics(true.tolist(), logits, log_odds=not self.squares)
+        loss = {"loss": evaluator.record_mean("loss", losses)}
         if self.squares:
             variance = 1 - float(np.square(np.bincount(true) / len(true)).sum())  # of the one-hot labels
-            found["unexplained"] = judge.mean("unexplained", nats / variance if variance else nats * np.nan)
-        return found | figures
+            unexplained = losses / variance if variance else losses * np.nan
+            loss["unexplained"] = evaluator.record_mean("unexplained", unexplained)
+        return loss | figures

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from ..compute.task import TaskTraits
 from .base import BaseTask
 
 if TYPE_CHECKING:
     from ..data.encoding import EncodingResult, RowEncoder
     from ..data.example import Example
     from ..data.rows import Row
-    from ..evaluate.bootstrap import BootstrapInterval
-    from ..evaluate.evaluator import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,79 +24,61 @@ class LanguageModel(BaseTask):
     pack: bool = True
     """Pack several examples into each row of `train.max_length` tokens; examples do not attend to each other."""
 
-    causal: ClassVar[bool] = True
-    backbone: ClassVar[Literal["decoder"]] = "decoder"
-    noise: ClassVar[Literal["tokens"]] = "tokens"
-    documents: ClassVar[bool] = True
-    splits: ClassVar[bool] = True
-    soft_tokens: ClassVar[bool] = True
+    traits: ClassVar[TaskTraits] = TaskTraits(
+        causal=True,
+        backbone="decoder",
+        noise_level="tokens",
+        reads_documents=True,
+        splits_documents=True,
+        takes_soft_tokens=True,
+    )
 
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """Evaluate perplexity; intervals are over documents if these were split into pieces."""
-        from ..data.example import find_document_starts
-
-        return judge.perplexity_metrics(examples, *judge.token_nll(examples), documents=find_document_starts(examples))
-
-    def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
-        """Return the columns of `BaseTask.predict`; the first piece of a document has the sums over all its pieces."""
-        from ..data.example import find_document_starts, sum_by_document
-
-        nats, tokens = judge.token_nll(examples)
-        if (documents := find_document_starts(examples)) is not None:
-            nats, tokens = (sum_by_document(values, documents) for values in (nats, tokens))
-        return judge.surprises(nats, tokens)
-
-    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
+    def encode(self, rows: Iterable[Row], encoder: RowEncoder) -> tuple[list[Example], None]:
         """Encode as `prefix text eos`; every token after the first is a target token. If too long, the text is
         truncated, or split into pieces (`train.overlong: split`): each starts with the prefix and the last token of
         the previous piece, so that every token of the document is a target token once."""
-        return to.samples(rows, (), lambda chunk, _: _encode_documents(chunk, to)), None
+        return encoder.samples(rows, (), lambda chunk, _: _encode_documents(chunk, encoder)), None
 
 
-def _encode_documents(rows: Sequence[Row], to: RowEncoder) -> list[EncodingResult]:
+def _encode_documents(rows: Sequence[Row], encoder: RowEncoder) -> Iterator[EncodingResult]:
     from ..data.encoding import Truncation
     from ..data.example import IGNORE, Example
 
-    texts = to.within((row.values["text"] for row in rows), left=to.left)
-    batch = to.tokens(texts)
-    prefix = list(to.specials.prefix)
-    made: list[EncodingResult] = []
+    texts = encoder.within((row.values["text"] for row in rows), left=encoder.left)
+    batch = encoder.tokens(texts)
+    prefix = list(encoder.specials.prefix)
+    room = encoder.max_length - len(prefix)
     for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
-        content, room = [*ids, *to.end], to.max_length - len(prefix)
-        if to.overlong == "split" and len(content) > room:
-            made.append(
-                (
-                    list(_split_document(row, texts[i], content, batch, i, to)),
-                    Truncation(len(prefix) + len(content), False),
-                )
-            )
+        content = [*ids, *encoder.end]
+        length = len(prefix) + len(content)
+        if encoder.overlong == "split" and len(content) > room:
+            yield list(_split_document(row, texts[i], content, batch, i, encoder)), Truncation(length, False)
             continue
-        cut = Truncation(len(prefix) + len(content), len(content) > room)
-        start = len(content) - room if cut and to.left else 0
+        truncation = Truncation(length, len(content) > room)
+        start = len(content) - room if truncation and encoder.left else 0
         input_ids = [*prefix, *content[start : start + room]]
         if len(input_ids) < 2 or not ids:
-            made.append(("the text is empty", cut))
+            yield "the text is empty", truncation
             continue
-        first = start if prefix else start + 1
-        size = to.bytes(texts[i], batch, i, first, min(len(ids), start + room))
-        made.append((Example(input_ids, [IGNORE, *input_ids[1:]], row.id, row.where, size), cut))
-    return made
+        size = encoder.bytes(texts[i], batch, i, start if prefix else start + 1, min(len(ids), start + room))
+        yield Example(input_ids, [IGNORE, *input_ids[1:]], row.id, row.where, size), truncation
 
 
-def _split_document(row: Row, text: str, content: list[int], batch: Any, i: int, to: RowEncoder) -> Iterator[Example]:
+def _split_document(
+    row: Row, text: str, content: list[int], batch: Any, i: int, encoder: RowEncoder
+) -> Iterator[Example]:
     """Yield consecutive pieces of a document that is longer than a row; content: its tokens including the end
     tokens."""
     from ..data.example import IGNORE, Example, name_piece
 
-    prefix, length = list(to.specials.prefix), len(batch["input_ids"][i])
+    prefix, length = list(encoder.specials.prefix), len(batch["input_ids"][i])
     start = 0
     for number in count():
-        before = content[start - 1 : start] if start else []
-        taken = content[start : start + to.max_length - len(prefix) - len(before)]
-        if not taken:
+        context = [*prefix, *(content[start - 1 : start] if start else [])]
+        tokens = content[start : start + encoder.max_length - len(context)]
+        if not tokens:
             return
-        context = [*prefix, *before]
-        labels = [*[IGNORE] * len(context), *taken] if context else [IGNORE, *taken[1:]]
-        size = to.bytes(text, batch, i, start if context else start + 1, min(length, start + len(taken)))
-        yield Example([*context, *taken], labels, *name_piece(row, number), size)
-        start += len(taken)
+        labels = [*[IGNORE] * len(context), *tokens] if context else [IGNORE, *tokens[1:]]
+        size = encoder.bytes(text, batch, i, start if context else start + 1, min(length, start + len(tokens)))
+        yield Example([*context, *tokens], labels, *name_piece(row, number), size)
+        start += len(tokens)

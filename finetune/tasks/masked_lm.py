@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from ..compute.task import TaskTraits
 from ..config import check_bounds
-from .base import BaseTask
+from .base import BaseTask, InputFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from ..data.example import Example
     from ..data.masking import Masking
     from ..data.rows import Row
-    from ..evaluate.bootstrap import BootstrapInterval
-    from ..evaluate.evaluator import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +31,16 @@ class MaskedLM(BaseTask):
     whole_words: bool = False
     """Choose whole words with all their tokens, in random order, as long as they fit the share."""
 
-    backbone: ClassVar[Literal["encoder"]] = "encoder"
-    modelling: ClassVar[str] = "masked language modelling"
-    auto_class: ClassVar[str] = "AutoModelForMaskedLM"
-    peft_type: ClassVar[None] = None
-    new_head: ClassVar[bool] = True
-    hides_tokens: ClassVar[bool] = True
-    splits: ClassVar[bool] = True
-    refuses: ClassVar[dict[str, str]] = {
-        "data.label_noise": "data.label_noise: task.kind: masked-lm has no labels to make wrong; set it to 0"
-    }
+    traits: ClassVar[TaskTraits] = TaskTraits(
+        backbone="encoder",
+        auto_class="AutoModelForMaskedLM",
+        has_new_head=True,
+        masks_tokens=True,
+        splits_documents=True,
+        refusals={
+            "data.label_noise": "data.label_noise: task.kind: masked-lm has no labels to make wrong; set it to 0"
+        },
+    )
 
     def __post_init__(self) -> None:
         check_bounds(self, share=(0.01, 0.9))
@@ -59,70 +58,60 @@ class MaskedLM(BaseTask):
 
         return Masking.of(self, tokenizer)
 
-    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
+    def encode(self, rows: Iterable[Row], encoder: RowEncoder) -> tuple[list[Example], None]:
         """Encode the text with the tokenizer's own special tokens and mask some tokens as targets
         (`flatshift.finetune.data.masking`). If too long, the text is truncated, or split into pieces
         (`train.overlong: split`)."""
-        masking = self.masking(to.tokenizer)
-        return to.samples(rows, (), lambda chunk, _: _mask_rows(chunk, to, masking)), None
+        masking = self.masking(encoder.tokenizer)
+        return encoder.samples(rows, (), lambda chunk, _: _mask_rows(chunk, encoder, masking)), None
 
-    def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
+    @property
+    def input_format(self) -> InputFormat:
+        return _MaskedFormat(self)
+
+
+class _MaskedFormat(InputFormat):
+    def matches_saved(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
         """Compare after masked tokens are restored."""
         from ..data.example import IGNORE
 
         assert isinstance(example.labels, list)
         pairs = zip(example.input_ids, example.labels, strict=True)
-        whole = [token if label == IGNORE else label for token, label in pairs]
-        return list(saved(row.values["text"], truncation=True, max_length=max_length)["input_ids"]) == whole
-
-    @property
-    def figure_names(self) -> tuple[str, ...]:
-        from ..evaluate.metrics import metric_names
-
-        return metric_names("hidden")
-
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """Return `loss` (nats per masked token) and `pseudo_perplexity` (its exponential)."""
-        from ..data.example import find_document_starts
-
-        return judge.perplexity_metrics(
-            examples, *judge.token_nll(examples), of="hidden", documents=find_document_starts(examples)
-        )
+        unmasked = [token if label == IGNORE else label for token, label in pairs]
+        return list(saved(row.values["text"], truncation=True, max_length=max_length)["input_ids"]) == unmasked
 
 
-def _mask_rows(rows: Sequence[Row], to: RowEncoder, masking: Masking) -> list[EncodingResult]:
+def _mask_rows(rows: Sequence[Row], encoder: RowEncoder, masking: Masking) -> Iterator[EncodingResult]:
     from ..data.encoding import Truncation, truncate_tokens
     from ..data.example import name_piece
     from ..data.masking import SPECIAL
 
-    batch = to.tokens(to.within((row.values["text"] for row in rows), left=to.left))
-    room = to.max_length - len(to.specials.prefix) - len(to.specials.suffix)
-    special = set(to.tokenizer.all_special_ids)
-    made: list[EncodingResult] = []
+    batch = encoder.tokens(encoder.within((row.values["text"] for row in rows), left=encoder.left))
+    room = encoder.max_length - len(encoder.specials.prefix) - len(encoder.specials.suffix)
+    special = set(encoder.tokenizer.all_special_ids)
     for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
-        of = batch.word_ids(i) if batch.is_fast else range(len(ids))
-        words = [SPECIAL if token in special or word is None else word for token, word in zip(ids, of, strict=True)]
-        cut = Truncation(to.max_length - room + len(ids), len(ids) > room)
-        if to.overlong == "split" and cut:
-            spans = [slice(low, low + room) for low in range(0, len(ids), room)]
-            some = [
-                _mask_example(ids[span], words[span], *name_piece(row, number), to, masking)
+        word_ids = batch.word_ids(i) if batch.is_fast else range(len(ids))
+        words = [
+            SPECIAL if token in special or word is None else word for token, word in zip(ids, word_ids, strict=True)
+        ]
+        truncation = Truncation(encoder.max_length - room + len(ids), len(ids) > room)
+        masked: Any
+        if encoder.overlong == "split" and truncation:
+            spans = [slice(start, start + room) for start in range(0, len(ids), room)]
+            pieces = [
+                _mask_example(ids[span], words[span], *name_piece(row, number), encoder, masking)
                 for number, span in enumerate(spans)
             ]
-            found: Any = [example for example in some if example is not None]
-            cut = Truncation(cut.needs, False)
+            masked = [example for example in pieces if example is not None]
+            truncation = Truncation(truncation.needs, False)
         else:
-            kept = truncate_tokens(ids, room, left=to.left), truncate_tokens(words, room, left=to.left)
-            found = _mask_example(*kept, row.id, row.where, to, masking)
-        if not found:
-            made.append(("the text has no token that could be hidden", Truncation(0, False)))
-        else:
-            made.append((found, cut))
-    return made
+            tokens, numbers = (truncate_tokens(values, room, left=encoder.left) for values in (ids, words))
+            masked = _mask_example(tokens, numbers, row.id, row.where, encoder, masking)
+        yield (masked, truncation) if masked else ("the text has no token that could be hidden", Truncation(0, False))
 
 
 def _mask_example(
-    ids: Sequence[int], words: Sequence[int], name: str, where: str, to: RowEncoder, masking: Masking
+    ids: Sequence[int], words: Sequence[int], name: str, where: str, encoder: RowEncoder, masking: Masking
 ) -> Example | None:
     """Return the masked example of some tokens with special tokens around them; None if none of them can be masked."""
     import numpy as np
@@ -132,9 +121,9 @@ def _mask_example(
 
     if all(word == SPECIAL for word in words):
         return None
-    prefix, suffix = to.specials.prefix, to.specials.suffix
-    whole = np.array([*prefix, *ids, *suffix], dtype=np.int64)
+    prefix, suffix = encoder.specials.prefix, encoder.specials.suffix
+    tokens = np.array([*prefix, *ids, *suffix], dtype=np.int64)
     numbers = [SPECIAL] * len(prefix) + list(words) + [SPECIAL] * len(suffix)
-    read, labels = masking.fixed(whole, np.array(numbers), name)
-    segments = [0] * len(whole) if to.specials.segments else None
-    return Example(read.tolist(), labels.tolist(), name, where, segments=segments, words=numbers)
+    input_ids, labels = masking.fixed(tokens, np.array(numbers), name)
+    segments = [0] * len(tokens) if encoder.specials.segments else None
+    return Example(input_ids.tolist(), labels.tolist(), name, where, segments=segments, words=numbers)

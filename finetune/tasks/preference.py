@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from ..compute.task import TaskTraits
 from ..config import check_bounds
 from ..errors import UserError
-from .base import TemplateTask
-from .chat import Chat
+from ..evaluate.metrics import metric_names
+from .base import InputFormat, TemplateFormat, TemplateTask
+from .chat import Chat, ChatFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from ..data.example import Example, GenerationPrompt
     from ..data.preference import PreferenceEncoder
     from ..data.rows import Row
-    from ..data.template import Template
     from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
 
@@ -82,20 +83,23 @@ class Preference(TemplateTask):
     """Maximum share of rows with an answer truncated at `train.max_length`; the run stops if there are more. Null:
     0.1."""
 
-    by_answer: ClassVar[bool] = True
-    rows_of_example: ClassVar[int] = 2
-    loss_unit: ClassVar[str] = "per pair of answers, of kto per answer"
-    causal: ClassVar[bool] = True
-    backbone: ClassVar[Literal["decoder"]] = "decoder"
-    truncates: ClassVar[Literal["left"]] = "left"
-    refuses: ClassVar[Mapping[str, str]] = {
-        "warmup": "the recipe's `warmup` block moves towards the target's texts, and pairs of answers (task.kind: "
-        "preference) have none; warm up in a run of its own, merge it, and start from that backbone",
-        "record": "record: task.kind: preference evaluates pairs of answers, of which no step is recorded; take the "
-        "block out: dev figures are in metrics.jsonl",
-        "--harness": "--harness: lm-eval would not ask a preference run as it was trained; `flatshift merge` it and "
-        "give that to lm-eval, or evaluate it with `flatshift eval RUN_DIR --data FILE`",
-    }
+    answer_setting: ClassVar[str] = "answer"
+    traits: ClassVar[TaskTraits] = TaskTraits(
+        causal=True,
+        is_answer_level=True,
+        rows_per_example=2,
+        backbone="decoder",
+        truncation_side="left",
+        loss_unit="per pair of answers, of kto per answer",
+        refusals={
+            "warmup": "the recipe's `warmup` block moves towards the target's texts, and pairs of answers (task.kind: "
+            "preference) have none; leave it out",
+            "record": "record: task.kind: preference evaluates pairs of answers, of which no step is recorded; take "
+            "the block out: dev figures are in metrics.jsonl",
+            "--harness": "--harness: lm-eval would not ask a preference run as it was trained; `flatshift merge` it "
+            "and give that to lm-eval, or evaluate it with `flatshift eval RUN_DIR --data FILE`",
+        },
+    )
 
     def __post_init__(self) -> None:
         for name, losses in _OWN.items():
@@ -107,9 +111,9 @@ class Preference(TemplateTask):
         check_bounds(self, label_smoothing=(0, 0.499), desirable_weight=(0, None), undesirable_weight=(0, None))
         if "{answer}" not in self.answer:
             raise ValueError(f"answer needs the place {{answer}}: by {self.answer!r} both answers would be the same")
-        own = {name: getattr(self, name) for name in ("template", "template_arguments", "system", "date")}
-        if not self.chat and (named := [name for name, value in own.items() if value not in (None, "auto")]):
-            raise ValueError(f"{named[0]} is of conversations; set chat: true, or leave it out")
+        chat_settings = ("template", "template_arguments", "system", "date")
+        if not self.chat and (used := [name for name in chat_settings if getattr(self, name) not in (None, "auto")]):
+            raise ValueError(f"{used[0]} is of conversations; set chat: true, or leave it out")
         if self.chat and (self.prompt, self.answer) != ("{prompt}", "{answer}"):
             raise ValueError(
                 "prompt and answer are templates of texts, and with chat: true a chat template writes both; set them "
@@ -117,8 +121,6 @@ class Preference(TemplateTask):
             )
         if self.chat:
             _ = self.as_chat  # raises for an invalid date or arguments
-
-    # ------------------------------------------------------------------------------------------- properties of the kind
 
     @property
     def as_chat(self) -> Chat:
@@ -139,8 +141,8 @@ class Preference(TemplateTask):
         return _BETA.get(self.loss, 1.0) if self.beta is None else self.beta
 
     @property
-    def uses_chat_template(self) -> bool:
-        return self.chat
+    def input_format(self) -> InputFormat:
+        return _ChatPreferenceFormat(self) if self.chat else _PreferenceFormat(self)
 
     @property
     def is_unpaired(self) -> bool:
@@ -158,19 +160,12 @@ class Preference(TemplateTask):
     def smoothing(self) -> float:
         return 0.0  # the base property smooths tokens; `label_smoothing` here applies to pairs
 
-    def for_evaluation(self) -> Self:
-        return self if self.label_smoothing is None else self.replace(label_smoothing=None)
-
     def without_limits(self) -> Self:
         return self.replace(max_truncated=1.0)
 
     @property
     def name(self) -> str:
         return self.kind if self.loss == "dpo" else f"{self.kind} (loss: {self.loss})"
-
-    @classmethod
-    def variants(cls) -> Sequence[Self]:
-        return cls(), cls(loss="kto"), cls(loss="simpo"), cls(loss="orpo")
 
     @property
     def no_axes(self) -> Mapping[str, str]:
@@ -181,27 +176,12 @@ class Preference(TemplateTask):
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        from ..evaluate.metrics import metric_names
-
         return ("loss", *metric_names("preferences", *(["reference"] if self.has_reference else [])))
 
-    # -------------------------------------------------------------------------------------------------------- columns
-
-    def templates(self) -> tuple[Template, Template]:
-        from ..data.template import Template
-
-        return Template(self.prompt, "task.prompt"), Template(self.answer, "task.answer")
-
-    def prompt_columns(self) -> tuple[str, ...]:
-        return ("prompt",) if self.chat else super().prompt_columns()
-
     def columns(self) -> tuple[str, ...]:
-        own = () if self.chat else (name for name in self.templates()[1].columns if name != "answer")
+        others = () if self.chat else (name for name in self.templates()[1].columns if name != "answer")
         answers = () if self.is_unpaired else ("chosen", "rejected")  # kto takes either these or completion and label
-        return tuple(dict.fromkeys((*self.prompt_columns(), *answers, *own)))
-
-    def asked_columns(self) -> tuple[str, ...]:
-        return self.columns()
+        return tuple(dict.fromkeys((*self.input_format.columns(), *answers, *others)))
 
     def optional_columns(self) -> tuple[str, ...]:
         single = ("chosen", "rejected", "completion", "label") if self.is_unpaired else ()
@@ -211,26 +191,15 @@ class Preference(TemplateTask):
         """Return for kto whether an answer is desirable, from true, false, 1, 0 or such a text."""
         if not self.is_unpaired:
             return super().read_label(value)
-        said = str(value).strip().lower()
-        if said not in (*_TRUE, *_FALSE):
+        verdict = str(value).strip().lower()
+        if verdict not in (*_TRUE, *_FALSE):
             raise ValueError(f"is {value!r}, not true or false")
-        return said in _TRUE
+        return verdict in _TRUE
 
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
         return {"label": True} if self.is_unpaired else {}
 
-    def with_noise(
-        self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
-    ) -> tuple[list[Row], list[str]]:
-        """Swap the chosen and the rejected answer."""
-        from ..data.noise import flip_preferences
-        from ..data.preference import swap_answers
-
-        return flip_preferences(rows, exchange=swap_answers, rate=rate, seed=seed)
-
-    # ------------------------------------------------------------------------------------------------------- encoding
-
-    def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> PreferenceEncoder:
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **options: Any) -> PreferenceEncoder:
         """Return an encoder of both answers after their prompt; an answer and the end token after it are target tokens
         (`flatshift.finetune.data.preference`).
 
@@ -238,77 +207,55 @@ class Preference(TemplateTask):
         """
         from ..data.preference import PreferenceEncoder
 
-        return PreferenceEncoder(self, tokenizer, max_length, **how)
+        return PreferenceEncoder(self, tokenizer, max_length, **options)
 
-    def template_record(self) -> dict[str, str] | None:
-        return self.as_chat.template_record() if self.chat else None
-
-    def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if self.chat:
-            self.as_chat.prepare_tokenizer(tokenizer)
-        else:
-            super().prepare_tokenizer(tokenizer)
-
-    def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
-        from ..data.preference import build_conversation, read_answers
-
-        if not self.chat:
-            return super().reads_same(saved, row, example, max_length)
-        answers, _ = read_answers(row.values, single=self.is_unpaired)
-        talk = dataclasses.replace(row, values={"messages": build_conversation(row, *answers)})
-        return self.as_chat.reads_same(saved, talk, example, max_length)
-
-    # ------------------------------------------------------------------------------------------------------------ loss
-
-    def rewards(self, log_probs: Tensor, sides: PreferenceTargets) -> Tensor:
+    def rewards(self, log_probs: Tensor, targets: PreferenceTargets) -> Tensor:
         """Return the implicit reward of each row's answer (R,): β·(log p − log p of the base model), or β·log p
         without a reference; divided by its tokens if the loss is per token."""
-        from_reference = log_probs if sides.reference is None else log_probs - sides.reference
-        divided = self.per_token or self.loss in ("ipo", "simpo", "orpo")
-        return self.scale * (from_reference / sides.lengths if divided else from_reference)
+        log_ratios = log_probs if targets.reference is None else log_probs - targets.reference
+        per_token = self.per_token or self.loss in ("ipo", "simpo", "orpo")
+        return self.scale * (log_ratios / targets.lengths if per_token else log_ratios)
 
-    def answer_losses(self, log_probs: Tensor, sides: PreferenceTargets) -> Tensor:
+    def answer_losses(self, log_probs: Tensor, targets: PreferenceTargets) -> Tensor:
         """Return the loss of each pair; kto: of each answer, λ·(1 − σ(±(reward − β·z0))) with z0 the drift of the
         optimizer step."""
         from torch.nn.functional import logsigmoid
 
-        rewards = self.rewards(log_probs, sides)
+        rewards = self.rewards(log_probs, targets)
         if self.loss == "kto":
-            assert sides.drift is not None
-            up, down = (1.0 if w is None else w for w in (self.desirable_weight, self.undesirable_weight))
-            weights = (sides.signs > 0) * up + (sides.signs < 0) * down
-            return weights * (1 - (sides.signs * (rewards - self.scale * sides.drift)).sigmoid())
+            assert targets.drift is not None
+            desirable, undesirable = (1.0 if w is None else w for w in (self.desirable_weight, self.undesirable_weight))
+            weights = (targets.signs > 0) * desirable + (targets.signs < 0) * undesirable
+            return weights * (1 - (targets.signs * (rewards - self.scale * targets.drift)).sigmoid())
         chosen, rejected = rewards.view(-1, 2).unbind(1)
         if self.loss == "ipo":
             # rewards include β, but IPO's loss is on plain log-ratios
             return ((chosen - rejected) / self.scale - 1 / (2 * self.scale)).square()
         if self.loss == "orpo":  # rewards are the mean log p per token
-            odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
-            return -chosen - (0.1 if self.odds_weight is None else self.odds_weight) * logsigmoid(odds)
+            log_odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
+            return -chosen - (0.1 if self.odds_weight is None else self.odds_weight) * logsigmoid(log_odds)
         margin = chosen - rejected
         if self.loss == "simpo":
             margin = margin - (self.scale / 2 if self.gamma is None else self.gamma)
-        wrong = self.label_smoothing or 0.0
-        return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
+        swapped = self.label_smoothing or 0.0
+        return -(1 - swapped) * logsigmoid(margin) - swapped * logsigmoid(-margin)
 
-    # ------------------------------------------------------------------------------------------------------- evaluation
-
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
+    def evaluate(self, evaluator: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """Return `loss` per pair or answer, and the metrics of
         `flatshift.finetune.evaluate.preference.preference_metrics`."""
         from ..evaluate.preference import preference_metrics
 
-        return preference_metrics(judge, examples)
+        return preference_metrics(evaluator, examples)
 
-    def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
+    def predict(self, evaluator: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """Return `chosen_reward, rejected_reward`, their `reward_margin`, and the answer that the model prefers as
         `preferred`; for single answers only `reward`."""
         from ..evaluate.preference import answer_scores
 
-        found = answer_scores(judge, examples)
-        if not found.paired:
-            return {"reward": found.rewards[:, 0].tolist()}
-        chosen, rejected = found.rewards.T
+        rewards = answer_scores(evaluator, examples).rewards
+        if rewards.shape[1] == 1:
+            return {"reward": rewards[:, 0].tolist()}
+        chosen, rejected = rewards.T
         return {
             "chosen_reward": chosen.tolist(),
             "rejected_reward": rejected.tolist(),
@@ -316,30 +263,42 @@ class Preference(TemplateTask):
             "preferred": ["chosen" if ahead else "rejected" for ahead in chosen > rejected],
         }
 
-    # ------------------------------------------------------------------------------------------------------- generation
 
-    def ask_texts(
-        self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
-    ) -> list[GenerationPrompt]:
-        if self.chat:
-            return self.as_chat.ask_texts(texts, tokenizer, raw=raw)
-        return super().ask_texts(texts, tokenizer, raw=raw)
-
-    def ask(
+class _PreferenceFormat(TemplateFormat):
+    def build_prompts(
         self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
     ) -> tuple[list[GenerationPrompt], list[str]]:
-        if not self.chat:
-            rows = list(rows)
-            listed = next((row for row in rows if isinstance(row.values.get("prompt"), list)), None)
-            if listed is not None:
-                raise UserError(f"{listed.where}: this run reads texts, and column 'prompt' holds turns; give one text")
-            return super().ask(rows, tokenizer, bad_rows=bad_rows)
-        talks = []
+        rows = list(rows)
+        turns = next((row for row in rows if isinstance(row.values.get("prompt"), list)), None)
+        if turns is not None:
+            raise UserError(f"{turns.where}: this run reads texts, and column 'prompt' holds turns; give one text")
+        return super().build_prompts(rows, tokenizer, bad_rows=bad_rows)
+
+
+class _ChatPreferenceFormat(ChatFormat):
+    def __init__(self, task: Preference) -> None:
+        super().__init__(task.as_chat)
+        self.single_answers = task.is_unpaired
+
+    def columns(self) -> tuple[str, ...]:
+        return ("prompt",)
+
+    def matches_saved(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
+        from ..data.preference import build_conversation, read_answers
+
+        answers, _ = read_answers(row.values, single=self.single_answers)
+        conversation = dataclasses.replace(row, values={"messages": build_conversation(row, *answers)})
+        return super().matches_saved(saved, conversation, example, max_length)
+
+    def build_prompts(
+        self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
+    ) -> tuple[list[GenerationPrompt], list[str]]:
+        conversations = []
         for row in rows:
             prompt = row.values.get("prompt")
             turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-            talks.append(dataclasses.replace(row, values={**row.values, "messages": turns}))
-        return self.as_chat.ask(talks, tokenizer, bad_rows=bad_rows)
+            conversations.append(dataclasses.replace(row, values={**row.values, "messages": turns}))
+        return super().build_prompts(conversations, tokenizer, bad_rows=bad_rows)
 
 
 def _log1mexp(x: Tensor) -> Tensor:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from ..compute.task import TaskTraits
 from ..config import check_bounds
 from ..errors import UserError
 from .base import TemplateTask, check_task_metrics
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from ..data.encoding import EncodingResult, RowEncoder
     from ..data.example import Example
     from ..data.rows import Row
-    from ..data.template import Template
-    from ..evaluate.bootstrap import BootstrapInterval
-    from ..evaluate.evaluator import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +46,16 @@ class Seq2Seq(TemplateTask):
     """Maximum share of rows whose target may be truncated at `train.max_length`; the run stops if there are more.
     Null: 0.1."""
 
-    encoder_decoder: ClassVar[bool] = True
-    modelling: ClassVar[str] = "encoder-decoder"
-    auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
-    peft_type: ClassVar[str] = "SEQ_2_SEQ_LM"
-    refuses: ClassVar[dict[str, str]] = {
-        "warmup": "the recipe's `warmup` block trains a decoder or an encoder alone, and task.kind: seq2seq has both; "
-        "leave it out",
-        "train.compile": "train.compile does not go with task.kind: seq2seq: decoder rows come in all lengths, each a "
-        "graph of its own; leave one of them out",
-    }
+    answer_setting: ClassVar[str] = "target"
+    traits: ClassVar[TaskTraits] = TaskTraits(
+        auto_class="AutoModelForSeq2SeqLM",
+        refusals={
+            "warmup": "the recipe's `warmup` block trains a decoder or an encoder alone, and task.kind: seq2seq has "
+            "both; leave it out",
+            "train.compile": "train.compile does not go with task.kind: seq2seq: decoder rows come in all lengths, "
+            "each a graph of its own; leave one of them out",
+        },
+    )
 
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(1, None), label_smoothing=(0, 0.99), num_beams=(1, None))
@@ -69,82 +65,53 @@ class Seq2Seq(TemplateTask):
         check_task_metrics(self)
 
     @property
-    def figure_names(self) -> tuple[str, ...]:
-        from ..evaluate.metrics import metric_names
-
-        return (*metric_names("text", *(["seq2seq"] if self.score == "generate" else [])), *self.metrics)
-
-    @property
     def no_axes(self) -> Mapping[str, str]:
         return {"cp": "encoder and decoder have rows of their own"}
 
-    def templates(self) -> tuple[Template, Template]:
-        from ..data.template import Template
-
-        return Template(self.prompt, "task.prompt"), Template(self.target, "task.target")
-
-    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
+    def encode(self, rows: Iterable[Row], encoder: RowEncoder) -> tuple[list[Example], None]:
         """Encode prompt (for the encoder) and target (for the decoder), both with the tokenizer's own special
         tokens; the target ends with eos and all its tokens are target tokens. The decoder reads its start token,
         then the target shifted by one position. If too long, each is truncated from the right."""
-        if to.left and self.prefix:
+        if encoder.left and self.prefix:
             raise UserError("train.truncation: left would cut task.prefix off; leave one of them out")
-        return to.samples(rows, self.templates(), lambda chunk, texts: self._made(chunk, texts, to)), None
+        if encoder.decoder_start is None:
+            raise ValueError("encode(task=Seq2Seq) needs decoder_start, the token that the decoder begins with")
+        start = encoder.decoder_start
+        make = lambda chunk, texts: self._encode_chunk(chunk, texts, start, encoder)  # noqa: E731
+        return encoder.samples(rows, self.templates(), make), None
 
-    def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], to: RowEncoder) -> list[EncodingResult]:
+    def _encode_chunk(
+        self, rows: Sequence[Row], texts: Sequence[Sequence[str]], decoder_start: int, encoder: RowEncoder
+    ) -> Iterator[EncodingResult]:
         """Encode a chunk of rows.
 
-        filled: prompt and target of each row.
+        texts: prompt and target of each row.
         """
         from ..data.encoding import Truncation
         from ..data.example import Example
 
-        if to.decoder_start is None:
-            raise ValueError("encode(task=Seq2Seq) needs decoder_start, the token that the decoder begins with")
-        asked = to.within(((self.prefix or "") + prompt for prompt, _ in filled), left=to.left)
-        prompts = to.tokens(asked)["input_ids"]
-        texts = to.within(target for _, target in filled)
-        batch = to.tokens(texts)
-        made: list[EncodingResult] = []
-        for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
-            source, cut_prompt = to.closed(prompt, to.specials.suffix, left=to.left)
-            labels, cut_target = to.closed(ids, to.end)
-            needs = max(cut_prompt.needs, cut_target.needs)
-            cut = Truncation(needs, bool(cut_prompt or cut_target), answer=bool(cut_target))
-            empty = not ids or not texts[i].strip()
+        prompts = encoder.within(((self.prefix or "") + prompt for prompt, _ in texts), left=encoder.left)
+        targets = encoder.within(target for _, target in texts)
+        batch = encoder.tokens(targets)
+        room = encoder.max_length - len(encoder.specials.prefix) - len(encoder.end)
+        for i, (row, prompt, ids) in enumerate(
+            zip(rows, encoder.tokens(prompts)["input_ids"], batch["input_ids"], strict=True)
+        ):
+            source, prompt_cut = encoder.closed(prompt, encoder.specials.suffix, left=encoder.left)
+            labels, target_cut = encoder.closed(ids, encoder.end)
+            needs = max(prompt_cut.needs, target_cut.needs)
+            truncation = Truncation(needs, bool(prompt_cut or target_cut), answer=bool(target_cut))
+            empty = not ids or not targets[i].strip()
             if empty or not source:
-                made.append((f"the {'target' if empty else 'prompt'} is empty", cut))
+                yield f"the {'target' if empty else 'prompt'} is empty", truncation
                 continue
-            room = to.max_length - len(to.specials.prefix) - len(to.end)
             example = Example(
                 source,
                 labels,
                 row.id,
                 row.where,
-                to.bytes(texts[i], batch, i, 0, min(len(ids), room)),
-                answer=filled[i][1] if self.score == "generate" else None,
-                decoder_ids=[to.decoder_start, *labels[:-1]],
+                encoder.bytes(targets[i], batch, i, 0, min(len(ids), room)),
+                answer=texts[i][1] if self.score == "generate" else None,
+                decoder_ids=[decoder_start, *labels[:-1]],
             )
-            made.append((example, cut))
-        return made
-
-    def for_evaluation(self) -> Self:
-        return self.replace(label_smoothing=None)
-
-    @property
-    def answers_in_text(self) -> bool:
-        return True
-
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """Evaluate as a language model; with `score: generate` also `exact_match` and `chrf`."""
-        figures = super().judge(judge, examples)
-        if self.score == "generate":
-            figures |= judge.answers(examples, num_beams=self.num_beams or 1, of="seq2seq")
-        return figures
-
-    def prompt_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """Return the encoder's input ids for a prompt, closed by the tokenizer's own end token."""
-        from ..data.encoding import SpecialTokens, tokenize_plain
-
-        specials = SpecialTokens.of(tokenizer, begin=False)
-        return [*specials.prefix, *tokenize_plain(tokenizer, text), *specials.suffix]
+            yield example, truncation

@@ -80,7 +80,7 @@ class Callbacks:
         event."""
         train, optimizer, judged = stage.train, stage.optimizer, bool(stage.dev)
         metric = full_evaluation_metric(train, stage.task)
-        metric = metric or ("accuracy" if stage.task.accuracy and train.best != "loss" else "loss")
+        metric = metric or ("accuracy" if stage.task.traits.has_accuracy and train.best != "loss" else "loss")
         self.callbacks = list(stage.callbacks)
         self._about, self._log = dict(about), stage.run.log
         if not self.callbacks:

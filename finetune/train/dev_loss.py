@@ -39,8 +39,10 @@ def dev_metrics(
         head: as found by the stage (`flatshift.finetune.compute.loss.find_head`).
     """
     model, judged = engine.eval_model, task.for_evaluation()
-    if task.by_answer:
-        scores = score_answers(model, examples, inference, task=judged, head=engine.usable(head), beat=engine.heartbeat)
+    if task.traits.is_answer_level:
+        scores = score_answers(
+            model, examples, inference, task=judged, head=engine.usable(head), heartbeat=engine.heartbeat
+        )
         engine.reshard()
         return point_metrics(scores)
     found: list[torch.Tensor] = []  # loss and number of correct answers per batch
@@ -49,11 +51,11 @@ def dev_metrics(
         for micro in inference.batches(examples, task):
             batch = micro.to(engine.device)
             with inference.precision():
-                if judged.is_sequence_level:
+                if judged.traits.is_sequence_level:
                     with attention.packed_batch(batch) as inputs:
                         logits = model(**inputs).logits
                     loss = loss_sum(logits, batch.labels, task=judged)
-                    right = judged.answered_right(logits, batch.labels).sum() if judged.accuracy else None
+                    right = judged.answered_right(logits, batch.labels).sum() if judged.traits.has_accuracy else None
                 else:
                     loss = batch_loss(model, batch, task=judged, head=engine.usable(head))
                     right = None
@@ -67,4 +69,4 @@ def dev_metrics(
         sums += torch.tensor([*pair, count], dtype=torch.float64)
     loss_of, right_of, count_of = inference.share.add(sums.numpy()).tolist()
     figures = {"loss": loss_of / max(count_of, 1)}
-    return {**figures, "accuracy": right_of / max(count_of, 1)} if task.accuracy else figures
+    return {**figures, "accuracy": right_of / max(count_of, 1)} if task.traits.has_accuracy else figures

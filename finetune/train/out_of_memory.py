@@ -216,7 +216,7 @@ class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]
         run.log(f"{stage.name}: out of memory in {where}: {str(error).strip()}")
         # planning below runs a short pass, which needs the memory of the failed one
         _free_failed_pass(error, engine)
-        train = stage.task.as_read(stage.train)
+        train = stage.task.traits.count_token_rows(stage.train)
         plan = plan_memory(engine, train=train, optimizer=stage.optimizer, measured=measured)
         options = propose_changes(engine, plan, train=stage.train, optimizer=stage.optimizer)
         told = oom_message(engine, stage.name, where, error, measured, plan, options)

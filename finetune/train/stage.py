@@ -103,7 +103,7 @@ def check_metric(metric: str, task: Task, setting: str) -> None:
     pass."""
     if metric in ("auto", "loss"):
         return
-    if metric == "accuracy" and not task.accuracy and "accuracy" not in task.figure_names:
+    if metric == "accuracy" and not task.traits.has_accuracy and "accuracy" not in task.figure_names:
         raise UserError(f"{setting}: accuracy is evaluated for classification only, not for {task.kind}; take loss")
     if metric not in task.figure_names or find_metric(metric).is_floor:
         known = ", ".join(name for name in task.figure_names if not find_metric(name).is_floor)
@@ -113,7 +113,7 @@ def check_metric(metric: str, task: Task, setting: str) -> None:
 def full_evaluation_metric(train: Train, task: Task) -> str | None:
     """Return the metric of `train.best` if it needs a full evaluation of the dev examples; None for loss and
     accuracy."""
-    quick = ("auto", "loss", "accuracy") if task.accuracy else ("auto", "loss")
+    quick = ("auto", "loss", "accuracy") if task.traits.has_accuracy else ("auto", "loss")
     return None if train.best in quick else train.best
 
 

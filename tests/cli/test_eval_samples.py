@@ -57,7 +57,7 @@ def test_programs_pass_or_not() -> None:
     texts = [["    return x + 1", "    return x"], ["    import os; os._exit(0)", "    retrun"]]
     found = compute_sample_metrics(rows, texts, Sampling(samples=2, programs=True, pass_at=(1, 2)))
     every = np.arange(2)[None]
-    assert found["pass_at_1"].of(every)[0] == 0.25 and found["pass_at_2"].of(every)[0] == 0.5
+    assert found["pass_at_1"].statistic(every)[0] == 0.25 and found["pass_at_2"].statistic(every)[0] == 0.5
 
 
 def test_toxicity_by_a_classifier_of_ones_own(tmp_path: Path, capsys) -> None:

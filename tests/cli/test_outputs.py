@@ -192,11 +192,11 @@ def test_a_folder_that_is_not_empty_is_refused_without_talk_of_resuming(written:
 def test_one_text_fills_no_template_of_two_columns() -> None:
     task, tokenizer = Completion(prompt="{text} {more}"), open_backbone("flatshift-5m").tokenizer
     with pytest.raises(UserError, match=r"shows \{text\} and \{more\}; give rows .* by --data, or --raw"):
-        task.ask_texts(["x"], tokenizer)
-    assert [one.text for one in task.ask_texts(["x"], tokenizer, raw=True)] == ["x"]
-    (asked,) = Seq2Seq(prompt="say {text}", prefix="do: ").ask_texts(["x"], tokenizer)
+        task.input_format.build_text_prompts(["x"], tokenizer)
+    assert [one.text for one in task.input_format.build_text_prompts(["x"], tokenizer, raw=True)] == ["x"]
+    (asked,) = Seq2Seq(prompt="say {text}", prefix="do: ").input_format.build_text_prompts(["x"], tokenizer)
     assert asked.text == "do: say x"
-    (asked,) = Chat(template="plain").ask_texts(["User: x\nAssistant:"], tokenizer, raw=True)
+    (asked,) = Chat(template="plain").input_format.build_text_prompts(["User: x\nAssistant:"], tokenizer, raw=True)
     assert tokenizer.decode(asked.ids) == "<bos>User: x\nAssistant:"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flatshift.cli import run
-from flatshift.finetune.evaluate.fertility import Vocabulary, tokenize_texts
+from flatshift.finetune.evaluate.text import Vocabulary, tokenize_texts
 from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import bert_tokenizer, byte_tokenizer, write_jsonl
 
@@ -28,20 +28,20 @@ def test_figures_by_hand():
     np.testing.assert_array_equal(found.tokens, [len(one) for one in ids])
     np.testing.assert_array_equal(found.words, [4, 3, 4, 3, 2])
     assert sum(found.used.values()) == found.tokens.sum() and set(found.used) == {i for one in ids for i in one}
-    for text, one, cut in zip([row["text"] for row in ROWS], ids, found.continued, strict=True):
+    for text, one, cut in zip([row["text"] for row in ROWS], ids, found.split_words, strict=True):
         # a word is whole where one token is its text
         pieces = [tokenizer.decode([i]).strip() for i in one]
         whole = sum(word in pieces for word in text.rstrip(".").split())
         assert len(text.split()) - whole == cut
-    assert found.parts[-1] > 0 and found.parts[0] == 0 and found.unknown.sum() == 0
-    of = found.of(slice(0, 2))
-    assert of["tokens_per_word"] == pytest.approx(found.tokens[:2].sum() / 7)
-    assert of["bytes_per_token"] == pytest.approx(29 / found.tokens[:2].sum())
+    assert found.byte_tokens[-1] > 0 and found.byte_tokens[0] == 0 and found.unknown.sum() == 0
+    ratios = found.metrics(slice(0, 2))
+    assert ratios["tokens_per_word"] == pytest.approx(found.tokens[:2].sum() / 7)
+    assert ratios["bytes_per_token"] == pytest.approx(29 / found.tokens[:2].sum())
 
 
 def test_bytes_and_unknown_words():
     found = tokenize_texts(Vocabulary(byte_tokenizer()), ["ab é"])
-    assert found.tokens[0] == 5 and found.parts[0] == 2 and found.continued[0] == 2
+    assert found.tokens[0] == 5 and found.byte_tokens[0] == 2 and found.split_words[0] == 2
     tokenizer = bert_tokenizer()
     found = tokenize_texts(Vocabulary(tokenizer), ["☃ ☃"])
     assert found.unknown[0] == 2

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from flatshift.finetune.evaluate.classes import LabelPairs, accuracy, classification_metrics, f1_macro, matthews
+from flatshift.finetune.evaluate.prediction_metrics import (
+    LabelPairs,
+    accuracy,
+    classification_metrics,
+    f1_macro,
+    matthews,
+)
 
 THEIRS = {
     "accuracy": accuracy_score,

@@ -17,10 +17,21 @@ from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.labels import Units
 from flatshift.finetune.data.masking import Masking
-from flatshift.finetune.evaluate.answers import chrf, generate_answers
+from flatshift.finetune.evaluate.answers import generate_answers
 from flatshift.finetune.evaluate.evaluator import evaluate
-from flatshift.finetune.evaluate.multilabel import LabelSets, average_precision, f1_macro, f1_micro, multilabel_metrics
-from flatshift.finetune.evaluate.regression import mae, pearson, regression_metrics, rmse, spearman
+from flatshift.finetune.evaluate.prediction_metrics import (
+    LabelSets,
+    average_precision,
+    f1_macro,
+    f1_micro,
+    mae,
+    multilabel_metrics,
+    pearson,
+    regression_metrics,
+    rmse,
+    spearman,
+)
+from flatshift.finetune.evaluate.text_metrics import chrf
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine

@@ -63,7 +63,9 @@ def test_capacity_counted_by_hand():
 def test_labels_of_a_run_are_counted_once(task, mixture):
     examples = encode(text_rows(sum(SIZES)), task=task, tokenizer=byte_tokenizer(), max_length=48).examples
     batches = TrainingDataLoader(examples, task=task, batch_size=4, seed=5, max_length=48, pad_id=0, mixture=mixture)
-    counts = np.array([1 if task.is_sequence_level else sum(label != -100 for label in e.labels) for e in examples])
+    counts = np.array(
+        [1 if task.traits.is_sequence_level else sum(label != -100 for label in e.labels) for e in examples]
+    )
     assert batches.labels(10_000) == counts.sum()
     ends = np.cumsum(SIZES if mixture else [sum(SIZES)])
     for steps in (1, 3, 8):

@@ -191,16 +191,16 @@ def test_arguments_reach_the_template_and_travel_with_the_tokenizer():
     tokenizer, rows = chat_tokenizer("qwen3"), [row(0, messages=TALK[1:3])]
     task = Chat(template_arguments={"enable_thinking": False}, score="generate")
     (example,) = encode(rows, task=task, tokenizer=tokenizer, max_length=512).examples
-    (asked,), _ = task.ask([row(0, messages=TALK[1:2])], tokenizer)
+    (asked,), _ = task.input_format.build_prompts([row(0, messages=TALK[1:2])], tokenizer)
     wanted = tokenizer.apply_chat_template(TALK[1:2], tokenize=False, add_generation_prompt=True, enable_thinking=False)
     assert wanted.endswith("assistant\n<think>\n\n</think>\n\n") and asked.text == wanted
     assert asked.ids == example.prompt and example.answer == "Goethe."
     saved = copy.deepcopy(tokenizer)
-    task.prepare_tokenizer(saved)
+    task.input_format.prepare_tokenizer(saved)
     assert saved.apply_chat_template(TALK[1:2], tokenize=False, add_generation_prompt=True) == wanted
     both = saved.apply_chat_template(TALK[1:2], tokenize=False, add_generation_prompt=True, enable_thinking=True)
     assert both == tokenizer.apply_chat_template(TALK[1:2], tokenize=False, add_generation_prompt=True)
-    assert task.reads_same(saved, rows[0], example, 512)
+    assert task.input_format.matches_saved(saved, rows[0], example, 512)
 
 
 def test_arguments_of_any_kind_that_json_has(tmp_path):

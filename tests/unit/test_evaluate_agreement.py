@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flatshift.finetune.evaluate.agreement import (
+from flatshift.finetune.evaluate.text_metrics import (
+    distinct_ngrams,
+    expected_max_toxicity,
     extract_number,
     f1_words,
     has_number,
@@ -14,8 +16,8 @@ from flatshift.finetune.evaluate.agreement import (
     span_f1,
     span_precision,
     span_recall,
+    toxicity_probability,
 )  # fmt: skip
-from flatshift.finetune.evaluate.samples import any_toxic, distinct_ngrams, max_toxicity
 
 
 @pytest.mark.parametrize(
@@ -67,4 +69,8 @@ def test_figures_of_several_samples():
         ["a b a", "a b"], 2
     ) == pytest.approx(2 / 3)
     assert distinct_ngrams(["a"], 2) is None
-    assert max_toxicity([0.1, 0.7]) == 0.7 and any_toxic([0.1, 0.7]) == 1.0 and any_toxic([0.1, 0.4]) == 0.0
+    assert (
+        expected_max_toxicity([0.1, 0.7]) == 0.7
+        and toxicity_probability([0.1, 0.7]) == 1.0
+        and toxicity_probability([0.1, 0.4]) == 0.0
+    )

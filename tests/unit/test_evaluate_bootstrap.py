@@ -18,7 +18,7 @@ from flatshift.finetune.evaluate.bootstrap import (
     ratio_interval,
     ratio_statistic,
 )
-from flatshift.finetune.evaluate.classes import classification_metrics
+from flatshift.finetune.evaluate.prediction_metrics import classification_metrics
 from tests.counted_calls import python_calls
 
 

@@ -24,14 +24,14 @@ FAMILIES = (
 )
 
 
-@pytest.mark.parametrize("judged_by", FAMILIES)
-def test_every_function_is_there(judged_by):
-    assert all(callable(function) for function in metric_functions(judged_by).values()) and metric_functions(judged_by)
+@pytest.mark.parametrize("source", FAMILIES)
+def test_every_function_is_there(source):
+    assert all(callable(function) for function in metric_functions(source).values()) and metric_functions(source)
 
 
 def test_every_entry_is_complete():
     for name, metric in METRICS.items():
-        assert set(metric.by) <= set(FAMILIES), name
+        assert set(metric.sources) <= set(FAMILIES), name
         assert metric.floor is None or METRICS[metric.floor].is_floor, name
         assert metric.is_floor or metric.bounds, name
 

@@ -13,7 +13,8 @@ from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import text
 from flatshift.finetune.evaluate.bootstrap import group_interval
-from flatshift.finetune.evaluate.text import DocumentCounts, find_language, score_texts, sliding_windows, split_words
+from flatshift.finetune.evaluate.perplexity import DocumentCounts
+from flatshift.finetune.evaluate.text import find_language, score_texts, sliding_windows, split_words
 from flatshift.finetune.tasks import LanguageModel
 from tests.data_models import byte_tokenizer, tiny_model
 
@@ -22,11 +23,12 @@ NO_DRAW = {"resamples": 0, "confidence": 0.95, "seed": 0}
 
 
 def counts(nats, tokens, words, characters, size) -> DocumentCounts:
-    return DocumentCounts(*(np.atleast_1d(np.array(v)) for v in (nats, tokens, words, characters, characters, size)))
+    values = {"nats": nats, "tokens": tokens, "words": words, "characters": characters}
+    return DocumentCounts(**{name: np.atleast_1d(np.array(v)) for name, v in (values | {"bytes": size}).items()})
 
 
 def test_the_unit_row():
-    found = counts(100.0, 50, 25, 150, 200).figures(into={}, **NO_DRAW)
+    found = counts(100.0, 50, 25, 150, 200).metrics(figures={}, **NO_DRAW)
     assert found["perplexity"]["value"] == pytest.approx(7.389056, abs=5e-7)
     assert found["word_perplexity"]["value"] == pytest.approx(54.598150, abs=5e-7)
     assert found["character_perplexity"]["value"] == pytest.approx(1.947734, abs=5e-7)
@@ -36,8 +38,8 @@ def test_the_unit_row():
 def test_a_word_is_a_token_to_the_power_of_fertility():
     rng = np.random.default_rng(0)
     tokens = rng.integers(5, 50, 40)
-    found = counts(tokens * rng.uniform(1, 3, 40), tokens, tokens // 2, tokens * 4, tokens * 5).figures(
-        into={}, **NO_DRAW
+    found = counts(tokens * rng.uniform(1, 3, 40), tokens, tokens // 2, tokens * 4, tokens * 5).metrics(
+        figures={}, **NO_DRAW
     )
     power = found["perplexity"]["value"] ** found["fertility"]["value"]
     assert found["word_perplexity"]["value"] == pytest.approx(power, rel=1e-9)
@@ -80,7 +82,7 @@ def test_an_overlap_that_leaves_nothing_and_a_text_without_tokens():
     with pytest.raises(UserError, match="--overlap: 8 is not from 1 to 7"):
         score_texts(model, TOKENIZER, ["a"], window=8, overlap=8, **how)
     with pytest.raises(UserError, match="here:2: the text is empty"):
-        score_texts(model, TOKENIZER, ["a", ""], window=8, overlap=2, where=["here:1", "here:2"], **how)
+        score_texts(model, TOKENIZER, ["a", ""], window=8, overlap=2, locations=["here:1", "here:2"], **how)
 
 
 def test_words_are_those_of_unicode():
@@ -107,8 +109,8 @@ def test_groups_and_differences_ask_the_same_rows():
     tokens = np.full(60, 10)
     here, there = {}, {}
     nats = np.random.default_rng(1).uniform(10, 30, 60)
-    counts(nats, tokens, tokens, tokens, tokens).figures(into=here, **NO_DRAW)
-    counts(nats + 1.0, tokens, tokens, tokens, tokens).figures(into=there, **NO_DRAW)
+    counts(nats, tokens, tokens, tokens, tokens).metrics(figures=here, **NO_DRAW)
+    counts(nats + 1.0, tokens, tokens, tokens, tokens).metrics(figures=there, **NO_DRAW)
     group = np.arange(0, 60, 3)
     alone = group_interval(here["loss"], [group], resamples=200)
     assert alone["value"] == pytest.approx(nats[group].sum() / 200) and alone["n"] == 20

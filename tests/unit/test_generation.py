@@ -220,7 +220,7 @@ def test_an_encoder_decoder_begins_with_its_start_token(tmp_path):
     rows = text_rows(5)
     examples = encode(rows, task=task, tokenizer=TOKENIZER, max_length=64, decoder_start=2).examples
     judged = generate_answers(model, TOKENIZER, examples, EvalBatching.of(TOKENIZER, batch_size=5), max_new_tokens=6)
-    prompts = [question.ids for question in task.ask(rows, TOKENIZER)[0]]
+    prompts = [question.ids for question in task.input_format.build_prompts(rows, TOKENIZER)[0]]
     assert prompts == [example.input_ids for example in examples]
     how = Decoding(max_new_tokens=6)
     found = dict(continue_prompts(model, prompts, how, EvalBatching(2, PAD), end=EOS, decoder_start=2))
@@ -234,7 +234,7 @@ def test_prompts_are_what_training_put_before_the_answer(tokenizer):
     rows = text_rows(8)
     for task in (Completion(prompt="Q: {text}\nA:", completion=" {label}"), LanguageModel()):
         for r, example in zip(rows, encode(rows, task=task, tokenizer=tokenizer, max_length=512).examples, strict=True):
-            ids = task.prompt_ids(tokenizer, task.prompt_text(r))
+            ids = task.input_format.token_ids(tokenizer, task.input_format.render(r))
             assert example.input_ids[: len(ids)] == ids
             if isinstance(task, Completion):
                 assert prompt_tokens(example) == ids
@@ -253,5 +253,5 @@ def test_refusals_name_the_nearest_fix():
         Decoding(top_p=0.5)
     with pytest.raises(ValueError, match="num_beams"):
         Decoding(temperature=1.0, num_beams=2)
-    assert LanguageModel().prompt_columns() == ("text",)
-    assert Completion(prompt="{text}?").prompt_text(row(text="why")) == "why?"
+    assert LanguageModel().input_format.columns() == ("text",)
+    assert Completion(prompt="{text}?").input_format.render(row(text="why")) == "why?"

@@ -28,6 +28,7 @@ from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.tasks import Classify, Regress
+from flatshift.finetune.tasks.regress import standardised_layer
 from tests.data_models import byte_tokenizer, row, write_jsonl
 from tests.finetune_models import save_backbone
 from tests.objective_models import CLASSES, numbered_rows, save_encoder, scatter, several_rows
@@ -163,7 +164,7 @@ def test_units_are_mean_and_deviation_or_root_mean_square(bias):
 @pytest.mark.parametrize("kind", ["bert", "roberta", "llama", "gpt2"])
 def test_a_folded_head_answers_in_the_targets_units(kind, tmp_path):
     source = save_backbone(kind, tmp_path)
-    layer = NUMBER.head_layer(source)
+    layer = standardised_layer(NUMBER, source)
     units = fit_units([900.0, 1100.0, 1000.0], layer)
     assert layer.bias == (kind in {"bert", "roberta"})
     model = scatter(attach_adapter(load_backbone(source, task=NUMBER), Adapter(rank=2), task=NUMBER, seed=0)).eval()

@@ -140,4 +140,4 @@ def test_long_rows_lose_the_end_that_is_asked_for_or_are_left_out():
     task = Seq2Seq(prefix="say: ")
     with pytest.raises(UserError, match=r"train.truncation: left would cut task.prefix off"):
         encode(rows, task=task, tokenizer=TOKENIZER, max_length=16, truncation="left", decoder_start=1)
-    assert task.prompt_text(row(0, text="why")) == "say: why"
+    assert task.input_format.render(row(0, text="why")) == "say: why"

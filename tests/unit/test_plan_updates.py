@@ -49,15 +49,15 @@ def backbones(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _micro(task: Task) -> tuple[MicroBatch, int]:
     drawn = torch.Generator().manual_seed(1)
-    rows = ROWS * task.rows_of_example
+    rows = ROWS * task.traits.rows_per_example
     ids = torch.randint(5, WORDS, (rows, TOKENS), generator=drawn)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     each = tuple((row,) for row in range(rows))
-    if task.is_sequence_level:
+    if task.traits.is_sequence_level:
         return MicroBatch(inputs, torch.arange(rows) % CLASSES, rows, rows, each, padded=False), rows
     labels = ids.clone()
     labels[:, 0] = -100
-    if task.hides_tokens:
+    if task.traits.masks_tokens:
         labels[:, int(TOKENS * task.supervised) :] = -100
     if task.pack:
         half = torch.arange(TOKENS // 2).repeat(2)
@@ -65,7 +65,7 @@ def _micro(task: Task) -> tuple[MicroBatch, int]:
         inputs = {"input_ids": ids, "position_ids": half.expand(rows, -1)}
     count, sides = int((labels != -100).sum()), None
     chosen = (labels != -100).flatten().nonzero().flatten()
-    if task.by_answer:
+    if task.traits.is_answer_level:
         signs = torch.tensor([1.0, -1.0]).repeat(ROWS)
         sides, count = PreferenceTargets(signs, (labels != -100).sum(1).float(), paired=True), ROWS
     return MicroBatch(inputs, labels, count, rows, each, chosen=chosen, padded=False, sides=sides), count
@@ -76,7 +76,7 @@ def _allocated(
 ) -> tuple[float, dict[str, int]]:
     """Bytes at the worst moment of the third update, and what a training would say before its first one, by cause."""
     before = held_bytes()  # tests that ran before this one in its process keep models of theirs
-    names = [str(number) for number in range(CLASSES)] if task.is_sequence_level else None
+    names = [str(number) for number in range(CLASSES)] if task.traits.is_sequence_level else None
     engine = build_engine(
         str(backbone),
         task=task,
@@ -86,7 +86,7 @@ def _allocated(
         world=ProcessMesh.alone(CPU),
         label_names=names,
     )
-    said = memory_plan(engine.model, train=task.as_read(train), task=task, regularizer=config).causes
+    said = memory_plan(engine.model, train=task.traits.count_token_rows(train), task=task, regularizer=config).causes
     optimizer, regularizer = AdapterOptimizer(engine.parameters, Optimizer()), regularizers.build(config or Plain())
     regularizer.attach(engine.model, seed=0, total_steps=10)
     engine.model.train()
@@ -120,7 +120,7 @@ def _planned(backbone: Path, task: Task, train: Train, config: RegularizerConfig
         sizes,
         mesh=Mesh(),
         adapter=ADAPTER,
-        train=task.as_read(train),
+        train=task.traits.count_token_rows(train),
         device="cpu",
         packed=task.pack,
         regularizer=config,

@@ -13,7 +13,9 @@ from flatshift.finetune.data.chat.template import read_template
 from flatshift.finetune.data.columns import ColumnarExamples, ExampleWriter, open_examples
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.example import IGNORE
+from flatshift.finetune.data.noise import flip_preferences
 from flatshift.finetune.data.panel import format_first_batch
+from flatshift.finetune.data.preference import swap_answers
 from flatshift.finetune.data.rows import Row, read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
@@ -92,7 +94,7 @@ def test_conversations_in_every_form_are_one_pair(form, tokenizer, tmp_path):
     other = shown(one.rejected_ids, one.rejected_labels, tokenizer)
     assert SAID in text and text.partition("[")[0] == other.partition("[")[0]
     assert GOOD in text.partition("[")[2] and BAD in other.partition("[")[2]
-    (asked,), _ = task.ask([Row({"prompt": [TURN]}, "0", "f:1")], tokenizer)
+    (asked,), _ = task.input_format.build_prompts([Row({"prompt": [TURN]}, "0", "f:1")], tokenizer)
     assert asked.ids == one.input_ids[: len(asked.ids)], "an answer is asked for as it was trained"
 
 
@@ -245,7 +247,7 @@ def test_the_panel_marks_both_answers(tokenizer):
 
 def test_label_noise_calls_the_worse_answer_the_better():
     rows = [Row({"prompt": "p", "chosen": f"c{i}", "rejected": f"r{i}"}, str(i), f"f:{i}") for i in range(10)]
-    few, some = (Preference().with_noise(rows, rate=rate, label_names=None, seed=0) for rate in (0.2, 0.5))
+    few, some = (flip_preferences(rows, exchange=swap_answers, rate=rate, seed=0) for rate in (0.2, 0.5))
     assert len(few[1]) == 2 and len(some[1]) == 5 and set(few[1]) < set(some[1])
     for row, before in zip(some[0], rows, strict=True):
         swapped = row.id in some[1]
@@ -266,6 +268,6 @@ def test_the_odds_of_likely_answers_keep_their_gradient():
 
 
 def test_memory_is_planned_for_the_rows_that_are_read():
-    assert Preference().as_read(Train(batch_size=4)).batch_size == 8
-    assert LanguageModel().as_read(Train(batch_size=4)) == Train(batch_size=4)
+    assert Preference().traits.count_token_rows(Train(batch_size=4)).batch_size == 8
+    assert LanguageModel().traits.count_token_rows(Train(batch_size=4)) == Train(batch_size=4)
     assert KINDS["preference"]().has_reference and not Preference(loss="orpo").has_reference

@@ -41,31 +41,31 @@ def probe(**changed) -> WordListProbe:
 
 
 def test_sentences_are_pairs():
-    made = fill_templates(probe())
-    assert len(made.texts) == 2 * 4 * 2 * 2 and made.texts[0] == "He is a welder."
-    men = [t for t, key in zip(made.texts, made.keys, strict=True) if key[0] == "men"]
-    women = [t for t, key in zip(made.texts, made.keys, strict=True) if key[0] == "women"]
+    texts, keys = fill_templates(probe())
+    assert len(texts) == 2 * 4 * 2 * 2 and texts[0] == "He is a welder."
+    men = [t for t, key in zip(texts, keys, strict=True) if key[0] == "men"]
+    women = [t for t, key in zip(texts, keys, strict=True) if key[0] == "women"]
     swapped = [t.replace("The man", "The woman").replace("the man", "the woman") for t in men]
     swapped = [t.replace("He ", "She ").replace(" he ", " she ") for t in swapped]
     assert swapped == women
 
 
 def test_association_by_hand():
-    made = fill_templates(probe())
-    nats = np.zeros(len(made.texts))
+    texts, keys = fill_templates(probe())
+    nats = np.zeros(len(texts))
     effect = {"welder": 1.0, "truck driver": 3.0, "nurse": -2.0, "nanny": -4.0}
-    for i, (group, _, attribute) in enumerate(made.keys):
+    for i, (group, _, attribute) in enumerate(keys):
         nats[i] = 10.0 + (effect[attribute] if group == "women" else 0.0)  # of women with a welder: 1 nat less likely
-    found = measure_association(probe(), made, nats)["women"]
+    found = measure_association(probe(), keys, nats)["women"]
     assert found["sets"]["craft"]["value"] == -2.0 and found["sets"]["care"]["value"] == 3.0
     assert found["sets"]["care"]["words"] == {"nurse": 2.0, "nanny": 4.0}
     assert found["between"]["care"]["value"] == 5.0
     for name, low, high in (("craft", -3.0, -1.0), ("care", 2.0, 4.0)):
         assert (found["sets"][name]["low"], found["sets"][name]["high"]) == (low, high)
-    shifted = measure_association(probe(), made, nats + np.array([k[0] == "women" for k in made.keys]) * 7)["women"]
+    shifted = measure_association(probe(), keys, nats + np.array([k[0] == "women" for k in keys]) * 7)["women"]
     assert shifted["between"]["care"]["value"] == pytest.approx(5.0)  # a rarer word of a group moves no difference
     alone = probe(attributes={"craft": ["welder"], "care": ["nurse"]})
-    found = measure_association(alone, fill_templates(alone), np.arange(16.0))["women"]
+    found = measure_association(alone, fill_templates(alone)[1], np.arange(16.0))["women"]
     assert found["sets"]["craft"]["low"] is None and found["between"]["care"]["low"] is None
 
 
@@ -112,7 +112,7 @@ def test_lists_that_cannot_be_asked(changed, said):
 
 @pytest.mark.parametrize("name", shipped_probes())
 def test_shipped_probes_can_be_asked(name):
-    assert fill_templates(read_probe(name)).texts and read_probe(name).prompts and read_probe(name).review
+    assert fill_templates(read_probe(name))[0] and read_probe(name).prompts and read_probe(name).review
 
 
 def test_the_command_agrees_with_a_plain_reading(tmp_path: Path, capsys):

@@ -449,7 +449,7 @@ def test_what_cannot_be_made_wrong():
 
 
 def test_which_columns_are_the_answer():
-    assert Completion(prompt="{q}", completion="{q} {a} {b}").answer_columns() == ("a", "b")
-    assert Seq2Seq(prompt="{text}", target="{label}").answer_columns() == ("label",)
+    assert Completion(prompt="{q}", completion="{q} {a} {b}").input_format.answer_columns() == ("a", "b")
+    assert Seq2Seq(prompt="{text}", target="{label}").input_format.answer_columns() == ("label",)
     with pytest.raises(UserError, match=r"data\.label_noise: the answer of task\.kind: completion has no column"):
-        Completion(prompt="{q}", completion=" yes, {q}").answer_columns()
+        Completion(prompt="{q}", completion=" yes, {q}").input_format.answer_columns()

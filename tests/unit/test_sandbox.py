@@ -10,8 +10,8 @@ import pytest
 from benchmarks.hostile_programs import HOSTILE
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import sandbox
-from flatshift.finetune.evaluate.samples import pass_at_k
 from flatshift.finetune.evaluate.sandbox import ResourceLimits, check_sandbox_available, run_program, run_programs
+from flatshift.finetune.evaluate.text_metrics import pass_at_k
 
 
 def _contained() -> bool:

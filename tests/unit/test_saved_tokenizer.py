@@ -65,15 +65,18 @@ def test_what_is_saved_reads_as_training_did(kind: str, task: Task, tmp_path: Pa
     own = AutoTokenizer.from_pretrained(tmp_path / "before")
     rows = [Row({"text": text, "label": "x"}, str(i), f"f:{i}") for i, text in enumerate(TEXTS)]
     rows += [Row({**row.values, "text2": "and a second"}, f"p{i}", f"f:{i}") for i, row in enumerate(rows)]
-    start = 0 if task.encoder_decoder else None
+    start = 0 if task.traits.encoder_decoder else None
     found = encode(rows, task=task, tokenizer=own, max_length=20, decoder_start=start).examples
-    task.prepare_tokenizer(tokenizer)
+    task.input_format.prepare_tokenizer(tokenizer)
     tokenizer.save_pretrained(tmp_path / "after")
     saved = AutoTokenizer.from_pretrained(tmp_path / "after")
     assert len(found) == 6
     for row, example in zip(rows, found, strict=True):
-        if len(example.input_ids) < 20 or task.is_sequence_level:
-            assert task.reads_same(saved, row, example, 20), (row.values, saved(row.values["text"])["input_ids"])
+        if len(example.input_ids) < 20 or task.traits.is_sequence_level:
+            assert task.input_format.matches_saved(saved, row, example, 20), (
+                row.values,
+                saved(row.values["text"])["input_ids"],
+            )
     assert saved.decode(saved("a b")["input_ids"], skip_special_tokens=True) == own.decode(
         own("a b")["input_ids"], skip_special_tokens=True
     )
@@ -82,7 +85,7 @@ def test_what_is_saved_reads_as_training_did(kind: str, task: Task, tmp_path: Pa
 def test_one_that_reads_so_by_itself_is_left_alone(tmp_path: Path) -> None:
     tokenizer = begins()
     before = tokenizer.backend_tokenizer.to_str()
-    LanguageModel().prepare_tokenizer(tokenizer)
+    LanguageModel().input_format.prepare_tokenizer(tokenizer)
     assert tokenizer.backend_tokenizer.to_str() == before
 
 
@@ -114,6 +117,6 @@ def test_sentencepiece_classes_that_build_their_own_template(tmp_path: Path) -> 
     own = AutoTokenizer.from_pretrained(tmp_path / "before")
     row = Row({"text": "a b", "label": "x"}, "0", "f:1")
     (example,) = encode([row], task=task, tokenizer=own, max_length=9).examples
-    task.prepare_tokenizer(own)
+    task.input_format.prepare_tokenizer(own)
     own.save_pretrained(tmp_path / "after")
-    assert task.reads_same(AutoTokenizer.from_pretrained(tmp_path / "after"), row, example, 9)
+    assert task.input_format.matches_saved(AutoTokenizer.from_pretrained(tmp_path / "after"), row, example, 9)

@@ -21,11 +21,13 @@ from flatshift.experiments.workflows.generate import check_generative
 from flatshift.experiments.workflows.model_card import usage_example
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
+from flatshift.finetune.compute.task import TaskTraits
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.chat.template import read_template
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
+from flatshift.finetune.data.labels import fit_units
 from flatshift.finetune.data.panel import format_first_batch
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
@@ -35,6 +37,7 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, Preference, Seq2Seq, Task
 from flatshift.finetune.tasks.base import SequenceLevelTask
+from flatshift.finetune.tasks.regress import standardised_layer
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
 from tests.objective_models import save_encoder
@@ -53,15 +56,14 @@ class Hinge(SequenceLevelTask):
     margin: float = 1.0
     """Below it an answer costs."""
 
+    traits: ClassVar[TaskTraits] = dataclasses.replace(SequenceLevelTask.traits, has_accuracy=True)
     has_classes: ClassVar[bool] = True
-    one_class: ClassVar[bool] = True
-    accuracy: ClassVar[bool] = True
 
-    def encode(self, rows, to):
+    def encode(self, rows, encoder):
         from flatshift.finetune.data.labels import class_indices
 
-        kept = to.wholes(rows)
-        return to.labelled(kept, class_indices([row for row, _, _ in kept], to.label_names)), tuple(to.label_names)
+        encoded, names = encoder.wholes(rows), encoder.label_names
+        return encoder.labelled(encoded, class_indices([row for row, _, _ in encoded], names)), tuple(names)
 
     def head_settings(self, *, num_labels, label_names):
         return {"num_labels": 1}
@@ -72,11 +74,11 @@ class Hinge(SequenceLevelTask):
     def answered_right(self, logits, labels):
         return (logits[:, 0] > 0) == (labels > 0)
 
-    def shown_label(self, label, *, label_names, units):
+    def format_label(self, label, *, label_names, units):
         return label_names[int(label)]
 
-    def judge(self, judge, examples):
-        return {"loss": judge.mean("loss", judge.head(examples)[0])}
+    def evaluate(self, evaluator, examples):
+        return {"loss": evaluator.record_mean("loss", evaluator.head_scores(examples)[0])}
 
 
 TASKS = [
@@ -120,7 +122,7 @@ def backbones(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("backbones")
 
     def of(task) -> Path:
-        side = "both" if task.encoder_decoder else "decoder" if task.backbone == "decoder" else "encoder"
+        side = "both" if task.traits.encoder_decoder else "decoder" if task.traits.backbone == "decoder" else "encoder"
         return _backbone(side, tmp)
 
     return of
@@ -157,35 +159,36 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
     assert set(task.columns()) <= rows[0].values.keys()
     names = task.class_names(rows)
     assert (names is not None) == task.has_classes
-    units = task.units([row.values["label"] for row in rows] if task.has_targets else (), directory)
-    assert (units is not None) == task.has_targets
+    units = None
+    if task.traits.has_targets:
+        units = fit_units([row.values["label"] for row in rows], standardised_layer(task, directory))
     encoded = encode(
         rows,
         task=task,
         tokenizer=tokenizer,
         max_length=48,
         label_names=names,
-        decoder_start=open_backbone(directory).decoder_start if task.encoder_decoder else None,
+        decoder_start=open_backbone(directory).decoder_start if task.traits.encoder_decoder else None,
         units=units,
     )
     assert len(encoded.examples) == len(rows) and not encoded.truncated and not encoded.skipped
     masking = task.masking(tokenizer)
-    assert (masking is not None) == task.hides_tokens
+    assert (masking is not None) == task.traits.masks_tokens
     how = {"batch_size": 2, "pad_id": tokenizer.pad_token_id}
     batches = TrainingDataLoader(encoded.examples, task=task, seed=0, max_length=48, masking=masking, **how)
     micro = batches.at(0)[0]
     assert batches.packed == task.pack and micro.supervised == batches.supervised(0) > 0
     panel = format_first_batch(micro, tokenizer, task, label_names=names, units=units)
-    assert ("examples" in panel.splitlines()[0]) == task.is_sequence_level and "⟦" in panel
+    assert ("examples" in panel.splitlines()[0]) == task.traits.is_sequence_level and "⟦" in panel
 
-    model = load_backbone(directory, task=task, label_names=names if task.is_sequence_level else None)
+    model = load_backbone(directory, task=task, label_names=names if task.traits.is_sequence_level else None)
     model = attach_adapter(model, Adapter(rank=2), task=task, seed=0)
     loss = batch_loss(model, micro, task=task)
     loss.backward()
     assert loss.dtype == torch.float32 and loss.ndim == 0 and 0 < float(loss.detach()) < 1e5
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in trainable(model).values())
     head = find_head(model, micro.inputs, task=task)
-    assert (head is None) == task.is_sequence_level or task.hides_tokens
+    assert (head is None) == task.traits.is_sequence_level or task.traits.masks_tokens
     assert float(batch_loss(model, micro, task=task, head=head).detach()) == pytest.approx(
         float(loss.detach()), rel=1e-4
     )
@@ -194,13 +197,13 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
     assert figures["loss"]["n"] == len(rows) and all(
         figure.keys() == {"value", "low", "high", "n"} for figure in figures.values()
     )
-    if not task.has_targets:  # which a folded head answers in the user's own units
+    if not task.traits.has_targets:  # which a folded head answers in the user's own units
         with torch.no_grad():
             all_of_them = list(EvalBatching(**how).batches(encoded.examples, task))
             total = sum(float(batch_loss(model.eval(), batch, task=task.for_evaluation())) for batch in all_of_them)
         count = sum(batch.supervised for batch in all_of_them)
         assert figures["loss"]["value"] == pytest.approx(total / count, rel=1e-4)
-    if task.is_sequence_level:
+    if task.traits.is_sequence_level:
         count = len(micro.labels)
         assert task.example_losses(torch.zeros(count, model.config.num_labels), micro.labels).shape == (count,)
 
@@ -210,26 +213,26 @@ def test_prompts_and_the_cards_lines(task, backbones):
     tokenizer = open_backbone(backbones(task)).tokenizer
     use = usage_example(task, tokenizer, ("0", "1"))
     ast.parse("\n".join((*use.before, *use.ask, use.text, *use.answer)))
-    if not task.is_generative:
+    if not task.traits.is_generative:
         with pytest.raises(UserError, match=rf"task.kind: {task.kind} trains a model that writes no text"):
             check_generative(task)
         return
     check_generative(task)
-    (asked,) = task.ask_texts(["why"], tokenizer)
+    (asked,) = task.input_format.build_text_prompts(["why"], tokenizer)
     assert asked.id == "prompt-1" and asked.ids
     rows = _rows(task)
-    questions, left_out = task.ask(rows, tokenizer)
+    questions, left_out = task.input_format.build_prompts(rows, tokenizer)
     assert [question.id for question in questions] == [row.id for row in rows] and not left_out
-    assert set(task.prompt_columns()) <= set(task.columns())
+    assert set(task.input_format.columns()) <= set(task.columns())
 
 
 @each_task
 def test_what_a_task_refuses_is_one_sentence(task):
-    for what, sentence in task.refuses.items():
+    for what, sentence in task.traits.refusals.items():
         with pytest.raises(UserError) as refused:
-            task.refuse(what)
+            task.traits.refuse(what)
         assert str(refused.value) == sentence and len(sentence) <= 300 and "; " in sentence
-    task.refuse("nothing of that name")
+    task.traits.refuse("nothing of that name")
     for axis in ("dp", "tp", "pp", "cp"):
         settings = RuleSettings(Mesh(**{axis: 2}), Train(batch_size=4), Adapter(), task.for_evaluation())
         if axis not in task.no_axes:
@@ -241,14 +244,18 @@ def test_what_a_task_refuses_is_one_sentence(task):
 
 def test_settings_that_a_kind_has_not_answer_as_if_nobody_had_set_them():
     plain = LanguageModel()
-    assert (plain.score, plain.multi, plain.prefix, plain.template, plain.smoothing) == (
+    assert (plain.score, plain.multi, plain.labels, plain.template, plain.smoothing) == (
         "perplexity",
         None,
         None,
         "auto",
         0,
     )
-    assert plain.for_evaluation() is plain and plain.without_limits() is plain and plain.template_record() is None
+    assert (
+        plain.for_evaluation() is plain
+        and plain.without_limits() is plain
+        and plain.input_format.template_record() is None
+    )
 
 
 # ---------------------------------------------------------------------------------------- nobody asks which kind it is

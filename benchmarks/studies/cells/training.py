@@ -139,9 +139,9 @@ def judge_examples(
     """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
     from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.data.eval_batching import EvalBatching
-    from flatshift.finetune.evaluate.classes import classification_metrics
     from flatshift.finetune.evaluate.evaluator import head_scores
     from flatshift.finetune.evaluate.perplexity import document_nats
+    from flatshift.finetune.evaluate.prediction_metrics import classification_metrics
 
     inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
     with evaluation_mode(engine.eval_model):

@@ -297,7 +297,9 @@ class TaskRows:
             test=Files(files=(str(folder / f"{judged}.jsonl"),)),
             holdout=0.0,
         )
-        task = recipe.task.with_classes(self.classes)
+        task = recipe.task
+        if task.has_classes and task.traits.is_sequence_level:
+            task = task.replace(labels=self.classes)
         return dataclasses.replace(recipe, data=data, task=task, eval=dataclasses.replace(recipe.eval, train_limit=0))
 
 

@@ -16,7 +16,7 @@ general, which shifts all sets alike; so the informative value of a set is its d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ class WordListProbe:
     def __post_init__(self) -> None:
         sizes = {name: len(words) for name, words in self.groups.items()}
         if len(sizes) < 2 or len(set(sizes.values())) != 1 or not all(sizes.values()):
-            told = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "none"
-            raise UserError(f"probe: `groups` are two at least, of equally many words, which are pairs; here {told}")
+            counts = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "none"
+            raise UserError(f"probe: `groups` are two at least, of equally many words, which are pairs; here {counts}")
         if not self.attributes or not all(self.attributes.values()):
             raise UserError("probe: `attributes` names a set at least, and each has words")
         if self.window < 1:
@@ -64,24 +64,15 @@ class WordListProbe:
             for text in texts:
                 if any(text.count(slot) != 1 for slot in slots):
                     raise UserError(f"probe: {name} have {' and '.join(slots)} once each; this has not: {text!r}")
-        seen: dict[str, str] = {}
-        for kind in (self.groups, self.attributes):
-            for name, words in kind.items():
-                for word in words:
-                    if not _split_words(word):
-                        raise UserError(f"probe: {name} has {word!r}, which is no word")
-                    if (key := " ".join(_split_words(word))) in seen:
-                        raise UserError(f"probe: {word!r} is of {seen[key]} and of {name}; leave it in one")
-                    seen[key] = name
-
-
-@dataclass(frozen=True)
-class ProbeSentences:
-    """Filled templates of a probe, with their keys."""
-
-    texts: list[str] = field(default_factory=list)
-    keys: list[tuple[str, str, str]] = field(default_factory=list)
-    """(group, set, attribute) of each; templates and word indices follow in the same order for every group."""
+        owners: dict[str, str] = {}
+        for name, words in (*self.groups.items(), *self.attributes.items()):
+            for word in words:
+                key = " ".join(_split_words(word))
+                if not key:
+                    raise UserError(f"probe: {name} has {word!r}, which is no word")
+                if key in owners:
+                    raise UserError(f"probe: {word!r} is of {owners[key]} and of {name}; leave it in one")
+                owners[key] = name
 
 
 def shipped_probes() -> dict[str, Path]:
@@ -89,24 +80,28 @@ def shipped_probes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
-def fill_templates(probe: WordListProbe) -> ProbeSentences:
-    """Fill all templates of a probe. Raises UserError for a probe without templates."""
+def fill_templates(probe: WordListProbe) -> tuple[list[str], list[tuple[str, str, str]]]:
+    """Fill all templates of a probe; return the sentences, and (group, set, attribute) of each. Templates and word
+    indices follow in the same order for every group.
+
+    Raises UserError for a probe without templates.
+    """
     if not probe.templates:
         raise UserError("probe: there are no `templates` to ask association by")
-    made = ProbeSentences()
-    for group, own in probe.groups.items():
+    texts, keys = [], []
+    for group, group_words in probe.groups.items():
         for name, words in probe.attributes.items():
             for attribute in words:
                 for template in probe.templates:
-                    for word in own:
-                        filled = template.replace("{attribute}", attribute).replace("{group}", word)
-                        made.texts.append(filled[:1].upper() + filled[1:])
-                        made.keys.append((group, name, attribute))
-    return made
+                    for word in group_words:
+                        text = template.replace("{attribute}", attribute).replace("{group}", word)
+                        texts.append(text[:1].upper() + text[1:])
+                        keys.append((group, name, attribute))
+    return texts, keys
 
 
 def measure_association(
-    probe: WordListProbe, made: ProbeSentences, nats: NDArray[np.float64], *, resamples: int = 1000
+    probe: WordListProbe, keys: Sequence[tuple[str, str, str]], nats: NDArray[np.float64], *, resamples: int = 1000
 ) -> dict[str, Any]:
     """Compute associations from the sentences' nats (N,): for each group but the first, `{set: {value, low, high, n,
     words}}` with log p(its sentence) − log p(that of the first group), and under `between` the difference of each set
@@ -115,40 +110,41 @@ def measure_association(
     Intervals are percentiles of a bootstrap over the words of a set, as they represent others; a set of one word has
     none.
     """
-    by: dict[tuple[str, str, str], list[float]] = {}
-    for key, value in zip(made.keys, nats.tolist(), strict=True):
-        by.setdefault(key, []).append(-value)
-    first, *others = probe.groups
-    found: dict[str, Any] = {}
-    for group in others:
+    log_probs: dict[tuple[str, str, str], list[float]] = {}
+    for key, value in zip(keys, nats.tolist(), strict=True):
+        log_probs.setdefault(key, []).append(-value)
+    reference, *groups = probe.groups
+    base = next(iter(probe.attributes))
+    associations: dict[str, Any] = {}
+    for group in groups:
         words = {
-            name: np.array([np.mean(np.subtract(by[group, name, w], by[first, name, w])) for w in own])
-            for name, own in probe.attributes.items()
-        }
-        drawn = {
-            name: values[
-                numpy_generator(0, "probe", name).integers(0, len(values), size=(resamples, len(values)))
-            ].mean(-1)
-            for name, values in words.items()
-        }
-        base = next(iter(words))
-        found[group] = {
+            name: np.array([
+                np.mean(np.subtract(log_probs[group, name, word], log_probs[reference, name, word]))
+                for word in attributes
+            ])
+            for name, attributes in probe.attributes.items()
+        }  # fmt: skip
+        resampled = {}
+        for name, values in words.items():
+            index = numpy_generator(0, "probe", name).integers(0, len(values), size=(resamples, len(values)))
+            resampled[name] = values[index].mean(-1)
+        associations[group] = {
             "sets": {
                 name: {
-                    **_summarize(float(values.mean()), drawn[name], len(values)),
+                    **_summarize(float(values.mean()), resampled[name], len(values)),
                     "words": dict(zip(probe.attributes[name], values.tolist(), strict=True)),
                 }
                 for name, values in words.items()
             },
             "between": {
                 name: _summarize(
-                    float(values.mean() - words[base].mean()), drawn[name] - drawn[base],
+                    float(values.mean() - words[base].mean()), resampled[name] - resampled[base],
                     min(len(values), len(words[base])),
                 )
                 for name, values in words.items() if name != base
             },
         }  # fmt: skip
-    return found
+    return associations
 
 
 def measure_cooccurrence(probe: WordListProbe, texts: Sequence[str], *, resamples: int = 1000) -> dict[str, Any]:
@@ -164,31 +160,31 @@ def measure_cooccurrence(probe: WordListProbe, texts: Sequence[str], *, resample
     }
     near = {group: np.zeros(len(texts)) for group in probe.groups}
     counts = {(group, name): np.zeros(len(texts)) for group in probe.groups for name in probe.attributes}
-    there = {group: np.zeros(len(texts), dtype=bool) for group in probe.groups}
+    occurs = {group: np.zeros(len(texts), dtype=bool) for group in probe.groups}
     for i, text in enumerate(texts):
         words = _split_words(text)
-        places = {name: _phrase_positions(words, own) for name, own in phrases.items()}
+        positions = {name: _phrase_positions(words, members) for name, members in phrases.items()}
         for group in probe.groups:
-            around = {
-                p for at in places[group] for p in range(max(0, at - probe.window), at + probe.window + 1)
+            neighbours = {
+                p for at in positions[group] for p in range(max(0, at - probe.window), at + probe.window + 1)
                 if p < len(words)
-            } - places[group]  # fmt: skip
-            there[group][i], near[group][i] = bool(places[group]), len(around)
+            } - positions[group]  # fmt: skip
+            occurs[group][i], near[group][i] = bool(positions[group]), len(neighbours)
             for name in probe.attributes:
-                counts[group, name][i] = len(around & places[name])
-    found: dict[str, Any] = {}
+                counts[group, name][i] = len(neighbours & positions[name])
+    figures: dict[str, Any] = {}
     for group in probe.groups:
-        own = np.flatnonzero(near[group])
+        rows = np.flatnonzero(near[group])
         sets = {}
         for name in probe.attributes:
             count = int(counts[group, name].sum())
-            value = count / near[group].sum() if len(own) else None
-            figure: Mapping[str, Any] = {"value": value, "low": None, "high": None, "n": len(own)}
+            value = count / near[group].sum() if len(rows) else None
+            interval: Mapping[str, Any] = {"value": value, "low": None, "high": None, "n": len(rows)}
             if count:
-                figure = ratio_interval(counts[group, name][own], near[group][own], resamples=resamples)
-            sets[name] = {"count": count, **figure}
-        found[group] = {"near": int(near[group].sum()), "texts": int(there[group].sum()), "sets": sets}
-    return found
+                interval = ratio_interval(counts[group, name][rows], near[group][rows], resamples=resamples)
+            sets[name] = {"count": count, **interval}
+        figures[group] = {"near": int(near[group].sum()), "texts": int(occurs[group].sum()), "sets": sets}
+    return figures
 
 
 def _split_words(text: str) -> list[str]:
@@ -209,8 +205,8 @@ def _phrase_positions(words: Sequence[str], phrases: Sequence[Sequence[str]]) ->
     }
 
 
-def _summarize(value: float, drawn: NDArray[np.float64], n: int) -> dict[str, Any]:
+def _summarize(value: float, resampled: NDArray[np.float64], n: int) -> dict[str, Any]:
     if n < 2:
         return {"value": value, "low": None, "high": None, "n": n}
-    low, high = np.quantile(drawn, [0.025, 0.975]).tolist()
+    low, high = np.quantile(resampled, [0.025, 0.975]).tolist()
     return {"value": value, "low": low, "high": high, "n": n}

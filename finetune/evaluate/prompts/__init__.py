@@ -71,12 +71,17 @@ class Prompt:
             raise UserError("prompt: give either `labels` (class → word) or `choices` (templates of columns)")
         if self.labels and len(self.labels) < 2:
             raise UserError("prompt: `labels` has one class; there is nothing to choose")
-        for where, text in [("text", self.text), *((f"wordings.{n}.text", w.text) for n, w in self.wordings.items())]:
+        for field_name, text in [
+            ("text", self.text),
+            *((f"wordings.{n}.text", w.text) for n, w in self.wordings.items()),
+        ]:
             if text is not None and text.replace("{{", "").count("{label}") != 1:
-                raise UserError(f"prompt: {where} must have {{label}} once, where a candidate stands; it is {text!r}")
+                raise UserError(
+                    f"prompt: {field_name} must have {{label}} once, where a candidate stands; it is {text!r}"
+                )
         for labels in (self.labels, *(wording.labels for wording in self.wordings.values())):
-            if bare := [name for name, word in labels.items() if not word.strip()]:
-                raise UserError(f"prompt: the word for {bare[0]!r} is empty; nothing would be ranked")
+            if empty := [name for name, word in labels.items() if not word.strip()]:
+                raise UserError(f"prompt: the word for {empty[0]!r} is empty; nothing would be ranked")
         for name, wording in self.wordings.items():
             if wording.labels and wording.labels.keys() != self.labels.keys():
                 raise UserError(f"prompt: wordings.{name}.labels must name the classes {', '.join(self.labels)}")
@@ -86,8 +91,8 @@ class Prompt:
     def wording(self, row: Row, spoken: str | None = None) -> tuple[str, dict[str, str]]:
         """Return template and verbalisers of a row; spoken: use this value of `by` instead of the row's."""
         code = spoken if spoken is not None else str(row.values.get(self.by or "", ""))
-        said = self.wordings.get(code) or self.wordings.get(code.split("-")[0]) or Wording()
-        return said.text or self.text, said.labels or self.labels
+        wording = self.wordings.get(code) or self.wordings.get(code.split("-")[0]) or Wording()
+        return wording.text or self.text, wording.labels or self.labels
 
     def columns(self) -> tuple[str, ...]:
         """Return the columns that every row must have."""
@@ -106,8 +111,7 @@ class FilledPrompt:
     row: Row
     before: tuple[str, ...]
     """Context of each candidate."""
-    said: tuple[str, ...]
-    """Each candidate."""
+    candidates: tuple[str, ...]
     after: str
     gold: int
     names: tuple[str, ...]
@@ -120,7 +124,7 @@ class FilledPrompt:
     @property
     def solved(self) -> str:
         """Row with its correct candidate, as a few-shot example."""
-        return self.before[self.gold] + self.said[self.gold] + self.after
+        return self.before[self.gold] + self.candidates[self.gold] + self.after
 
 
 def fill_prompt(prompt: Prompt, row: Row, *, spoken: str | None = None) -> FilledPrompt:
@@ -132,53 +136,46 @@ def fill_prompt(prompt: Prompt, row: Row, *, spoken: str | None = None) -> Fille
     text, labels = prompt.wording(row, spoken)
     template = Template(text, "prompt: text")
     try:
-        if labels:
-            names, said = tuple(labels), tuple(labels.values())
-        else:
-            said = _row_choices(prompt, row)
-            names = tuple(str(i) for i in range(len(said)))
-        whole = [template.fill(row, label=f"\0{one}\0") for one in said]
+        candidates = tuple(labels.values()) if labels else _row_choices(prompt, row)
+        texts = [template.fill(row, label=f"\0{candidate}\0").split("\0") for candidate in candidates]
     except ValueError as error:
         raise UserError(f"{row.where}: {error}") from None
-    split = [one.split("\0") for one in whole]
-    literal = ""
-    for part, name in template.parts:
-        if name == _SLOT:
-            literal = part
-    empty = ("N/A", "[MASK]", "")
-    free = [template.fill(row, **dict.fromkeys(template.columns, none) | {"label": "\0"}) for none in empty]
+    names = tuple(labels) if labels else tuple(str(i) for i in range(len(candidates)))
+    literal = next((literal for literal, name in reversed(template.parts) if name == _SLOT), "")
+    content_free = [
+        template.fill(row, **dict.fromkeys(template.columns, empty) | {"label": "\0"}).split("\0")[0]
+        for empty in ("N/A", "[MASK]", "")
+    ]
     return FilledPrompt(
         row,
-        tuple(parts[0] for parts in split),
-        said,
-        split[0][2],
-        _gold_index(prompt, row, names, said),
+        tuple(parts[0] for parts in texts),
+        candidates,
+        texts[0][2],
+        _gold_index(prompt, row, names, candidates),
         names,
-        prompt.neutral if prompt.neutral is not None else literal,
-        tuple(one.split("\0")[0] for one in free) if labels else (),
+        literal if prompt.neutral is None else prompt.neutral,
+        tuple(content_free) if labels else (),
     )
 
 
 def _row_choices(prompt: Prompt, row: Row) -> tuple[str, ...]:
     if len(prompt.choices) == 1:
-        found = row.values.get(prompt.choices[0].strip("{}"))
-        if not isinstance(found, list) or len(found) < 2 or not all(isinstance(one, str) for one in found):
+        choices = row.values.get(prompt.choices[0].strip("{}"))
+        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(text, str) for text in choices):
             raise ValueError(f"column {prompt.choices[0]!r} is no list of two texts or more")
-        return tuple(found)
-    return tuple(Template(one, "prompt: choices").fill(row) for one in prompt.choices)
+        return tuple(choices)
+    return tuple(Template(choice, "prompt: choices").fill(row) for choice in prompt.choices)
 
 
-def _gold_index(prompt: Prompt, row: Row, names: Sequence[str], said: Sequence[str]) -> int:
-    value: Any = row.values.get(prompt.answer)
-    text = str(value)
+def _gold_index(prompt: Prompt, row: Row, names: Sequence[str], candidates: Sequence[str]) -> int:
+    text = str(row.values.get(prompt.answer))
+    context = f"{row.where}: {prompt.answer} {shorten(text, 40)!r}"
     if prompt.labels:
         if text in names:
             return names.index(text)
-        raise UserError(
-            f"{row.where}: {prompt.answer} {shorten(text, 40)!r} is no class of the prompt ({', '.join(names)})"
-        )
-    if text in said:
-        return list(said).index(text)
+        raise UserError(f"{context} is no class of the prompt ({', '.join(names)})")
+    if text in candidates:
+        return list(candidates).index(text)
     if len(text) == 1 and text.isascii() and text.isupper():
         number = ord(text) - ord("A")
     else:
@@ -186,8 +183,8 @@ def _gold_index(prompt: Prompt, row: Row, names: Sequence[str], said: Sequence[s
             number = int(float(text)) - prompt.first
         except ValueError:
             number = -1
-    if not 0 <= number < len(said):
-        raise UserError(f"{row.where}: {prompt.answer} {shorten(text, 40)!r} is none of its {len(said)} choices")
+    if not 0 <= number < len(candidates):
+        raise UserError(f"{context} is none of its {len(candidates)} choices")
     return number
 
 
@@ -200,21 +197,20 @@ def check_prompt(prompt: Prompt, tokenizer: Any) -> list[str]:
     notes = []
     for code, wording in [("", Wording(labels=prompt.labels)), *prompt.wordings.items()]:
         labels = wording.labels or (prompt.labels if wording.text else {})
-        where = f"prompt: wordings.{code}.labels" if code else "prompt: labels"
-        for known, why in _KNOWN_WRONG.items():
-            for word in (*labels.values(), wording.text or ""):
-                if known[0] == code and known[1] in word:
-                    raise UserError(f"prompt: wordings.{code}: {known[1]!r} {why}; have a speaker review it")
-        seen: dict[tuple[int, ...], str] = {}
+        context = f"prompt: wordings.{code}.labels" if code else "prompt: labels"
+        for (language, mistake), reason in _KNOWN_WRONG.items():
+            if language == code and any(mistake in word for word in (*labels.values(), wording.text or "")):
+                raise UserError(f"prompt: wordings.{code}: {mistake!r} {reason}; have a speaker review it")
+        tokens: dict[tuple[int, ...], str] = {}
         for name, word in labels.items():
             ids = tuple(tokenizer(" " + word.strip(), add_special_tokens=False)["input_ids"])
-            if ids in seen:
-                raise UserError(f"{where}: {seen[ids]} and {name} are the same tokens ({word!r}); take other words")
-            seen[ids] = name
-        lengths = sorted({len(ids) for ids in seen})
+            if ids in tokens:
+                raise UserError(f"{context}: {tokens[ids]} and {name} are the same tokens ({word!r}); take other words")
+            tokens[ids] = name
+        lengths = sorted({len(ids) for ids in tokens})
         if len(lengths) > 1:
             notes.append(
-                f"{where}: words have {lengths[0]} to {lengths[-1]} tokens; sums favour the shorter, `mean`, `byte` "
+                f"{context}: words have {lengths[0]} to {lengths[-1]} tokens; sums favour the shorter, `mean`, `byte` "
                 "and `pmi` do not"
             )
     return notes

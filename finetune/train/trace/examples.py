@@ -48,14 +48,14 @@ def score_examples(
     """
     loss = np.zeros(len(examples))
     wrong, supervised, predicted = (np.zeros(len(examples), dtype=np.int64) for _ in range(3))
-    whole = not task.is_sequence_level and head is None
+    whole = not task.traits.is_sequence_level and head is None
     most = _LOGITS // vocabulary_size(model) if whole else None
     with evaluation_mode(model):
         for micro in inference.batches(examples, task, max_tokens=most):
             batch = micro.to(inference.device)
             index = np.array([row[0] for row in micro.rows])
             with inference.precision():
-                if task.is_sequence_level:
+                if task.traits.is_sequence_level:
                     logits = model(**batch.inputs).logits.float()
                     nats = task.example_losses(logits, batch.labels)
                     rows = torch.arange(len(index), device=nats.device)
