@@ -42,9 +42,6 @@ def draw_report(directory: Path, *parts: Path) -> Path:
     return build_report(list(parts) or [directory], out=directory / "report.html")
 
 
-# ------------------------------------------------------------------------------------------------------------ recipes
-
-
 def load_recipe(reference: str | Path | None = None, overrides: Overrides | None = None) -> Resolved:
     """Load a recipe file or shipped recipe, apply `overrides` and validate the result.
 
@@ -63,7 +60,6 @@ def load_recipe(reference: str | Path | None = None, overrides: Overrides | None
 
 
 def _resolve_recipe(recipe: Any, overrides: Overrides | None, function: str) -> Resolved:
-    """Resolve any accepted form of a recipe (name, file, Recipe or Resolved)."""
     from flatshift.experiments.recipe import Resolved, from_mapping
     from flatshift.experiments.recipe.resolve import resolve_tree
     from flatshift.experiments.recipe.schema import Recipe
@@ -92,9 +88,6 @@ def _local_path(function: str, name: str, value: Any) -> Path:
     if is_remote(value):
         raise UserError(f"{function}: {name} {value}: results are in a local directory; name one, and copy it")
     return Path(value)
-
-
-# --------------------------------------------------------------------------------------------------------------- runs
 
 
 def train(
@@ -246,9 +239,6 @@ class Run:
         return build_report([self.path], out=out or self.path / "report.html")
 
 
-# --------------------------------------------------------------------------------------------------------- selections
-
-
 def select(
     pool: Resolved | Recipe | str | Path | Sequence[str] | Sequence[Path],
     target: Sequence[str] | Sequence[Path] | Path | None = None,
@@ -323,7 +313,6 @@ def _names_files(value: Any) -> bool:
 
 
 def _side_files(name: str, value: Any, folder: Path) -> list[str]:
-    """Return the files of pool or target; given texts are first written to a JSONL file in `folder`."""
     if _names_files(value):
         return _check_files("select", name, value)
     texts = _check_texts("select", name, value)
@@ -395,9 +384,6 @@ class Selection:
         texts = [str(record.get("text", record.get("source", ""))) for record in records]
         nearest = [table["nearest_target"][place[one]] for one in ids]
         return cls(ids, texts, dict(zip(table["id"], table["score"], strict=True)), nearest, manifest, path)
-
-
-# ------------------------------------------------------------------------------------------------------------- sweeps
 
 
 def sweep(

@@ -106,7 +106,6 @@ def _escape_output(argv: Sequence[str]) -> contextlib.AbstractContextManager[Any
 
 
 def _report_os_error(error: Exception, argv: Sequence[str]) -> int:
-    """Report trouble with the disk or with a path the user named; anything else as our bug. Return the exit code."""
     from flatshift.finetune.errors import describe_disk_error, format_error_message, is_disk_full
 
     named = (error.filename2 or error.filename) if isinstance(error, OSError) else None  # for a copy, its target
@@ -194,7 +193,6 @@ def _set_allocator() -> None:
 
 
 def _with_heartbeat(argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-    """Return a context that prints heartbeats, for commands that a user waits for."""
     name = argv[0] if argv else ""
     if name not in commands.SUMMARIES or name in _CONVERSING or {"--json", "--quiet"} & {*argv}:
         return contextlib.nullcontext()

@@ -67,7 +67,6 @@ def recipe_arguments(argv: list[str], flags: type, *, without: str) -> list[str]
 
 
 def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tuple[str, str, str]]]:
-    """Split a command line into the remaining words and its recipe keys: (key, flag, value)."""
     own = {field.name for field in dataclasses.fields(flags)}
     rest: list[str] = []
     given = []
@@ -127,7 +126,6 @@ def parse_flags(flags: type, name: str, argv: Sequence[str]) -> Any:
 
 
 def _check_no_empty_values(argv: Sequence[str]) -> None:
-    """Raise UserError for a flag or an argument that is an empty text."""
     flag = ""
     for token in argv:
         head, equals, value = token.partition("=")
@@ -138,7 +136,6 @@ def _check_no_empty_values(argv: Sequence[str]) -> None:
 
 
 def _check_bounds(flags: Any) -> None:
-    """Raise UserError for a number outside the bounds of its flag."""
     for one in dataclasses.fields(flags):
         value, shown = getattr(flags, one.name), f"--{one.name.replace('_', '-')}"
         low, high = _BOUNDS.get(one.name, (None, None))
@@ -191,7 +188,6 @@ def _wide_terminal(argv: Sequence[str]) -> Iterator[None]:
 
 
 def _parser_message(text: str, kinds: dict[str, set[Any]]) -> str:
-    """Convert tyro's multi-line error box into one clause."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [re.sub(r"^[│|]\s*|\s*[│|]$", "", line.strip()) for line in text.splitlines()]
     said = [line for line in lines[1:] if line.strip("╰╯─+- ")] or ["this command line cannot be read"]

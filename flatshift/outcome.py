@@ -32,7 +32,6 @@ def print_outcome(table: str, commands: Sequence[Sequence[str]]) -> None:
 
 
 def _quote(word: str) -> str:
-    """Quote `word` for a shell; control characters use the escapes of bash and zsh."""
     if escape_control_characters(word) == word:
         return shlex.quote(word)
     return "$'" + escape_control_characters(word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")) + "'"
@@ -99,7 +98,6 @@ def print_merge_outcome(path: Path, merged: Path) -> None:
 
 
 def _answers_prompts(run: RunResults) -> bool:
-    """True if the run's model answers prompts."""
     task = run.recipe.get("task")
     kind = KINDS.get(str(task.get("kind"))) if isinstance(task, dict) else None
     return kind is not None and (made := kind()).is_generative and not made.documents

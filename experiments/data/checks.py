@@ -48,8 +48,6 @@ Place = tuple[Split, int]
 
 @dataclass
 class _FindingCount:
-    """Count of one kind of finding, with the places and the description of some examples."""
-
     count: int = 0
     examples: list[tuple[list[Place], str]] = field(default_factory=list)
 
@@ -168,7 +166,6 @@ class RowChecks:
         return any(len(prompt) >= _SHORTEST and answer.startswith(prompt) for prompt, answer in pairs)
 
     def _spoken(self, row: Row) -> Iterator[str]:
-        """Yield the texts of a row that are training targets."""
         yield from _iter_column_texts(
             row, self._answers if self._answers or self.task.uses_chat_template else self._read
         )
@@ -199,8 +196,6 @@ class RowChecks:
 
     def _found(self, kind: str) -> _FindingCount:
         return self._tallies.setdefault(kind, _FindingCount())
-
-    # ------------------------------------------------------------------------------------------------- all rows at once
 
     def close(self, train: ColumnarExamples, names: Sequence[str] | None) -> list[dict[str, Any]]:
         """Return the findings as plain values; `locate_findings` turns them into sentences.
@@ -300,15 +295,12 @@ class RowChecks:
         return tally, len(starts)
 
 
-# ---------------------------------------------------------------------------------------------------- what a row says
-
 _CHOSEN = ("rank", "score", "repeat_of")
 """Columns that a selection adds to the records that it chose."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 def _iter_column_texts(row: Row, names: Iterable[str]) -> Iterator[str]:
-    """Yield the texts in these columns, those in lists and objects one by one."""
     for name in names:
         yield from _iter_texts(row.values.get(name))
 
@@ -324,7 +316,6 @@ def _iter_texts(value: Any) -> Iterator[str]:
 
 
 def _is_same_text(one: Any, other: Any) -> bool:
-    """Return True if two answers, texts or turns, have the same text."""
     return one is not None and [normalize_text(text) for text in _iter_texts(one)] == [
         normalize_text(text) for text in _iter_texts(other)
     ]
@@ -343,7 +334,6 @@ def _iter_turns(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_assistant_turn(turn: Mapping[str, Any]) -> bool:
-    """Return True for a turn of the assistant, in any format."""
     return turn.get("role", turn.get("from")) in ("assistant", "gpt", "function_call")
 
 
@@ -355,11 +345,7 @@ def _special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str
 
 
 def _has_target_token(example: Example, token: int) -> bool:
-    """Return True if a token is among the target tokens."""
     return any(isinstance(labels, list) and token in labels for labels in (example.labels, example.rejected_labels))
-
-
-# ------------------------------------------------------------------------------------------------------------- classes
 
 
 def class_counts(train: ColumnarExamples, names: Sequence[str]) -> dict[str, int]:
@@ -375,14 +361,10 @@ def class_counts(train: ColumnarExamples, names: Sequence[str]) -> dict[str, int
 
 
 def _group_similar_names(names: Sequence[str]) -> list[list[str]]:
-    """Return groups of classes whose names differ only in case, white space and Unicode form."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(normalize_text(name).casefold(), []).append(name)
     return [group for group in groups.values() if len(group) > 1]
-
-
-# --------------------------------------------------------------------------------------------------------- near copies
 
 
 class _NearDuplicateFinder:
@@ -434,9 +416,6 @@ class _NearDuplicateFinder:
                     best[row], similarity[row] = other, alike
         for row in np.flatnonzero(similarity >= self.threshold).tolist():
             yield row, int(best[row]), float(similarity[row])
-
-
-# ----------------------------------------------------------------------------------------------------------- reporting
 
 
 @dataclass(frozen=True)

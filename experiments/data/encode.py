@@ -52,9 +52,6 @@ Routed = Iterable[tuple[Split, int, Row]]
 """Rows with their split and the number of their part (0 outside training)."""
 
 
-# ------------------------------------------------------------------------------------------------------------ encoding
-
-
 @dataclass
 class EncodedSplits:
     """Encoded splits, with the counts of what was lost in encoding."""
@@ -156,13 +153,11 @@ def encode_rows(
 
 
 def _format_part_name(recipe: Recipe, split: Split, part: int, what: str | None) -> str:
-    """Return the name of the rows of a split or source in messages."""
     source = list_source_files(recipe.data)[split][part].name if split == "train" and what is None else None
     return (what or split) if source is None else f"{split} ({source})"
 
 
 def _iter_chunks(rows: Routed) -> Iterator[tuple[Split, int, list[Row]]]:
-    """Yield chunks of rows of one split and part, in order."""
     held: dict[tuple[Split, int], list[Row]] = {}
     for split, part, row in rows:
         key = (split, part)
@@ -175,9 +170,6 @@ def _iter_chunks(rows: Routed) -> Iterator[tuple[Split, int, list[Row]]]:
             yield *key, held.pop(key)
     for key, chunk in held.items():
         yield *key, chunk
-
-
-# ------------------------------------------------------------------------------------------------------------ streaming
 
 
 def is_large(recipe: Recipe) -> bool:
@@ -291,9 +283,6 @@ def _row_count_error(split: Split, counted: int, now: str) -> UserError:
 _TARGETS: tuple[Split | None, ...] = (None, *SPLITS)
 
 
-# -------------------------------------------------------------------------------------------------------------- caching
-
-
 def open_token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
     """Return the cache for this recipe's rows and their key; a note on the reason if there can be none; None if none is
     wanted."""
@@ -354,7 +343,6 @@ def _cache_key(recipe: Recipe, names: Sequence[str | None]) -> str:
 
 
 def _head_settings(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the head that a regression's units are made for."""
     layer = recipe.task.head_layer(recipe.backbone)
     return None if layer is None else dataclasses.asdict(layer)
 

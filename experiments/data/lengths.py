@@ -163,7 +163,6 @@ def format_evaluation_plan(
 
 
 def _count_tokens(examples: Sequence[Example]) -> int:
-    """Return the number of tokens, all sequences of an example counted."""
     columns = ColumnarExamples.of(examples)
     found = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
     return sum(int(rows[2].sum()) for rows in found if rows is not None)

@@ -325,9 +325,6 @@ def format_padding(batches: TrainingDataLoader, train: Train) -> str:
     return f"padding: {share:.1%} of the tokens of the first {steps} steps{advice}"
 
 
-# --------------------------------------------------------------------------------------------------------------- epochs
-
-
 def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) -> Resolved:
     """Return `resolved` with `train.steps` in place of `train.epochs` and the number of rows in the origin; unchanged
     if the recipe sets no epochs.

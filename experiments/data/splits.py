@@ -269,7 +269,6 @@ def read_label_record(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None
 
 
 def _with_notes(prepared: PreparedData, notes: Sequence[str]) -> PreparedData:
-    """Return `prepared` with `notes` before its own."""
     return dataclasses.replace(prepared, notes=(*notes, *prepared.notes))
 
 
@@ -367,7 +366,6 @@ def _build_prepared(recipe: Recipe, splits: Mapping[Split, ColumnarExamples], ab
 
 
 def _route_rows(train: Sequence[Row], rows: SplitRows) -> Routed:
-    """Yield the rows of all splits, each with its split and its source."""
     start = 0
     for number, size in enumerate(rows.sizes):
         yield from (("train", number, row) for row in train[start : start + size])

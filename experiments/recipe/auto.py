@@ -222,16 +222,12 @@ def _unpacked(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
 
 
 def _with_train_values(resolved: Resolved, values: Mapping[str, tuple[str, str]]) -> Resolved:
-    """Return `resolved` with `values`: (value, origin) by key of its `train` block."""
     if not values:
         return resolved
     laid: dict[str, Any] = {key: value for key, (value, _) in values.items()}
     recipe = dataclasses.replace(resolved.recipe, train=dataclasses.replace(resolved.recipe.train, **laid))
     origins = {f"train.{key}": origin for key, (_, origin) in values.items()}
     return Resolved(recipe, resolved.name, {**resolved.origins, **origins})
-
-
-# ------------------------------------------------------------------------------------------------------------ mesh.auto
 
 
 def mesh_flags(recipe: Recipe, *, given: Collection[str] | None = None) -> list[str]:

@@ -74,12 +74,10 @@ def _type_hints(cls: type) -> dict[str, Any]:
 
 @functools.cache
 def _field_names(cls: type) -> dict[str, str]:
-    """Return the keys of a class's settings and the fields they fill."""
     return {setting_key(f.name): f.name for f in dataclasses.fields(cls)}
 
 
 def _refuse_empty_texts(cls: type, values: dict[str, Any], tree: Branch, path: str) -> None:
-    """Raise UserError for a setting that is an empty text and has another default."""
     for field in dataclasses.fields(cls):
         value, key = values.get(field.name), setting_key(field.name)
         if (
@@ -208,7 +206,6 @@ def _build_plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
 
 
 def _to_python(tree: Tree) -> Any:
-    """Convert a tree to plain values."""
     if isinstance(tree, Leaf):
         return tree.value
     if isinstance(tree, Items):

@@ -111,7 +111,6 @@ def _find_recipe_file(reference: str, beside: Path | None = None) -> Path:
 
 
 def _read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
-    """Return a recipe file's tree merged over the one it extends."""
     path = path.resolve()
     if path in seen:
         raise UserError(f"{path}: `extends` goes in a circle: {' → '.join(str(p.name) for p in (*seen, path))}")
@@ -162,7 +161,6 @@ def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type
 
 
 def _set_embedder_method(tree: Tree) -> Tree:
-    """Set the default method of vectors where the tree names an embedder and no method."""
     block = tree.children.get("select") if isinstance(tree, Branch) else None
     if not isinstance(block, Branch) or "embedder" not in block.children:
         return tree
@@ -231,12 +229,10 @@ def _get_subtree(tree: Tree, *path: str) -> Tree | None:
 
 
 def _is_shipped(tree: Tree) -> bool:
-    """Return True if the tree comes from a shipped recipe."""
     return tree.where.startswith(str(_SHIPPED))
 
 
 def _leaf_texts(tree: Tree) -> list[str]:
-    """Return the texts of a value that is a text or a list of texts."""
     items = tree.items if isinstance(tree, Items) else (tree,)
     return [str(one.value) for one in items if isinstance(one, Leaf)]
 
@@ -428,8 +424,6 @@ _PLACE = "  # at "
 
 
 class _KeyOrigins(dict[str, str]):
-    """Mapping that returns each value's key as its origin."""
-
     def get(self, key: str, default: Any = None) -> Any:
         return f"at {key}"
 
@@ -523,9 +517,6 @@ def _dump_yaml(value: Any, origins: Origins, path: str = "", depth: int = 0) -> 
         else:
             lines.append(f"{pad}{name}: {_format_scalar(child)}{origin(child_path)}")
     return lines
-
-
-# -------------------------------------------------------------------------------------------- a chat run's own template
 
 
 COPY = "template.jinja"

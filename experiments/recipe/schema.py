@@ -182,9 +182,6 @@ def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
     return LanguageModel(), f"because {recipe.backbone} is a decoder"
 
 
-# -------------------------------------------------------------------------------------------------------- names of keys
-
-
 @functools.cache
 def dotted_keys() -> tuple[str, ...]:
     """Return every key that takes a value, such as `train.steps`, in the order of the dataclasses; for a component with

@@ -159,9 +159,6 @@ def _check_learning_rates(name: str, rates: tuple[float, ...]) -> None:
         raise ValueError(f"{name} must be at least two rising learning rates, got {list(rates)}")
 
 
-# --------------------------------------------------------------------------------------------------------------- sweeps
-
-
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
     """Cells of a sweep and the way they are run; None: the value in the recipe's `sweep` block, or the default."""

@@ -273,7 +273,6 @@ def from_mapping(values: Mapping[str, Any], where: str = "overrides") -> Branch:
 
 
 def _merge_disjoint(one: Tree, other: Tree, path: str) -> Tree:
-    """Merge two trees that set no key in common. Raises UserError for a key that both set."""
     if not (isinstance(one, Branch) and isinstance(other, Branch)):
         raise UserError(f"{other.where}: {path} is given twice; keep one of them")
     children = dict(one.children)
@@ -343,7 +342,6 @@ def _values_equal(one: Leaf | Items, other: Leaf | Items) -> bool:
 
 
 def _flag_text(tree: Leaf | Items) -> str:
-    """Return a value as typed on a command line, where the items of a list follow one another."""
     if isinstance(tree, Items):
         return " ".join(_flag_text(item) for item in tree.items if isinstance(item, Leaf | Items))
     return tree.text
@@ -361,7 +359,6 @@ def _parse_flag(text: str, where: str) -> Tree:
 
 
 def _relabel(tree: Tree, where: str) -> Tree:
-    """Replace every place in the tree by the flag, which has no lines."""
     if isinstance(tree, Leaf):
         return Leaf(tree.value, tree.text, where)
     if isinstance(tree, Items):

@@ -84,7 +84,6 @@ def build_curve(
 
     Raises UserError naming what is missing, if there are too few values for the peak test or no seed has all.
     """
-
     if not table.numeric(axis):
         raise UserError(f"{axis} has no order; a peak needs numbers")
     found = table.matrix(test, axis, where)
@@ -116,8 +115,6 @@ def _curve_at(
     test: str,
     epsilon: float,
 ) -> Curve:
-    """Return the curve at these seeds and values, all of which exist at `where`."""
-
     from flatshift.experiments.results.sweep import GRADIENT, SHARPNESS
 
     found = table.matrix(test, axis, where)

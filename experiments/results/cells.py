@@ -88,9 +88,6 @@ def read_marker(out: Path) -> dict[str, Any]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------- code version
-
-
 _ROOT = Path(__file__).parents[2]  # not resolved: in a checkout the packages are links
 _PACKAGES = ("experiments", "finetune", "regularizers", "selection")
 _SHOWS = ("experiments/report/", "experiments/results/", "experiments/statistics/", "experiments/studies/compare/")

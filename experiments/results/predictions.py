@@ -66,7 +66,6 @@ class Predictions:
         return found
 
     def _codes(self, rows: pa.Table) -> list[np.ndarray]:
-        """Return the indices in `classes` of the rows' labels and predictions."""
         known = pa.array(self.classes, pa.string())
         return [compute.index_in(rows[name], known).to_numpy() for name in ("label", "predicted")]
 

@@ -71,7 +71,6 @@ class SelectionResults:
     @cached_property
     def scores(self) -> tuple[Any, Any]:
         """(scores, selected): float64 and bool arrays of the records with a finite score."""
-
         score = self.table.column("score").to_numpy().astype(float)
         chosen = self.table.column("selected").to_numpy().astype(bool)
         finite = np.isfinite(score)
@@ -80,13 +79,11 @@ class SelectionResults:
     @cached_property
     def taken(self) -> int:
         """Number of selected records."""
-
         return int(pc.sum(self.table.column("selected")).as_py() or 0)
 
     @cached_property
     def domains(self) -> dict[str, tuple[int, int]]:
         """Domain: (records in the pool, records selected), from the `domain` column, else from the hidden tags."""
-
         selected = self.table.column("selected")
         if "domain" in self.table.column_names and self.table.column("domain").null_count < self.table.num_rows:
             names = self.table.column("domain")
@@ -374,7 +371,6 @@ def _read_parquet(path: Path, columns: tuple[str, ...]) -> Any:
 
 
 def _first_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the first distinct records."""
     records: list[dict[str, Any]] = []
     with path.open(encoding="utf-8") as handle:
         for number, line in enumerate(handle, 1):
@@ -450,7 +446,6 @@ _WEIGHTS = ("adapter/", "initial/")
 
 
 def _nearest_hint(path: Path) -> str:
-    """Return a hint to a nearby run directory: above, next to it, or two levels below."""
     import difflib
 
     path = path.absolute()

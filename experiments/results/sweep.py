@@ -222,16 +222,12 @@ def _read_parquet(path: Path) -> pa.Table | None:
 
 
 def _curves_of_cells(curves: pa.Table, cells: pa.Table) -> pa.Table:
-    """Return the curves of those cells; all if the tables do not name cells."""
-
     if "cell" not in curves.column_names or "cell" not in cells.column_names:
         return curves
     return curves.filter(pc.is_in(curves.column("cell"), value_set=cells.column("cell").combine_chunks()))
 
 
 def _concat(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa.Table:
-    """Concatenate all existing `tables` and `rows`; missing values are null."""
-
     there = [table for table in tables if table is not None]
     if rows or not there:
         names = list(dict.fromkeys(key for row in rows for key in row))
@@ -246,7 +242,6 @@ def _concat(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa
 
 def _to_array(values: list[Any]) -> pa.Array:
     """Return values as a column; as text if they are lists or of incompatible types."""
-
     try:
         found = pa.array(values)
         if not pa.types.is_nested(found.type):
@@ -259,7 +254,6 @@ def _to_array(values: list[Any]) -> pa.Array:
 
 def _with_errors(table: pa.Table, metric: str | None) -> pa.Table:
     """Add error = 1 − accuracy where only accuracy was measured, and likewise for the requested metric's loss form."""
-
     derived = {"accuracy": "error"}
     if metric is not None and metric not in METRICS:
         derived[next(name for name in METRICS if loss_form(name) == metric)] = metric
@@ -276,7 +270,6 @@ def _with_errors(table: pa.Table, metric: str | None) -> pa.Table:
 
 def _last_stage_rows(table: pa.Table) -> pa.Table:
     """Return the rows of the last stage: steps restart in each, and only the last trains on the task's labels."""
-
     if "stage" not in table.column_names:
         return table
     stages = list(dict.fromkeys(table.column("stage").to_pylist()))
@@ -284,7 +277,6 @@ def _last_stage_rows(table: pa.Table) -> pa.Table:
 
 
 def _result_row(file: Path) -> dict[str, Any]:
-    """Return the row of cells.parquet for a result.json."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         row = {"cell": file.parent.name, **tree["point"], "seed": tree["seed"], "status": cell_status(tree)}
@@ -299,7 +291,6 @@ def _result_row(file: Path) -> dict[str, Any]:
 
 
 def _recorded_steps(curves: pa.Table | None) -> set[int]:
-    """Return the steps at which anything was recorded."""
     if curves is None or STEP not in curves.column_names:
         return set()
     return {int(step) for step in curves.column(STEP).unique().to_pylist() if step is not None}
@@ -333,7 +324,6 @@ def add_derived_metrics(data: SweepData) -> None:
 
 def _cell_rows(data: SweepData) -> np.ndarray:
     """Return int64 [rows of the trace]: the row in `data` of each one's cell, −1 if it has none."""
-
     assert data.trace is not None
     if "cell" not in data.table.column_names or "cell" not in data.trace.table.column_names:
         return np.full(len(data.trace), -1)
@@ -391,9 +381,6 @@ def split_coupled_axes(table: pa.Table, axes: list[str]) -> tuple[list[str], lis
     together = [CoupledAxis(a, first, dict(p)) for a, p in pairs.items() if len(p) == len(found.levels(first))]
     moving = {one.axis for one in together}
     return [a for a in axes if a not in moving], together
-
-
-# ------------------------------------------------------------------------------------------------------------- the plan
 
 
 AGAIN = "run the sweep again, it keeps its cells"

@@ -95,13 +95,11 @@ class SweepTable:
 
     def has(self, name: str) -> bool:
         """True if any row has a value in the column."""
-
         known = name in self._columns or name in self.table.column_names
         return known and bool(np.isfinite(self.column(name)).any())
 
     def rows(self, where: Where) -> np.ndarray:
         """Return int64 [n]: indices of the rows that match `where`, in file order."""
-
         key = tuple(sorted((axis, repr(value)) for axis, value in where.items()))
         if key not in self._found:
             mask = np.ones(len(self), dtype=bool)
@@ -113,13 +111,11 @@ class SweepTable:
 
     def at(self, column: str, where: Where) -> Interval | None:
         """Return the t-interval over the finished rows that match `where`; None if there are none."""
-
         values = self.column(column)[self.rows(where)]
         return metric_interval(column, values[np.isfinite(values)])
 
     def curve(self, column: str, axis: str, where: Where) -> list[tuple[Any, Interval]]:
         """Return (axis value, interval) along `axis` with other axes held at `where`; unmeasured values are skipped."""
-
         rows = self.rows(where)
         figures, codes = self.column(column)[rows], self._codes[axis][rows]
         good = np.isfinite(figures)
@@ -132,7 +128,6 @@ class SweepTable:
 
     def points(self, column: str, axis: str, where: Where) -> tuple[list[Any], list[float]]:
         """Return (axis values, metric values) of the single rows that match `where`."""
-
         rows = self.rows(where)
         figures = self.column(column)[rows]
         keep = np.isfinite(figures) & np.array([self._levels[axis][c] is not None for c in self._codes[axis][rows]])
@@ -143,7 +138,6 @@ class SweepTable:
 
         If several rows share a seed and a value (an axis that `where` does not hold), the last one counts.
         """
-
         rows = self.rows(where)
         seeds, codes = self._codes["seed"][rows], self._codes[axis][rows]
         levels, names = self._levels[axis], self._levels["seed"]
@@ -171,7 +165,6 @@ class SweepTable:
 
     def grid(self, column: str, x: str, y: str, where: Where) -> np.ndarray:
         """Return float64 [Y, X]: mean over the rows of each pair of axis values, NaN if there is none."""
-
         rows = self.rows(where)
         figures = self.column(column)[rows]
         good = np.isfinite(figures)
@@ -187,7 +180,6 @@ class SweepTable:
 
     def settings(self, axes: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Return every combination of values of `axes` (default: all) that was run, in the order of their levels."""
-
         names = list(self.axes if axes is None else axes)
         if not len(self):
             return []
@@ -198,7 +190,6 @@ class SweepTable:
 
     def _distinct(self, axes: Sequence[str], keep: np.ndarray) -> np.ndarray:
         """Return int64 [n, axes]: codes of every combination of values of `axes` among the rows `keep`, in order."""
-
         sizes = [len(self._levels[a]) for a in axes]
         columns = [self._codes[a][keep] for a in axes]
         if math.prod(sizes) > _DENSE:
@@ -208,7 +199,6 @@ class SweepTable:
 
     def reach(self, column: str, axis: str) -> list[tuple[dict[str, Any], int]]:
         """Return (setting of the other axes, number of measured `axis` values) of settings with any, in order."""
-
         others = [a for a in self.axes if a != axis]
         levels = np.array([value is not None for value in self._levels[axis]], dtype=bool)
         good = np.isfinite(self.column(column)) & levels[self._codes[axis]]
@@ -222,7 +212,6 @@ class SweepTable:
 
     def seeds_each(self) -> tuple[int, int]:
         """Return (fewest, most) seeds of which a setting has a row, finished or failed; (0, 0) without rows."""
-
         if not len(self):
             return 0, 0
         codes = np.unique(np.column_stack([self._codes[a] for a in (*self.axes, "seed")]), axis=0)
@@ -231,7 +220,6 @@ class SweepTable:
 
     def means(self, column: str) -> list[tuple[dict[str, Any], Interval]]:
         """Return (setting, interval) of every measured setting, in one pass over the rows."""
-
         figures = self.column(column)
         good = np.flatnonzero(np.isfinite(figures))
         if not len(good):
@@ -262,7 +250,6 @@ def metric_interval(column: str, values: Any) -> Interval | None:
 
 def encode_column(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
     """Return (levels, int64 codes [N]) of a column; lists become text, so that they can be compared and grouped."""
-
     if name not in table.column_names:
         return [None], np.zeros(table.num_rows, dtype=np.int64)
     column = table.column(name).combine_chunks()
@@ -288,7 +275,6 @@ def encode_column(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
 
 def float_column(table: pa.Table, name: str) -> np.ndarray:
     """Return a column as float64 [N]; NaN for nulls, and all NaN for a missing or non-numeric column."""
-
     if name not in table.column_names:
         return np.full(table.num_rows, np.nan)
     column = table.column(name)

@@ -33,7 +33,6 @@ def read_late_traces(
     Raises:
         UserError: a line that is not a JSON object, other than a torn last one.
     """
-
     if not folders:
         return [], []
     names = [n for n in ("cell", "seed", "status", "diverged", *axes) if n in cells.column_names]
@@ -60,7 +59,6 @@ def _read_complete(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path,
 
     Such a trace has one line for each step that trace.json names, in its order; nothing was undone or rewritten.
     """
-
     from flatshift.finetune.run_directory import TRACE
 
     pieces: list[bytes] = []
@@ -85,7 +83,6 @@ def _read_complete(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path,
 
 def _parse_lines(lines: bytes) -> pa.Table | None:
     """Parse JSON lines to a table of numbers and plain text; None for anything else, or if a step is missing."""
-
     try:
         table = arrow_json.read_json(io.BytesIO(lines), read_options=arrow_json.ReadOptions(use_threads=False))
     except pa.ArrowException:
@@ -100,7 +97,6 @@ def _read_individually(
     folders: Sequence[Path], about: pa.Table, place: dict[str, int], known: set[int]
 ) -> list[dict[str, Any]]:
     """Return rows of the traces in `folders`; of two lines for a step the later one counts."""
-
     from flatshift.finetune.train.trace.files import align_to_plan, read_trace
 
     traces = {folder: read_trace(folder) for folder in folders}
@@ -119,7 +115,6 @@ def _read_individually(
 
 
 def _planned_steps(folder: Path) -> list[int] | None:
-    """Return the steps that trace.json names; None if it does not."""
     from flatshift.finetune.train.trace.files import ABOUT
 
     try:

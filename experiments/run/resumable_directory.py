@@ -89,7 +89,6 @@ def _holds_files(directory: Path) -> bool:
 
 
 def _check_same_recipe(out: Path, recipe_yaml: str) -> None:
-    """Raise UserError if `out` holds results, or data kept by another recipe's unfinished work."""
     if not has_only_leftovers(out, but=(_STATE,)):
         check_empty(out)
     if not _holds_files(out / _STATE / _KEPT):  # another command may take over: nothing is lost

@@ -179,7 +179,6 @@ def _looks_like_run(name: str) -> bool:
 
 
 def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
-    """Evaluate several subjects, a bare backbone, or by groups, on the same rows."""
     from flatshift.experiments.report.chapters.evaluation import page
     from flatshift.experiments.workflows.evaluate import evaluate_side_by_side
     from flatshift.experiments.workflows.evaluation_document import format_document
@@ -240,7 +239,6 @@ def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) 
 
 
 def _run_probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: Any) -> int:
-    """Run `eval --probe`."""
     from flatshift.experiments.workflows.probes import format_document, probe_models, read_probe
 
     given = ("prompt", "group_by", "trained", "window", "overlap", "programs", "toxicity")
@@ -261,12 +259,10 @@ def _run_probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: An
 
 
 def _fields_with_prefix(flags: Flags, prefix: str) -> list[str]:
-    """Return the fields that only `--sharpness`, or only `--harness`, reads."""
     return [field.name for field in dataclasses.fields(flags) if field.name.startswith(prefix)]
 
 
 def _run_sharpness(flags: Flags, overrides: list[Any]) -> int:
-    """Run `eval --sharpness`; missing flags keep the study's own defaults."""
     from flatshift.regularizers.sharpness.sharpness_config import Sharpness
 
     given = {name.removeprefix("sharpness_"): getattr(flags, name) for name in _fields_with_prefix(flags, "sharpness_")}
@@ -284,7 +280,6 @@ def _run_sharpness(flags: Flags, overrides: list[Any]) -> int:
 
 
 def _run_harness(flags: Flags, overrides: list[Any]) -> int:
-    """Run `eval --harness`; missing flags keep the study's own defaults."""
     odd = [field.name for field in dataclasses.fields(flags) if field.name.startswith(("sharpness", "data"))]
     if given := [name for name in odd if getattr(flags, name)]:
         raise UserError(f"--{given[0].replace('_', '-')} does not go with --harness; leave one of them out")

@@ -82,7 +82,6 @@ def run(argv: list[str]) -> int:
 
 
 def _lines_of_input() -> tuple[str, ...]:
-    """Return the non-blank lines of standard input."""
     from flatshift.finetune.data.formats import has_lone_surrogate
 
     if hasattr(sys.stdin, "reconfigure"):

@@ -136,7 +136,6 @@ def run(argv: list[str]) -> int:
 
 
 def _select_on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> int:
-    """Run this process's part of a selection started by a launcher such as torchrun."""
     started = int(os.environ["WORLD_SIZE"])
     if flags.processes not in (None, started):
         raise UserError(
