@@ -29,7 +29,7 @@ from benchmarks._descent_cells import STUDIES, Study, block, overrides, pack, pl
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._study_results import write_between
 from flatshift.experiments.recipe import load_recipe
-from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.recipe.schema import SweepOptions
 from flatshift.experiments.report import build_report, formats
 from flatshift.experiments.report.chapters.sweep_verdicts import format_crossing
 from flatshift.experiments.results.analysis import AnalysedCurve, analyse_curve, compare_settings

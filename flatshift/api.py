@@ -408,7 +408,7 @@ def sweep(
     """
     resolved = _resolve_recipe(recipe, overrides, "sweep")
     directory = _local_path("sweep", "out", out)
-    from flatshift.experiments.recipe.studies import SweepOptions
+    from flatshift.experiments.recipe.schema import SweepOptions
     from flatshift.experiments.studies.sweep import sweep
 
     texts = (

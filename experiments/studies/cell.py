@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.recipe import Resolved, recipe_key
-from flatshift.experiments.recipe.key import TRAINING_ROWS
 from flatshift.experiments.recipe.rules import check_cell
+from flatshift.experiments.recipe.schema import TRAINING_ROWS
 from flatshift.experiments.results.cells import RESULT, Status, flatshift_version, result_files, source_digest
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.digests import file_sha256, write_sealed

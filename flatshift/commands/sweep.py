@@ -10,7 +10,7 @@ from tyro.conf import Positional
 from flatshift import outcome
 from flatshift.api import draw_report
 from flatshift.command_line import data_override, parse_flags, split_overrides
-from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.recipe.schema import SweepOptions
 from flatshift.finetune.errors import UserError
 
 

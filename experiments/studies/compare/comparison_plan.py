@@ -17,10 +17,8 @@ from typing import Any, Literal
 
 from flatshift.experiments.recipe import Resolved, from_override, recipe_key
 from flatshift.experiments.recipe.auto import resolve_auto
-from flatshift.experiments.recipe.key import short_hash
 from flatshift.experiments.recipe.resolve import resolve_tree
-from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.recipe.studies import Comparison, StudyTask
+from flatshift.experiments.recipe.schema import Comparison, Recipe, StudyTask, short_hash
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.studies.cell import Cell, file_digest, settings_digests
 from flatshift.experiments.studies.compare.measures import ComparisonProbe
