@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.recipe import Resolved, recipe_key
 from flatshift.experiments.recipe.rules import check_cell
-from flatshift.experiments.recipe.schema import TRAINING_ROWS
+from flatshift.experiments.recipe.schema import TRAINING_ROWS, Recipe
 from flatshift.experiments.results.cells import RESULT, Status, flatshift_version, result_files, source_digest
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.digests import file_sha256, write_sealed
@@ -31,7 +31,6 @@ from flatshift.finetune.errors import Interrupted, is_out_of_memory, user_path
 from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
 
 if TYPE_CHECKING:
-    from flatshift.experiments.recipe.schema import Recipe
     from flatshift.experiments.workflows.context import FineTuneProbe
 
 _DONE = Path("stages", "fine-tune", "done.json")

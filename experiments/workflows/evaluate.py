@@ -268,7 +268,7 @@ def _evaluate_subject(
                 labels=names,
                 units=units,
                 paths=sorted({row.where.rpartition(":")[0] for row in rows}),
-                what=split,
+                name=split,
             )
             found.notes += [note for note in made.notes if note not in found.notes]
             examples = made.splits["test"]

@@ -513,7 +513,7 @@ def build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, t
     )
     check_length(engine, batches)
     told = count_source_epochs(batches, prepared.mixture, train.steps)
-    for line in format_source_epochs(told, train.steps, about=batches.packed):
+    for line in format_source_epochs(told, train.steps, approximate=batches.packed):
         say(line)
     context.console.detail(format_padding(batches, train))
     for line in skipped_rows_summary(prepared, train.max_length):
