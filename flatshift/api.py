@@ -489,7 +489,7 @@ class Sweep:
         from flatshift.experiments.results.analysis import SweepAnalysis
 
         judged = SweepAnalysis(self.data).judged
-        return [Verdict(one.axis, dict(one.where), one.verdict.kind, one.evidence) for one in judged]
+        return [Verdict(one.axis, dict(one.setting), one.verdict.kind, one.evidence) for one in judged]
 
     def report(self) -> Path:
         """Draw the report page again."""

@@ -224,7 +224,7 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
         rows.append(["majority baseline", "always the commonest class", number(floor)])
     judged = SweepAnalysis(data).judged
     for one in judged[:_VERDICTS]:
-        where = f"along {one.axis}" + (f", {setting(one.where)}" if one.where else "")
+        where = f"along {one.axis}" + (f", {setting(one.setting)}" if one.setting else "")
         rows.append(["verdict", where, one.verdict.kind])
     if any(one.verdict.kind == "undecided" for one in judged) and "--until" not in argv:
         words = list(argv)
