@@ -45,7 +45,7 @@ def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | 
     if not isinstance(tree, Branch):
         raise UserError(f"{tree.where}: {path or 'a recipe'} must be a mapping of settings, got {_describe_tree(tree)}")
     hints = _type_hints(cls)
-    names = _field_names(cls)
+    names = field_names(cls)
     values: dict[str, Any] = {}
     for key, child in tree.children.items():
         where = tree.keys.get(key, tree.where)
@@ -73,7 +73,8 @@ def _type_hints(cls: type) -> dict[str, Any]:
 
 
 @functools.cache
-def _field_names(cls: type) -> dict[str, str]:
+def field_names(cls: type) -> dict[str, str]:
+    """Return the keys of a class's settings and the fields they fill."""
     return {setting_key(f.name): f.name for f in dataclasses.fields(cls)}
 
 
@@ -152,8 +153,8 @@ def _build_component(components: list[type], tree: Tree, path: str, origins: Ori
                 f"{path}{suggest_nearest(str(getattr(kind, 'value', '')), kinds)}"
             )
         name = kind.value
-    for key in (key for key in tree.children if key not in _field_names(kinds[name])):
-        having = ", ".join(other for other, component in kinds.items() if key in _field_names(component))
+    for key in (key for key in tree.children if key not in field_names(kinds[name])):
+        having = ", ".join(other for other, component in kinds.items() if key in field_names(component))
         where = tree.keys.get(key, tree.where)
         if having and kind is None:
             raise UserError(
@@ -161,7 +162,7 @@ def _build_component(components: list[type], tree: Tree, path: str, origins: Ori
             )
         if having:
             owned = f"{path} is {name}, and {key} is a setting of {having}"
-            known = suggest_nearest(key, _field_names(kinds[name]))
+            known = suggest_nearest(key, field_names(kinds[name]))
             raise UserError(f"{where}: unknown key {_quote(_join_path(path, key))}: {owned}{known}")
     return build_settings(kinds[name], tree, path=path, origins=origins)
 

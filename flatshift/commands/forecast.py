@@ -45,10 +45,10 @@ def run(argv: list[str]) -> int:
     overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
-    from flatshift.experiments.results.forecast import forecast_sentences
+    from flatshift.experiments.report.chapters.forecast import forecast_sentences
     from flatshift.experiments.workflows.error_forecast import forecast_into
 
-    found = forecast_into(
+    forecast = forecast_into(
         load_recipe(flags.recipe, overrides),
         flags.out,
         ranks=flags.ranks,
@@ -58,9 +58,6 @@ def run(argv: list[str]) -> int:
         quiet=flags.json,
         draw=draw_report,
     )
-    print(
-        json.dumps(found, indent=2)
-        if flags.json
-        else "\n".join([*forecast_sentences(found), str(flags.out / "report.html")])
-    )
+    lines = [*forecast_sentences(forecast), str(flags.out / "report.html")]
+    print(json.dumps(forecast, indent=2) if flags.json else "\n".join(lines))
     return 0
