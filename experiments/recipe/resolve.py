@@ -130,14 +130,16 @@ def _read_recipe(path: Path, parents: tuple[Path, ...] = ()) -> Tree:
     return tree
 
 
-def load_recipe(reference: str | None, overrides: Sequence[Branch] = (), *, of: type[Recipe] = Recipe) -> Resolved:
+def load_recipe(
+    reference: str | None, overrides: Sequence[Branch] = (), *, recipe_type: type[Recipe] = Recipe
+) -> Resolved:
     """Load a recipe file or shipped recipe and apply overrides (`from_override`), later ones on top.
 
-    reference: a path, a shipped name, or None for the defaults alone. of: the recipe class to fill.
+    reference: a path, a shipped name, or None for the defaults alone. recipe_type: the class to fill.
     Raises UserError with file:line or flag, and the nearest valid name.
     """
     tree = Branch({}, "defaults") if reference is None else recipe_tree(reference)
-    return resolve_tree(tree, overrides, name=Path(reference).stem if reference else "recipe", of=of)
+    return resolve_tree(tree, overrides, name=Path(reference).stem if reference else "recipe", recipe_type=recipe_type)
 
 
 def recipe_tree(reference: str) -> Branch:
@@ -148,11 +150,11 @@ def recipe_tree(reference: str) -> Branch:
     return tree
 
 
-def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type[Recipe] = Recipe) -> Resolved:
+def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, recipe_type: type[Recipe] = Recipe) -> Resolved:
     """Apply overrides to a tree and build the recipe, as `load_recipe` does."""
     origins: Origins = {}
     recipe = build_settings(
-        of, _replace_sample_splits(_set_embedder_method(apply_overrides(tree, overrides))), origins=origins
+        recipe_type, _replace_sample_splits(_set_embedder_method(apply_overrides(tree, overrides))), origins=origins
     )
     if recipe.train.epochs is not None and "train.steps" in origins:
         raise UserError(

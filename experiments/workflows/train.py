@@ -158,7 +158,7 @@ def train(
         if world.is_main:
             check_replaceable(out, resumable=True)
         # All input errors are found before the directory exists.
-        resolved = resolve_auto(resolved, say=said.append)
+        resolved = resolve_auto(resolved, log=said.append)
         recipe = resolved.recipe
         check_positions(recipe)
         prepared = prepare_data(recipe)
@@ -256,7 +256,7 @@ def resume(
     check_evaluation_changes(path, resolved.recipe, before)
     said: list[str] = []
     with _join_mesh(resolved.recipe, path=path) as world, _lock_run(path, world, instead=""):
-        resolved = resolve_auto(resolved, say=said.append)
+        resolved = resolve_auto(resolved, log=said.append)
         # The recipe was read before the lock was held: another command may have changed it since.
         if world.is_main:
             if resume_recipe(path, overrides).recipe != found.recipe:

@@ -156,7 +156,7 @@ def run(argv: list[str]) -> int:
         return _evaluate_side_by_side(flags, argv, overrides)
     path = flags.run
     recipe = resume_recipe(path, overrides, other_rows=bool(flags.data)).recipe
-    if chosen := mesh_flags(recipe, given=find_mesh_overrides(overrides)):
+    if chosen := mesh_flags(recipe, set_axes=find_mesh_overrides(overrides)):
         # The mesh was chosen automatically: start over with its axes as flags.
         return run([*argv, *chosen])
     if spawn.must_spawn_ranks(recipe.mesh):

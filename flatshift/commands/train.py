@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
         if flags.out is not None:
             raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
         found = resume_recipe(flags.resume, overrides)
-        if chosen := mesh_flags(found.recipe, given=find_mesh_overrides(overrides)):
+        if chosen := mesh_flags(found.recipe, set_axes=find_mesh_overrides(overrides)):
             # The mesh was chosen automatically: start over with its axes as flags.
             return run([*argv, *chosen])
         if spawn.must_spawn_ranks(found.recipe.mesh):

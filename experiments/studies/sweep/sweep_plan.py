@@ -57,7 +57,7 @@ class SweepBase:
         `flatshift.experiments.recipe.auto.resolve_auto`."""
         from flatshift.experiments.recipe.auto import resolve_auto_tree
 
-        tree = resolve_auto_tree(self.tree, name=self.name, kept=kept, say=say)
+        tree = resolve_auto_tree(self.tree, name=self.name, previous=kept, log=say)
         return SweepBase(tree, self.name, resolve_tree(tree, (), name=self.name))
 
     def in_steps(self, *, say: Callable[[str], None]) -> SweepBase:
