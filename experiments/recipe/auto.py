@@ -29,9 +29,9 @@ PRECISION, BACKBONE = "precision", "backbone_precision"
 def resolve_auto(
     resolved: Resolved, *, log: Callable[[str], None] = lambda line: None, previous: Path | None = None
 ) -> Resolved:
-    """Return `resolved` with `train.precision` and `train.backbone_precision` for the current device, and `task.template` for
-    the backbone's tokenizer, in place of `auto`, and where they come from; with `task.pack: false` where nobody asked
-    for packing and the backbone cannot keep samples apart.
+    """Return `resolved` with `train.precision` and `train.backbone_precision` for the current device, and
+    `task.template` for the backbone's tokenizer, in place of `auto`, and where they come from; with `task.pack: false`
+    where nobody asked for packing and the backbone cannot keep samples apart.
 
     Collective: rank 0 decides for all ranks that a launcher started, and each of them must call this.
 

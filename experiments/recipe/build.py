@@ -14,26 +14,24 @@ from flatshift.experiments.recipe.tree import MAX_WHOLE, Branch, Items, Leaf, Tr
 from flatshift.finetune.errors import UserError, shorten
 
 Origins = dict[str, str]
-_LONG_WORD = 200
-"""Characters above which no near match is searched: no typing error is as long, and the search is quadratic."""
+_MAX_WORD = 200  # characters of a word whose near match is searched: the search is quadratic
 _RETIRED = ("quality",)
 """Former recipe keys that resolved recipes of earlier runs still contain, as null."""
 _MAY_BE_EMPTY = ("task.prompt", "task.system", "task.prefix")
 """Texts placed before others, for which an empty text is a valid value."""
 _WRITTEN = tuple(f"task.{name}" for name in ("prompt", "completion", "target", "answer", "prefix", "system"))
 """Texts that models read or generate; in these `\\n` on a command line means a line break."""
-_ROOM = 160
-"""Maximum characters of a list of known names."""
+_MAX_LIST = 160  # characters of a list of known names
 
 
 def suggest_nearest(word: str, known: typing.Iterable[str]) -> str:
     """Return `; did you mean 'x'?`, or the list of known names if none is near."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) if len(word) <= _LONG_WORD else []
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) if len(word) <= _MAX_WORD else []
     if close:
         return f"; did you mean {close[0]!r}?"
-    shown = [name for i, name in enumerate(known) if len(", ".join(known[: i + 1])) <= _ROOM]
-    return f"; known: {', '.join(shown)}{', …' * (len(shown) < len(known))}"
+    listed = [name for i, name in enumerate(known) if len(", ".join(known[: i + 1])) <= _MAX_LIST]
+    return f"; known: {', '.join(listed)}{', …' * (len(listed) < len(known))}"
 
 
 def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = None) -> Any:
@@ -54,9 +52,9 @@ def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | 
                 continue
             raise UserError(f"{where}: unknown key {_quote(_join_path(path, key))}{suggest_nearest(key, names)}")
         values[names[key]] = _build_value(hints[names[key]], child, _join_path(path, key), origins)
-    for one in dataclasses.fields(cls):
-        if one.name not in values and one.default is one.default_factory is dataclasses.MISSING:
-            raise UserError(f"{tree.where}: {_join_path(path, setting_key(one.name))} is missing; it has no default")
+    for field in dataclasses.fields(cls):
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise UserError(f"{tree.where}: {_join_path(path, setting_key(field.name))} is missing; it has no default")
     _refuse_empty_texts(cls, values, tree, path)
     try:
         return cls(**values)
@@ -111,10 +109,7 @@ def _build_value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
             origins[path] = tree.where
             return None
         options.remove(type(None))
-    components: list[type] = [
-        option for option in options if dataclasses.is_dataclass(option) and isinstance(option, type)
-    ]
-    if components:
+    if components := [o for o in options if dataclasses.is_dataclass(o) and isinstance(o, type)]:
         return _build_component(components, tree, path, origins)
     if len(options) > 1:  # e.g. str | tuple[str, ...]: a list means the tuple
         wants_tuple = isinstance(tree, Items)
@@ -124,9 +119,9 @@ def _build_value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         options = [o for o in options if (typing.get_origin(o) is Literal) == wants_word] or options
         if lists and isinstance(tree, Leaf) and typing.get_origin(options[0]) is Literal:
             words = typing.get_args(options[0])
-            known, shown = suggest_nearest(str(tree.value), map(str, words)), shorten(str(tree.value), 40)
+            known, word = suggest_nearest(str(tree.value), map(str, words)), shorten(str(tree.value), 40)
             if tree.value not in words and "did you mean" not in known:
-                raise UserError(f"{tree.where}: {path} cannot be {_quote(tree.value)}{known}, or a list, as [{shown}]")
+                raise UserError(f"{tree.where}: {path} cannot be {_quote(tree.value)}{known}, or a list, as [{word}]")
         if {int, float} <= set(options):
             whole = isinstance(tree, Leaf) and isinstance(tree.value, int | float) and float(tree.value).is_integer()
             options = [int if whole else float]
@@ -135,9 +130,8 @@ def _build_value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
 
 def _build_component(components: list[type], tree: Tree, path: str, origins: Origins) -> Any:
     """Build the single dataclass, or the one of a union that `kind` names (by default the first)."""
-    kinds = {}
-    for component in components:
-        kinds[getattr(component, "kind", "")] = component  # a field's default is its class attribute
+    # a field's default is its class attribute
+    kinds = {getattr(component, "kind", ""): component for component in components}
     if "" in kinds or len(components) == 1:  # a single component may have a `kind` field itself (optimizer)
         return build_settings(components[0], tree, path=path, origins=origins)
     if isinstance(tree, Leaf) and isinstance(tree.value, str):
@@ -154,7 +148,7 @@ def _build_component(components: list[type], tree: Tree, path: str, origins: Ori
             )
         name = kind.value
     for key in (key for key in tree.children if key not in field_names(kinds[name])):
-        having = ", ".join(other for other, component in kinds.items() if key in field_names(component))
+        having = ", ".join(kind_name for kind_name, component in kinds.items() if key in field_names(component))
         where = tree.keys.get(key, tree.where)
         if having and kind is None:
             raise UserError(
@@ -169,15 +163,16 @@ def _build_component(components: list[type], tree: Tree, path: str, origins: Ori
 
 def _build_plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
     origin = typing.get_origin(hint)
-    if origin is tuple:
-        inner = typing.get_args(hint)
+    if hint is tuple or origin is tuple:
+        hints = typing.get_args(hint) or (Any, ...)
         items = tree.items if isinstance(tree, Items) else (tree,)
-        if inner and inner[-1] is not Ellipsis and len(items) != len(inner):
-            raise UserError(f"{tree.where}: {path} needs {len(inner)} values, got {len(items)}")
-        of = (lambda i: inner[0]) if not inner or inner[-1] is Ellipsis else (lambda i: inner[i])
-        out = tuple(_build_value(of(i) if inner else Any, item, f"{path}[{i}]", {}) for i, item in enumerate(items))
+        if hints[-1] is Ellipsis:
+            hints = hints[:1] * len(items)
+        if len(items) != len(hints):
+            raise UserError(f"{tree.where}: {path} needs {len(hints)} values, got {len(items)}")
         origins[path] = tree.where
-        return out
+        pairs = enumerate(zip(hints, items, strict=True))
+        return tuple(_build_value(item_hint, item, f"{path}[{i}]", {}) for i, (item_hint, item) in pairs)
     if origin is dict:
         if not isinstance(tree, Branch):
             raise UserError(f"{tree.where}: {path} must be a mapping, got {_describe_tree(tree)}")
@@ -186,8 +181,6 @@ def _build_plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         if value_hint is Any:
             return _to_python(tree)
         return {key: _build_value(value_hint, child, f"{path}.{key}", {}) for key, child in tree.children.items()}
-    if hint is tuple:
-        return _build_plain(tuple[Any, ...], tree, path, origins)
     if hint is str and tree.where.startswith("--") and tree.text:
         origins[path] = tree.where  # text is taken as typed: `{text}` is a template, not a mapping; 1 is "1"
         typed = _unescape(tree.text) if path in _WRITTEN else tree.text
@@ -217,7 +210,7 @@ def _to_python(tree: Tree) -> Any:
 def _unescape(text: str) -> str:
     """Replace `\\n`, `\\t` and `\\\\`, which a shell passes on as two characters each, by the characters they stand
     for."""
-    return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t"}.get(found[1], "\\"), text)
+    return re.sub(r"\\([nt\\])", lambda match: {"n": "\n", "t": "\t"}.get(match[1], "\\"), text)
 
 
 def _build_scalar(hint: Any, leaf: Leaf, path: str) -> Any:

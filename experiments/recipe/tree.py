@@ -19,10 +19,8 @@ import yaml
 from flatshift.finetune.errors import UserError, shorten
 
 _MAX_DEPTH = 32
-_MAX_BYTES = 1 << 20
-"""Maximum size of a recipe file: PyYAML reads about a MiB in ten seconds, and no recipe needs a hundredth of it."""
-_MAX_NODES = 100_000
-"""Maximum number of values of a recipe, with every alias expanded."""
+_MAX_BYTES = 1 << 20  # of a recipe file: PyYAML reads about a MiB in ten seconds, and no recipe needs a hundredth of it
+_MAX_NODES = 100_000  # values of a recipe, with every alias expanded
 MAX_WHOLE = 2**63 - 1
 _TOO_DEEP = f"nested deeper than {_MAX_DEPTH} levels; a recipe needs no more than five"
 
@@ -87,9 +85,9 @@ _CORE = [
         list("-+.0123456789"),
     ),
 ]
-_WRITTEN = {name: re.compile(pattern) for name, pattern, _ in _CORE}
-for _name, _pattern, _first in _CORE:
-    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
+_PATTERNS = {name: re.compile(pattern) for name, pattern, _ in _CORE}
+for _name, _, _initials in _CORE:
+    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _PATTERNS[_name], _initials)
 
 
 def _parse_scalar(node: yaml.ScalarNode, where: str) -> Any:
@@ -97,9 +95,9 @@ def _parse_scalar(node: yaml.ScalarNode, where: str) -> Any:
     text = node.value
     if kind == "str":
         return text
-    if kind not in _WRITTEN or not node.tag.startswith("tag:yaml.org,2002:"):
+    if kind not in _PATTERNS or not node.tag.startswith("tag:yaml.org,2002:"):
         raise _foreign_tag_error(node, where)
-    if not _WRITTEN[kind].match(text):  # an explicit tag: `!!int abc`
+    if not _PATTERNS[kind].match(text):  # an explicit tag: `!!int abc`
         raise UserError(f"{where}: {shorten(text)!r} is no {kind}; leave the tag out")
     if kind == "null":
         return None
@@ -124,12 +122,12 @@ class _TreeBuilder:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.seen = 0
+        self.count = 0
 
     def tree(self, node: yaml.Node, depth: int = 0) -> Tree:
         where = f"{self.source}:{node.start_mark.line + 1}"
-        self.seen += 1
-        if self.seen > _MAX_NODES:
+        self.count += 1
+        if self.count > _MAX_NODES:
             raise UserError(f"{where}: more than {_MAX_NODES:,} values, each alias counted in full; write fewer")
         if depth > _MAX_DEPTH:  # an alias inside the node it refers to
             raise UserError(f"{where}: {_TOO_DEEP}")
@@ -203,7 +201,12 @@ def merge(lower: Tree, upper: Tree) -> Tree:
     over another kind it starts from that kind's defaults.
     """
     if not isinstance(upper, Branch):
-        return _merge_bare_kind(lower, upper) or upper
+        kind = lower.children.get("kind") if isinstance(lower, Branch) else None
+        if not (isinstance(lower, Branch) and isinstance(kind, Leaf) and isinstance(upper, Leaf)):
+            return upper
+        if not isinstance(upper.value, str) or kind.value != upper.value:
+            return upper
+        upper = Branch({"kind": upper}, lower.where, {"kind": upper.where}, lower.text)
     if isinstance(lower, Leaf) and isinstance(lower.value, str):
         lower = Branch({"kind": lower}, lower.where, {"kind": lower.where})
     if not isinstance(lower, Branch):
@@ -218,18 +221,6 @@ def merge(lower: Tree, upper: Tree) -> Tree:
     return Branch(children, upper.where, keys, upper.text)
 
 
-def _merge_bare_kind(lower: Tree, upper: Tree) -> Branch | None:
-    """Return the component `lower` if `upper` only names the same kind; else None."""
-    if not (isinstance(lower, Branch) and isinstance(upper, Leaf) and isinstance(upper.value, str)):
-        return None
-    kind = lower.children.get("kind")
-    if not (isinstance(kind, Leaf) and kind.value == upper.value):
-        return None
-    return dataclasses.replace(
-        lower, children={**lower.children, "kind": upper}, keys={**lower.keys, "kind": upper.where}
-    )
-
-
 def from_override(dotted: str, value: Any, where: str | None = None) -> Branch:
     """Return the tree of one command-line override, `--a.b value`, to be merged over a recipe.
 
@@ -237,15 +228,17 @@ def from_override(dotted: str, value: Any, where: str | None = None) -> Branch:
     where: the flag to name in errors, by default `--dotted`.
     """
     where = where or f"--{dotted}"
-    tree: Tree
+    if isinstance(value, str):
+        return _nest(dotted, _parse_flag(value, where), where)
     if isinstance(value, tuple):
-        tree = Items(tuple(Leaf(item, str(item), where) for item in value), where)
-    elif not isinstance(value, str):
-        tree = Leaf(value, str(value), where)
-    else:
-        tree = _parse_flag(value, where)
-    for part in reversed(dotted.replace("-", "_").split(".")):
-        tree = Branch({part: tree}, where, {part: where})
+        return _nest(dotted, Items(tuple(Leaf(item, str(item), where) for item in value), where), where)
+    return _nest(dotted, Leaf(value, str(value), where), where)
+
+
+def _nest(dotted: str, tree: Tree, where: str) -> Branch:
+    """Return the mapping with `tree` at a dotted key."""
+    for key in reversed(dotted.replace("-", "_").split(".")):
+        tree = Branch({key: tree}, where, {key: where})
     assert isinstance(tree, Branch)
     return tree
 
@@ -264,21 +257,18 @@ def from_mapping(values: Mapping[str, Any], where: str = "overrides") -> Branch:
     for key, value in values.items():
         if not isinstance(key, str) or not key:
             raise UserError(f"{where}: a key must be a text such as 'train.steps', got {shorten(repr(key), 60)}")
-        tree = _from_python(value, key, where)
-        for part in reversed(key.replace("-", "_").split(".")):
-            tree = Branch({part: tree}, where, {part: where})
-        whole = _merge_disjoint(whole, tree, "")
+        whole = _merge_disjoint(whole, _nest(key, _from_python(value, key, where), where), "")
     assert isinstance(whole, Branch)
     return whole
 
 
-def _merge_disjoint(one: Tree, other: Tree, path: str) -> Tree:
-    if not (isinstance(one, Branch) and isinstance(other, Branch)):
-        raise UserError(f"{other.where}: {path} is given twice; keep one of them")
-    children = dict(one.children)
-    for key, tree in other.children.items():
+def _merge_disjoint(lower: Tree, upper: Tree, path: str) -> Tree:
+    if not (isinstance(lower, Branch) and isinstance(upper, Branch)):
+        raise UserError(f"{upper.where}: {path} is given twice; keep one of them")
+    children = dict(lower.children)
+    for key, tree in upper.children.items():
         children[key] = _merge_disjoint(children[key], tree, f"{path}.{key}".strip(".")) if key in children else tree
-    return Branch(children, one.where, dict.fromkeys(children, one.where))
+    return Branch(children, lower.where, dict.fromkeys(children, lower.where))
 
 
 def setting_key(field: str) -> str:
@@ -288,7 +278,7 @@ def setting_key(field: str) -> str:
 
 def _from_python(value: Any, key: str, where: str) -> Tree:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {setting_key(one.name): getattr(value, one.name) for one in dataclasses.fields(value)}
+        value = {setting_key(f.name): getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         children = {str(name): _from_python(item, f"{key}.{name}", where) for name, item in value.items()}
         return Branch(children, where, dict.fromkeys(children, where))
@@ -328,17 +318,11 @@ def refuse_contradictions(overrides: Iterable[Branch]) -> None:
         # A component's bare name is its kind.
         key = ".".join(keys).removesuffix(".kind")
         flag, value = before.setdefault(key, (tree.where, tree))
-        if flag != tree.where and not _values_equal(value, tree):
-            raise UserError(
-                f"{tree.where} {_flag_text(tree)} and {flag} {_flag_text(value)} contradict each other; keep one"
-            )
+        text, earlier = _flag_text(tree), _flag_text(value)
+        equal = text == earlier or (isinstance(value, Leaf) and isinstance(tree, Leaf) and value.value == tree.value)
+        if flag != tree.where and not equal:
+            raise UserError(f"{tree.where} {text} and {flag} {earlier} contradict each other; keep one")
         before[key] = tree.where, tree
-
-
-def _values_equal(one: Leaf | Items, other: Leaf | Items) -> bool:
-    return _flag_text(one) == _flag_text(other) or (
-        isinstance(one, Leaf) and isinstance(other, Leaf) and one.value == other.value
-    )
 
 
 def _flag_text(tree: Leaf | Items) -> str:
@@ -360,7 +344,7 @@ def _parse_flag(text: str, where: str) -> Tree:
 
 def _relabel(tree: Tree, where: str) -> Tree:
     if isinstance(tree, Leaf):
-        return Leaf(tree.value, tree.text, where)
+        return dataclasses.replace(tree, where=where)
     if isinstance(tree, Items):
         return Items(tuple(_relabel(item, where) for item in tree.items), where)
     return Branch({k: _relabel(v, where) for k, v in tree.children.items()}, where, dict.fromkeys(tree.children, where))

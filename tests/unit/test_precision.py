@@ -213,10 +213,10 @@ def test_a_directory_keeps_what_it_began_with_on_any_machine(monkeypatch, tmp_pa
     first, _ = _settled(monkeypatch, NARROW)
     kept = tmp_path / "recipe.resolved.yaml"
     kept.write_text(first.to_yaml())
-    again, said = _settled(monkeypatch, WIDE, kept=kept)
+    again, said = _settled(monkeypatch, WIDE, previous=kept)
     assert again.recipe == first.recipe and said == []
     kept.write_text("train: {nonsense: 1}")
-    assert _settled(monkeypatch, WIDE, kept=kept)[0].recipe.train.precision == "fp32"
+    assert _settled(monkeypatch, WIDE, previous=kept)[0].recipe.train.precision == "fp32"
 
 
 def test_a_name_holds_what_auto_came_to_and_a_precision_by_name_is_the_same_run(monkeypatch):
