@@ -22,7 +22,7 @@ from flatshift.finetune.atomic import atomic_directory, has_only_leftovers, make
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.run_directory import RECIPE, check_empty, check_replaceable
 
-_STATE, _KEPT = "state", "kept"
+_STATE, _DATA = "state", "kept"
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,16 @@ def open_resumable(out: Path, recipe_yaml: str, *, command: str = "the same comm
     make_directory(state)
     write_text(state / RECIPE, recipe_yaml)
     # The same name that `atomic` gives to unfinished directories: a report written inside recognises `out` by it.
-    result, kept = state / f".{out.resolve().name}.00000000.tmp", state / _KEPT
+    result, data = state / f".{out.resolve().name}.00000000.tmp", state / _DATA
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
-    continued = _holds_files(kept)
     try:
-        yield ResumableWork(result, kept, continued)
+        yield ResumableWork(result, data, continued=_holds_files(data))
         with atomic_directory(out.resolve()) as finished:  # --out may be a link to another disk
             for child in result.iterdir():
                 child.replace(finished / child.name)
     except BaseException as error:
-        if not _holds_files(kept):
+        if not _holds_files(data):
             shutil.rmtree(state, ignore_errors=True)
             if absent:
                 with contextlib.suppress(OSError):
@@ -91,16 +90,18 @@ def _holds_files(directory: Path) -> bool:
 def _check_same_recipe(out: Path, recipe_yaml: str) -> None:
     if not has_only_leftovers(out, but=(_STATE,)):
         check_empty(out)
-    if not _holds_files(out / _STATE / _KEPT):  # another command may take over: nothing is lost
+    if not _holds_files(out / _STATE / _DATA):  # another command may take over: nothing is lost
         return
-    theirs = _flatten(yaml.safe_load((out / _STATE / RECIPE).read_text(encoding="utf-8")))
-    ours = _flatten(yaml.safe_load(recipe_yaml))
-    other = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
-    if other:
-        key = other[0]
+    before, now = (
+        _flatten(yaml.safe_load(text)) for text in ((out / _STATE / RECIPE).read_text(encoding="utf-8"), recipe_yaml)
+    )
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    if changed:
+        key = changed[0]
+        values = [text if len(text) <= 60 else text[:59] + "…" for text in (str(before.get(key)), str(now.get(key)))]
         raise UserError(
-            f"--out: {out} holds the unfinished work of another command ({key} {_shorten_value(theirs.get(key))}, not "
-            f"{_shorten_value(ours.get(key))}); run that one again, name another directory, or delete it"
+            f"--out: {out} holds the unfinished work of another command ({key} {values[0]}, not {values[1]}); run that "
+            "one again, name another directory, or delete it"
         )
 
 
@@ -109,11 +110,6 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: tree}
     return {
         key: value
-        for name, part in tree.items()
-        for key, value in _flatten(part, f"{prefix}.{name}".lstrip(".")).items()
+        for name, child in tree.items()
+        for key, value in _flatten(child, f"{prefix}.{name}".lstrip(".")).items()
     }
-
-
-def _shorten_value(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:59] + "…"

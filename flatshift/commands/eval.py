@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from flatshift import api, outcome
-from flatshift.command_line import parse_flags, spawn_ranks, split_overrides
+from flatshift.command_line import parse_command, spawn_ranks
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.auto import find_mesh_overrides, mesh_flags
 from flatshift.finetune.errors import UserError
@@ -138,9 +138,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift eval`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "eval", rest)
+    flags, overrides = parse_command(Flags, "eval", argv)
     if not flags.subjects:
         raise UserError("eval needs a RUN_DIR or a BACKBONE; see `flatshift eval --help`")
     if flags.harness:

@@ -38,8 +38,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift export`."""
-    flags: Flags = parse_flags(Flags, "export", argv)
+    flags = parse_flags(Flags, "export", argv)
     out = flags.out or flags.run / ("export" if flags.to == "hub" else flags.to)
     if flags.to != "hub":
         return _export_deployment(flags, out)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from flatshift.api import draw_report
-from flatshift.command_line import data_override, parse_flags, split_overrides
+from flatshift.command_line import data_override, parse_command
 from flatshift.experiments.recipe import load_recipe
 from flatshift.finetune.errors import UserError
 
@@ -39,9 +39,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift forecast`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "forecast", rest)
+    flags, overrides = parse_command(Flags, "forecast", argv)
     overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")

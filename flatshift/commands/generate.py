@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tyro.conf import Positional, UseAppendAction
 
-from flatshift.command_line import parse_flags, split_overrides
+from flatshift.command_line import parse_command
 from flatshift.experiments.recipe import from_override, refuse_contradictions
 from flatshift.finetune.errors import UserError
 
@@ -50,9 +50,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift generate`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "generate", rest)
+    flags, overrides = parse_command(Flags, "generate", argv)
     if flags.device is not None:
         overrides.append(from_override("train.device", flags.device, "--device"))
         refuse_contradictions(overrides)

@@ -29,8 +29,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift merge`."""
-    flags: Flags = parse_flags(Flags, "merge", argv)
+    flags = parse_flags(Flags, "merge", argv)
     out = flags.out or flags.run / "merged"
     from flatshift.experiments.workflows.merge import merge_run as merge_run
 

@@ -9,7 +9,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse_flags, recipe_arguments, split_overrides
+from flatshift.command_line import parse_command, recipe_arguments
 from flatshift.experiments.recipe import from_override, refuse_contradictions
 from flatshift.finetune.errors import UserError
 
@@ -41,9 +41,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift predict`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "predict", rest)
+    flags, overrides = parse_command(Flags, "predict", argv)
     if flags.out is None:
         raise UserError("--out is missing: name the file to write, for example --out predictions.csv")
     from flatshift.experiments.workflows.predict import predict_from_run

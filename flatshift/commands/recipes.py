@@ -30,8 +30,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift recipes`."""
-    flags: Flags = parse_flags(Flags, "recipes", argv)
+    flags = parse_flags(Flags, "recipes", argv)
     if flags.action == "list":
         summaries = {}
         for name, path in shipped_recipes().items():

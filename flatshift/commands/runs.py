@@ -22,8 +22,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift runs`."""
-    flags: Flags = parse_flags(Flags, "runs", argv)
+    flags = parse_flags(Flags, "runs", argv)
     from flatshift.experiments.report.formats import align_columns, with_interval
     from flatshift.experiments.results.run import list_directories
 

@@ -13,7 +13,7 @@ from tyro.conf import Positional
 
 from flatshift import outcome
 from flatshift.api import draw_report
-from flatshift.command_line import parse_flags, recipe_arguments, split_overrides
+from flatshift.command_line import parse_command, recipe_arguments
 from flatshift.experiments.recipe import Resolved, from_override, load_recipe, refuse_contradictions
 from flatshift.experiments.recipe.rules import check_multiprocess_selection
 from flatshift.experiments.run.console import force_exit_on_signal, pause_heartbeat
@@ -75,9 +75,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift select`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "select", rest)
+    flags, overrides = parse_command(Flags, "select", argv)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
     if flags.recipe is None and not (flags.pool and flags.target and flags.budget is not None):
