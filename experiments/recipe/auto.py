@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.recipe.build import build_settings
-from flatshift.experiments.recipe.resolve import Resolved, get_dotted, is_given, read_origins, resolve_tree
+from flatshift.experiments.recipe.resolve import Resolved, is_given, read_origins, resolve_tree
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, Tree, from_override, merge, parse_file
 from flatshift.finetune import assets
@@ -94,10 +94,10 @@ def resolve_auto_tree(
     """Return a recipe's tree for cells, with `auto` resolved; keyword arguments as in `resolve_auto`."""
     before = resolve_tree(tree, (), name=name, recipe_type=recipe_type)
     after = resolve_auto(before, log=log, previous=previous)
-    for key in (f"train.{PRECISION}", f"train.{BACKBONE}", "task.pack"):
-        value = get_dotted(after.recipe, key)
-        if value != get_dotted(before.recipe, key):
-            tree = merge(tree, from_override(key, value, after.origins[key]))
+    for block, key in (("train", PRECISION), ("train", BACKBONE), ("task", "pack")):
+        value = getattr(getattr(after.recipe, block), key)
+        if value != getattr(getattr(before.recipe, block), key):
+            tree = merge(tree, from_override(f"{block}.{key}", value, after.origins[f"{block}.{key}"]))
     return tree
 
 

@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
     print(out)
     for line in comparison_lines(result):
         print(line)
-    outcome.of_export(flags.run, out)
+    outcome.print_export_outcome(flags.run, out)
     return 0
 
 
