@@ -38,10 +38,10 @@ def run(argv: list[str]) -> int:
         print(json.dumps({"out": str(out), **result}, indent=2))
         return 0
     print(f"{out}: {result['dtype']}")
-    for dtype, found in result["rounding"].items():
+    for dtype, rounding in result["rounding"].items():
         print(
-            f"rounding to {dtype} moved merged weights by at most {found['largest']:.2g} "
-            f"({found['relative']:.2g} of the largest in their row)"
+            f"rounding to {dtype} moved merged weights by at most {rounding['largest']:.2g} "
+            f"({rounding['relative']:.2g} of the largest in their row)"
         )
     for line in comparison_lines(result):
         print(line)

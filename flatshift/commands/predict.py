@@ -46,21 +46,15 @@ def run(argv: list[str]) -> int:
         raise UserError("--out is missing: name the file to write, for example --out predictions.csv")
     from flatshift.experiments.workflows.predict import predict_from_run
 
-    given = {
+    settings = {
         "device": ("train.device", flags.device),
         "max-new-tokens": ("task.max_new_tokens", flags.max_new_tokens),
         "bad-rows": ("data.bad_rows", flags.bad_rows),
         "batch-size": ("eval.batch_size", flags.batch_size),
     }
-    overrides += [from_override(key, str(v), f"--{flag}") for flag, (key, v) in given.items() if v is not None]
+    overrides += [from_override(key, str(v), f"--{flag}") for flag, (key, v) in settings.items() if v is not None]
     refuse_contradictions(overrides)
-    count = predict_from_run(
-        flags.run,
-        flags.data,
-        flags.out,
-        overrides=overrides,
-        quiet=flags.quiet,
-    )
+    count = predict_from_run(flags.run, flags.data, flags.out, overrides=overrides, quiet=flags.quiet)
     if not flags.quiet:
         print(f"{flags.out}: {count:,} rows")
         words = recipe_arguments(argv, Flags, without="train")

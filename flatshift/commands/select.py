@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
         raise UserError("--out is missing: name the directory to make")
     if flags.recipe is None and not (flags.pool and flags.target and flags.budget is not None):
         raise UserError("select needs a RECIPE, or --pool, --target and --budget together")
-    own = {
+    settings: dict[str, tuple[Any, str]] = {
         "select.pool.files": (flags.pool or None, "--pool"),
         "select.target.files": (flags.target or None, "--target"),
         "select.negative.files": (flags.negative or None, "--negative"),
@@ -94,24 +94,21 @@ def run(argv: list[str]) -> int:
         "select.bad_rows": (flags.bad_rows, "--bad-rows"),
         "train.seed": (flags.seed, "--seed"),
     }
-    if flags.embedder in (None, "tfidf", "tokens", "gradients", "backbone"):
-        own["select.embedder.kind"] = (flags.embedder, "--embedder")
-    else:
-        static = flags.embedder.startswith("static:")
-        own["select.embedder.kind"] = ("static" if static else "encoder", "--embedder")
-        own["select.embedder.path"] = (flags.embedder.removeprefix("static:"), "--embedder")
+    embedder: dict[str, str | None] = {"kind": flags.embedder}
+    if flags.embedder is not None and flags.embedder not in ("tfidf", "tokens", "gradients", "backbone"):
+        path = flags.embedder.removeprefix("static:")
+        embedder = {"kind": "encoder" if path == flags.embedder else "static", "path": path}
+    flag = "--embedder"
     if flags.pool_features or flags.target_features or flags.negative_features:
         if not (flags.pool_features and flags.target_features):
             raise UserError("--pool-features and --target-features belong together: give both")
         if flags.embedder is not None:
             raise UserError("--embedder and --pool-features exclude each other: keep one of them")
-        own["select.embedder.kind"] = ("features", "--pool-features")
-        own["select.embedder.pool"] = (flags.pool_features, "--pool-features")
-        own["select.embedder.target"] = (flags.target_features, "--target-features")
-        own["select.embedder.negative"] = (flags.negative_features, "--negative-features")
-    for key, (value, where) in own.items():
-        if value is not None:
-            overrides.append(from_override(key, value, where))
+        embedder, flag = {"kind": "features"}, "--pool-features"
+        for name in ("pool", "target", "negative"):
+            settings[f"select.embedder.{name}"] = (getattr(flags, f"{name}_features"), f"--{name}-features")
+    settings |= {f"select.embedder.{key}": (value, flag) for key, value in embedder.items()}
+    overrides += [from_override(key, value, flag) for key, (value, flag) in settings.items() if value is not None]
     refuse_contradictions(overrides)
     words = recipe_arguments(argv, Flags, without="select")
     words += [] if flags.seed is None else ["--train.seed", str(flags.seed)]

@@ -52,12 +52,12 @@ def run(argv: list[str]) -> int:
     if flags.resume is not None:
         if flags.out is not None:
             raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
-        found = resume_recipe(flags.resume, overrides)
-        if chosen := mesh_flags(found.recipe, set_axes=find_mesh_overrides(overrides)):
+        resumed = resume_recipe(flags.resume, overrides)
+        if chosen := mesh_flags(resumed.recipe, set_axes=find_mesh_overrides(overrides)):
             # The mesh was chosen automatically: start over with its axes as flags.
             return run([*argv, *chosen])
-        if spawn.must_spawn_ranks(found.recipe.mesh):
-            return spawn_ranks("train", argv, found.recipe, flags.resume)
+        if spawn.must_spawn_ranks(resumed.recipe.mesh):
+            return spawn_ranks("train", argv, resumed.recipe, flags.resume)
     else:
         resolved = load_recipe(flags.recipe, overrides)
         if chosen := mesh_flags(resolved.recipe):
