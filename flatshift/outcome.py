@@ -97,7 +97,7 @@ def print_merge_outcome(path: Path, merged: Path) -> None:
 def _answers_prompts(run: RunResults) -> bool:
     task = run.recipe.get("task")
     kind = KINDS.get(str(task.get("kind"))) if isinstance(task, dict) else None
-    return kind is not None and (made := kind()).is_generative and not made.documents
+    return kind is not None and (instance := kind()).is_generative and not instance.documents
 
 
 def _data_files(recipe: dict[str, Any], split: str, *, block: str = "data") -> list[str]:

@@ -209,19 +209,19 @@ def count_source_epochs(batches: TrainingDataLoader, mixture: Mixture | None, st
     Raises:
         UserError: a source with `when_over: refuse` ends before the run does.
     """
-    drawn = batches.drawn(steps)
+    total = batches.drawn(steps)
     if mixture is None:
-        return [{"name": None, "share": 1.0, "examples": len(batches), "drawn": drawn, "epochs": drawn / len(batches)}]
+        return [{"name": None, "share": 1.0, "examples": len(batches), "drawn": total, "epochs": total / len(batches)}]
     records = mixture_record(mixture)
-    for i, (record, count) in enumerate(zip(records, batches.samples.counts(drawn), strict=True)):
-        name, size, drawn = record["name"], record["examples"], int(count)
+    for i, (record, count) in enumerate(zip(records, batches.samples.counts(total).tolist(), strict=True)):
+        name, size = record["name"], record["examples"]
         if name in mixture.strict and batches.repeats_source(steps, i):
             raise UserError(
                 f"data.train.sources.{name}: its {size:,} samples are over before the {steps:,} steps are, which take "
-                f"{drawn:,}; give more rows, a smaller weight or fewer steps, or set when_over: repeat"
+                f"{count:,}; give more rows, a smaller weight or fewer steps, or set when_over: repeat"
             )
         del record["weight"]
-        record |= {"drawn": drawn, "epochs": drawn / size}
+        record |= {"drawn": count, "epochs": count / size}
     return records
 
 

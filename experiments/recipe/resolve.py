@@ -79,7 +79,7 @@ def _with_origins(tree: Tree, origins: Origins, path: str = "") -> Tree:
     if isinstance(tree, Branch):
         children = {key: _with_origins(c, origins, f"{path}.{key}".lstrip(".")) for key, c in tree.children.items()}
         return dataclasses.replace(tree, children=children)
-    return dataclasses.replace(tree, where=origins.get(path, _DEFAULT))
+    return dataclasses.replace(tree, location=origins.get(path, _DEFAULT))
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -125,7 +125,7 @@ def _read_recipe(path: Path, parents: tuple[Path, ...] = ()) -> Tree:
         try:
             base_path = _find_recipe_file(base.value, path)
         except UserError as error:
-            raise UserError(f"{base.where}: {error}") from None
+            raise UserError(f"{base.location}: {error}") from None
         tree = apply_overrides(_read_recipe(base_path, (*parents, path)), (tree,))
     return tree
 
@@ -169,10 +169,10 @@ def _set_embedder_method(tree: Tree) -> Tree:
     block = tree.children.get("select") if isinstance(tree, Branch) else None
     if not isinstance(block, Branch) or "embedder" not in block.children:
         return tree
-    method = block.children.get("method", Branch({}, block.where))
+    method = block.children.get("method", Branch({}, block.location))
     if not isinstance(method, Branch) or "kind" in method.children:
         return tree
-    return merge(tree, from_override("select.method.kind", "gotd", block.children["embedder"].where))
+    return merge(tree, from_override("select.method.kind", "gotd", block.children["embedder"].location))
 
 
 def _replace_sample_splits(tree: Tree) -> Tree:
@@ -190,12 +190,12 @@ def _replace_sample_splits(tree: Tree) -> Tree:
     elif (
         not samples
         or rows is None
-        or _leaf_texts(rows) in (_shipped_train_files(_origin_layer(files.where)) for files in samples.values())
+        or _leaf_texts(rows) in (_shipped_train_files(_origin_layer(files.location)) for files in samples.values())
     ):
         return tree
     if rows is None or not (_leaf_texts(rows) or isinstance(rows, Branch)) or _is_shipped(rows):
         return tree
-    reason = f"{rows.where} {_OWN_ROWS}"
+    reason = f"{rows.location} {_OWN_ROWS}"
     changes: dict[str, Any] = {f"data.{split}.files": () for split in samples}
     if _get_subtree(tree, "data", "holdout") is None and all(
         evaluated[split] is samples.get(split) for split in evaluated
@@ -232,14 +232,14 @@ def _get_subtree(tree: Tree, *path: str) -> Tree | None:
     """Return the subtree at a path; None if it is missing, null or a default."""
     for key in path:
         child = tree.children.get(key) if isinstance(tree, Branch) else None
-        if child is None or child.where == _DEFAULT or (isinstance(child, Leaf) and child.value is None):
+        if child is None or child.location == _DEFAULT or (isinstance(child, Leaf) and child.value is None):
             return None
         tree = child
     return tree
 
 
 def _is_shipped(tree: Tree) -> bool:
-    return tree.where.startswith(str(_SHIPPED))
+    return tree.location.startswith(str(_SHIPPED))
 
 
 def _leaf_texts(tree: Tree) -> list[str]:

@@ -236,8 +236,8 @@ class Comparison:
                     )
         if self.methods and self.baseline not in self.methods:
             raise ValueError(f"baseline is {self.baseline!r}, which is none of the methods {', '.join(self.methods)}")
-        for control, of in self.controls.items():
-            for name in (control, of):
+        for control, method_name in self.controls.items():
+            for name in (control, method_name):
                 if self.methods and name not in self.methods:
                     raise ValueError(f"controls names {name!r}, which is none of the methods")
         if not self.tuning_seeds or len(set(self.tuning_seeds)) < len(self.tuning_seeds):
@@ -387,9 +387,9 @@ def dotted_keys() -> tuple[str, ...]:
 
 def _iter_dotted_keys(cls: type, path: str) -> typing.Iterator[str]:
     hints = typing.get_type_hints(cls)
-    for one in dataclasses.fields(cls):
-        key = f"{path}.{setting_key(one.name)}" if path else one.name
-        hint = hints[one.name]
+    for entry in dataclasses.fields(cls):
+        key = f"{path}.{setting_key(entry.name)}" if path else entry.name
+        hint = hints[entry.name]
         options = typing.get_args(hint) or (hint,)
         components = [option for option in options if dataclasses.is_dataclass(option)]
         for component in components:

@@ -156,22 +156,28 @@ def _item_count(table: SweepTable, test: str) -> int | None:
 
 
 def compare_settings(
-    table: SweepTable, axis: str, ours: Mapping[str, Any], base: Mapping[str, Any], *, test: str, epsilon: float = 0.1
+    table: SweepTable,
+    axis: str,
+    setting: Mapping[str, Any],
+    base: Mapping[str, Any],
+    *,
+    test: str,
+    epsilon: float = 0.1,
 ) -> tuple[Curve, CurveComparison]:
-    """Compare the setting `ours` with `base` along `axis`: (curve of `ours`, comparison).
+    """Compare a setting with `base` along `axis`: (curve of the setting, comparison).
 
     Uses the seeds and values that both have, thinned as for a verdict. Raises UserError for an axis without order,
     fewer than three seeds, or fewer than three values.
     """
     if not table.numeric(axis):
         raise UserError(f"{axis} has no order; curves along it cannot be compared")
-    matrix, base_matrix = (table.matrix(test, axis, setting) for setting in (ours, base))
+    matrix, base_matrix = table.matrix(test, axis, setting), table.matrix(test, axis, base)
     seeds = [s for s in matrix.seeds if s in base_matrix.seeds]
     values = [v for v in matrix.values if v in base_matrix.values and not (axis == "step" and v == 0)]
     if len(values) < FEWEST_POINTS:
         raise UserError(f"{len(values)} values of {axis} are in both curves; a comparison needs {FEWEST_POINTS}")
     values = _thin_values(values)
-    curves = [_curve_at(table, axis, setting, seeds, values, test, epsilon) for setting in (ours, base)]
+    curves = [_curve_at(table, axis, each, seeds, values, test, epsilon) for each in (setting, base)]
     return curves[0], compare_curves(*curves)
 
 
@@ -243,11 +249,11 @@ def sample_settings(table: SweepTable, settings: Sequence[dict[str, Any]], maxim
     return [settings[i] for i in sample_evenly(sampled, maximum)]
 
 
-def undrawn_note(drawn: Sequence[Any], every: Sequence[Any]) -> str:
+def undrawn_note(selected: Sequence[Any], settings: Sequence[Any]) -> str:
     """Return a note for the lead if some settings are not drawn, else an empty text."""
-    if len(drawn) == len(every):
+    if len(selected) == len(settings):
         return ""
-    return f" {len(drawn)} of {len(every):,} settings are drawn, evenly chosen."
+    return f" {len(selected)} of {len(settings):,} settings are drawn, evenly chosen."
 
 
 @dataclass(frozen=True)

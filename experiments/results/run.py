@@ -345,10 +345,10 @@ def _read_selection(folder: Path) -> SelectionResults:
         plane = read_parquet(folder / "map.parquet", fix="make the run again", columns=columns)
         points = {name: plane.column(name).to_pylist() for name in columns}
         points["explained"] = json.loads((plane.schema.metadata or {}).get(b"flatshift.explained", b"null"))
-    about = read_object(folder / "manifest.json").get("selection")
+    record = read_object(folder / "manifest.json").get("selection")
     top = _first_records(folder / "selected.jsonl", _MAX_RECORDS)
     targets = {str(line.get("id")): str(line.get("text")) for line in _first_records(folder / "targets.jsonl", 1 << 30)}
-    return SelectionResults(folder, about if isinstance(about, dict) else {}, table, top, judged, points, targets)
+    return SelectionResults(folder, record if isinstance(record, dict) else {}, table, top, judged, points, targets)
 
 
 def _first_records(path: Path, count: int) -> list[dict[str, Any]]:
@@ -479,10 +479,10 @@ def list_directories(folder: Path) -> list[DirectoryEntry]:
 
 
 def _iter_runs(folder: Path, depth: int) -> Iterator[Path]:
-    shown = is_run(folder)
-    if shown:
+    is_result = is_run(folder)
+    if is_result:
         yield folder
-    if depth and (not shown or (folder / "study.json").is_file()):
+    if depth and (not is_result or (folder / "study.json").is_file()):
         skipped = _INNER_FOLDERS | {"adapter", "state", "plots", "initial"}
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink() and path.name[0] != "." and path.name not in skipped:

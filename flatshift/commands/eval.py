@@ -274,7 +274,7 @@ def _run_harness(flags: Flags, overrides: list[Any]) -> int:
     for tree in overrides:
         # Only train.device may be overridden.
         if set(getattr(tree.children.get("train"), "children", tree.children)) != {"device"}:
-            raise UserError(f"{tree.where} does not go with --harness, which runs in one process; leave it out")
+            raise UserError(f"{tree.location} does not go with --harness, which runs in one process; leave it out")
     from flatshift.experiments.workflows.lm_eval import format_record, run_harness
 
     options = _settings_with_prefix(flags, "harness_")
