@@ -123,7 +123,7 @@ def parse_flags(flags: type[FlagsT], name: str, argv: Sequence[str]) -> FlagsT:
     """
     errors = io.StringIO()
     hints = get_type_hints(flags)
-    kinds = {field.name: set(_hint_parts(hints[field.name])) for field in dataclasses.fields(flags)}
+    kinds = {name: set(_hint_parts(hint)) for name, hint in hints.items()}
     try:
         with contextlib.redirect_stderr(errors), _wide_terminal(argv):
             parsed: FlagsT = tyro.cli(flags, prog=f"flatshift {name}", args=_expand_exponents(argv, kinds))

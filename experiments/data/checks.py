@@ -245,8 +245,8 @@ class RowChecks:
         near = _FindingCount()
         for row, original, similarity in () if self._near is None else self._near.pairs(split):
             if not copied[row]:
-                places = (split, numbers[row]), ("train", train_numbers[original])
-                near.add(*places, description=f"similarity about {similarity:.2f}")
+                description = f"similarity about {similarity:.2f}"
+                near.add((split, numbers[row]), ("train", train_numbers[original]), description=description)
         return copies, near
 
     def _conflicts(self) -> tuple[_FindingCount, int]:

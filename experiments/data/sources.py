@@ -174,13 +174,11 @@ def assign_rows(
             raise UserError(f"{source.setting}: data.holdout leaves none of its {count} rows; give more rows")
         train.append(_apply_limit(rows, source.limit, derive_seed(seed, "limit", "train", *names), source.setting))
         start += count
-    own: dict[Split, np.ndarray] = {}
-    for split in SPLITS[1:]:
-        rows = np.arange(sum(counts[split])) if sources[split] else apart.get(split)
-        if rows is not None:
-            limit_seed = derive_seed(seed, "limit", split)
-            limited = _apply_limit(rows, getattr(data, split).limit, limit_seed, f"data.{split}")
-            (own if sources[split] else apart)[split] = limited
+    own = {split: np.arange(sum(counts[split])) for split in SPLITS[1:] if sources[split]}
+    for split_rows in (own, apart):
+        for split in split_rows:
+            limit, limit_seed = getattr(data, split).limit, derive_seed(seed, "limit", split)
+            split_rows[split] = _apply_limit(split_rows[split], limit, limit_seed, f"data.{split}")
     return RowAssignment(train, pool, apart, own)
 
 

@@ -311,11 +311,12 @@ def _prepare(recipe: Recipe, folder: Path | None) -> tuple[PreparedData, dict[st
             splits["train"], rate=noise, fixed=set(tokenizer.all_special_ids), seed=_noise_seed(recipe), pool=pool
         )
         splits["train"] = ColumnarExamples.of(examples)
-        for split in SPLITS if folder is not None else ():
-            (folder / split).mkdir()
-            writer = ExampleWriter(paths, folder / split)
-            writer.add(splits[split])
-            writer.close()
+        if folder is not None:
+            for split in SPLITS:
+                (folder / split).mkdir()
+                writer = ExampleWriter(paths, folder / split)
+                writer.add(splits[split])
+                writer.close()
     if encoded.dropped and flipped:  # rows that `train.overlong` dropped are not training rows
         train_ids = {example.id for example in splits["train"]}
         flipped = [name for name in flipped if name in train_ids]
@@ -344,11 +345,16 @@ def _build_prepared(
     findings = locate_findings(record["checks"], splits)
     refuse_findings(findings, recipe.data.checks)
     names, units = record["label_names"], record["units"]
-    unchanged = ("truncated", "skipped", "flipped", "true_labels", "dropped")
     return PreparedData(
-        **splits,
-        **{name: record[name] for name in unchanged},
+        splits["train"],
+        splits["dev"],
+        splits["test"],
         label_names=None if names is None else tuple(names),
+        truncated=record["truncated"],
+        skipped=record["skipped"],
+        flipped=record["flipped"],
+        true_labels=record["true_labels"],
+        dropped=record["dropped"],
         mixture=build_mixture(recipe.data, record["sizes"]),
         notes=(*record["notes"], *iter_position_warnings(recipe, splits.values())),
         units=None if units is None else Units(**units),

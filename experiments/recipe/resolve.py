@@ -310,7 +310,9 @@ def apply_overrides(tree: Tree, overrides: Sequence[Tree]) -> Tree:
         settings = _train_settings(tree)
         train = {name: child for name, child in settings.items() if name in lengths or name not in _LENGTHS}
         if len(train) < len(settings):
-            block = dataclasses.replace(tree.children["train"], children=train)  # type: ignore[call-arg]
+            block = tree.children["train"]
+            assert isinstance(block, Branch)
+            block = dataclasses.replace(block, children=train)
             tree = dataclasses.replace(tree, children={**tree.children, "train": block})
     for override in overrides:
         tree = merge(tree, override)
@@ -439,7 +441,7 @@ def get_dotted(recipe: Recipe, key: str) -> Any:
     """Return the value at a dotted key. Raises UserError with the nearest name if a part does not exist."""
     value: Any = recipe
     for name in key.replace("-", "_").split("."):
-        known = field_names(type(value)) if dataclasses.is_dataclass(value) else {}
+        known = field_names(value.__class__) if dataclasses.is_dataclass(value) else {}
         if name not in known:
             raise UserError(f"unknown key {shorten(key)!r}{suggest_nearest(name, known)}")
         value = getattr(value, known[name])

@@ -93,14 +93,14 @@ def build_curve(
             reason = f"{matrix.lost.any(axis=1).sum()} of {len(matrix.seeds)} seeds {table.lost(setting)}: "
         raise UserError(f"{reason}{measured.sum()} values of {axis} have figures; the peak test needs {FEWEST_POINTS}")
     values = _thin_values([matrix.values[j] for j in keep])
-    whole = matrix.present[:, [matrix.values.index(value) for value in values]].all(axis=1)
-    if not whole.any():
+    whole = np.flatnonzero(matrix.present[:, [matrix.values.index(value) for value in values]].all(axis=1))
+    if not len(whole):
         raise UserError(
             f"no seed has a cell at every value; the peak test needs {FEWEST_SEEDS}"
             if planned is None
             else "no seed has a cell at every value yet; continue with the same command"
         )
-    seeds = [seed for seed, complete in zip(matrix.seeds, whole, strict=True) if complete]
+    seeds = [matrix.seeds[i] for i in whole]
     return replace(_curve_at(table, axis, setting, seeds, values, test, epsilon), planned=planned)
 
 

@@ -331,8 +331,8 @@ def _check_eval(path: Path, tree: dict[str, Any]) -> dict[str, dict[str, dict[st
 def _read_selection(folder: Path) -> SelectionResults:
     table = points = None
     if (folder / "scores.parquet").is_file():
-        columns = ("id", "score", "rank", "selected")
-        table = read_parquet(folder / "scores.parquet", fix="make the run again", columns=columns)
+        required = ("id", "score", "rank", "selected")
+        table = read_parquet(folder / "scores.parquet", fix="make the run again", columns=required)
     judged = {}
     tags = folder / "judged_domains.tsv"
     if tags.is_file():
