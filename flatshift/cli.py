@@ -63,8 +63,7 @@ def _check_encoding(argv: Sequence[str]) -> None:
 
 
 def _check_local_output(argv: Sequence[str]) -> None:
-    """Raise UserError for a results directory in an object store: results are locked, appended to and renamed, which
-    needs a file system."""
+    """Raise UserError for a results directory in an object store: results need locks, appends and renames."""
     from flatshift.finetune.errors import UserError
 
     for flag, name in itertools.pairwise((*argv, "")):

@@ -1,5 +1,4 @@
-"""Checks of the rows before step 1 (`data.checks`): compared with one another, and with the parts of them that are
-read.
+"""Checks of the rows before step 1 (`data.checks`): compared with one another, and with the columns that are read.
 
 Each row is seen once, as it is encoded; two hashes and two numbers of it are kept in memory, 28 bytes. Near copies are
 found by MinHash signatures, about 700 bytes a row, stored on disk.

@@ -275,8 +275,7 @@ def _row_count_error(split: Split, counted: int, now: str) -> UserError:
 
 
 def open_token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
-    """Return the cache for this recipe's rows and their key; a note on the reason if there can be none; None if none is
-    wanted."""
+    """Return the cache for this recipe's rows and their key; the reason if there can be none; None if it is off."""
     setting = recipe.data.cache
     if setting is None:
         return None
@@ -352,8 +351,7 @@ def _code_digest() -> str:
 
 
 def _code_files() -> list[Path]:
-    """Return the source files that encoded rows depend on. Their other imports do not affect rows, or are in the key
-    itself."""
+    """Return the source files that encoded rows depend on; their other imports are in the key or affect no row."""
     import flatshift.finetune.data
     import flatshift.finetune.models.backbone
     import flatshift.finetune.seeds

@@ -74,8 +74,7 @@ def _content_text(row: Row, columns: Columns) -> bytes:
 def split_holdout(
     keys: RowKeys, share: float, splits: Sequence[Split] = SPLITS[1:]
 ) -> tuple[np.ndarray, dict[Split, np.ndarray]]:
-    """Return the indices of the rows that stay, and those of each of `splits`: about `share` of the rows, at least one
-    text.
+    """Return the indices of the rows that stay, and those of each of `splits`: about `share` of all, at least one text.
 
     The draw is the same for every run. The rows held out for fewer splits or a smaller share are a subset of those held
     out for more. Raises UserError if no text would be left to train on.
@@ -132,8 +131,7 @@ def cut_documents(rows: Sequence[Row], share: float, splits: Sequence[Split]) ->
 
 
 def _break_near(text: str, position: int, size: float) -> tuple[int, int]:
-    """Return end and beginning of two pieces around a place, at the largest break no further than half of `size` from
-    it."""
+    """Return end and beginning of two pieces around a position, at the largest break within half of `size`."""
     low = max(0, round(position - size / 2))
     for kind in _BREAKS:
         near = [match.span() for match in kind.finditer(text, low, round(position + size / 2))]
@@ -143,8 +141,7 @@ def _break_near(text: str, position: int, size: float) -> tuple[int, int]:
 
 
 def _position_in_class(classes: np.ndarray, turn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the position of each group among the rows of its class, from 0 to 1: the groups below a bound are that
-    share of every class."""
+    """Return the position of each group among the rows of its class, from 0 to 1."""
     order = np.lexsort((turn, classes))
     ends = np.cumsum(sizes[order])
     totals = np.bincount(classes, weights=sizes)

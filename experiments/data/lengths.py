@@ -71,8 +71,7 @@ def iter_position_warnings(recipe: Recipe, splits: Iterable[Sequence[Example]]) 
 
 
 def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
-    """Refuse a rank or batch that exceeds the memory of this machine, and an optimizer step that repeats its rows too
-    often.
+    """Refuse a rank or batch that exceeds this machine's memory, and an optimizer step that repeats rows too often.
 
     Anything that might fit is left to the plan and to the run itself: estimates are rough. Raises UserError.
     """
@@ -123,8 +122,7 @@ def format_evaluation_plan(
     share: int = 1,
     seconds: float | None = None,
 ) -> str | None:
-    """Return the memory and time of the evaluation as a sentence; None without rows, or if the backbone's sizes are
-    unknown.
+    """Return the memory and time of the evaluation as a sentence; None without rows or known backbone sizes.
 
     share: ranks that have different rows. seconds: predicted time of an optimizer step, if known.
     """

@@ -1,5 +1,4 @@
-"""Training rows of a run: the sources that its recipe names, held-out rows, limits, and the conversion of
-`train.epochs` to optimizer steps."""
+"""Training rows of a run: the sources of its recipe, held-out rows, limits, and `train.epochs` as optimizer steps."""
 
 from __future__ import annotations
 
@@ -224,8 +223,7 @@ def count_source_epochs(batches: TrainingDataLoader, mixture: Mixture | None, st
 
 
 def format_source_epochs(sources: Sequence[dict[str, Any]], steps: int, *, approximate: bool) -> list[str]:
-    """Format the result of `count_source_epochs`; `approximate` if examples are packed, so that the number in a step is
-    an estimate."""
+    """Format the result of `count_source_epochs`; `approximate` for packed examples, whose number is an estimate."""
     word = "about " if approximate else ""
     if sources[0]["name"] is None:
         epochs = f"{sources[0]['epochs']:.2f}".removesuffix(".00")
@@ -314,8 +312,7 @@ def check_strict_sources(recipe: Recipe, train: Sequence[Example], mixture: Mixt
 def build_preview_loader(
     recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int
 ) -> TrainingDataLoader:
-    """Return a data loader of the stage for counting, before there is a model: the rows of each step, padded with
-    zeros.
+    """Return a data loader of the stage for counting, before there is a model; rows are padded with zeros.
 
     seed: of the stage. Raises UserError as `TrainingDataLoader` does.
     """
@@ -339,8 +336,7 @@ def format_padding(batches: TrainingDataLoader, train: Train) -> str:
 
 
 def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) -> Resolved:
-    """Return `resolved` with `train.steps` in place of `train.epochs` and the number of rows in the origin; unchanged
-    if the recipe sets no epochs.
+    """Return `resolved` with `train.steps` in place of `train.epochs`, if set, and the number of rows in the origin.
 
     The number of optimizer steps is ⌈epochs · rows / (batch_size · accumulate)⌉: epochs follow each other without a
     gap, so each row is used at least ⌊epochs⌋ times. For packed rows this is approximate: those of the first epoch are

@@ -226,8 +226,7 @@ def build_check_record(prepared: PreparedData) -> dict[str, Any]:
 
 
 def format_data_checks(prepared: PreparedData, *, whole: bool = False) -> list[str]:
-    """Format the classes and the findings of `data.checks`, one per line; `whole`: every class and every known
-    example."""
+    """Format the classes and findings of `data.checks`, one per line; `whole`: every class and known example."""
     counts = _class_counts(prepared)
     lines = [] if counts is None else [format_class_counts(counts, whole=whole)]
     for finding in prepared.checks:
@@ -242,8 +241,7 @@ def _class_counts(prepared: PreparedData) -> dict[str, int] | None:
 
 
 def build_label_record(prepared: PreparedData) -> dict[str, Any]:
-    """Return the classes in head order and the units of targets, which are derived from training rows, for the
-    manifest."""
+    """Return the classes in head order and the units of targets, both of the training rows, for the manifest."""
     units = None if prepared.units is None else dataclasses.asdict(prepared.units)
     return {"label_names": prepared.label_names, "units": units}
 
@@ -376,8 +374,7 @@ def _noise_seed(recipe: Recipe) -> int:
 
 
 def _add_label_noise(recipe: Recipe, rows: SplitRows) -> tuple[list[Row], list[str]]:
-    """Return the training rows with `data.label_noise`, if it is applied before encoding, and the ids of the changed
-    rows."""
+    """Return the training rows with `data.label_noise`, if applied before encoding, and the ids of changed rows."""
     rate, task, seed = recipe.data.label_noise, recipe.task, _noise_seed(recipe)
     if not rate or task.noise != "rows":
         return rows.train, []
@@ -387,8 +384,7 @@ def _add_label_noise(recipe: Recipe, rows: SplitRows) -> tuple[list[Row], list[s
 
 
 def noise_record(recipe: Recipe, prepared: PreparedData) -> dict[str, Any]:
-    """Return the content of `label_noise.json`: the rate, the ids of the training rows with a wrong label, and their
-    original classes, if any."""
+    """Return the content of `label_noise.json`: rate, ids of training rows with a wrong label, original classes."""
     names = prepared.label_names
     true = {name: names[index] for name, index in prepared.true_labels.items()} if names is not None else {}
     return {"rate": recipe.data.label_noise, "rows": len(prepared.train), "ids": prepared.flipped, "true": true}

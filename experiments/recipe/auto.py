@@ -108,8 +108,7 @@ def _choose_run_precision(recipe: Recipe) -> dict[str, str | None]:
 
 
 def _read_decided_precisions(file: Path | None, recipe_type: type[Recipe]) -> tuple[Train | None, Mapping[str, str]]:
-    """Return the `train` block of a directory's recipe and the origins of both precisions; None without a recipe, or if
-    other code wrote it."""
+    """Return the `train` block of a recipe file and the origins of both precisions; None if it cannot be read."""
     try:
         if file is None or not file.is_file():
             return None, {}
@@ -175,8 +174,7 @@ def _choose_backbone_precision(recipe: Recipe) -> tuple[str, str]:
 
 
 def _resolve_template(resolved: Resolved, log: Callable[[str], None]) -> Resolved:
-    """Replace `task.template: auto` by the shipped template for base models where the tokenizer has none; record the
-    origin and report the template in use."""
+    """Replace `task.template: auto` by the shipped template where the tokenizer has none; report the one in use."""
     recipe, name = resolved.recipe, resolved.recipe.task.template
     if not recipe.task.uses_chat_template:
         return resolved

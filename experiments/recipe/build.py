@@ -69,8 +69,7 @@ def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | 
 
 @functools.cache
 def _type_hints(cls: type) -> dict[str, Any]:
-    """Return a class's type hints, cached: they cost more than the rest of this module, and a sweep builds thousands of
-    recipes."""
+    """Return a class's type hints; cached, as they cost more than the rest of this module."""
     return typing.get_type_hints(cls)
 
 
@@ -214,8 +213,7 @@ def _to_python(tree: Tree) -> Any:
 
 
 def _unescape(text: str) -> str:
-    """Replace `\\n`, `\\t` and `\\\\`, which a shell passes on as two characters each, by the characters they stand
-    for."""
+    """Replace `\\n`, `\\t` and `\\\\`, which a shell passes on as two characters each, by their characters."""
     return re.sub(r"\\([nt\\])", lambda match: {"n": "\n", "t": "\t"}.get(match[1], "\\"), text)
 
 

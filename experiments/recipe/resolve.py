@@ -62,8 +62,7 @@ class Resolved:
     origins: Origins
 
     def to_yaml(self) -> str:
-        """Return the whole tree as YAML, defaults included, with one origin comment per value; it loads again to the
-        same recipe."""
+        """Return the whole tree as YAML that loads to the same recipe, with one origin comment per value."""
         return "\n".join(_dump_yaml(self.recipe, self.origins)) + "\n"
 
     def tree(self) -> Tree:
@@ -143,8 +142,7 @@ def load_recipe(
 
 
 def recipe_tree(reference: str) -> Branch:
-    """Return the tree of a recipe file or shipped recipe, merged over what it extends and not yet validated; for
-    applying many overrides to one recipe."""
+    """Return the tree of a recipe file or shipped recipe, merged over what it extends and not yet validated."""
     tree = _read_recipe(_find_recipe_file(reference))
     assert isinstance(tree, Branch)
     return tree
@@ -209,8 +207,7 @@ def _replace_sample_splits(tree: Tree) -> Tree:
 
 
 def _drop_shipped_split(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins]:
-    """Drop a shipped recipe's `train.overlong: split` where the task cannot be split into pieces or `train.truncation`
-    is set."""
+    """Drop a shipped recipe's `train.overlong: split` if the task has no pieces or `train.truncation` is set."""
     train = recipe.train
     if train.overlong != "split" or not origins.get("train.overlong", "").startswith(str(_SHIPPED)):
         return recipe, origins

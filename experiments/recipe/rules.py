@@ -254,8 +254,7 @@ def _check_table(rules: tuple[RecipeRule, ...], recipe: Recipe) -> None:
 
 
 def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
-    """Refuse a warm-up that the backbone cannot be trained with, and a fine-tune that would be refused only after
-    it."""
+    """Refuse a warm-up that the backbone cannot be trained with, and a fine-tune that would fail after it."""
     from flatshift.finetune.models.backbone import check_task, open_backbone
 
     recipe.task.refuse("warmup")

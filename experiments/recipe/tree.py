@@ -45,8 +45,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Branch:
-    """A mapping; `keys` has the place of each key, `text` the text typed on the command line, for a value from a
-    flag."""
+    """A mapping; `keys` has the location of each key, `text` the text typed on the command line."""
 
     children: dict[str, Tree]
     location: str

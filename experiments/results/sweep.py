@@ -51,8 +51,7 @@ class FailedCell:
 
 @dataclass(frozen=True)
 class CoupledAxis:
-    """Axis of a paired design that moves with the axis `leader`, so that no curve runs along it; values: its value at
-    each value of the leader."""
+    """Axis of a paired design that moves with `leader`; values: its value at each value of the leader."""
 
     axis: str
     leader: str

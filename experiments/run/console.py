@@ -127,8 +127,7 @@ class Console:
 
     @contextmanager
     def task(self, label: str, total: int | None, unit: str = "", *, brief: bool = False) -> Iterator[ProgressBar]:
-        """Show a progress bar (terminal), or print a line every four seconds and at the end (elsewhere). total: None if
-        unknown.
+        """Show a progress bar (terminal), or print a line every four seconds and at the end (elsewhere).
 
         brief: leave nothing on a terminal, and elsewhere print nothing for a task of less than four seconds.
         """
@@ -207,8 +206,7 @@ class Console:
 
 @contextmanager
 def catch_stop_signals(announce: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Yield `stop()`, which returns True once a signal came; always False outside the main thread, which gets no
-    signals."""
+    """Yield `stop()`, which returns True once a signal came; False outside the main thread, which gets none."""
     requested = False
 
     def on_signal(number: int, _frame: object) -> None:

@@ -27,8 +27,7 @@ _STATE, _DATA = "state", "kept"
 
 @dataclass(frozen=True)
 class ResumableWork:
-    """Directories of work in progress: `directory` for results, `state` for data that survives a kill. `continued` is
-    True if an earlier try left some."""
+    """Work in progress: `directory` for results, `state` for data that survives a kill; `continued`: it has some."""
 
     directory: Path
     state: Path
@@ -78,8 +77,7 @@ def open_resumable(out: Path, recipe_yaml: str, *, command: str = "the same comm
 
 
 def _is_bare_state(out: Path, state: Path) -> bool:
-    """Return True if `out` is as a kill in the first moment leaves it: with a state that does not name its recipe
-    yet."""
+    """Return True if `out` holds only a state that names no recipe yet, as after a kill in the first moment."""
     return state.is_dir() and has_only_leftovers(out, but=(_STATE,)) and has_only_leftovers(state)
 
 

@@ -122,8 +122,7 @@ class Flags:
 
     @staticmethod
     def _is_run(name: str) -> bool:
-        """Return True for a run directory, or for a directory that is no backbone, so that the run reader reports what
-        is wrong."""
+        """Return True for a run directory, and for one that is no backbone, whose reader reports what is wrong."""
         path = Path(name)
         return (path / "recipe.resolved.yaml").is_file() or (path.is_dir() and not (path / "config.json").is_file())
 
