@@ -32,6 +32,7 @@ from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.config import Files, Source, TrainFiles
 from flatshift.finetune.data.chat.template import AUTO, list_shipped_templates, read_template
 from flatshift.finetune.errors import UserError, is_remote, shorten, user_path
+from flatshift.finetune.launch.consistency import flatten_settings
 from flatshift.finetune.run_directory import resume_command
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
@@ -281,7 +282,7 @@ def _with_finished_selection(recipe: Recipe, origins: Origins) -> tuple[Recipe, 
     block = build_settings(type(recipe), parse_file(file)).select
     if block is None:
         raise UserError(f"{file} has no `select` block; name what `flatshift select --out` made")
-    requested, finished = (_flatten(dataclasses.asdict(select), "select") for select in (recipe.select, block))
+    requested, finished = (flatten_settings(dataclasses.asdict(select), "select") for select in (recipe.select, block))
     layer = _origin_layer(origin)
     for key, other in origins.items():
         if key in requested and _origin_layer(other) == layer and requested[key] != finished.get(key):
@@ -389,7 +390,7 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bo
         tree = merge(tree, override)
     origins: Origins = {}
     after = build_settings(Recipe, tree, origins=origins)
-    old, new = _flatten(dataclasses.asdict(before)), _flatten(dataclasses.asdict(after))
+    old, new = flatten_settings(dataclasses.asdict(before)), flatten_settings(dataclasses.asdict(after))
     free = (*_MAY_CHANGE_ON_RESUME, *(_ROW_SETTINGS if other_rows else ()))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key) and not key.startswith(free):
@@ -423,15 +424,6 @@ def read_origins(path: Path, recipe: Recipe) -> Origins:
 class _KeyOrigins(dict[str, str]):
     def get(self, key: str, default: Any = None) -> Any:
         return f"at {key}"
-
-
-def _flatten(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        out: dict[str, Any] = {}
-        for key, child in value.items():
-            out |= _flatten(child, f"{path}.{key}" if path else str(key))
-        return out
-    return {path: value}
 
 
 def get_dotted(recipe: Recipe, key: str) -> Any:

@@ -6,7 +6,7 @@ recipe, and the restrictions of cells of a sweep or study. docs/support-matrix.m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,19 +202,11 @@ SPLIT_RULES: tuple[RecipeRule, ...] = (
 """Restrictions of a selection over several processes."""
 
 
-def check_rules(recipe: Recipe) -> None:
-    """Raise UserError for the first rule of `RULES` that the recipe breaks."""
-    _check_table(RULES, recipe)
-
-
-def check_cell(recipe: Recipe) -> None:
-    """Raise UserError for a recipe that can be run, but not as a cell of a sweep or study."""
-    _check_table(CELL_RULES, recipe)
-
-
-def check_multiprocess_selection(recipe: Recipe) -> None:
-    """Raise UserError for a selection that cannot be divided among processes."""
-    _check_table(SPLIT_RULES, recipe)
+def check_rules(recipe: Recipe, rules: Iterable[RecipeRule] = RULES) -> None:
+    """Raise UserError for the first rule that the recipe breaks."""
+    for rule in rules:
+        if value := rule.broken(recipe):
+            raise UserError(rule.says.format(it=value))
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -245,12 +237,6 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.warmup is not None:
         _check_warm_up(recipe, recipe.warmup)
     recipe.task.template_record()
-
-
-def _check_table(rules: tuple[RecipeRule, ...], recipe: Recipe) -> None:
-    for rule in rules:
-        if value := rule.broken(recipe):
-            raise UserError(rule.says.format(it=value))
 
 
 def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:

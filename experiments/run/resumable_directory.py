@@ -14,12 +14,12 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from flatshift.finetune.atomic import atomic_directory, has_only_leftovers, make_directory, write_text
 from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.launch.consistency import flatten_settings
 from flatshift.finetune.run_directory import RECIPE, check_empty, check_replaceable
 
 _STATE, _DATA = "state", "kept"
@@ -90,9 +90,8 @@ def _check_same_recipe(out: Path, recipe_yaml: str) -> None:
         check_empty(out)
     if not _holds_files(out / _STATE / _DATA):  # another command may take over: nothing is lost
         return
-    before, now = (
-        _flatten(yaml.safe_load(text)) for text in ((out / _STATE / RECIPE).read_text(encoding="utf-8"), recipe_yaml)
-    )
+    texts = (out / _STATE / RECIPE).read_text(encoding="utf-8"), recipe_yaml
+    before, now = (flatten_settings(yaml.safe_load(text)) for text in texts)
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     if changed:
         key = changed[0]
@@ -101,13 +100,3 @@ def _check_same_recipe(out: Path, recipe_yaml: str) -> None:
             f"--out: {out} holds the unfinished work of another command ({key} {values[0]}, not {values[1]}); run that "
             "one again, name another directory, or delete it"
         )
-
-
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {
-        key: value
-        for name, child in tree.items()
-        for key, value in _flatten(child, f"{prefix}.{name}".lstrip(".")).items()
-    }

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.recipe import Resolved, recipe_key
-from flatshift.experiments.recipe.rules import check_cell
+from flatshift.experiments.recipe.rules import CELL_RULES, check_rules
 from flatshift.experiments.recipe.schema import TRAINING_ROWS, Recipe
 from flatshift.experiments.results.cells import RESULT, Status, flatshift_version, result_files, source_digest
 from flatshift.experiments.run.console import Console
@@ -177,7 +177,7 @@ def train_cell(directory: Path, cell: Cell, recipe: Recipe) -> CellResult:
     from flatshift.experiments.workflows.run_parts import remove_weights
     from flatshift.experiments.workflows.train import execute_parts
 
-    check_cell(recipe)
+    check_rules(recipe, CELL_RULES)
     rows = prepare_data(recipe)
     check_target(recipe, rows.skipped)
     probe = cell.probe() if cell.probe is not None else None

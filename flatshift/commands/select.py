@@ -15,7 +15,7 @@ from flatshift import outcome
 from flatshift.api import draw_report
 from flatshift.command_line import parse_command, recipe_arguments
 from flatshift.experiments.recipe import Resolved, from_override, load_recipe, refuse_contradictions
-from flatshift.experiments.recipe.rules import check_multiprocess_selection
+from flatshift.experiments.recipe.rules import SPLIT_RULES, check_rules
 from flatshift.experiments.run.console import force_exit_on_signal, pause_heartbeat
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import failure, spawn
@@ -118,7 +118,7 @@ def run(argv: list[str]) -> int:
     if flags.processes is not None:
         if flags.processes < 1:
             raise UserError(f"--processes must be at least 1, got {flags.processes}")
-        check_multiprocess_selection(resolved.recipe)
+        check_rules(resolved.recipe, SPLIT_RULES)
         command = ["-m", "flatshift", "select", *argv]
         with pause_heartbeat():
             return spawn.spawn(command, ranks=flags.processes, threads=1, again=AGAIN)

@@ -121,7 +121,7 @@ class ComparisonPlan:
     def check(self) -> None:
         """Raise UserError for runs that cannot work here, as `flatshift train` does, so that they do not become failed
         cells."""
-        from flatshift.experiments.recipe.rules import check_cell, check_recipe
+        from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
         from flatshift.finetune.train.stage import check_metric
         from flatshift.regularizers import build
 
@@ -137,7 +137,7 @@ class ComparisonPlan:
             try:
                 if recipe.mesh.size > 1 or recipe.mesh.auto:
                     raise UserError("mesh: a study's cell trains on one device; leave every axis at 1 and auto off")
-                check_cell(recipe)
+                check_rules(recipe, CELL_RULES)
                 check_recipe(recipe)
                 check_metric(self.study.metric, recipe.task, "comparison.metric")
             except UserError as error:
