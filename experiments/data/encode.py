@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +35,6 @@ from flatshift.finetune.data.rows import Row
 from flatshift.finetune.data.token_cache import TokenCache, content_key
 from flatshift.finetune.errors import UserError, user_path
 from flatshift.finetune.tasks import Task
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 IN_MEMORY = 128 << 20
 """Bytes of input files up to which rows are held in memory."""
@@ -68,7 +65,6 @@ class EncodedSplits:
 
 def encode_rows(
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
     rows: Routed,
     *,
     task: Task,
@@ -95,10 +91,11 @@ def encode_rows(
     """
     from flatshift.finetune.models.backbone import open_backbone
 
+    backbone = open_backbone(recipe.backbone)
     settings: dict[str, Any] = {
         "label_names": labels,
         "bad_rows": recipe.data.bad_rows,
-        "decoder_start": open_backbone(recipe.backbone).decoder_start if task.encoder_decoder else None,
+        "decoder_start": backbone.decoder_start if task.encoder_decoder else None,
         "truncation": recipe.train.truncation,
         "units": units,
         "features": recipe.adapter.projector,
@@ -119,7 +116,7 @@ def encode_rows(
             settings["overlong"] = None if overlong == "drop" and split != "train" else overlong
             # an evaluation split may be so small that one long answer exceeds any allowed share
             split_task = task if split == "train" else task.without_limits()
-            encoders[split, source] = split_task.encoder(tokenizer, recipe.train.max_length, **settings)
+            encoders[split, source] = split_task.encoder(backbone.tokenizer, recipe.train.max_length, **settings)
             losses[split, source] = TruncationCounts(_describe_source(recipe, split, source, name))
         encoded = encoders[split, source].add(chunk)
         losses[split, source].add(encoded)

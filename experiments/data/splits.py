@@ -195,15 +195,12 @@ def prepare_eval_data(recipe: Recipe, files: Sequence[str], *, run: Path) -> Pre
     These come from its manifest (`build_label_record`), so the run's own data files are not needed.
     Raises UserError for missing files or columns, rows without a class of the run, and files without a usable row.
     """
-    from flatshift.finetune.models.backbone import open_backbone
-
     labels, units = read_label_record(recipe, run)
     source = SourceFiles("--data", None, tuple(files), recipe.data.columns, "data.columns")
     skipped: list[str] = []
     rows = source.rows(recipe.data, recipe.task, skipped)
     encoded = encode_rows(
         recipe,
-        open_backbone(recipe.backbone).tokenizer,
         (("test", 0, row) for row in rows),
         task=recipe.task,
         labels=labels,
@@ -293,7 +290,6 @@ def _prepare(recipe: Recipe, folder: Path | None) -> tuple[PreparedData, dict[st
     shuffle = bool(noise) and task.noise == "tokens"
     encoded = encode_rows(
         recipe,
-        tokenizer,
         routed,
         task=task,
         labels=labels,
@@ -409,12 +405,9 @@ def choose_recording(recipe: Recipe, prepared: PreparedData) -> Recording | None
 
 def prepare_warm_up_data(recipe: Recipe, files: Sequence[str], columns: Columns, task: Task) -> PreparedData:
     """Encode the rows of `files` as training examples of `task`, for a warm-up."""
-    from flatshift.finetune.models.backbone import open_backbone
-
     rows = require_rows(read_rows(files, columns=columns), files=files, what="warm-up")
     encoded = encode_rows(
         recipe,
-        open_backbone(recipe.backbone).tokenizer,
         (("train", 0, row) for row in rows),
         task=task,
         labels=None,

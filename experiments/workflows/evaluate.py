@@ -262,7 +262,6 @@ def _evaluate_subject(
         else:
             made = encode_rows(
                 recipe,
-                tokenizer,
                 (("test", 0, row) for row in rows),
                 task=task,
                 labels=names,

@@ -370,7 +370,7 @@ def test_losses_are_shares_of_all_rows_of_a_split_or_source(streamed, folder, mo
     recipe = recipe_of(folder, completion, **few)
     judged = (("test", 0, row) for row in read_rows([str(folder / "long.jsonl")]))
     how = {"task": recipe.task, "labels": None, "paths": [str(folder / "long.jsonl")], "name": "--data"}
-    judged = tokens.encode_rows(recipe, open_backbone("flatshift-5m").tokenizer, judged, **how)
+    judged = tokens.encode_rows(recipe, judged, **how)
     assert len(judged.splits["test"]) == 12 and judged.notes == [f"--data: {told}"]
     drop = {"train.max_length": 24, "train.overlong": "drop"}
     assert prepare_data(recipe_of(folder, plain, **drop)).dropped == 1
