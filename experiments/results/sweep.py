@@ -100,18 +100,16 @@ class SweepData(SweepTable):
     def failed(self) -> list[FailedCell]:
         """Cells that failed, in file order; a cell that has not run yet is not among them."""
         names = [n for n in ("cell", "status", "reason", "diverged") if n in self.table.column_names]
-        texts = self.table.select(names).to_pydict()
-        statuses = texts.get("status", [])
         return [
             FailedCell(
-                str(texts["cell"][i]) if "cell" in texts else "?",
+                str(row.get("cell", "?")),
                 {a: self._levels[a][self._codes[a][i]] for a in self.axes},
                 self._levels["seed"][self._codes["seed"][i]],
-                str((texts.get("reason") or [None] * len(self))[i] or "no reason was recorded"),
-                status == "diverged" or (texts.get("diverged") or [None] * len(self))[i] is True,
+                str(row.get("reason") or "no reason was recorded"),
+                row["status"] == "diverged" or row.get("diverged") is True,
             )
-            for i, status in enumerate(statuses)
-            if status in ("failed", "diverged")
+            for i, row in enumerate(self.table.select(names).to_pylist())
+            if row.get("status") in ("failed", "diverged")
         ]
 
     @property

@@ -94,20 +94,21 @@ def run(argv: list[str]) -> int:
         "select.bad_rows": (flags.bad_rows, "--bad-rows"),
         "train.seed": (flags.seed, "--seed"),
     }
-    embedder: dict[str, str | None] = {"kind": flags.embedder}
-    if flags.embedder is not None and flags.embedder not in ("tfidf", "tokens", "gradients", "backbone"):
+    # the kind comes first: a change of kind drops the settings of the other
+    if flags.embedder in (None, "tfidf", "tokens", "gradients", "backbone"):
+        settings["select.embedder.kind"] = (flags.embedder, "--embedder")
+    else:
         path = flags.embedder.removeprefix("static:")
-        embedder = {"kind": "encoder" if path == flags.embedder else "static", "path": path}
-    flag = "--embedder"
+        settings["select.embedder.kind"] = ("encoder" if path == flags.embedder else "static", "--embedder")
+        settings["select.embedder.path"] = (path, "--embedder")
     if flags.pool_features or flags.target_features or flags.negative_features:
         if not (flags.pool_features and flags.target_features):
             raise UserError("--pool-features and --target-features belong together: give both")
         if flags.embedder is not None:
             raise UserError("--embedder and --pool-features exclude each other: keep one of them")
-        embedder, flag = {"kind": "features"}, "--pool-features"
+        settings["select.embedder.kind"] = ("features", "--pool-features")
         for name in ("pool", "target", "negative"):
             settings[f"select.embedder.{name}"] = (getattr(flags, f"{name}_features"), f"--{name}-features")
-    settings |= {f"select.embedder.{key}": (value, flag) for key, value in embedder.items()}
     overrides += [from_override(key, value, flag) for key, (value, flag) in settings.items() if value is not None]
     refuse_contradictions(overrides)
     words = recipe_arguments(argv, Flags, without="select")
