@@ -16,8 +16,7 @@ from pathlib import Path
 from benchmarks._cell_table import read_cells, write_cells
 from benchmarks._harness import RESULTS, ROOT
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.experiments.recipe.key import recipe_key
-from flatshift.experiments.recipe.schema import SweepConfig
+from flatshift.experiments.recipe.schema import SweepConfig, recipe_key
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.results.cells import FORMAT, MARKER, RESULT
 from flatshift.experiments.results.sweep import STEP

@@ -29,7 +29,7 @@ from benchmarks._descent_cells import STUDIES, Study, block, overrides, pack, pl
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._study_results import write_between
 from flatshift.experiments.recipe import load_recipe
-from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.recipe.schema import SweepOptions
 from flatshift.experiments.report import build_report, formats
 from flatshift.experiments.report.chapters.sweep_verdicts import format_crossing
 from flatshift.experiments.results.analysis import AnalysedCurve, analyse_curve, compare_settings
@@ -94,7 +94,7 @@ def rows(bench: Benchmark, found: Found) -> None:
     """One row a judged curve, one for each beside its base, one for what could not be judged."""
     study = found.study
     for each in found.judged:
-        peak, what = each.verdict.peak, f"{study.title}, {formats.setting(each.where) or 'all'}: {each.verdict.kind}"
+        peak, what = each.verdict.peak, f"{study.title}, {formats.setting(each.setting) or 'all'}: {each.verdict.kind}"
         if peak is None:
             bench.row(what, unit="p of a peak", reason=each.evidence[0])["evidence"] = list(each.evidence)
             continue
@@ -151,7 +151,7 @@ def guide(found: Found) -> list[str]:
     for where, base, beside, curve in found.beside:
         lines.append(f"- {formats.setting(where)} − {formats.axis_value(base)}: {beside.sentence(curve)}")
     for each in found.judged:
-        lines.append(f"- {formats.setting(each.where) or 'all'}: {each.verdict.kind}. {' '.join(each.evidence)}")
+        lines.append(f"- {formats.setting(each.setting) or 'all'}: {each.verdict.kind}. {' '.join(each.evidence)}")
     lines += [f"- Not evaluated: {name}: {reason}." for name, reason in found.missing]
     return [*lines, ""]
 
@@ -160,7 +160,7 @@ def _crossed(found: Found) -> list[str]:
     """Verdicts, lowest and last figures, and differences of many settings, one numeric axis of theirs across."""
     study = found.study
     across = max(_numeric(found), key=lambda axis: (axis.endswith("lr"), len(found.data.values(axis))))
-    kinds = [(dict(each.where), f"{each.verdict.kind}; {_lowest_and_last(each)}") for each in found.judged]
+    kinds = [(dict(each.setting), f"{each.verdict.kind}; {_lowest_and_last(each)}") for each in found.judged]
     name = study.test.replace(".", " ")
     lines = [f"Verdict; lowest {name}, and the last:", "", *_table(found.data, kinds, across), ""]
     gaps = [(where, _shown(beside.mean)) for where, _, beside, _ in found.beside]
@@ -222,7 +222,7 @@ def _lowest_and_last(each: AnalysedCurve, between: str = ", ") -> str:
 def _line(each: AnalysedCurve) -> str:
     peak = each.verdict.peak
     cells = [
-        formats.setting(each.where) or "all",
+        formats.setting(each.setting) or "all",
         _lowest_and_last(each, " | "),
         "–" if peak is None else f"{peak.p_value:.2g}",
         "–" if peak is None else formats.number(peak.detectable.height, 2),

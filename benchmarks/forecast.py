@@ -27,7 +27,7 @@ from scipy.stats import spearmanr
 from benchmarks._harness import RESULTS, ROOT, Benchmark, machine
 from benchmarks._study_results import once, read
 from flatshift.experiments.recipe import load_recipe
-from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.recipe.schema import SweepOptions
 from flatshift.experiments.recipe.tree import from_override
 from flatshift.experiments.results.sweep import read_sweep
 from flatshift.experiments.run.console import Console

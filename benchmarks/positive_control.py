@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._head_updates import Updates, error_after, head
 from benchmarks._study_results import once, read, write_between
-from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.recipe.schema import SweepOptions
 from flatshift.experiments.recipe.tree import from_override
 from flatshift.experiments.results.analysis import AnalysedCurve, SweepAnalysis
 from flatshift.experiments.results.sweep import read_sweep

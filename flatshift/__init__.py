@@ -33,26 +33,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
+_API = ("Run", "Selection", "Sweep", "load_recipe", "train", "resume", "select", "embedder", "sweep", "compare")
 _PUBLIC = {
     "Recipe": "flatshift.experiments.recipe.schema",
     "UserError": "flatshift.finetune.errors",
     "SelectionError": "flatshift.selection.errors",
-    "Run": "flatshift.api",
-    "Selection": "flatshift.api",
-    "Sweep": "flatshift.api",
-    "load_recipe": "flatshift.api",
-    "train": "flatshift.api",
-    "resume": "flatshift.api",
-    "select": "flatshift.api",
-    "embedder": "flatshift.api",
-    "sweep": "flatshift.api",
-    "compare": "flatshift.api",
+    **dict.fromkeys(_API, "flatshift.api"),
     "evaluate_run": "flatshift.experiments.workflows.evaluate",
     "build_report": "flatshift.experiments.report",
-    "sinkhorn_potentials": "flatshift.selection",
-    "GotDSelector": "flatshift.selection",
-    "TfIdfEmbedder": "flatshift.selection",
-    "Pool": "flatshift.selection",
+    **dict.fromkeys(("sinkhorn_potentials", "GotDSelector", "TfIdfEmbedder", "Pool"), "flatshift.selection"),
     "GGPO": "flatshift.regularizers",
     "read_rows": "flatshift.finetune.data.rows",
 }

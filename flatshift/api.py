@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from flatshift.experiments.recipe import Resolved
     from flatshift.experiments.recipe.schema import Recipe
-    from flatshift.experiments.recipe.tree import Branch
     from flatshift.experiments.results.sweep import SweepData
     from flatshift.finetune.evaluate.bootstrap import BootstrapInterval
 
@@ -40,9 +40,6 @@ def draw_report(directory: Path, *parts: Path) -> Path:
     if not parts:
         write_plots(directory)
     return build_report(list(parts) or [directory], out=directory / "report.html")
-
-
-# ------------------------------------------------------------------------------------------------------------ recipes
 
 
 def load_recipe(reference: str | Path | None = None, overrides: Overrides | None = None) -> Resolved:
@@ -63,7 +60,6 @@ def load_recipe(reference: str | Path | None = None, overrides: Overrides | None
 
 
 def _resolve_recipe(recipe: Any, overrides: Overrides | None, function: str) -> Resolved:
-    """Resolve any accepted form of a recipe (name, file, Recipe or Resolved)."""
     from flatshift.experiments.recipe import Resolved, from_mapping
     from flatshift.experiments.recipe.resolve import resolve_tree
     from flatshift.experiments.recipe.schema import Recipe
@@ -71,10 +67,10 @@ def _resolve_recipe(recipe: Any, overrides: Overrides | None, function: str) -> 
     if isinstance(recipe, str | Path):
         return load_recipe(recipe, overrides)
     if isinstance(recipe, Recipe):
-        given: dict[str, Any] = dict(vars(recipe))
-        if recipe.train.epochs is not None:  # Recipe always fills in steps; with epochs they must not count as given
-            given["train"] = {k: v for k, v in vars(recipe.train).items() if k != "steps"}
-        recipe = resolve_tree(from_mapping(given, "Recipe"), (), name="recipe")
+        blocks: dict[str, Any] = dict(vars(recipe))
+        if recipe.train.epochs is not None:  # Recipe always fills in steps; with epochs they must not count as set
+            blocks["train"] = {k: v for k, v in vars(recipe.train).items() if k != "steps"}
+        recipe = resolve_tree(from_mapping(blocks, "Recipe"), (), name="recipe")
     if not isinstance(recipe, Resolved):
         raise _type_error(function, "recipe", "what load_recipe returns, a Recipe, a shipped name or a file", recipe)
     if not overrides:
@@ -82,8 +78,8 @@ def _resolve_recipe(recipe: Any, overrides: Overrides | None, function: str) -> 
     return resolve_tree(recipe.tree(), [from_mapping(overrides)], name=recipe.name)
 
 
-def _type_error(function: str, name: str, wanted: str, value: Any) -> UserError:
-    return UserError(f"{function}: {name} must be {wanted}, got {shorten(repr(value), 60)} ({type(value).__name__})")
+def _type_error(function: str, name: str, expected: str, value: Any) -> UserError:
+    return UserError(f"{function}: {name} must be {expected}, got {shorten(repr(value), 60)} ({type(value).__name__})")
 
 
 def _local_path(function: str, name: str, value: Any) -> Path:
@@ -92,9 +88,6 @@ def _local_path(function: str, name: str, value: Any) -> Path:
     if is_remote(value):
         raise UserError(f"{function}: {name} {value}: results are in a local directory; name one, and copy it")
     return Path(value)
-
-
-# --------------------------------------------------------------------------------------------------------------- runs
 
 
 def train(
@@ -110,16 +103,14 @@ def train(
     Raises UserError for bad input before training starts, Interrupted if stopped with resumable state.
     """
     resolved = _resolve_recipe(recipe, overrides, "train")
-    where = None if out is None else _local_path("train", "out", out)
+    directory = None if out is None else _local_path("train", "out", out)
     from flatshift.experiments.workflows.train import train
     from flatshift.finetune.launch import consistency
 
-    if where is None:
-        with consistency.dated_directory("runs", resolved.name) as where:
-            train(resolved, where, quiet=quiet, draw=draw_report)
-    else:
-        train(resolved, where, quiet=quiet, draw=draw_report)
-    return Run(where)
+    dated = consistency.dated_directory("runs", resolved.name) if directory is None else nullcontext(directory)
+    with dated as directory:
+        train(resolved, directory, quiet=quiet, draw=draw_report)
+    return Run(directory)
 
 
 def resume(path: str | Path, overrides: Overrides | None = None, *, quiet: bool = False) -> Run:
@@ -190,14 +181,14 @@ class Run:
         call. For files of any length use `flatshift predict`.
         Raises UserError for a run without an adapter, or a row that the model cannot encode.
         """
-        given = [rows] if isinstance(rows, str) else rows
-        if isinstance(given, Mapping) or not (hasattr(given, "__iter__") and hasattr(given, "__len__")):
-            raise _type_error("predict", "rows", "a list of texts or of mappings", given)
-        for place, row in enumerate(given):
+        values = [rows] if isinstance(rows, str) else rows
+        if isinstance(values, Mapping) or not _is_sized(values):
+            raise _type_error("predict", "rows", "a list of texts or of mappings", values)
+        for i, row in enumerate(values):
             if not isinstance(row, str | Mapping):
-                raise _type_error("predict", f"rows[{place}]", "a text or a mapping of columns", row)
-        found: list[dict[str, Any]] = self._predictor(list(given))
-        return found
+                raise _type_error("predict", f"rows[{i}]", "a text or a mapping of columns", row)
+        predictions: list[dict[str, Any]] = self._predictor(list(values))
+        return predictions
 
     @cached_property
     def _predictor(self) -> Any:
@@ -211,12 +202,11 @@ class Run:
         decoding: `max_new_tokens, temperature, top_p, seed, …`, as the flags of `flatshift generate`.
         Raises UserError if the task is not generative, or a prompt does not fit.
         """
-        asked = [prompts] if isinstance(prompts, str) else prompts
+        texts = _check_texts("generate", "prompts", [prompts] if isinstance(prompts, str) else prompts)
         from flatshift.experiments.workflows.generate import generate_from_run
 
-        found = generate_from_run(self.path, prompts=_check_texts("generate", "prompts", asked), raw=raw,
-                                  decoding=decoding, quiet=True)  # fmt: skip
-        return [str(record["text"]) for record in found]
+        records = generate_from_run(self.path, prompts=texts, raw=raw, decoding=decoding, quiet=True)
+        return [str(record["text"]) for record in records]
 
     def adapter(self) -> Any:
         """Return the frozen backbone with the run's adapter, a `peft.PeftModel` in evaluation mode on the run's device.
@@ -246,9 +236,6 @@ class Run:
         return build_report([self.path], out=out or self.path / "report.html")
 
 
-# --------------------------------------------------------------------------------------------------------- selections
-
-
 def select(
     pool: Resolved | Recipe | str | Path | Sequence[str] | Sequence[Path],
     target: Sequence[str] | Sequence[Path] | Path | None = None,
@@ -273,27 +260,27 @@ def select(
         flatshift.select(pool_texts, target_texts, budget=100).texts
     """
     kind = "select.method.kind" if isinstance(method, str) else "select.method"
-    more: dict[str, Any] = {"select.budget": budget, kind: method, "select.embedder": embedder}
-    given = {key: value for key, value in more.items() if value is not None}
+    options: dict[str, Any] = {"select.budget": budget, kind: method, "select.embedder": embedder}
+    settings = {key: value for key, value in options.items() if value is not None}
     with tempfile.TemporaryDirectory(prefix="flatshift-") as temporary:
-        kept = Path(temporary) / "selection" if out is None else _local_path("select", "out", out)
+        directory = Path(temporary) / "selection" if out is None else _local_path("select", "out", out)
         if target is None:
             if not isinstance(pool, str | Path) and isinstance(pool, Sequence):
                 raise UserError("select: target is missing; give the texts of the task, or a recipe alone")
-            resolved = _resolve_recipe(pool, {**given, **(overrides or {})}, "select")
+            resolved = _resolve_recipe(pool, {**settings, **(overrides or {})}, "select")
         else:
             if budget is None:
                 raise UserError("select: budget is missing; say how many of the pool's texts to choose")
-            folder = Path(temporary) if out is None else kept.with_name(f"{kept.name}-texts")
-            sides = {"pool": pool, "target": target}
-            given |= {f"select.{name}.files": _side_files(name, side, folder) for name, side in sides.items()}
+            folder = Path(temporary) if out is None else directory.with_name(f"{directory.name}-texts")
+            for name, side in (("pool", pool), ("target", target)):
+                settings[f"select.{name}.files"] = _side_files(name, side, folder)
             if not _names_files(target):
-                given["data.holdout"] = 0.0  # no training reads these texts, so none are held out
-            resolved = load_recipe(None, {**given, **(overrides or {})})
+                settings["data.holdout"] = 0.0  # no training reads these texts, so none are held out
+            resolved = load_recipe(None, {**settings, **(overrides or {})})
         from flatshift.experiments.select.select import select
 
-        manifest = select(resolved, kept, quiet=quiet or out is None, draw=None if out is None else draw_report)
-        return Selection.read(kept, manifest, path=None if out is None else kept)
+        manifest = select(resolved, directory, quiet=quiet or out is None, draw=None if out is None else draw_report)
+        return Selection.read(directory, manifest, path=None if out is None else directory)
 
 
 def embedder(
@@ -318,12 +305,15 @@ def embedder(
 
 
 def _names_files(value: Any) -> bool:
-    given = [value] if isinstance(value, Path) else value
-    return not isinstance(given, str) and isinstance(given, Sequence) and bool(given) and isinstance(given[0], Path)
+    values = [value] if isinstance(value, Path) else value
+    return not isinstance(values, str) and isinstance(values, Sequence) and bool(values) and isinstance(values[0], Path)
+
+
+def _is_sized(values: Any) -> bool:
+    return hasattr(values, "__iter__") and hasattr(values, "__len__")
 
 
 def _side_files(name: str, value: Any, folder: Path) -> list[str]:
-    """Return the files of pool or target; given texts are first written to a JSONL file in `folder`."""
     if _names_files(value):
         return _check_files("select", name, value)
     texts = _check_texts("select", name, value)
@@ -339,7 +329,7 @@ def _side_files(name: str, value: Any, folder: Path) -> list[str]:
 
 
 def _check_texts(function: str, name: str, value: Any) -> list[str]:
-    if isinstance(value, str) or not (hasattr(value, "__iter__") and hasattr(value, "__len__")):
+    if isinstance(value, str) or not _is_sized(value):
         raise _type_error(function, name, "a list of texts", value)
     texts = list(value)
     for row, text in enumerate(texts):
@@ -377,7 +367,7 @@ class Selection:
     def indices(self) -> list[int]:
         """Positions in the given list; raises UserError if the pool was files, whose records have their own ids."""
         try:
-            return [int(one) for one in self.ids]
+            return [int(id_) for id_ in self.ids]
         except ValueError:
             raise UserError("select: the pool was files, whose records have ids; use .ids") from None
 
@@ -388,16 +378,13 @@ class Selection:
 
         columns = ["id", "score", "rank", "selected", "nearest_target"]
         table = pq.read_table(directory / "scores.parquet", columns=columns).to_pydict()
-        place = {one: row for row, one in enumerate(table["id"])}
+        positions = {id_: row for row, id_ in enumerate(table["id"])}
         lines = (directory / "selected.jsonl").read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines]
         ids = [str(record.get("repeat_of", record["id"])) for record in records]
         texts = [str(record.get("text", record.get("source", ""))) for record in records]
-        nearest = [table["nearest_target"][place[one]] for one in ids]
+        nearest = [table["nearest_target"][positions[id_]] for id_ in ids]
         return cls(ids, texts, dict(zip(table["id"], table["score"], strict=True)), nearest, manifest, path)
-
-
-# ------------------------------------------------------------------------------------------------------------- sweeps
 
 
 def sweep(
@@ -422,23 +409,17 @@ def sweep(
     """
     resolved = _resolve_recipe(recipe, overrides, "sweep")
     directory = _local_path("sweep", "out", out)
-    from flatshift.experiments.recipe.studies import SweepOptions
+    from flatshift.experiments.recipe.schema import SweepOptions
     from flatshift.experiments.studies.sweep import sweep
 
-    texts = (
-        None
-        if grid is None
-        else tuple(f"{key}={_format_grid_values(key, values)}" for key, values in _grid_items(grid))
-    )
+    if grid is not None and not (isinstance(grid, Mapping) and all(isinstance(key, str) for key in grid)):
+        raise _type_error("sweep", "grid", "a mapping of recipe keys to lists of values", grid)
+    texts = None
+    if grid is not None:
+        texts = tuple(f"{key}={_format_grid_values(key, values)}" for key, values in grid.items())
     options = SweepOptions(grid=texts, seeds=seeds, design=design, points=points, jobs=jobs)
     sweep(resolved, (), directory, options, quiet=quiet, draw=draw_report)
     return Sweep(directory)
-
-
-def _grid_items(grid: Any) -> list[tuple[str, Any]]:
-    if not isinstance(grid, Mapping) or not all(isinstance(key, str) for key in grid):
-        raise _type_error("sweep", "grid", "a mapping of recipe keys to lists of values", grid)
-    return list(grid.items())
 
 
 def _format_grid_values(key: str, values: Any) -> str:
@@ -479,9 +460,9 @@ class Sweep:
         """Cells as read by the report page."""
         from flatshift.experiments.results.sweep import read_sweep
 
-        found = read_sweep(self.path)
-        assert found is not None
-        return found
+        data = read_sweep(self.path)
+        assert data is not None
+        return data
 
     @property
     def cells(self) -> list[dict[str, Any]]:
@@ -502,23 +483,25 @@ class Sweep:
         """One verdict per curve that could be tested; empty if there are too few seeds or values."""
         from flatshift.experiments.results.analysis import SweepAnalysis
 
-        judged = SweepAnalysis(self.data).judged
-        return [Verdict(one.axis, dict(one.where), one.verdict.kind, one.evidence) for one in judged]
+        curves = SweepAnalysis(self.data).judged
+        return [Verdict(curve.axis, dict(curve.setting), curve.verdict.kind, curve.evidence) for curve in curves]
 
     def report(self) -> Path:
         """Draw the report page again."""
         return draw_report(self.path)
 
 
-def compare(recipe: str | Path, out: str | Path, *, overrides: Overrides | None = None, **rest: Any) -> dict[str, Any]:
+def compare(
+    recipe: str | Path, out: str | Path, *, overrides: Overrides | None = None, **options: Any
+) -> dict[str, Any]:
     """Run a comparison of training methods, as `flatshift compare`; return the contents of comparison.json.
 
-    recipe: file or shipped name. rest: see `flatshift.experiments.studies.compare.run.compare`.
+    recipe: file or shipped name. options: see `flatshift.experiments.studies.compare.run.compare`.
     Raises UserError before any cell runs, Interrupted if stopped; the same call then continues.
     """
     from flatshift.experiments.recipe import from_mapping
     from flatshift.experiments.report.chapters.comparison import page
     from flatshift.experiments.studies.compare.run import compare
 
-    laid: list[Branch] = [from_mapping(overrides)] if overrides else []
-    return compare(os.fspath(recipe), Path(out), overrides=laid, page=page, **rest)
+    trees = [from_mapping(overrides)] if overrides else []
+    return compare(os.fspath(recipe), Path(out), overrides=trees, page=page, **options)

@@ -22,35 +22,27 @@ from typing import Any, TextIO, cast
 
 from flatshift import commands
 
-_KEEPS = {"demo", "select", "train", "sweep", "compare"}
+_RESUMABLE = {"demo", "select", "train", "sweep", "compare"}
 """Commands that resume from what an earlier attempt left in their directory."""
 _INTERRUPTED = 3
-_CONVERSING = {"chat", "serve"}
-"""Commands that wait for somebody."""
-_USERS_PATH = {
+_INTERACTIVE = {"chat", "serve"}
+_PATH_ERRORS = {
     *(errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
 }
 """Errno values caused by a path the user named; any other OSError is our bug."""
-_EPILOGUE = """
-`flatshift COMMAND --help` explains one. Start with `flatshift demo`, or `flatshift recipes list`.
-"""
 
 
 def _usage_text() -> str:
     width = max(map(len, commands.SUMMARIES))
     rows = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in commands.SUMMARIES.items())
-    return f"usage: flatshift COMMAND [...]\n\n{rows}\n{_EPILOGUE}"
+    epilogue = "`flatshift COMMAND --help` explains one. Start with `flatshift demo`, or `flatshift recipes list`.\n"
+    return f"usage: flatshift COMMAND [...]\n\n{rows}\n\n{epilogue}"
 
 
 def _on_terminate(_signal: int, _frame: object) -> None:
     raise KeyboardInterrupt
-
-
-def _print_error(message: str, code: int) -> int:
-    print(f"flatshift: {message}", file=sys.stderr)
-    return code
 
 
 def _check_encoding(argv: Sequence[str]) -> None:
@@ -58,21 +50,20 @@ def _check_encoding(argv: Sequence[str]) -> None:
     from flatshift.finetune.errors import UserError, shorten
 
     try:
-        here = str(Path.cwd())
+        directory = str(Path.cwd())
     except OSError:
         raise UserError("the current directory is gone; change into one that is there") from None
-    what = ""
-    for text in (here, *argv):
-        what = text if text.startswith("--") else what
+    flag = ""
+    for text in (directory, *argv):
+        flag = text.partition("=")[0] if text.startswith("--") else flag
         # Undecodable bytes of argv and cwd arrive as lone surrogates (os.fsdecode).
         if any("\ud800" <= sign <= "\udfff" for sign in text):
-            place = "the current directory" if text is here else what.partition("=")[0] or f"`flatshift {argv[0]}`:"
-            raise UserError(f"{place} {shorten(ascii(text))} is not valid UTF-8; rename the file, or retype the text")
+            source = "the current directory" if text is directory else flag or f"`flatshift {argv[0]}`:"
+            raise UserError(f"{source} {shorten(ascii(text))} is not valid UTF-8; rename the file, or retype the text")
 
 
 def _check_local_output(argv: Sequence[str]) -> None:
-    """Raise UserError for a results directory in an object store: results are locked, appended to and renamed, which
-    needs a file system."""
+    """Raise UserError for a results directory in an object store: results need locks, appends and renames."""
     from flatshift.finetune.errors import UserError
 
     for flag, name in itertools.pairwise((*argv, "")):
@@ -106,21 +97,22 @@ def _escape_output(argv: Sequence[str]) -> contextlib.AbstractContextManager[Any
 
 
 def _report_os_error(error: Exception, argv: Sequence[str]) -> int:
-    """Report trouble with the disk or with a path the user named; anything else as our bug. Return the exit code."""
+    """Report trouble with the disk or with a path the user named; anything else as our bug."""
     from flatshift.finetune.errors import describe_disk_error, format_error_message, is_disk_full
+    from flatshift.finetune.launch import failure, watchdog
 
-    named = (error.filename2 or error.filename) if isinstance(error, OSError) else None  # for a copy, its target
-    place = f" at {named}" if named else ""
+    path = (error.filename2 or error.filename) if isinstance(error, OSError) else None  # for a copy, its target
     if (trouble := describe_disk_error(error)) is not None:
-        then = "free some space" if is_disk_full(error) else "see to it"
-        if argv[0] in _KEEPS:
-            return _report_exit(
-                format_error_message(f"interrupted: {trouble}{place}; {then} and resume, finished parts are kept"), 3
-            )
-        return _report_exit(format_error_message(f"error: {trouble}{place}; {then} and run the same command again"), 2)
-    if isinstance(error, OSError) and error.errno in _USERS_PATH and named:
-        return _report_exit(format_error_message(f"error: {named}: {error.strerror}"), 2)
-    return _report_unexpected(error)
+        trouble += f" at {path}" if path else ""
+        fix = "free some space" if is_disk_full(error) else "see to it"
+        message, code = f"error: {trouble}; {fix} and run the same command again", 2
+        if argv[0] in _RESUMABLE:
+            message, code = f"interrupted: {trouble}; {fix} and resume, finished parts are kept", _INTERRUPTED
+    elif isinstance(error, OSError) and error.errno in _PATH_ERRORS and path:
+        message, code = f"error: {path}: {error.strerror}", 2
+    else:
+        return failure.report_error(error, watchdog.missing_ranks)
+    return _report_exit(format_error_message(message), code)
 
 
 def _report_exit(message: str, code: int, *, patient: bool = False) -> int:
@@ -144,7 +136,8 @@ def run(argv: Sequence[str]) -> int:
     if name not in commands.SUMMARIES:
         close = difflib.get_close_matches(name[:80], commands.SUMMARIES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(commands.SUMMARIES)}"
-        return _print_error(f"error: unknown command {name[:80]!a}; {hint}", 2)
+        print(f"flatshift: error: unknown command {name[:80]!a}; {hint}", file=sys.stderr)
+        return 2
 
     from flatshift.finetune.errors import Interrupted, OutOfMemory, UserError, first_error_line, format_error_message
     from flatshift.regularizers.errors import RegularizerError
@@ -158,11 +151,13 @@ def run(argv: Sequence[str]) -> int:
     except (UserError, SelectionError, RegularizerError) as error:
         return _report_exit(f"error: {format_error_message(str(error))}", 2)
     except Interrupted as error:
-        return _report_exit(f"interrupted: {error}", 3, patient=True)
+        return _report_exit(f"interrupted: {error}", _INTERRUPTED, patient=True)
     except OutOfMemory as error:
-        return _report_exit(f"{'interrupted' if error.resumable else 'error'}: {error}", 3 if error.resumable else 2)
+        outcome, code = ("interrupted", _INTERRUPTED) if error.resumable else ("error", 2)
+        return _report_exit(f"{outcome}: {error}", code)
     except KeyboardInterrupt:
-        return _report_exit(f"interrupted: continue with the same command: `{shlex.join(['flatshift', *argv])}`", 3)
+        words = shlex.join(["flatshift", *argv])
+        return _report_exit(f"interrupted: continue with the same command: `{words}`", _INTERRUPTED)
     except BrokenPipeError:
         # The reader is gone: else the interpreter's flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -174,16 +169,11 @@ def run(argv: Sequence[str]) -> int:
     except BaseException as error:  # a Rust panic from pyo3 is not an Exception
         if type(error).__name__ != "PanicException":
             raise
-        gave_up = (
-            f"a tokenizer's library gave up ({first_error_line(error)}); its tokenizer.json holds what it cannot use"
+        message = (
+            f"error: a tokenizer's library gave up ({first_error_line(error)}); its tokenizer.json holds what it "
+            "cannot use; take the file that belongs to the weights"
         )
-        return _report_exit(format_error_message(f"error: {gave_up}; take the file that belongs to the weights"), 2)
-
-
-def _report_unexpected(error: Exception) -> int:
-    from flatshift.finetune.launch import failure, watchdog
-
-    return failure.report_error(error, watchdog.missing_ranks)
+        return _report_exit(format_error_message(message), 2)
 
 
 def _set_allocator() -> None:
@@ -194,9 +184,8 @@ def _set_allocator() -> None:
 
 
 def _with_heartbeat(argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-    """Return a context that prints heartbeats, for commands that a user waits for."""
     name = argv[0] if argv else ""
-    if name not in commands.SUMMARIES or name in _CONVERSING or {"--json", "--quiet"} & {*argv}:
+    if name not in commands.SUMMARIES or name in _INTERACTIVE or {"--json", "--quiet"} & {*argv}:
         return contextlib.nullcontext()
     from flatshift.experiments.run.console import print_heartbeat
 

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -48,48 +48,59 @@ _MAY_BE_EMPTY = ("prompt",)
 """Flags that accept an empty text: a model can generate from an empty prompt."""
 
 
+FlagsT = TypeVar("FlagsT")
+
+
+def parse_command(flags: type[FlagsT], name: str, argv: list[str]) -> tuple[FlagsT, list[Any]]:
+    """Return the parsed `flags` of the command `name` and the recipe keys among its arguments.
+
+    Raises as `split_overrides` and `parse_flags` do.
+    """
+    words, overrides = split_overrides(argv, flags)
+    return parse_flags(flags, name, words), overrides
+
+
 def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]:
     """Take recipe keys out of a command line: `--a.b value`, `--a.b=value`, and undotted recipe fields.
 
     Raises:
         UserError: a key without its value, two that contradict each other, or the last word of a key alone (`--steps`).
     """
-    rest, given = _split_recipe_keys(argv, flags)
-    overrides = [from_override(key, value, where) for key, where, value in given]
+    words, settings = _split_recipe_keys(argv, flags)
+    overrides = [from_override(key, value, flag) for key, flag, value in settings]
     refuse_contradictions(overrides)
-    return rest, overrides
+    return words, overrides
 
 
 def recipe_arguments(argv: list[str], flags: type, *, without: str) -> list[str]:
     """Return the recipe keys of a command line as words for another command, without those of the block `without`."""
-    _, given = _split_recipe_keys(argv, flags)
-    return [word for key, where, value in given if key.partition(".")[0] != without for word in (where, value)]
+    _, settings = _split_recipe_keys(argv, flags)
+    return [word for key, flag, value in settings if key.partition(".")[0] != without for word in (flag, value)]
 
 
 def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tuple[str, str, str]]]:
-    """Split a command line into the remaining words and its recipe keys: (key, flag, value)."""
-    own = {field.name for field in dataclasses.fields(flags)}
-    rest: list[str] = []
-    given = []
+    flag_names = {field.name for field in dataclasses.fields(flags)}
+    words: list[str] = []
+    settings = []
     tokens = iter(argv)
     for token in tokens:
         name, has_value, value = token.removeprefix("--").partition("=")
         key = name.replace("-", "_")
-        head = key.split(".", 1)[0]
-        if not token.startswith("--") or key in own or ("." not in key and head not in _RECIPE_KEYS):
-            meant = [_OTHER_NAMES[key]] if key in _OTHER_NAMES else find_keys_ending_with(key)
-            if token.startswith("--") and key not in own and meant:
-                near = " or ".join(f"`--{one}`" for one in meant[:3])
-                raise UserError(f"--{name} is no flag of this command; did you mean {near}?")
-            rest.append(token)
+        is_flag = token.startswith("--") and key not in flag_names
+        if not is_flag or ("." not in key and key not in _RECIPE_KEYS):
+            near = [_OTHER_NAMES[key]] if key in _OTHER_NAMES else find_keys_ending_with(key)
+            if is_flag and near:
+                listed = " or ".join(f"`--{near_key}`" for near_key in near[:3])
+                raise UserError(f"--{name} is no flag of this command; did you mean {listed}?")
+            words.append(token)
             continue
         if not has_value:
             try:
                 value = next(tokens)
             except StopIteration:
                 raise UserError(f"--{name} needs a value") from None
-        given.append((key, f"--{name}", value))
-    return rest, given
+        settings.append((key, f"--{name}", value))
+    return words, settings
 
 
 def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]:
@@ -99,35 +110,33 @@ def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]
     """
     if not files:
         return list(overrides)
-    found = [*overrides, from_override("data.train.files", files, "--data")]
-    refuse_contradictions(found)
-    return found
+    overrides = [*overrides, from_override("data.train.files", files, "--data")]
+    refuse_contradictions(overrides)
+    return overrides
 
 
-def parse_flags(flags: type, name: str, argv: Sequence[str]) -> Any:
+def parse_flags(flags: type[FlagsT], name: str, argv: Sequence[str]) -> FlagsT:
     """Parse the `flags` of the command `name`; whole numbers may be written `1e9`.
 
     Raises:
         UserError: an unreadable command line, in one sentence that names the flag. SystemExit: `--help` was asked for.
     """
-    said = io.StringIO()
+    errors = io.StringIO()
     hints = get_type_hints(flags)
-    kinds = {one.name: set(_hint_parts(hints[one.name])) for one in dataclasses.fields(flags)}
+    kinds = {name: set(_hint_parts(hint)) for name, hint in hints.items()}
     try:
-        with contextlib.redirect_stderr(said), _wide_terminal(argv):
-            made: Any = tyro.cli(flags, prog=f"flatshift {name}", args=_expand_exponents(argv, kinds))
+        with contextlib.redirect_stderr(errors), _wide_terminal(argv):
+            parsed: FlagsT = tyro.cli(flags, prog=f"flatshift {name}", args=_expand_exponents(argv, kinds))
         _check_no_empty_values(argv)
-        _check_bounds(made)
-        return made
+        _check_bounds(parsed)
+        return parsed
     except SystemExit as stop:
         if not stop.code:
             raise
-        text = said.getvalue()
-    raise UserError(f"{_parser_message(text, kinds)}; see `flatshift {name} --help`")
+    raise UserError(f"{_parser_message(errors.getvalue(), kinds)}; see `flatshift {name} --help`")
 
 
 def _check_no_empty_values(argv: Sequence[str]) -> None:
-    """Raise UserError for a flag or an argument that is an empty text."""
     flag = ""
     for token in argv:
         head, equals, value = token.partition("=")
@@ -138,18 +147,18 @@ def _check_no_empty_values(argv: Sequence[str]) -> None:
 
 
 def _check_bounds(flags: Any) -> None:
-    """Raise UserError for a number outside the bounds of its flag."""
-    for one in dataclasses.fields(flags):
-        value, shown = getattr(flags, one.name), f"--{one.name.replace('_', '-')}"
-        low, high = _BOUNDS.get(one.name, (None, None))
+    for field in dataclasses.fields(flags):
+        value, flag = getattr(flags, field.name), f"--{field.name.replace('_', '-')}"
+        low, high = _BOUNDS.get(field.name, (None, None))
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
             if isinstance(number, float) and not math.isfinite(number):
-                raise UserError(f"{shown} must be a finite number, got {number}")
-            if (low is not None and number < low) or (high is not None and number > high):
-                wanted = f"at least {low}" if low is not None and number < low else f"at most {high}"
-                raise UserError(f"{shown} must be {wanted}, got {number}")
+                raise UserError(f"{flag} must be a finite number, got {number}")
+            if low is not None and number < low:
+                raise UserError(f"{flag} must be at least {low}, got {number}")
+            if high is not None and number > high:
+                raise UserError(f"{flag} must be at most {high}, got {number}")
 
 
 def _hint_parts(hint: Any) -> Iterator[Any]:
@@ -160,19 +169,20 @@ def _hint_parts(hint: Any) -> Iterator[Any]:
 
 def _expand_exponents(argv: Sequence[str], kinds: dict[str, set[Any]]) -> list[str]:
     """Return `argv` with `1e9` after an integer flag written out in digits, as in a recipe."""
-    found, flag = [], ""
+    words, flag = [], ""
     for token in argv:
         head, equals, value = token.partition("=")
-        if token.startswith("--"):
+        if not token.startswith("--"):
+            head, equals, value = "", "", token
+        else:
             flag = head
         kind = kinds.get(flag.removeprefix("--").replace("-", "_"), set())
-        text = value if token.startswith("--") else token
-        if int in kind and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]{1,2}", text):
+        if int in kind and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]{1,2}", value):
             with contextlib.suppress(ValueError):
-                if (number := float(text)).is_integer():
-                    text = str(int(number))
-        found.append(head + equals + text if token.startswith("--") else text)
-    return found
+                if (number := float(value)).is_integer():
+                    value = str(int(number))
+        words.append(head + equals + value)
+    return words
 
 
 @contextlib.contextmanager
@@ -184,27 +194,25 @@ def _wide_terminal(argv: Sequence[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop("COLUMNS", None)
-        else:
+        os.environ.pop("COLUMNS", None)
+        if before is not None:
             os.environ["COLUMNS"] = before
 
 
 def _parser_message(text: str, kinds: dict[str, set[Any]]) -> str:
-    """Convert tyro's multi-line error box into one clause."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [re.sub(r"^[│|]\s*|\s*[│|]$", "", line.strip()) for line in text.splitlines()]
-    said = [line for line in lines[1:] if line.strip("╰╯─+- ")] or ["this command line cannot be read"]
-    odd = re.search(r"Error parsing (\S+): .* from \[(.*?)\]", said[0])
-    if odd is not None:
-        kind = kinds.get(odd[1].removeprefix("--").replace("-", "_"), set())
-        wanted = "a whole number" if int in kind else "a number" if float in kind else "another value"
-        return f"{odd[1]} must be {wanted}, got {shorten(odd[2])}"
-    if said[0].startswith("Missing from"):
-        return f"{said[1]} is missing" + (f": {said[2].split('. (')[0]}" if len(said) > 2 else "")
-    first = re.sub(r", 'None'|'None', ", "", said[0].rstrip(".")).replace(". Expected", "; expected")
-    near = next((line.split()[0].rstrip(",") for line in said[1:] if line.startswith("--")), None)
-    return first[:1].lower() + shorten(first[1:], 160) + (f" (did you mean {near}?)" if near else "")
+    lines = [line for line in lines[1:] if line.strip("╰╯─+- ")] or ["this command line cannot be read"]
+    wrong = re.search(r"Error parsing (\S+): .* from \[(.*?)\]", lines[0])
+    if wrong is not None:
+        kind = kinds.get(wrong[1].removeprefix("--").replace("-", "_"), set())
+        expected = "a whole number" if int in kind else "a number" if float in kind else "another value"
+        return f"{wrong[1]} must be {expected}, got {shorten(wrong[2])}"
+    if lines[0].startswith("Missing from"):
+        return f"{lines[1]} is missing" + (f": {lines[2].split('. (')[0]}" if len(lines) > 2 else "")
+    message = re.sub(r", 'None'|'None', ", "", lines[0].rstrip(".")).replace(". Expected", "; expected")
+    near = next((line.split()[0].rstrip(",") for line in lines[1:] if line.startswith("--")), None)
+    return message[:1].lower() + shorten(message[1:], 160) + (f" (did you mean {near}?)" if near else "")
 
 
 def spawn_ranks(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:

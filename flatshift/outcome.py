@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NEW_ROWS = "NEW_ROWS.jsonl"
 """Stands for rows of the user's, where a run has none but those that it was trained on."""
-_TOP, _VERDICTS, _TEXT = 3, 6, 64
+_MAX_RECORDS, _MAX_VERDICTS, _MAX_TEXT = 3, 6, 64
 
 
 def print_outcome(table: str, commands: Sequence[Sequence[str]]) -> None:
@@ -32,7 +32,6 @@ def print_outcome(table: str, commands: Sequence[Sequence[str]]) -> None:
 
 
 def _quote(word: str) -> str:
-    """Quote `word` for a shell; control characters use the escapes of bash and zsh."""
     if escape_control_characters(word) == word:
         return shlex.quote(word)
     return "$'" + escape_control_characters(word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")) + "'"
@@ -66,25 +65,24 @@ def commands_after_run(run: RunResults) -> list[list[str]]:
     path = str(run.path)
     held_out = [name for split in ("test", "dev") for name in _data_files(run.recipe, split)]
     rows = held_out[0] if held_out else NEW_ROWS
-    found = [["flatshift", "predict", path, "--data", rows, "--out", f"{run.path.resolve().name}-predictions.csv"]]
-    if _answers_prompts(run):
-        found.insert(0, ["flatshift", "chat", path])
-    return [*found, *_export_commands(run.path)]
+    chat = [["flatshift", "chat", path]] if _answers_prompts(run) else []
+    predict = ["flatshift", "predict", path, "--data", rows, "--out", f"{run.path.resolve().name}-predictions.csv"]
+    return [*chat, predict, *_export_commands(run.path)]
 
 
-def _export_commands(path: Path, *, taken: str = "") -> list[list[str]]:
-    """The ways out of a run that were not taken yet, to their default places. taken: one that was, to any place."""
-    ways = {"merge": "merged", "export": "export"}
-    left = [way for way, folder in ways.items() if way != taken and not (path / folder).exists()]
-    return [["flatshift", way, str(path)] for way in left]
+def _export_commands(path: Path, *, done: str = "") -> list[list[str]]:
+    """Return `merge` and `export` of a run, unless their default directories exist or they are `done` elsewhere."""
+    folders = {"merge": "merged", "export": "export"}
+    remaining = [name for name, folder in folders.items() if name != done and not (path / folder).exists()]
+    return [["flatshift", name, str(path)] for name in remaining]
 
 
-def of_export(path: Path, exported: Path) -> None:
+def print_export_outcome(path: Path, exported: Path) -> None:
     """Print the next commands for the hub-ready folder of the run in `path`."""
-    print_outcome("", [_push(exported, path), *_export_commands(path, taken="export")])
+    print_outcome("", [_push_command(exported, path), *_export_commands(path, done="export")])
 
 
-def _push(folder: Path, path: Path) -> list[str]:
+def _push_command(folder: Path, path: Path) -> list[str]:
     return ["flatshift", "push", str(folder), f"ORGANISATION/{path.resolve().name}"]
 
 
@@ -92,27 +90,23 @@ def print_merge_outcome(path: Path, merged: Path) -> None:
     """Print the next commands for the merged model of the run in `path`."""
     from flatshift.experiments.results.run import read_run
 
-    found = [_push(merged, path)]
-    if _answers_prompts(read_run(path)):
-        found.insert(0, ["flatshift", "export", str(path), "--to", "gguf"])
-    print_outcome("", found)
+    export = [["flatshift", "export", str(path), "--to", "gguf"]] if _answers_prompts(read_run(path)) else []
+    print_outcome("", [*export, _push_command(merged, path)])
 
 
 def _answers_prompts(run: RunResults) -> bool:
-    """True if the run's model answers prompts."""
     task = run.recipe.get("task")
     kind = KINDS.get(str(task.get("kind"))) if isinstance(task, dict) else None
-    return kind is not None and (made := kind()).traits.is_generative and not made.traits.reads_documents
+    return kind is not None and (instance := kind()).traits.is_generative and not instance.traits.reads_documents
 
 
 def _data_files(recipe: dict[str, Any], split: str, *, block: str = "data") -> list[str]:
     data = recipe.get(block)
-    read = data.get(split) if isinstance(data, dict) else None
-    if not isinstance(read, dict):
+    settings = data.get(split) if isinstance(data, dict) else None
+    if not isinstance(settings, dict):
         return []
-    sources = read.get("sources") or {}
-    found = [read.get("files"), *(source.get("files") for source in sources.values())]
-    return [str(name) for files in found if isinstance(files, list) for name in files]
+    sources = [settings, *(settings.get("sources") or {}).values()]
+    return [str(name) for source in sources if isinstance(source.get("files"), list) for name in source["files"]]
 
 
 def print_prediction_outcome(path: Path, data: Sequence[str], overrides: Sequence[Any], words: Sequence[str]) -> None:
@@ -120,17 +114,13 @@ def print_prediction_outcome(path: Path, data: Sequence[str], overrides: Sequenc
 
     overrides: how the rows were read; words: the same as on a command line.
     """
-    commands = [["flatshift", "report", str(path)], *_export_commands(path)]
-    if _has_answers(path, data, overrides):
-        commands.insert(0, ["flatshift", "eval", str(path), "--data", *data, *words])
-    print_outcome("", commands)
-
-
-def _has_answers(path: Path, data: Sequence[str], overrides: Sequence[Any]) -> bool:
     from flatshift.experiments.recipe import resume_recipe
 
     recipe = resume_recipe(path, overrides, other_rows=True).recipe
-    return _has_columns(data, recipe.data.columns, recipe.task)
+    commands = [["flatshift", "report", str(path)], *_export_commands(path)]
+    if _has_columns(data, recipe.data.columns, recipe.task):
+        commands.insert(0, ["flatshift", "eval", str(path), "--data", *data, *words])
+    print_outcome("", commands)
 
 
 def _has_columns(data: Sequence[str], columns: Columns, task: Task) -> bool:
@@ -139,11 +129,11 @@ def _has_columns(data: Sequence[str], columns: Columns, task: Task) -> bool:
     from flatshift.finetune.errors import UserError
 
     try:
-        found = list(read_rows(data, columns=columns, required=task.columns(), first=1, label=task.read_label))
+        rows = list(read_rows(data, columns=columns, required=task.columns(), first=1, label=task.read_label))
     except UserError:
         return False
-    turns = found[0].values.get("messages") if found else None
-    return bool(found) and not (isinstance(turns, list) and turns and turns[-1].get("role") in ("user", "system"))
+    turns = rows[0].values.get("messages") if rows else None
+    return bool(rows) and not (isinstance(turns, list) and turns and turns[-1].get("role") in ("user", "system"))
 
 
 def print_next_commands(path: Path) -> None:
@@ -163,23 +153,22 @@ def print_selection_outcome(path: Path, recipe: str | None, words: Sequence[str]
     from flatshift.experiments.results.run import read_run
     from flatshift.finetune.errors import shorten
 
-    rows, made = [], read_run(path)
-    chosen = made.selection
-    for place, record in enumerate(chosen.top[:_TOP] if chosen is not None else [], 1):
+    rows, run = [], read_run(path)
+    records = run.selection.top[:_MAX_RECORDS] if run.selection is not None else []
+    for i, record in enumerate(records, 1):
         text = next((v for k, v in record.items() if isinstance(v, str) and k not in ("id", "domain", "source")), "")
-        score = record.get("score")
-        shown = number(float(score)) if isinstance(score, int | float) else "–"
-        rows.append([str(record.get("rank", place)), shown, shorten(" ".join(text.split()), _TEXT)])
-    commands = _training_command(path, made.recipe)
-    if recipe is not None and made.recipe.get("warmup") is not None:
+        score = number(float(record["score"])) if isinstance(record.get("score"), int | float) else "–"
+        rows.append([str(record.get("rank", i)), score, shorten(" ".join(text.split()), _MAX_TEXT)])
+    commands = _training_commands(path, run.recipe)
+    if recipe is not None and run.recipe.get("warmup") is not None:
         commands.insert(0, ["flatshift", "train", recipe, "--select.from", str(path), *words])
     report = ["flatshift", "report", str(path)]
     print_outcome(align_columns(["rank", "score", "text"], rows, right={0, 1}), [*commands, report])
 
 
-def _training_command(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
-    """Trainings on the selection, on its backbone: a warm-up before a classifier of the target, where that has labels,
-    and language modelling; none of a backbone that learns no texts by themselves."""
+def _training_commands(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
+    """Return trainings on the selection, on its backbone: a warm-up before a classifier of the target, where that has
+    labels, and language modelling; none of a backbone that learns no texts by themselves."""
     from flatshift.experiments.recipe import load_recipe
     from flatshift.finetune.data.formats import SAMPLE
     from flatshift.finetune.models.backbone import open_backbone
@@ -189,14 +178,13 @@ def _training_command(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
     more, kind = [], []
     if name != usual.backbone:
         backbone = open_backbone(name)
-        hides = backbone.reads_both_ways
-        if backbone.has_both_sides or (hides and backbone.tokenizer.mask_token_id is None):
+        if backbone.has_both_sides or (backbone.reads_both_ways and backbone.tokenizer.mask_token_id is None):
             return []
         more += ["--backbone", name]
-        kind = ["--task.kind", "masked-lm"] if hides else []
+        kind = ["--task.kind", "masked-lm"] if backbone.reads_both_ways else []
     if text != usual.data.columns.text:
         more += ["--data.columns.text", text]
-    found = [["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl"), *more, *kind]]
+    commands = [["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl"), *more, *kind]]
     target, warm_up = _data_files(recipe, "target", block="select"), load_recipe("warmup").recipe
     columns = dataclasses.replace(warm_up.data.columns, text=text)
     if target and recipe.get("warmup") is None and _has_columns(target, columns, warm_up.task):
@@ -204,13 +192,16 @@ def _training_command(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
         more += [] if seed == warm_up.train.seed else ["--train.seed", str(seed)]
         if not all(name.startswith(SAMPLE) for name in target):
             more += ["--data.train.limit", "null"]  # the recipe's is of the sample
-        found.insert(0, ["flatshift", "train", "warmup", "--select.from", str(path), "--data", *target, *more])
-    return found
+        commands.insert(0, ["flatshift", "train", "warmup", "--select.from", str(path), "--data", *target, *more])
+    return commands
 
 
 def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
-    """The setting with the lowest error and the verdicts; argv: what the command was given, to be run with more seeds
-    where a curve is undecided. Raises UserError for a sweep that cannot be read."""
+    """Print the setting with the lowest error, the verdicts and the next commands.
+
+    argv: arguments of the command, to be run with more seeds where a curve is undecided. Raises UserError for a sweep
+    that cannot be read.
+    """
     from flatshift.experiments.report.formats import align_columns, figure_name, number, setting, with_interval
     from flatshift.experiments.results.analysis import SweepAnalysis
     from flatshift.experiments.results.sweep import read_sweep
@@ -225,15 +216,15 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
     if (floor := data.majority_error(column)) is not None:
         rows.append(["majority baseline", "always the commonest class", number(floor)])
     judged = SweepAnalysis(data).judged
-    for one in judged[:_VERDICTS]:
-        where = f"along {one.axis}" + (f", {setting(one.where)}" if one.where else "")
-        rows.append(["verdict", where, one.verdict.kind])
-    if any(one.verdict.kind == "undecided" for one in judged) and "--until" not in argv:
+    for curve in judged[:_MAX_VERDICTS]:
+        position = f"along {curve.axis}" + (f", {setting(curve.setting)}" if curve.setting else "")
+        rows.append(["verdict", position, curve.verdict.kind])
+    if any(curve.verdict.kind == "undecided" for curve in judged) and "--until" not in argv:
         words = list(argv)
-        for place in [i for i, word in enumerate(words) if word.partition("=")[0] == "--seeds"]:
-            del words[place : place + 1 + ("=" not in words[place])]
-        seeds = max((one.verdict.seeds_needed or 0 for one in judged), default=0)
+        for i in [i for i, word in enumerate(words) if word.partition("=")[0] == "--seeds"]:
+            del words[i : i + 1 + ("=" not in words[i])]
+        seeds = max(curve.verdict.seeds_needed or 0 for curve in judged)
         commands.insert(0, ["flatshift", "sweep", *words, "--seeds", str(max(seeds, 2 * (data.planned_seeds or 0), 5))])
-    if len(judged) > _VERDICTS:
-        rows.append(["verdict", f"{len(judged) - _VERDICTS} more curves", "see the report"])
+    if len(judged) > _MAX_VERDICTS:
+        rows.append(["verdict", f"{len(judged) - _MAX_VERDICTS} more curves", "see the report"])
     print_outcome(align_columns(["what", "where", "found"], rows) if rows else "", commands)

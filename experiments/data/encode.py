@@ -15,14 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flatshift.experiments.data.checks import RowChecks
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split
-from flatshift.experiments.data.sources import assign_rows, has_holdout, list_source_files
+from flatshift.experiments.data.sources import assign_rows, has_holdout, iter_source_rows, list_source_files
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.assets import non_weight_files
 from flatshift.finetune.cache_directory import cache_root
@@ -38,43 +37,35 @@ from flatshift.finetune.errors import UserError, user_path
 from flatshift.finetune.tasks import Task
 from flatshift.finetune.tasks.regress import standardised_layer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 IN_MEMORY = 128 << 20
 """Bytes of input files up to which rows are held in memory."""
 WORTH_KEEPING = 8 << 20
 """Bytes of input files from which on `data.cache: auto` stores the encoded rows."""
-_AS_FLOATS = 8
-"""Size of features as Python floats in lists, 32 bytes a number, relative to a Parquet file of float32."""
+_AS_FLOATS = 8  # size of features as Python floats in lists, 32 bytes a number, relative to a Parquet file of float32
 _CHUNK = 1024
 
 Routed = Iterable[tuple[Split, int, Row]]
-"""Rows with their split and the number of their part (0 outside training)."""
-
-
-# ------------------------------------------------------------------------------------------------------------ encoding
+"""Rows with their split and the number of their source (0 outside training)."""
 
 
 @dataclass
 class EncodedSplits:
-    """Encoded splits, with the counts of what was lost in encoding."""
+    """Encoded splits, with the counts of what was lost in encoding.
+
+    sizes: training examples of each source. notes: other losses, as `split: sentence`. checks: findings of `RowChecks`.
+    """
 
     splits: dict[Split, ColumnarExamples]
     sizes: list[int]
-    """Training examples of each part."""
     truncated: int = 0
     dropped: int = 0
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Other notes of the encoding, as `split: sentence`."""
     checks: list[dict[str, Any]] = field(default_factory=list)
-    """Findings of `RowChecks`."""
 
 
 def encode_rows(
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
     rows: Routed,
     *,
     task: Task,
@@ -82,8 +73,8 @@ def encode_rows(
     units: Units | None = None,
     paths: Sequence[str],
     folder: Path | None = None,
-    parts: int = 1,
-    what: str | None = None,
+    source_count: int = 1,
+    name: str | None = None,
     checks: RowChecks | None = None,
 ) -> EncodedSplits:
     """Encode routed rows into columns, chunk by chunk.
@@ -92,7 +83,8 @@ def encode_rows(
         units: Normalisation of the targets of a regression.
         paths: Files that the rows come from.
         folder: Directory of the columns, with one subdirectory per split; None: memory.
-        what: Name of the rows in messages, if they belong to no split of the recipe.
+        source_count: Number of training sources.
+        name: Name of the rows in messages, if they belong to no split of the recipe.
         checks: Checks to run on the rows.
     Raises:
         UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more of
@@ -100,85 +92,84 @@ def encode_rows(
     """
     from flatshift.finetune.models.backbone import open_backbone
 
+    backbone = open_backbone(recipe.backbone)
     settings: dict[str, Any] = {
         "label_names": labels,
         "bad_rows": recipe.data.bad_rows,
-        "decoder_start": open_backbone(recipe.backbone).decoder_start if task.traits.encoder_decoder else None,
+        "decoder_start": backbone.decoder_start if task.traits.encoder_decoder else None,
         "truncation": recipe.train.truncation,
         "units": units,
         "features": recipe.adapter.projector,
     }
-    encoders: dict[tuple[Split, int], Any] = {}  # one per part: each counts its losses over all rows of the part
+    encoders: dict[tuple[Split, int], Any] = {}  # one per source: each counts its losses over all rows of the source
     losses: dict[tuple[Split, int], TruncationCounts] = {}
     writers: dict[Split, ExampleWriter] = {}
     for split in SPLITS:
-        place = None if folder is None else folder / split
-        if place is not None:
-            place.mkdir()
-        writers[split] = ExampleWriter(paths, place)
-    made = EncodedSplits({}, [0] * parts)
+        directory = None if folder is None else folder / split
+        if directory is not None:
+            directory.mkdir()
+        writers[split] = ExampleWriter(paths, directory)
+    result = EncodedSplits({}, [0] * source_count)
     skipped: dict[Split, list[str]] = {}
-    for split, part, chunk in _iter_chunks(rows):
-        if (split, part) not in encoders:
+    for split, source, chunk in _iter_chunks(rows):
+        if (split, source) not in encoders:
             overlong = recipe.train.overlong
             settings["overlong"] = None if overlong == "drop" and split != "train" else overlong
             # an evaluation split may be so small that one long answer exceeds any allowed share
-            own = task if split == "train" else task.without_limits()
-            encoders[split, part] = own.encoder(tokenizer, recipe.train.max_length, **settings)
-        encoded = encoders[split, part].add(chunk)
-        losses.setdefault((split, part), TruncationCounts(_format_part_name(recipe, split, part, what))).add(encoded)
+            split_task = task if split == "train" else task.without_limits()
+            encoders[split, source] = split_task.encoder(backbone.tokenizer, recipe.train.max_length, **settings)
+            losses[split, source] = TruncationCounts(_describe_source(recipe, split, source, name))
+        encoded = encoders[split, source].add(chunk)
+        losses[split, source].add(encoded)
         if checks is not None:
-            checks.add(split, part, chunk, encoded, writers[split].rows, encoders[split, part])
+            checks.add(split, source, chunk, encoded, writers[split].rows, encoders[split, source])
         writers[split].add(encoded.examples)
-        made.truncated += encoded.truncated
-        made.dropped += encoded.dropped
-        made.skipped += encoded.skipped
+        result.truncated += encoded.truncated
+        result.dropped += encoded.dropped
+        result.skipped += encoded.skipped
         skipped.setdefault(split, []).extend(encoded.skipped)
         if split == "train":
-            made.sizes[part] += len(encoded.examples)
-    for (split, part), encoder in encoders.items():
-        made.notes += [f"{_format_part_name(recipe, split, part, what)}: {note}" for note in encoder.close()]
-    made.splits = {split: writer.close() for split, writer in writers.items()}
+            result.sizes[source] += len(encoded.examples)
+    for (split, source), encoder in encoders.items():
+        result.notes += [f"{_describe_source(recipe, split, source, name)}: {note}" for note in encoder.close()]
+    result.splits = {split: writer.close() for split, writer in writers.items()}
     if checks is not None:
-        made.checks = checks.close(made.splits["train"], labels)
-    if made.dropped and not made.splits["train"]:
+        result.checks = checks.close(result.splits["train"], labels)
+    if result.dropped and not result.splits["train"]:
         raise UserError(
-            f"train.overlong: drop leaves no training row, as all {made.dropped:,} are longer than train.max_length = "
-            f"{recipe.train.max_length} tokens; raise it"
+            f"train.overlong: drop leaves no training row, as all {result.dropped:,} are longer than train.max_length "
+            f"= {recipe.train.max_length} tokens; raise it"
         )
-    for (split, _), counted in losses.items():
-        if what is None or split == "train":  # the limits of a finished run, evaluated on other rows, cannot be raised
-            counted.refuse(task, recipe.train)
-        made.notes += counted.notes(recipe.train)
-    for split, lost in skipped.items():
-        if lost and not made.splits[split]:
-            raise UserError(f"no {what or split} row is left: {len(lost):,} were skipped, the first for {lost[0]}")
-    return made
+    for (split, _), counts in losses.items():
+        if name is None or split == "train":  # the limits of a finished run, evaluated on other rows, cannot be raised
+            counts.refuse(task, recipe.train)
+        result.notes += counts.notes(recipe.train)
+    for split, bad_rows in skipped.items():
+        if bad_rows and not result.splits[split]:
+            raise UserError(
+                f"no {name or split} row is left: {len(bad_rows):,} were skipped, the first for {bad_rows[0]}"
+            )
+    return result
 
 
-def _format_part_name(recipe: Recipe, split: Split, part: int, what: str | None) -> str:
-    """Return the name of the rows of a split or source in messages."""
-    source = list_source_files(recipe.data)[split][part].name if split == "train" and what is None else None
-    return (what or split) if source is None else f"{split} ({source})"
+def _describe_source(recipe: Recipe, split: Split, number: int, name: str | None) -> str:
+    source = list_source_files(recipe.data)[split][number].name if split == "train" and name is None else None
+    return (name or split) if source is None else f"{split} ({source})"
 
 
 def _iter_chunks(rows: Routed) -> Iterator[tuple[Split, int, list[Row]]]:
-    """Yield chunks of rows of one split and part, in order."""
-    held: dict[tuple[Split, int], list[Row]] = {}
-    for split, part, row in rows:
-        key = (split, part)
-        if key not in held:
-            for other in [other for other in held if other[0] == split]:  # parts must stay contiguous
-                yield *other, held.pop(other)
-        chunk = held.setdefault(key, [])
+    chunks: dict[tuple[Split, int], list[Row]] = {}
+    for split, source, row in rows:
+        key = (split, source)
+        if key not in chunks:
+            for previous in [previous for previous in chunks if previous[0] == split]:  # sources must stay contiguous
+                yield *previous, chunks.pop(previous)
+        chunk = chunks.setdefault(key, [])
         chunk.append(row)
         if len(chunk) == _CHUNK:
-            yield *key, held.pop(key)
-    for key, chunk in held.items():
+            yield *key, chunks.pop(key)
+    for key, chunk in chunks.items():
         yield *key, chunk
-
-
-# ------------------------------------------------------------------------------------------------------------ streaming
 
 
 def is_large(recipe: Recipe) -> bool:
@@ -191,8 +182,12 @@ def is_large(recipe: Recipe) -> bool:
 
 def input_paths(recipe: Recipe) -> list[DataFile]:
     """Return the files of all splits, in reading order."""
-    parts = list_source_files(recipe.data)
-    return [path for split in SPLITS for part in parts[split] for path in expand_files(part.files)]
+    return [
+        path
+        for sources in list_source_files(recipe.data).values()
+        for source in sources
+        for path in expand_files(source.files)
+    ]
 
 
 def _file_size(path: DataFile) -> int | None:
@@ -205,81 +200,69 @@ def _file_size(path: DataFile) -> int | None:
 
 @dataclass
 class RowSurvey:
-    """Result of the pass over the rows before encoding."""
+    """Result of the pass over the rows before encoding.
+
+    routes: for each stream, the number of the split of every row, from 1, or 0 to drop it; None: no row changes its
+    split. targets: of the training rows of a regression, in order.
+    """
 
     routes: dict[Split, np.ndarray | None]
-    """For each stream, the number of the split of every row, from 1, or 0 to drop it; None: no row changes its
-    split."""
     labels: tuple[str, ...] | None
     targets: Sequence[float] = ()
-    """Targets of the training rows of a regression, in order."""
 
 
 def survey_rows(recipe: Recipe) -> RowSurvey:
     """Count the rows and collect the classes or targets, if they must be known, without keeping a row.
 
-    Raises UserError for bad rows, a split without rows, and whatever `choose` refuses.
+    Raises UserError for bad rows, a split without rows, and whatever `assign_rows` refuses.
     """
     data, task = recipe.data, recipe.task
-    parts = list_source_files(data)
-    wants_labels = task.has_classes and task.labels is None
+    sources = list_source_files(data)
+    needs_labels = task.has_classes and task.labels is None
     keys = RowKeys() if has_holdout(data) else None
-    limits = any(part.limit is not None for split in SPLITS for part in parts[split])
+    limited = any(source.limit is not None for split in SPLITS for source in sources[split])
     targets = array("d") if task.traits.has_targets else None
-    if not (wants_labels or keys is not None or limits or targets is not None):
+    if not (needs_labels or keys is not None or limited or targets is not None):
         return RowSurvey(dict.fromkeys(SPLITS), task.labels)
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     labels: set[str] = set()
     for split in SPLITS:
-        for part in parts[split]:
-            skipped: list[str] = []
-            counts[split].append(0)
-            for row in part.rows(data, task, skipped):
-                counts[split][-1] += 1
-                if split == "train" and keys is not None:
-                    keys.add(row, part.columns)
-                if split == "train" and targets is not None:
-                    targets.append(row.values["label"])
-                elif split == "train":
-                    labels.update(iter_classes((row,)))
-            if not counts[split][-1]:
-                part.refuse_none(skipped)
-    chosen = assign_rows(data, parts, counts, recipe.train.seed, keys)
-    routes: dict[Split, np.ndarray | None] = {}
-    for split in SPLITS:
-        routes[split] = np.zeros(sum(counts[split]), dtype=np.uint8)
-    for places in chosen.train:
-        routes["train"][places] = 1  # type: ignore[index]
+        train_keys = keys if split == "train" else None
+        for row in iter_source_rows(data, task, sources[split], counts[split], skipped=[], keys=train_keys):
+            if split == "train" and targets is not None:
+                targets.append(row.values["label"])
+            elif split == "train":
+                labels.update(iter_classes((row,)))
+    assignment = assign_rows(data, sources, counts, recipe.train.seed, keys)
+    routes: dict[Split, Any] = {split: np.zeros(sum(counts[split]), dtype=np.uint8) for split in SPLITS}
+    for rows in assignment.train:
+        routes["train"][rows] = 1
     for number, split in enumerate(SPLITS[1:], start=2):
-        if split in chosen.apart:
-            routes["train"][chosen.apart[split]] = number  # type: ignore[index]
-        if split in chosen.own:
-            routes[split][chosen.own[split]] = number  # type: ignore[index]
+        if split in assignment.apart:
+            routes["train"][assignment.apart[split]] = number
+        if split in assignment.own:
+            routes[split][assignment.own[split]] = number
     trained = () if targets is None else np.asarray(targets)[routes["train"] == 1].tolist()
-    return RowSurvey(routes, sort_labels(labels) if wants_labels else task.labels, trained)
+    return RowSurvey(routes, sort_labels(labels) if needs_labels else task.labels, trained)
 
 
-def stream_rows(recipe: Recipe, known: RowSurvey, skipped: list[str]) -> Routed:
+def stream_rows(recipe: Recipe, survey: RowSurvey, skipped: list[str]) -> Routed:
     """Stream the rows of every split.
 
-    Raises UserError as `read_rows`, for a part without rows, and if the number of rows differs from that of
+    Raises UserError as `read_rows`, for a source without rows, and if the number of rows differs from that of
     `survey_rows`.
     """
-    for split, parts in list_source_files(recipe.data).items():
-        route, place = known.routes[split], 0
-        for number, part in enumerate(parts):
-            before, skips = place, len(skipped)
-            for row in part.rows(recipe.data, recipe.task, skipped):
-                if route is not None and place == len(route):
-                    raise _row_count_error(split, len(route), "more")
-                goes = split if route is None else _TARGETS[route[place]]
-                place += 1
-                if goes is not None:
-                    yield goes, number if goes == "train" else 0, row
-            if place == before:
-                part.refuse_none(skipped[skips:])
-        if route is not None and place < len(route):
-            raise _row_count_error(split, len(route), f"only {place:,}")
+    for split, sources in list_source_files(recipe.data).items():
+        route, position, counts = survey.routes[split], 0, list[int]()
+        for row in iter_source_rows(recipe.data, recipe.task, sources, counts, skipped=skipped):
+            if route is not None and position == len(route):
+                raise _row_count_error(split, len(route), "more")
+            target = split if route is None else (None, *SPLITS)[route[position]]
+            position += 1
+            if target is not None:
+                yield target, len(counts) - 1 if target == "train" else 0, row
+        if route is not None and position < len(route):
+            raise _row_count_error(split, len(route), f"only {position:,}")
 
 
 def _row_count_error(split: Split, counted: int, now: str) -> UserError:
@@ -289,15 +272,8 @@ def _row_count_error(split: Split, counted: int, now: str) -> UserError:
     )
 
 
-_TARGETS: tuple[Split | None, ...] = (None, *SPLITS)
-
-
-# -------------------------------------------------------------------------------------------------------------- caching
-
-
 def open_token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
-    """Return the cache for this recipe's rows and their key; a note on the reason if there can be none; None if none is
-    wanted."""
+    """Return the cache for this recipe's rows and their key; the reason if there can be none; None if it is off."""
     setting = recipe.data.cache
     if setting is None:
         return None
@@ -324,40 +300,33 @@ def _cache_key(recipe: Recipe, names: Sequence[str | None]) -> str:
     data.pop("cache")
     # kinds that are not even searched for
     data["checks"] = [name for name, value in data["checks"].items() if value == "off"]
-    counts: list[tuple[str, int, dict[str, Any]]] = []
-    for split, parts in list_source_files(recipe.data).items():
-        for part in parts:
-            own = dataclasses.asdict(part)
-            own.pop("files")
-            counts.append((split, len(expand_files(part.files)), own))
-    for split in SPLITS:
+    sources: list[tuple[str, int, dict[str, Any]]] = []
+    for split, split_sources in list_source_files(recipe.data).items():
         data.pop(split)
-    seeded = recipe.data.label_noise or any(own["limit"] is not None for _, _, own in counts)
+        for source in split_sources:
+            settings = dataclasses.asdict(source)
+            settings.pop("files")
+            sources.append((split, len(expand_files(source.files)), settings))
+    seeded = recipe.data.label_noise or any(settings["limit"] is not None for _, _, settings in sources)
     limits = ("max_length", "truncation", "overlong", "max_dropped", "max_cut")
     train = {name: getattr(recipe.train, name) for name in limits}
     task = dataclasses.asdict(recipe.task)
     task.pop("template", None)  # its text counts, not its path
-    template = recipe.task.input_format.template_record()
-    what = {
+    template, head = recipe.task.input_format.template_record(), standardised_layer(recipe.task, recipe.backbone)
+    values = {
         "inputs": names,
-        "parts": counts,
+        "parts": sources,
         "data": data,
         "task": task,
         "template": template and template["sha256"],
-        "head": _head_settings(recipe),
+        "head": None if head is None else dataclasses.asdict(head),  # a regression's units are made for it
         "features": None if recipe.adapter.projector is None else dataclasses.asdict(recipe.adapter.projector),
         "train": train,
         "seed": recipe.train.seed if seeded else None,
         "tokenizer": _tokenizer_digest(open_backbone(recipe.backbone).directory),
         "code": _code_digest(),
     }
-    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _head_settings(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the head that a regression's units are made for."""
-    layer = standardised_layer(recipe.task, recipe.backbone)
-    return None if layer is None else dataclasses.asdict(layer)
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def _tokenizer_digest(directory: Path) -> str:
@@ -380,26 +349,16 @@ def _code_digest() -> str:
 
 
 def _code_files() -> list[Path]:
-    """Return the source files that encoded rows depend on. Their other imports do not affect rows, or are in the key
-    itself."""
+    """Return the source files that encoded rows depend on; their other imports are in the key or affect no row."""
     import flatshift.finetune.compute.task
     import flatshift.finetune.data
     import flatshift.finetune.models.backbone
     import flatshift.finetune.seeds
     import flatshift.finetune.tasks
 
-    here = Path(__file__).resolve().parent
     modules = (flatshift.finetune.compute.task, flatshift.finetune.models.backbone, flatshift.finetune.seeds)
-    return [
-        *(
-            file
-            for room in (flatshift.finetune.data, flatshift.finetune.tasks)
-            for file in sorted(_package_directory(room).rglob("*.py"))
-        ),
-        *(Path(str(module.__file__)) for module in modules),
-        *(here / name for name in ("checks.py", "encode.py", "holdout.py", "sources.py", "splits.py")),
-    ]
-
-
-def _package_directory(package: ModuleType) -> Path:
-    return Path(str(package.__file__)).resolve().parent
+    files = [Path(str(module.__file__)) for module in modules]
+    for package in (flatshift.finetune.data, flatshift.finetune.tasks):
+        files += sorted(Path(str(package.__file__)).resolve().parent.rglob("*.py"))
+    here = Path(__file__).resolve().parent
+    return [*files, *(here / name for name in ("checks.py", "encode.py", "holdout.py", "sources.py", "splits.py"))]

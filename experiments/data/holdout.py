@@ -24,10 +24,8 @@ from flatshift.finetune.seeds import derive_seed, numpy_generator
 
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
-_FREQUENT = 1 / 20
-"""Share of the rows above which a text is held out last: it would make up most of the evaluation rows."""
-_FEWEST = 5
-"""Average number of texts per class from which on the draw is stratified by class."""
+_FREQUENT = 1 / 20  # share of the rows above which a text is held out last: it would be most of the evaluation rows
+_MIN_TEXTS = 5  # average number of texts per class from which on the draw is stratified by class
 
 
 def normalize_text(text: str) -> str:
@@ -62,22 +60,21 @@ def _content_text(row: Row, columns: Columns) -> bytes:
     values = row.values
     if isinstance(values.get("text"), str):
         second = values.get("text2")
-        found = values["text"] if second is None else [values["text"], second]
+        content = values["text"] if second is None else [values["text"], second]
     elif "messages" in values:
-        found = values["messages"]
+        content = values["messages"]
     elif "prompt" in values:
-        found = [values.get(name) for name in ("prompt", "completion", "chosen", "rejected")]
+        content = [values.get(name) for name in ("prompt", "completion", "chosen", "rejected")]
     else:
-        found = {key: value for key, value in row.record.items() if key not in (columns.id, columns.label)}
-    text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, sort_keys=True, default=str)
+        content = {key: value for key, value in row.record.items() if key not in (columns.id, columns.label)}
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, sort_keys=True, default=str)
     return normalize_text(text).encode("utf-8", "surrogatepass")
 
 
 def split_holdout(
     keys: RowKeys, share: float, splits: Sequence[Split] = SPLITS[1:]
 ) -> tuple[np.ndarray, dict[Split, np.ndarray]]:
-    """Return the indices of the rows that stay, and those of each of `splits`: about `share` of the rows, at least one
-    text.
+    """Return the indices of the rows that stay, and those of each of `splits`: about `share` of all, at least one text.
 
     The draw is the same for every run. The rows held out for fewer splits or a smaller share are a subset of those held
     out for more. Raises UserError if no text would be left to train on.
@@ -85,25 +82,25 @@ def split_holdout(
     total = len(keys)
     if not share or not splits:
         return np.arange(total), {}
-    _, first, group = np.unique(np.asarray(keys.texts), return_index=True, return_inverse=True)
-    sizes, classes = np.bincount(group), np.asarray(keys.classes)[first]
-    if _FEWEST * len(np.unique(classes)) > len(first):  # the column has names or numbers rather than classes
+    _, first_rows, group = np.unique(np.asarray(keys.texts), return_index=True, return_inverse=True)
+    sizes, classes = np.bincount(group), np.asarray(keys.classes)[first_rows]
+    if _MIN_TEXTS * len(np.unique(classes)) > len(first_rows):  # the column has names or numbers rather than classes
         classes = np.zeros_like(classes)
     turn = np.empty(total, dtype=np.int64)
     turn[numpy_generator(derive_seed(0, "holdout"), "limit").permutation(total)] = np.arange(total)
     order = np.lexsort(
-        (turn[first], _position_in_class(classes, turn[first], sizes), sizes > max(1, _FREQUENT * total))
+        (turn[first_rows], _position_in_class(classes, turn[first_rows], sizes), sizes > max(1, _FREQUENT * total))
     )
-    wanted = len(splits) * max(1, round(share * total))
-    count = max(int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1, len(splits))
+    target = len(splits) * max(1, round(share * total))
+    count = max(int(np.searchsorted(np.cumsum(sizes[order]), target)) + 1, len(splits))
     if count >= len(order):
         raise UserError(
             f"data.holdout: {share:g} of {total} rows with {len(order)} different texts leaves none to train on; give "
             "more rows, or set data.holdout to 0 and evaluate on files of their own (data.test.files)"
         )
-    owner = _assign_splits(order[:count], classes, first, sizes, splits)[group]
-    taken = {split: np.flatnonzero(owner == number) for number, split in enumerate(splits, start=1)}
-    return np.flatnonzero(owner == 0), taken
+    owner = _assign_splits(order[:count], classes, first_rows, sizes, splits)[group]
+    held_out = {split: np.flatnonzero(owner == number) for number, split in enumerate(splits, start=1)}
+    return np.flatnonzero(owner == 0), held_out
 
 
 _BREAKS = (re.compile(r"\n\s*\n\s*"), re.compile(r"\n\s*"), re.compile(r"(?<=[.!?。！？])\s+"), re.compile(r"\s+"))
@@ -115,49 +112,47 @@ def cut_documents(rows: Sequence[Row], share: float, splits: Sequence[Split]) ->
     characters from its end. Return None for more documents than splits, or if one is too short."""
     if not share or not splits or not 0 < len(rows) <= len(splits):
         return None
-    found: dict[Split, list[Row]] = {split: [] for split in ("train", *splits)}
+    pieces: dict[Split, list[Row]] = {split: [] for split in ("train", *splits)}
     for row in rows:
         text = row.values.get("text")
         if not isinstance(text, str):
             return None
         size, begin = share * len(text), 0
-        for split, wanted in zip(found, range(len(splits), -1, -1), strict=True):
-            end, after = _break_near(text, round(len(text) - wanted * size), size) if wanted else (len(text), 0)
+        for split, remaining in zip(pieces, range(len(splits), -1, -1), strict=True):
+            end, after = _break_near(text, round(len(text) - remaining * size), size) if remaining else (len(text), 0)
             piece = text[begin:end]
             if not piece.strip():
                 return None
             name = "" if split == "train" else f"#{split}"
             cut = replace(row, values={**row.values, "text": piece}, id=f"{row.id}{name}", where=f"{row.where}{name}")
-            found[split].append(cut)
+            pieces[split].append(cut)
             begin = after
-    return found
+    return pieces
 
 
-def _break_near(text: str, place: int, size: float) -> tuple[int, int]:
-    """Return end and beginning of two pieces around a place, at the largest break no further than half of `size` from
-    it."""
-    low = max(0, round(place - size / 2))
+def _break_near(text: str, position: int, size: float) -> tuple[int, int]:
+    """Return end and beginning of two pieces around a position, at the largest break within half of `size`."""
+    low = max(0, round(position - size / 2))
     for kind in _BREAKS:
-        near = [found.span() for found in kind.finditer(text, low, round(place + size / 2))]
+        near = [match.span() for match in kind.finditer(text, low, round(position + size / 2))]
         if near:
-            return min(near, key=lambda span: abs(span[0] - place))
-    return place, place
+            return min(near, key=lambda span: abs(span[0] - position))
+    return position, position
 
 
 def _position_in_class(classes: np.ndarray, turn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the position of each group among the rows of its class, from 0 to 1: the groups below a bound are that
-    share of every class."""
+    """Return the position of each group among the rows of its class, from 0 to 1."""
     order = np.lexsort((turn, classes))
     ends = np.cumsum(sizes[order])
     totals = np.bincount(classes, weights=sizes)
     before = np.concatenate([[0], np.cumsum(totals)])[classes[order]]
-    found = np.empty(len(sizes))
-    found[order] = (ends - sizes[order] / 2 - before) / totals[classes[order]]
-    return found
+    positions = np.empty(len(sizes))
+    positions[order] = (ends - sizes[order] / 2 - before) / totals[classes[order]]
+    return positions
 
 
 def _assign_splits(
-    chosen: np.ndarray, classes: np.ndarray, first: np.ndarray, sizes: np.ndarray, splits: Sequence[Split]
+    chosen: np.ndarray, classes: np.ndarray, first_rows: np.ndarray, sizes: np.ndarray, splits: Sequence[Split]
 ) -> np.ndarray:
     """Return for each group the number of its split, from 1, or 0 if it stays.
 
@@ -166,8 +161,8 @@ def _assign_splits(
     """
     owner = np.zeros(len(sizes), dtype=np.int8)
     rows = [0] * len(splits)
-    for one in chosen[np.lexsort((first[chosen], classes[chosen]))].tolist():
+    for group in chosen[np.lexsort((first_rows[chosen], classes[chosen]))].tolist():
         number = min(range(len(splits)), key=lambda split: (rows[split], -split))
-        rows[number] += int(sizes[one])
-        owner[one] = number + 1
+        rows[number] += int(sizes[group])
+        owner[group] = number + 1
     return owner

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
+import numpy as np
+
 from flatshift.experiments.data.holdout import Split
 from flatshift.experiments.data.sources import sample_train_for_eval
 from flatshift.experiments.recipe.schema import Recipe
@@ -13,10 +15,8 @@ from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import UserError
 
-_ROUNDS = 10_000
-"""Maximum number of times that one optimizer step may use each training example."""
-_ROUGHLY = 4
-"""Factor by which an estimate of activations must exceed the machine's memory to be refused."""
+_MAX_REPEATS = 10_000  # times that one optimizer step may use each training example
+_ESTIMATE_MARGIN = 4  # factor by which an estimate of activations must exceed the machine's memory to be refused
 
 
 def check_answer_room(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> None:
@@ -26,10 +26,10 @@ def check_answer_room(recipe: Recipe, splits: Mapping[Split, Sequence[Example]])
         return
     from flatshift.finetune.evaluate.answers import check_prompts_fit
 
-    counted = _position_settings(recipe)
-    for judged in (sample_train_for_eval(recipe, splits["train"]), splits["dev"], splits["test"]):
-        if judged:
-            check_prompts_fit(counted, judged, task.max_new_tokens)
+    settings = _position_settings(recipe)
+    for examples in (sample_train_for_eval(recipe, splits["train"]), splits["dev"], splits["test"]):
+        if examples:
+            check_prompts_fit(settings, examples, task.max_new_tokens)
 
 
 def check_positions(recipe: Recipe) -> None:
@@ -48,9 +48,9 @@ def check_positions(recipe: Recipe) -> None:
         return
     if not sizes.bounded or sizes.positions is None:
         return
-    asked, left = recipe.train.max_length, sizes.positions - _count_prefix_positions(recipe)
-    if asked > left:
-        raise UserError(f"train.max_length: {asked} is above {positions_left(left, _position_settings(recipe))}")
+    length, free = recipe.train.max_length, sizes.positions - _count_prefix_positions(recipe)
+    if length > free:
+        raise UserError(f"train.max_length: {length} is above {positions_left(free, _position_settings(recipe))}")
 
 
 def iter_position_warnings(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Iterator[str]:
@@ -71,8 +71,7 @@ def iter_position_warnings(recipe: Recipe, splits: Iterable[Sequence[Example]]) 
 
 
 def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
-    """Refuse a rank or batch that exceeds the memory of this machine, and an optimizer step that repeats its rows too
-    often.
+    """Refuse a rank or batch that exceeds this machine's memory, and an optimizer step that repeats rows too often.
 
     Anything that might fit is left to the plan and to the run itself: estimates are rough. Raises UserError.
     """
@@ -83,34 +82,33 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
 
     settings, memory = recipe.train, machine_memory()
     update = settings.batch_size * settings.accumulate
-    if update > _ROUNDS * len(train):
+    if update > _MAX_REPEATS * len(train):
         raise UserError(
-            f"train.batch_size times train.accumulate: a step of {update:,} rows goes more than {_ROUNDS:,} times "
+            f"train.batch_size times train.accumulate: a step of {update:,} rows goes more than {_MAX_REPEATS:,} times "
             f"round the {len(train):,} training samples; lower one of them, or give more rows"
         )
     try:
         backbone = BackboneSizes.read(open_backbone(recipe.backbone).directory, recipe.adapter).under(recipe.task)
         read = recipe.task.traits.count_token_rows(settings)
-        held = predict_footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=read)
+        footprint = predict_footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=read)
     except UserError:  # an architecture whose sizes are unknown
         return
     if memory is None:
         return
-    if held.adapter > memory:
-        fits = max(1, int(recipe.adapter.rank * memory / held.adapter))
+    if footprint.adapter > memory:
+        rank = max(1, int(recipe.adapter.rank * memory / footprint.adapter))
         raise UserError(
             f"adapter.rank: at {recipe.adapter.rank:,} the factors, their gradients and moments take "
-            f"{format_bytes(held.adapter)}, and this machine has {format_bytes(memory)}; take at most {fits:,}"
+            f"{format_bytes(footprint.adapter)}, and this machine has {format_bytes(memory)}; take at most {rank:,}"
         )
     lengths = ColumnarExamples.of(train).ragged("input_ids")
-    packed = recipe.task.pack
-    share = 1.0 if packed or lengths is None else float(lengths[2].mean()) / settings.max_length
-    if held.activations * share > _ROUGHLY * memory:
-        fits = max(1, int(settings.batch_size * memory / (held.activations * share)))
+    share = 1.0 if recipe.task.pack or lengths is None else float(lengths[2].mean()) / settings.max_length
+    activations = footprint.activations * share
+    if activations > _ESTIMATE_MARGIN * memory:
+        rows = max(1, int(settings.batch_size * memory / activations))
         raise UserError(
-            f"train.batch_size: {settings.batch_size:,} rows at once keep about "
-            f"{format_bytes(held.activations * share)} "
-            f"for the backward pass, and this machine has {format_bytes(memory)}; take {fits:,} or fewer and raise "
+            f"train.batch_size: {settings.batch_size:,} rows at once keep about {format_bytes(activations)} "
+            f"for the backward pass, and this machine has {format_bytes(memory)}; take {rows:,} or fewer and raise "
             "train.accumulate, or lower train.max_length"
         )
 
@@ -124,8 +122,7 @@ def format_evaluation_plan(
     share: int = 1,
     seconds: float | None = None,
 ) -> str | None:
-    """Return the memory and time of the evaluation as a sentence; None without rows, or if the backbone's sizes are
-    unknown.
+    """Return the memory and time of the evaluation as a sentence; None without rows or known backbone sizes.
 
     share: ranks that have different rows. seconds: predicted time of an optimizer step, if known.
     """
@@ -134,10 +131,11 @@ def format_evaluation_plan(
     from flatshift.finetune.planner.footprint import BackboneSizes
 
     task, train = recipe.task, recipe.train
-    parts = {"train": sample_train_for_eval(recipe, splits["train"]), "dev": splits["dev"], "test": splits["test"]}
-    parts["cold"] = (splits["test"] or splits["dev"])[: recipe.eval.cold]
-    parts = {name: rows for name, rows in parts.items() if len(rows)}
-    if not parts:
+    train_rows, cold_rows = sample_train_for_eval(recipe, splits["train"]), splits["test"] or splits["dev"]
+    evaluated = {"train": train_rows, "dev": splits["dev"], "test": splits["test"]}
+    evaluated["cold"] = cold_rows[: recipe.eval.cold]
+    evaluated = {name: rows for name, rows in evaluated.items() if len(rows)}
+    if not evaluated:
         return None
     try:
         sizes = BackboneSizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
@@ -149,24 +147,28 @@ def format_evaluation_plan(
         task,
         train,
         batch_size=max(1, recipe.eval.batch_size // share),
-        rows=sum(map(len, parts.values())),
-        tokens=sum(map(_count_tokens, parts.values())),
-        longest=max(map(find_longest_length, parts.values())),
+        rows=sum(map(len, evaluated.values())),
+        tokens=sum(map(_count_tokens, evaluated.values())),
+        longest=max(map(find_longest_length, evaluated.values())),
         classes=classes if task.score == "rank" else 0,
         device=device,
     )
     whole = task.pack or not len(splits["train"])
     mean = train.max_length if whole else _count_tokens(splits["train"]) / len(splits["train"])
     update = train.batch_size * train.accumulate * mean
-    named = ", ".join(f"{name} {len(rows):,}" for name, rows in parts.items())
+    named = ", ".join(f"{name} {len(rows):,}" for name, rows in evaluated.items())
     return plan.line(named, tokens=update, seconds=seconds)
 
 
-def _count_tokens(examples: Sequence[Example]) -> int:
-    """Return the number of tokens, all sequences of an example counted."""
+def _sequence_lengths(examples: Sequence[Example]) -> list[np.ndarray]:
+    """Return the tokens of every example, for each of its sequences."""
     columns = ColumnarExamples.of(examples)
-    found = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
-    return sum(int(rows[2].sum()) for rows in found if rows is not None)
+    sequences = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
+    return [sequence[2] for sequence in sequences if sequence is not None]
+
+
+def _count_tokens(examples: Sequence[Example]) -> int:
+    return sum(int(lengths.sum()) for lengths in _sequence_lengths(examples))
 
 
 def _position_settings(recipe: Recipe) -> SimpleNamespace:
@@ -188,6 +190,4 @@ def _count_prefix_positions(recipe: Recipe) -> int:
 
 def find_longest_length(examples: Sequence[Example]) -> int:
     """Return the tokens of the longest example, or of the longer of its two sequences; 0 without examples."""
-    columns = ColumnarExamples.of(examples)
-    found = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
-    return max((int(rows[2].max()) for rows in found if rows is not None and len(rows[2])), default=0)
+    return max((int(lengths.max()) for lengths in _sequence_lengths(examples) if len(lengths)), default=0)

@@ -1,5 +1,4 @@
-"""Training rows of a run: the sources that its recipe names, held-out rows, limits, and the conversion of
-`train.epochs` to optimizer steps."""
+"""Training rows of a run: the sources of its recipe, held-out rows, limits, and `train.epochs` as optimizer steps."""
 
 from __future__ import annotations
 
@@ -25,21 +24,20 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
 
-_LOOKED_AT = 50
-"""Optimizer steps whose padding is counted."""
-_MUCH = 0.2
-_UNITS = {"rows": "samples", "tokens": "tokens"}
-"""Words for the values of `data.train.weigh`."""
+_PADDING_STEPS = 50  # optimizer steps whose padding is counted
+_HIGH_PADDING = 0.2
+_UNITS = {"rows": "samples", "tokens": "tokens"}  # words for the values of `data.train.weigh`
 
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """Files that are read one after another, with one set of columns."""
+    """Files that are read one after another, with one set of columns.
+
+    setting: names the files: `data.dev`, `data.train.sources.code`. name: of the source; None for files outside one.
+    """
 
     setting: str
-    """Setting that names the files: `data.dev`, `data.train.sources.code`."""
     name: str | None
-    """Name of the source; None for files outside a source."""
     files: tuple[str, ...]
     columns: Columns
     columns_setting: str
@@ -77,8 +75,33 @@ class SourceFiles:
 
     def refuse_none(self, skipped: Sequence[str]) -> None:
         """Raise UserError because there is no usable row."""
-        what = self.setting.removeprefix("data.").removeprefix("train.sources.")
-        require_rows([], files=self.files, what=what, skipped=skipped)
+        name = self.setting.removeprefix("data.").removeprefix("train.sources.")
+        require_rows([], files=self.files, what=name, skipped=skipped)
+
+
+def iter_source_rows(
+    data: Data,
+    task: Task,
+    sources: Iterable[SourceFiles],
+    counts: list[int],
+    *,
+    skipped: list[str],
+    keys: RowKeys | None = None,
+) -> Iterator[Row]:
+    """Stream the usable rows of the sources of a split, and append the number of each source's rows to `counts`.
+
+    keys: receives every row. Raises UserError as `SourceFiles.rows`, and for a source without a usable row.
+    """
+    for source in sources:
+        counts.append(0)
+        before = len(skipped)
+        for row in source.rows(data, task, skipped):
+            counts[-1] += 1
+            if keys is not None:
+                keys.add(row, source.columns)
+            yield row
+        if not counts[-1]:
+            source.refuse_none(skipped[before:])
 
 
 def has_holdout(data: Data) -> bool:
@@ -92,79 +115,77 @@ def list_source_files(data: Data) -> dict[Split, list[SourceFiles]]:
     Raises:
         UserError: no training files.
     """
-    found: dict[Split, list[SourceFiles]] = {"train": [], "dev": [], "test": []}
+    sources: dict[Split, list[SourceFiles]] = {"train": [], "dev": [], "test": []}
     train = data.train
     for name, source in (train.sources or {}).items():
         if source.weight:
             setting = f"data.train.sources.{name}"
-            place = "data.columns" if source.columns is None else f"{setting}.columns"
-            columns = source.columns or data.columns
-            found["train"].append(SourceFiles(setting, name, source.files, columns, place, source.first, source.limit))
+            columns = (
+                (data.columns, "data.columns") if source.columns is None else (source.columns, f"{setting}.columns")
+            )
+            sources["train"].append(SourceFiles(setting, name, source.files, *columns, source.first, source.limit))
     if train.files:
-        first = train.first
-        found["train"] = [
-            SourceFiles("data.train", None, train.files, data.columns, "data.columns", first, train.limit)
-        ]
-    if not found["train"]:
+        named = SourceFiles("data.train", None, train.files, data.columns, "data.columns", train.first, train.limit)
+        sources["train"] = [named]
+    if not sources["train"]:
         raise UserError("data.train.files is empty: name the training rows, for example --data.train.files rows.jsonl")
     for split in SPLITS[1:]:
         files = getattr(data, split)
         if files.files:
-            part = SourceFiles(f"data.{split}", None, files.files, data.columns, "data.columns", None, files.limit)
-            found[split].append(part)
-    return found
+            setting = f"data.{split}"
+            sources[split] = [SourceFiles(setting, None, files.files, data.columns, "data.columns", None, files.limit)]
+    return sources
 
 
 @dataclass(frozen=True)
 class RowAssignment:
-    """Rows of each split, as indices into the stream that they are read from."""
+    """Rows of each split, as indices into the stream that they are read from.
+
+    train: for each training source, indices into the rows of all of them; sorted. pool: training rows that are not held
+    out, before any limit; sorted. apart: for dev and test held out from the training rows: indices into those. own: for
+    dev and test with separate files: indices into the rows of those files.
+    """
 
     train: list[np.ndarray]
-    """For each training part, indices into the rows of all training parts; sorted."""
     pool: np.ndarray
-    """Training rows that are not held out, before any limit; sorted."""
     apart: dict[Split, np.ndarray]
-    """For dev and test held out from the training rows: indices into those."""
     own: dict[Split, np.ndarray]
-    """For dev and test with separate files: indices into the rows of those files."""
 
 
 def assign_rows(
-    data: Data, parts: dict[Split, list[SourceFiles]], counts: dict[Split, list[int]], seed: int, keys: RowKeys | None
+    data: Data, sources: dict[Split, list[SourceFiles]], counts: dict[Split, list[int]], seed: int, keys: RowKeys | None
 ) -> RowAssignment:
     """Hold out `data.holdout` of the training rows where dev or test name no files, and apply limits.
 
-    counts: usable rows of each part. keys: of the training rows, if some are held out.
+    counts: usable rows of each source. keys: of the training rows, if some are held out.
     Raises UserError for a holdout without rows, a limit above the number of rows, and a source of which nothing is
     left.
     """
-    kept = np.arange(sum(counts["train"]))
+    pool = np.arange(sum(counts["train"]))
     apart: dict[Split, np.ndarray] = {}
     if keys is not None:
-        kept, apart = split_holdout(keys, data.holdout, [split for split in SPLITS[1:] if not parts[split]])
+        pool, apart = split_holdout(keys, data.holdout, [split for split in SPLITS[1:] if not sources[split]])
     train, start = [], 0
-    for part, count in zip(parts["train"], counts["train"], strict=True):
-        own = kept[(kept >= start) & (kept < start + count)]
-        names = () if part.name is None else (part.name,)
-        if not len(own):
-            raise UserError(f"{part.setting}: data.holdout leaves none of its {count} rows; give more rows")
-        train.append(_apply_limit(own, part.limit, derive_seed(seed, "limit", "train", *names), part.setting))
+    for source, count in zip(sources["train"], counts["train"], strict=True):
+        rows = pool[(pool >= start) & (pool < start + count)]
+        names = () if source.name is None else (source.name,)
+        if not len(rows):
+            raise UserError(f"{source.setting}: data.holdout leaves none of its {count} rows; give more rows")
+        train.append(_apply_limit(rows, source.limit, derive_seed(seed, "limit", "train", *names), source.setting))
         start += count
-    own_rows: dict[Split, np.ndarray] = {}
-    for split in SPLITS[1:]:
-        limit_seed, limit = derive_seed(seed, "limit", split), getattr(data, split).limit
-        if parts[split]:
-            own_rows[split] = _apply_limit(np.arange(sum(counts[split])), limit, limit_seed, f"data.{split}")
-        elif split in apart:
-            apart[split] = _apply_limit(apart[split], limit, limit_seed, f"data.{split}")
-    return RowAssignment(train, kept, apart, own_rows)
+    own = {split: np.arange(sum(counts[split])) for split in SPLITS[1:] if sources[split]}
+    for split_rows in (own, apart):
+        for split in split_rows:
+            limit, limit_seed = getattr(data, split).limit, derive_seed(seed, "limit", split)
+            split_rows[split] = _apply_limit(split_rows[split], limit, limit_seed, f"data.{split}")
+    return RowAssignment(train, pool, apart, own)
 
 
-def _apply_limit(places: np.ndarray, limit: int | None, seed: int, setting: str) -> np.ndarray:
-    if limit is None or not len(places):
-        return places
+def _apply_limit(rows: np.ndarray, limit: int | None, seed: int, setting: str) -> np.ndarray:
+    if limit is None or not len(rows):
+        return rows
     try:
-        return np.asarray(limit_rows(places.tolist(), limit, seed=seed), dtype=places.dtype)
+        return np.asarray(limit_rows(rows.tolist(), limit, seed=seed), dtype=rows.dtype)
     except UserError as error:
         raise UserError(f"{setting}.{error}") from None
 
@@ -185,53 +206,43 @@ def count_source_epochs(batches: TrainingDataLoader, mixture: Mixture | None, st
     Raises:
         UserError: a source with `when_over: refuse` ends before the run does.
     """
-    drawn = batches.drawn(steps)
+    total = batches.drawn(steps)
     if mixture is None:
-        return [{"name": None, "share": 1.0, "examples": len(batches), "drawn": drawn, "epochs": drawn / len(batches)}]
-    counts = batches.samples.counts(drawn)
-    told = []
-    for i, (name, share, size) in enumerate(
-        zip(mixture.names, compute_source_shares(mixture), mixture.sizes, strict=True)
-    ):
+        return [{"name": None, "share": 1.0, "examples": len(batches), "drawn": total, "epochs": total / len(batches)}]
+    records = mixture_record(mixture)
+    for i, (record, count) in enumerate(zip(records, batches.samples.counts(total).tolist(), strict=True)):
+        name, size = record["name"], record["examples"]
         if name in mixture.strict and batches.repeats_source(steps, i):
             raise UserError(
                 f"data.train.sources.{name}: its {size:,} samples are over before the {steps:,} steps are, which take "
-                f"{int(counts[i]):,}; give more rows, a smaller weight or fewer steps, or set when_over: repeat"
+                f"{count:,}; give more rows, a smaller weight or fewer steps, or set when_over: repeat"
             )
-        own = int(counts[i])
-        about = {"share": share, "of": _UNITS[mixture.weigh], "examples": size}
-        told.append({"name": name, **about, "drawn": own, "epochs": own / size})
-    return told
+        del record["weight"]
+        record |= {"drawn": count, "epochs": count / size}
+    return records
 
 
-def format_source_epochs(told: Sequence[dict[str, Any]], steps: int, *, about: bool) -> list[str]:
-    """Format the result of `count_source_epochs`; `about` if examples are packed, so that the number in a step is an
-    estimate."""
-    word = "about " if about else ""
-    if told[0]["name"] is None:
-        epochs = f"{told[0]['epochs']:.2f}".removesuffix(".00")
+def format_source_epochs(sources: Sequence[dict[str, Any]], steps: int, *, approximate: bool) -> list[str]:
+    """Format the result of `count_source_epochs`; `approximate` for packed examples, whose number is an estimate."""
+    word = "about " if approximate else ""
+    if sources[0]["name"] is None:
+        epochs = f"{sources[0]['epochs']:.2f}".removesuffix(".00")
         count = "one epoch" if epochs == "1" else f"{epochs} epochs"
-        return [f"{steps:,} step{'s' * (steps != 1)}: {word}{count} of {told[0]['examples']:,} rows"]
+        return [f"{steps:,} step{'s' * (steps != 1)}: {word}{count} of {sources[0]['examples']:,} rows"]
     return [
-        f"source {one['name']}: {one['share']:.1%} of {one['of']}, {one['examples']:,} samples, {word}"
-        f"{one['epochs']:.2f} epochs in {steps:,} steps"
-        for one in told
+        f"source {source['name']}: {source['share']:.1%} of {source['of']}, {source['examples']:,} samples, {word}"
+        f"{source['epochs']:.2f} epochs in {steps:,} steps"
+        for source in sources
     ]
 
 
 def mixture_record(mixture: Mixture) -> list[dict[str, Any]]:
     """Return each source's weight, share of the examples or tokens, and number of examples, for the manifest."""
-    told = zip(mixture.names, mixture.weights, compute_source_shares(mixture), mixture.sizes, strict=True)
-    unit = _UNITS[mixture.weigh]
+    shares, unit = SampleProportions(mixture.weights).shares, _UNITS[mixture.weigh]
     return [
         {"name": name, "weight": weight, "share": share, "of": unit, "examples": size}
-        for name, weight, share, size in told
+        for name, weight, share, size in zip(mixture.names, mixture.weights, shares, mixture.sizes, strict=True)
     ]
-
-
-def compute_source_shares(mixture: Mixture) -> list[float]:
-    """Return each source's share of the examples or tokens."""
-    return SampleProportions(mixture.weights).shares
 
 
 def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
@@ -242,9 +253,9 @@ def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
     task = recipe.task
     if names is None or len(names) > 1 or task.multi:
         return
-    found = f"there is only {names[0]!r}" if names else "there is none"
+    present = f"there is only {names[0]!r}" if names else "there is none"
     raise UserError(
-        f"task.kind: {task.kind} chooses among two classes or more, and {found}; data.columns.label (now "
+        f"task.kind: {task.kind} chooses among two classes or more, and {present}; data.columns.label (now "
         f"{recipe.data.columns.label!r}) says where the rows have theirs, and task.labels of classify names them all"
     )
 
@@ -274,9 +285,9 @@ def check_eos_counts(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Non
         before = np.concatenate([[0], np.cumsum(flat == token)])
         ends = before[starts + lengths] - before[starts]
         if ends.min() == 0:
-            where = examples[int(ends.argmin())].where
+            line = examples[int(ends.argmin())].where
             raise UserError(
-                f"{where}: this row ends without the end-of-sequence token at which the head of {recipe.backbone!r} "
+                f"{line}: this row ends without the end-of-sequence token at which the head of {recipe.backbone!r} "
                 "reads it; take a backbone whose tokenizer adds it"
             )
         if ends.min() != ends.max():
@@ -301,8 +312,7 @@ def check_strict_sources(recipe: Recipe, train: Sequence[Example], mixture: Mixt
 def build_preview_loader(
     recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int
 ) -> TrainingDataLoader:
-    """Return a data loader of the stage for counting, before there is a model: the rows of each step, padded with
-    zeros.
+    """Return a data loader of the stage for counting, before there is a model; rows are padded with zeros.
 
     seed: of the stage. Raises UserError as `TrainingDataLoader` does.
     """
@@ -319,18 +329,14 @@ def build_preview_loader(
 
 def format_padding(batches: TrainingDataLoader, train: Train) -> str:
     """Format the share of padding in the first optimizer steps."""
-    steps = min(train.steps, _LOOKED_AT)
+    steps = min(train.steps, _PADDING_STEPS)
     share = batches.padding(steps)
-    advice = "" if batches.packed or train.group or share < _MUCH else "; train.group: length would leave less"
+    advice = "" if batches.packed or train.group or share < _HIGH_PADDING else "; train.group: length would leave less"
     return f"padding: {share:.1%} of the tokens of the first {steps} steps{advice}"
 
 
-# --------------------------------------------------------------------------------------------------------------- epochs
-
-
 def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) -> Resolved:
-    """Return `resolved` with `train.steps` in place of `train.epochs` and the number of rows in the origin; unchanged
-    if the recipe sets no epochs.
+    """Return `resolved` with `train.steps` in place of `train.epochs`, if set, and the number of rows in the origin.
 
     The number of optimizer steps is ⌈epochs · rows / (batch_size · accumulate)⌉: epochs follow each other without a
     gap, so each row is used at least ⌊epochs⌋ times. For packed rows this is approximate: those of the first epoch are
@@ -349,9 +355,9 @@ def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) 
     rows = len(build_preview_loader(recipe, train, None, seed=seed).epoch(0)) if packed else len(train)
     each = recipe.train.batch_size * recipe.train.accumulate
     steps = math.ceil(Fraction(repr(epochs)) * rows / each)  # exact, from the number as written: 1.1 · 10 rows are 11
-    said = f"train.epochs {epochs:g} of {rows:,} {'packed ' if packed else ''}rows"
+    origin = f"train.epochs {epochs:g} of {rows:,} {'packed ' if packed else ''}rows"
     if steps > MOST_STEPS:
-        raise UserError(f"{said} are {steps:,} steps, above the {MOST_STEPS:,} that a stage may have; give fewer")
+        raise UserError(f"{origin} are {steps:,} steps, above the {MOST_STEPS:,} that a stage may have; give fewer")
     settled = dataclasses.replace(recipe.train, steps=steps, epochs=None)
-    origins = {**resolved.origins, "train.steps": said, "train.epochs": "counted as train.steps"}
+    origins = {**resolved.origins, "train.steps": origin, "train.epochs": "counted as train.steps"}
     return Resolved(dataclasses.replace(recipe, train=settled), resolved.name, origins)

@@ -34,6 +34,7 @@ from flatshift.experiments.data.sources import (
     check_classes,
     check_eos_counts,
     has_holdout,
+    iter_source_rows,
     list_source_files,
 )
 from flatshift.experiments.recipe.schema import Recipe
@@ -60,29 +61,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitRows:
-    """Rows of each split as read; empty for a split without files."""
+    """Rows of each split as read; empty for a split without files.
+
+    skipped: `file:line: reason` of each bad row, if those are skipped. records: number of records in the training
+    files, including bad and held-out rows. label_names: classes in head order, those of the task, or of all training
+    rows before any was held out or dropped. sizes: training rows of each source; the sources follow one another in
+    `train`. pool: training rows before any limit, in the same order: label noise is drawn over them, so that it is the
+    same one whatever the limit. notes: on how dev and test rows were held out.
+    """
 
     train: list[Row]
     dev: list[Row]
     test: list[Row]
     skipped: list[str]
-    """`file:line: reason` of each bad row, if those are skipped."""
     records: int
-    """Records in the training files, including bad and held-out rows."""
     label_names: tuple[str, ...] | None
-    """Classes in head order: those of the task, or of all training rows before any was held out or dropped."""
-    sizes: list[int] = field(default_factory=list)
-    """Training rows of each source; the sources follow one another in `train`."""
-    pool: list[Row] = field(default_factory=list)
-    """The training rows before any limit, in the same order: label noise is drawn over them, so that it is the same one
-    whatever the limit"""
-    notes: tuple[str, ...] = ()
-    """Notes on how dev and test rows were held out."""
+    sizes: list[int]
+    pool: list[Row]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Encoded examples of each split, with counts and notes from their preparation."""
+    """Encoded examples of each split, with counts and notes from their preparation.
+
+    flipped: ids of the training rows whose label was changed by noise. true_labels: original class of each of them by
+    id, for classification. dropped: training rows longer than `train.max_length`. mixture: of the sources in `train`,
+    if there are several. units: normalisation of the targets of a regression. checks: findings of `data.checks`.
+    """
 
     train: Sequence[Example]
     dev: Sequence[Example]
@@ -91,19 +97,12 @@ class PreparedData:
     truncated: int
     skipped: list[str]
     flipped: list[str]
-    """Ids of the training rows whose label was changed by noise."""
     true_labels: dict[str, int] = field(default_factory=dict)
-    """Original class of each of them by id; for classification."""
     dropped: int = 0
-    """Training rows dropped because they are longer than `train.max_length`."""
     mixture: Mixture | None = None
-    """Mixture of the sources in `train`, if there are several."""
     notes: tuple[str, ...] = ()
-    """Notes for the user on the preparation and the encoding of each split."""
     units: Units | None = None
-    """Normalisation of the targets of a regression."""
     checks: tuple[Finding, ...] = ()
-    """Findings of `data.checks`."""
 
 
 def read_splits(recipe: Recipe) -> SplitRows:
@@ -112,54 +111,50 @@ def read_splits(recipe: Recipe) -> SplitRows:
     Raises UserError for missing files or columns, bad rows, and splits without a usable row.
     """
     data, task = recipe.data, recipe.task
-    parts = list_source_files(data)
+    sources = list_source_files(data)
     skipped: list[str] = []
-    rows: dict[Split, list[Row]] = {split: [] for split in SPLITS}
+    rows: dict[Split, list[Row]] = {}
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     records = 0
     keys = RowKeys() if has_holdout(data) else None
     for split in SPLITS:
-        for part in parts[split]:
-            before = len(skipped)
-            found = list(part.rows(data, task, skipped))
-            if keys is not None and split == "train":
-                for row in found:
-                    keys.add(row, part.columns)
-            if not found:
-                part.refuse_none(skipped[before:])
-            rows[split] += found
-            counts[split].append(len(found))
+        train_keys = keys if split == "train" else None
+        source_rows = iter_source_rows(data, task, sources[split], counts[split], skipped=skipped, keys=train_keys)
+        rows[split] = list(source_rows)
         records = records or len(rows["train"]) + len(skipped)
     names = task.class_names(rows["train"])
     cut = None
     if keys is not None and task.traits.reads_documents:
-        cut = cut_documents(rows["train"], data.holdout, [split for split in SPLITS[1:] if not parts[split]])
+        cut = cut_documents(rows["train"], data.holdout, [split for split in SPLITS[1:] if not sources[split]])
     if cut is not None:  # by their text, not by rows
         rows |= cut
         keys = None
     train = rows["train"]
-    chosen = assign_rows(data, parts, counts, recipe.train.seed, keys)
-    held: dict[Split, list[Row]] = {split: [] for split in SPLITS}
+    assignment = assign_rows(data, sources, counts, recipe.train.seed, keys)
     for split in SPLITS[1:]:
-        if split in chosen.own:
-            held[split] = [rows[split][i] for i in chosen.own[split]]
-        elif split in chosen.apart:
-            held[split] = [train[i] for i in chosen.apart[split]]
-        elif cut is not None:
-            held[split] = rows[split]
-    kept = [train[i] for places in chosen.train for i in places]
-    sizes = [len(places) for places in chosen.train]
-    pool = [train[i] for i in chosen.pool]
-    notes = () if cut is None else (cut_line(cut, data.holdout),)
-    return SplitRows(kept, held["dev"], held["test"], skipped, records, names, sizes, pool, notes)
+        if split in assignment.own:
+            rows[split] = [rows[split][i] for i in assignment.own[split]]
+        elif split in assignment.apart:
+            rows[split] = [train[i] for i in assignment.apart[split]]
+    return SplitRows(
+        [train[i] for source in assignment.train for i in source],
+        rows["dev"],
+        rows["test"],
+        skipped,
+        records,
+        names,
+        sizes=[len(source) for source in assignment.train],
+        pool=[train[i] for i in assignment.pool],
+        notes=() if cut is None else (describe_cut(cut, data.holdout),),
+    )
 
 
-def cut_line(cut: Mapping[Split, Sequence[Row]], share: float) -> str:
-    """The sentence on documents of which an end is set apart."""
-    train, *others = cut
-    what = "the document is" if len(cut[train]) == 1 else f"each of {len(cut[train])} documents is"
-    ends = " and ".join(f"{split}" for split in others)
-    return f"data.holdout: {what} cut, {share:g} of it for {ends} from its end" + (" each" if len(others) > 1 else "")
+def describe_cut(cut: Mapping[Split, Sequence[Row]], share: float) -> str:
+    """Return the sentence on documents of which an end is set apart."""
+    train, *splits = cut
+    documents = "the document is" if len(cut[train]) == 1 else f"each of {len(cut[train])} documents is"
+    ends = " and ".join(splits) + " from its end" + (" each" if len(splits) > 1 else "")
+    return f"data.holdout: {documents} cut, {share:g} of it for {ends}"
 
 
 def prepare_data(recipe: Recipe) -> PreparedData:
@@ -173,14 +168,14 @@ def prepare_data(recipe: Recipe) -> PreparedData:
         return _with_notes(_prepare(recipe, None)[0], () if cache is None else (cache,))
     store, key = cache
     try:
-        found = store.get(key, lambda folder: _prepare(recipe, folder)[1])
+        entry = store.get(key, lambda folder: _prepare(recipe, folder)[1])
     except CacheError as error:
         if recipe.data.cache != "auto":
             raise UserError(f"data.cache: {error}; name a directory with room that can be written to") from error
         return _with_notes(_prepare(recipe, None)[0], (f"token cache: not used ({error})",))
     paths = [str(path) for path in input_paths(recipe)]
-    splits = {split: open_examples(found.folder / split, found.about["rows"][split], paths) for split in SPLITS}
-    return _with_notes(_build_prepared(recipe, splits, found.about), found.notes)
+    splits = {split: open_examples(entry.folder / split, entry.about["rows"][split], paths) for split in SPLITS}
+    return _with_notes(_build_prepared(recipe, splits, entry.about), entry.notes)
 
 
 def sample_split_warning(recipe: Recipe) -> list[str]:
@@ -202,57 +197,50 @@ def prepare_eval_data(recipe: Recipe, files: Sequence[str], *, run: Path) -> Pre
     These come from its manifest (`build_label_record`), so the run's own data files are not needed.
     Raises UserError for missing files or columns, rows without a class of the run, and files without a usable row.
     """
-    from flatshift.finetune.models.backbone import open_backbone
-
     labels, units = read_label_record(recipe, run)
-    part = SourceFiles("--data", None, tuple(files), recipe.data.columns, "data.columns")
+    source = SourceFiles("--data", None, tuple(files), recipe.data.columns, "data.columns")
     skipped: list[str] = []
-    rows = part.rows(recipe.data, recipe.task, skipped)
-    made = encode_rows(
+    rows = source.rows(recipe.data, recipe.task, skipped)
+    encoded = encode_rows(
         recipe,
-        open_backbone(recipe.backbone).tokenizer,
         (("test", 0, row) for row in rows),
         task=recipe.task,
         labels=labels,
         units=units,
         paths=[str(path) for path in expand_files(files)],
-        what="--data",
+        name="--data",
     )
-    skipped += made.skipped
-    if not made.splits["test"]:
-        part.refuse_none(skipped)
-    check_eos_counts(recipe, [made.splits["test"]])
-    notes = tuple(made.notes)
-    return PreparedData([], [], made.splits["test"], labels, made.truncated, skipped, [], notes=notes, units=units)
+    skipped += encoded.skipped
+    test = encoded.splits["test"]
+    if not test:
+        source.refuse_none(skipped)
+    check_eos_counts(recipe, [test])
+    notes = tuple(encoded.notes)
+    return PreparedData([], [], test, labels, encoded.truncated, skipped, [], notes=notes, units=units)
 
 
 def build_check_record(prepared: PreparedData) -> dict[str, Any]:
     """Return the training rows of each class and the findings of `data.checks`, for the manifest."""
-    counts = (
-        None
-        if prepared.label_names is None
-        else class_counts(ColumnarExamples.of(prepared.train), prepared.label_names)
-    )
-    return {"classes": counts, "findings": [dataclasses.asdict(one) for one in prepared.checks]}
+    return {"classes": _class_counts(prepared), "findings": [dataclasses.asdict(one) for one in prepared.checks]}
 
 
 def format_data_checks(prepared: PreparedData, *, whole: bool = False) -> list[str]:
-    """Format the classes and the findings of `data.checks`, one per line; `whole`: every class and every known
-    example."""
-    lines = []
-    if prepared.label_names is not None:
-        lines.append(
-            format_class_counts(class_counts(ColumnarExamples.of(prepared.train), prepared.label_names), whole=whole)
-        )
-    for one in prepared.checks:
-        lines.append(f"{one} (data.checks.{one.kind})")
-        lines += [f"  {example}" for example in one.examples[1:]] if whole else []
+    """Format the classes and findings of `data.checks`, one per line; `whole`: every class and known example."""
+    counts = _class_counts(prepared)
+    lines = [] if counts is None else [format_class_counts(counts, whole=whole)]
+    for finding in prepared.checks:
+        lines.append(f"{finding} (data.checks.{finding.kind})")
+        lines += [f"  {example}" for example in finding.examples[1:]] if whole else []
     return [f"data: {line}" for line in lines]
 
 
+def _class_counts(prepared: PreparedData) -> dict[str, int] | None:
+    names = prepared.label_names
+    return None if names is None else class_counts(ColumnarExamples.of(prepared.train), names)
+
+
 def build_label_record(prepared: PreparedData) -> dict[str, Any]:
-    """Return the classes in head order and the units of targets, which are derived from training rows, for the
-    manifest."""
+    """Return the classes in head order and the units of targets, both of the training rows, for the manifest."""
     units = None if prepared.units is None else dataclasses.asdict(prepared.units)
     return {"label_names": prepared.label_names, "units": units}
 
@@ -265,13 +253,12 @@ def read_label_record(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None
     file = run / "manifest.json"
     if not file.is_file():
         raise UserError(f"{file} is missing, which tells the run's classes or units; copy it along with the rest")
-    noted = read_json_object(file, "label_names", "units")
-    names, units = noted["label_names"], noted["units"]
+    manifest = read_json_object(file, "label_names", "units")
+    names, units = manifest["label_names"], manifest["units"]
     return (None if names is None else tuple(names)), (None if units is None else Units(**units))
 
 
 def _with_notes(prepared: PreparedData, notes: Sequence[str]) -> PreparedData:
-    """Return `prepared` with `notes` before its own."""
     return dataclasses.replace(prepared, notes=(*notes, *prepared.notes))
 
 
@@ -284,11 +271,11 @@ def _prepare(recipe: Recipe, folder: Path | None) -> tuple[PreparedData, dict[st
     flipped: list[str] = []
     pool: list[str] = []
     true: dict[str, int] = {}
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     targets: Sequence[float]
     if noise or not is_large(recipe):
         rows = read_splits(recipe)
-        skipped, labels, parts, said = rows.skipped, rows.label_names, len(rows.sizes), rows.notes
+        skipped, labels, source_count, notes = rows.skipped, rows.label_names, len(rows.sizes), rows.notes
         train, flipped = _add_label_noise(recipe, rows)
         pool = [row.id for row in rows.pool]
         routed = _route_rows(train, rows)
@@ -297,81 +284,83 @@ def _prepare(recipe: Recipe, folder: Path | None) -> tuple[PreparedData, dict[st
             wrong = set(flipped)
             true = {row.id: label_index(row, labels) for row in rows.train if row.id in wrong}
     else:
-        known = survey_rows(recipe)
-        skipped, labels, parts = [], known.labels, len(list_source_files(recipe.data)["train"])
-        routed = stream_rows(recipe, known, skipped)
-        targets = known.targets
+        survey = survey_rows(recipe)
+        skipped, labels, source_count = [], survey.labels, len(list_source_files(recipe.data)["train"])
+        routed = stream_rows(recipe, survey, skipped)
+        targets = survey.targets
     units = fit_units(targets, standardised_layer(task, recipe.backbone)) if task.traits.has_targets else None
     check_classes(recipe, labels)
     tokenizer = open_backbone(recipe.backbone).tokenizer
     shuffle = bool(noise) and task.traits.noise_level == "tokens"
-    made = encode_rows(
+    encoded = encode_rows(
         recipe,
-        tokenizer,
         routed,
-        task=recipe.task,
+        task=task,
         labels=labels,
         units=units,
         paths=paths,
         folder=None if shuffle else folder,
-        parts=parts,
+        source_count=source_count,
         checks=RowChecks(recipe, tokenizer, wrong=flipped),
     )
+    splits = encoded.splits
     if shuffle:
         examples, flipped = shuffle_tokens(
-            made.splits["train"], rate=noise, fixed=set(tokenizer.all_special_ids), seed=_noise_seed(recipe), pool=pool
+            splits["train"], rate=noise, fixed=set(tokenizer.all_special_ids), seed=_noise_seed(recipe), pool=pool
         )
-        made.splits["train"] = ColumnarExamples.of(examples)
+        splits["train"] = ColumnarExamples.of(examples)
         if folder is not None:
             for split in SPLITS:
                 (folder / split).mkdir()
                 writer = ExampleWriter(paths, folder / split)
-                writer.add(made.splits[split])
+                writer.add(splits[split])
                 writer.close()
-    if made.dropped and flipped:  # rows that `train.overlong` dropped are not training rows
-        there = {example.id for example in made.splits["train"]}
-        flipped = [name for name in flipped if name in there]
-        true = {name: label for name, label in true.items() if name in there}
-    about = {
-        "rows": {split: len(examples) for split, examples in made.splits.items()},
-        "sizes": made.sizes,
+    if encoded.dropped and flipped:  # rows that `train.overlong` dropped are not training rows
+        train_ids = {example.id for example in splits["train"]}
+        flipped = [name for name in flipped if name in train_ids]
+        true = {name: label for name, label in true.items() if name in train_ids}
+    record = {
+        "rows": {split: len(examples) for split, examples in splits.items()},
+        "sizes": encoded.sizes,
         "label_names": labels,
-        "truncated": made.truncated,
-        "dropped": made.dropped,
-        "skipped": [*skipped, *made.skipped],
+        "truncated": encoded.truncated,
+        "dropped": encoded.dropped,
+        "skipped": [*skipped, *encoded.skipped],
         "flipped": flipped,
         "true_labels": true,
-        "notes": [*said, *made.notes],
+        "notes": [*notes, *encoded.notes],
         "units": None if units is None else dataclasses.asdict(units),
-        "checks": made.checks,
+        "checks": encoded.checks,
     }
-    return _build_prepared(recipe, made.splits, about), about
+    return _build_prepared(recipe, splits, record), record
 
 
-def _build_prepared(recipe: Recipe, splits: Mapping[Split, ColumnarExamples], about: Mapping[str, Any]) -> PreparedData:
+def _build_prepared(
+    recipe: Recipe, splits: Mapping[Split, ColumnarExamples], record: Mapping[str, Any]
+) -> PreparedData:
     check_eos_counts(recipe, splits.values())
     check_answer_room(recipe, splits)
-    found = locate_findings(about["checks"], splits)
-    refuse_findings(found, recipe.data.checks)
+    findings = locate_findings(record["checks"], splits)
+    refuse_findings(findings, recipe.data.checks)
+    names, units = record["label_names"], record["units"]
     return PreparedData(
         splits["train"],
         splits["dev"],
         splits["test"],
-        label_names=None if about["label_names"] is None else tuple(about["label_names"]),
-        truncated=about["truncated"],
-        skipped=about["skipped"],
-        flipped=about["flipped"],
-        true_labels=about["true_labels"],
-        dropped=about["dropped"],
-        mixture=build_mixture(recipe.data, about["sizes"]),
-        notes=(*about["notes"], *iter_position_warnings(recipe, splits.values())),
-        units=None if about["units"] is None else Units(**about["units"]),
-        checks=found,
+        label_names=None if names is None else tuple(names),
+        truncated=record["truncated"],
+        skipped=record["skipped"],
+        flipped=record["flipped"],
+        true_labels=record["true_labels"],
+        dropped=record["dropped"],
+        mixture=build_mixture(recipe.data, record["sizes"]),
+        notes=(*record["notes"], *iter_position_warnings(recipe, splits.values())),
+        units=None if units is None else Units(**units),
+        checks=findings,
     )
 
 
 def _route_rows(train: Sequence[Row], rows: SplitRows) -> Routed:
-    """Yield the rows of all splits, each with its split and its source."""
     start = 0
     for number, size in enumerate(rows.sizes):
         yield from (("train", number, row) for row in train[start : start + size])
@@ -385,8 +374,7 @@ def _noise_seed(recipe: Recipe) -> int:
 
 
 def _add_label_noise(recipe: Recipe, rows: SplitRows) -> tuple[list[Row], list[str]]:
-    """Return the training rows with `data.label_noise`, if it is applied before encoding, and the ids of the changed
-    rows."""
+    """Return the training rows with `data.label_noise`, if applied before encoding, and the ids of changed rows."""
     rate, task, seed = recipe.data.label_noise, recipe.task, _noise_seed(recipe)
     if not rate or task.traits.noise_level != "rows":
         return rows.train, []
@@ -397,16 +385,15 @@ def _add_label_noise(recipe: Recipe, rows: SplitRows) -> tuple[list[Row], list[s
     else:
         columns = task.input_format.answer_columns()
         noisy, flipped = replace_answers(rows.pool, columns=columns, rate=rate, seed=seed)
-    by_id, wrong = {row.id: row for row in noisy}, set(flipped)
-    return [by_id[row.id] for row in rows.train], [row.id for row in rows.train if row.id in wrong]
+    noisy_rows, wrong = {row.id: row for row in noisy}, set(flipped)
+    return [noisy_rows[row.id] for row in rows.train], [row.id for row in rows.train if row.id in wrong]
 
 
 def noise_record(recipe: Recipe, prepared: PreparedData) -> dict[str, Any]:
-    """Return the content of `label_noise.json`: the rate, the ids of the training rows with a wrong label, and their
-    original classes, if any."""
+    """Return the content of `label_noise.json`: rate, ids of training rows with a wrong label, original classes."""
     names = prepared.label_names
-    own = {name: names[index] for name, index in prepared.true_labels.items()} if names is not None else {}
-    return {"rate": recipe.data.label_noise, "rows": len(prepared.train), "ids": prepared.flipped, "true": own}
+    true = {name: names[index] for name, index in prepared.true_labels.items()} if names is not None else {}
+    return {"rate": recipe.data.label_noise, "rows": len(prepared.train), "ids": prepared.flipped, "true": true}
 
 
 def choose_recording(recipe: Recipe, prepared: PreparedData) -> Recording | None:
@@ -428,19 +415,16 @@ def choose_recording(recipe: Recipe, prepared: PreparedData) -> Recording | None
 
 def prepare_warm_up_data(recipe: Recipe, files: Sequence[str], columns: Columns, task: Task) -> PreparedData:
     """Encode the rows of `files` as training examples of `task`, for a warm-up."""
-    from flatshift.finetune.models.backbone import open_backbone
-
     rows = require_rows(read_rows(files, columns=columns), files=files, what="warm-up")
-    made = encode_rows(
+    encoded = encode_rows(
         recipe,
-        open_backbone(recipe.backbone).tokenizer,
         (("train", 0, row) for row in rows),
         task=task,
         labels=None,
         paths=[str(path) for path in expand_files(files)],
-        what="warm-up",
+        name="warm-up",
     )
-    notes = tuple(iter_position_warnings(recipe, made.splits.values()))
+    train, notes = encoded.splits["train"], tuple(iter_position_warnings(recipe, encoded.splits.values()))
     return PreparedData(
-        made.splits["train"], [], [], None, made.truncated, made.skipped, [], dropped=made.dropped, notes=notes
+        train, [], [], None, encoded.truncated, encoded.skipped, [], dropped=encoded.dropped, notes=notes
     )

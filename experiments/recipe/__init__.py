@@ -1,7 +1,7 @@
 """Recipes: strict YAML 1.2 in, frozen dataclasses out, with the origin of every value."""
 
-from flatshift.experiments.recipe.key import recipe_key
 from flatshift.experiments.recipe.resolve import Resolved, load_recipe, resume_recipe, shipped_recipe, shipped_recipes
+from flatshift.experiments.recipe.schema import recipe_key
 from flatshift.experiments.recipe.tree import from_mapping, from_override, refuse_contradictions
 
 __all__ = [

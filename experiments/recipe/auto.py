@@ -27,37 +27,31 @@ PRECISION, BACKBONE = "precision", "backbone_precision"
 
 
 def resolve_auto(
-    resolved: Resolved, *, say: Callable[[str], None] = lambda line: None, kept: Path | None = None
+    resolved: Resolved, *, log: Callable[[str], None] = lambda line: None, previous: Path | None = None
 ) -> Resolved:
-    """`resolved` with `train.precision` and `train.backbone_precision` for the current device, and `task.template` for
-    the backbone's tokenizer, in place of `auto`, and where they come from; with `task.pack: false` where nobody asked
-    for packing and the backbone cannot keep samples apart.
+    """Return `resolved` with `train.precision` and `train.backbone_precision` for the current device, and
+    `task.template` for the backbone's tokenizer, in place of `auto`, and where they come from; with `task.pack: false`
+    where nobody asked for packing and the backbone cannot keep samples apart.
 
     Collective: rank 0 decides for all ranks that a launcher started, and each of them must call this.
 
     Args:
-        say: Receives the decision with its numbers, and a note if an explicitly set precision is the slower one.
-        kept: Resolved recipe of an earlier call for the same directory; precisions decided there are kept.
+        log: Receives the decision with its numbers, and a note if an explicitly set precision is the slower one.
+        previous: Resolved recipe of an earlier call for the same directory; precisions decided there are kept.
     Raises:
         UserError: the device is not available, or does not support the precision that is set.
     """
-    from flatshift.finetune.launch import consistency
-
     recipe, train = resolved.recipe, resolved.recipe.train
     values: dict[str, tuple[str, str]] = {}
-    before, origins = _read_decided_precisions(kept, type(recipe))
+    before, origins = _read_decided_precisions(previous, type(recipe))
     if train.precision == "auto" and before is not None and before.precision != "auto":
         values[PRECISION] = before.precision, origins[PRECISION]
     else:
-        tokens = train.batch_size * train.max_length
-        word = json.dumps(
-            _choose_precision(train.precision, train.tf32, train.device, train.threads, recipe.backbone, tokens)
-        )
-        decided = json.loads(consistency.broadcast_from_main(PRECISION, word))
+        decided = json.loads(consistency.broadcast_from_main(PRECISION, json.dumps(_choose_run_precision(recipe))))
         if decided["note"]:
-            say(f"note: {decided['note']}")
+            log(f"note: {decided['note']}")
         if train.precision == "auto":
-            say(f"precision: {decided['precision']} (auto: {decided['why']})")
+            log(f"precision: {decided['precision']} (auto: {decided['why']})")
             values[PRECISION] = decided["precision"], f"auto: {decided['why']}"
     if train.backbone_precision == "auto":
         if before is not None and before.backbone_precision != "auto":
@@ -65,8 +59,8 @@ def resolve_auto(
         else:
             values[BACKBONE] = _choose_backbone_precision(_with_train_values(resolved, values).recipe)
             if values[BACKBONE][0] != "same":
-                say(f"backbone: kept in {values[BACKBONE][0]} ({values[BACKBONE][1]})")
-    return _unpacked(_resolve_template(_with_train_values(resolved, values), say), say)
+                log(f"backbone: kept in {values[BACKBONE][0]} ({values[BACKBONE][1]})")
+    return _resolve_packing(_resolve_template(_with_train_values(resolved, values), log), log)
 
 
 def resolve_device_precision(recipe: Recipe) -> Recipe:
@@ -83,8 +77,7 @@ def resolve_device_precision(recipe: Recipe) -> Recipe:
         return dataclasses.replace(recipe, train=dataclasses.replace(train, precision="fp32"))
     if train.tf32 and resolve_device(train.device).type == "cpu":
         return dataclasses.replace(recipe, train=dataclasses.replace(train, tf32=False))
-    tokens = train.batch_size * train.max_length
-    decided = _choose_precision(train.precision, train.tf32, train.device, train.threads, recipe.backbone, tokens)
+    decided = _choose_run_precision(recipe)
     if decided.get("note"):
         print(f"note: {decided['note']}", file=sys.stderr)
     return recipe
@@ -94,34 +87,35 @@ def resolve_auto_tree(
     tree: Tree,
     *,
     name: str,
-    kept: Path | None,
-    say: Callable[[str], None] = lambda line: None,
-    of: type[Recipe] = Recipe,
+    previous: Path | None,
+    log: Callable[[str], None] = lambda line: None,
+    recipe_type: type[Recipe] = Recipe,
 ) -> Tree:
     """Return a recipe's tree for cells, with `auto` resolved; keyword arguments as in `resolve_auto`."""
-    resolved = resolve_tree(tree, (), name=name, of=of)
-    found = resolve_auto(resolved, say=say, kept=kept)
-    if found is resolved:
-        return tree
-    for key in (PRECISION, BACKBONE):
-        value = getattr(found.recipe.train, key)
-        if value != getattr(resolved.recipe.train, key):
-            tree = merge(tree, from_override(f"train.{key}", value, found.origins[f"train.{key}"]))
-    if found.recipe.task.pack != resolved.recipe.task.pack:
-        tree = merge(tree, from_override("task.pack", found.recipe.task.pack, found.origins["task.pack"]))
+    before = resolve_tree(tree, (), name=name, recipe_type=recipe_type)
+    after = resolve_auto(before, log=log, previous=previous)
+    for block, key in (("train", PRECISION), ("train", BACKBONE), ("task", "pack")):
+        value = getattr(getattr(after.recipe, block), key)
+        if value != getattr(getattr(before.recipe, block), key):
+            tree = merge(tree, from_override(f"{block}.{key}", value, after.origins[f"{block}.{key}"]))
     return tree
 
 
-def _read_decided_precisions(kept: Path | None, of: type[Recipe]) -> tuple[Train | None, Mapping[str, str]]:
-    """Return the `train` block of a directory's recipe and the origins of both precisions; None without a recipe, or if
-    other code wrote it."""
+def _choose_run_precision(recipe: Recipe) -> dict[str, str | None]:
+    train = recipe.train
+    tokens = train.batch_size * train.max_length
+    return _choose_precision(train.precision, train.tf32, train.device, train.threads, recipe.backbone, tokens)
+
+
+def _read_decided_precisions(file: Path | None, recipe_type: type[Recipe]) -> tuple[Train | None, Mapping[str, str]]:
+    """Return the `train` block of a recipe file and the origins of both precisions; None if it cannot be read."""
     try:
-        if kept is None or not kept.is_file():
+        if file is None or not file.is_file():
             return None, {}
-        recipe = build_settings(of, parse_file(kept))
+        recipe = build_settings(recipe_type, parse_file(file))
     except UserError:
         return None, {}
-    origins = read_origins(kept, recipe)
+    origins = read_origins(file, recipe)
     return recipe.train, {name: origins.get(f"train.{name}", "auto") for name in (PRECISION, BACKBONE)}
 
 
@@ -136,12 +130,10 @@ def _choose_precision(
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.compute.numerics import cpu_threads
     from flatshift.finetune.compute.precision import feed_forward_shape, resolve_precision
-    from flatshift.finetune.launch import failure
     from flatshift.finetune.models.backbone import open_backbone
 
     if failure.rank() != 0:
         return {}
-    asked = Train(precision=precision, tf32=tf32)
     # Rows are padded to the longest of their micro-batch, which is seldom as long as allowed: hence tokens // 2 below.
     try:
         directory = open_backbone(backbone).directory
@@ -149,7 +141,9 @@ def _choose_precision(
         directory = None
     shape = feed_forward_shape(directory, tokens=tokens // 2)
     with cpu_threads(threads):
-        return dataclasses.asdict(resolve_precision(asked, resolve_device(device), shape))
+        return dataclasses.asdict(
+            resolve_precision(Train(precision=precision, tf32=tf32), resolve_device(device), shape)
+        )
 
 
 def _choose_backbone_precision(recipe: Recipe) -> tuple[str, str]:
@@ -167,21 +161,22 @@ def _choose_backbone_precision(recipe: Recipe) -> tuple[str, str]:
     if room is None or devices.kind != "cpu" or recipe.mesh.auto or broken_rule(settings) is not None:
         return "same", "auto"
     try:
-        backbone = BackboneSizes.read(backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
+        backbone = BackboneSizes.read(find_backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
     except UserError:  # loading the backbone reports the error later
         return "same", "auto"
-    read = [recipe.task.traits.count_token_rows(each) for each in (train, narrow)]
-    wide, less = (
-        predict_footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=each).total for each in read
+    size, narrow_size = (
+        predict_footprint(
+            backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=recipe.task.traits.count_token_rows(settings)
+        ).total
+        for settings in (train, narrow)
     )
-    if wide <= room or less > room:
+    if size <= room or narrow_size > room:
         return "same", "auto"
-    return "bf16", f"auto: {format_bytes(wide)} with float32 weights, {format_bytes(room)} are there"
+    return "bf16", f"auto: {format_bytes(size)} with float32 weights, {format_bytes(room)} are there"
 
 
-def _resolve_template(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
-    """Replace `task.template: auto` by the shipped template for base models where the tokenizer has none; record the
-    origin and report the template in use."""
+def _resolve_template(resolved: Resolved, log: Callable[[str], None]) -> Resolved:
+    """Replace `task.template: auto` by the shipped template where the tokenizer has none; report the one in use."""
     recipe, name = resolved.recipe, resolved.recipe.task.template
     if not recipe.task.input_format.uses_chat_template:
         return resolved
@@ -192,17 +187,16 @@ def _resolve_template(resolved: Resolved, say: Callable[[str], None]) -> Resolve
         tokenizer = open_backbone(recipe.backbone).tokenizer
     except UserError:  # loading the backbone reports the error later
         return resolved
-    say(describe_template(name, tokenizer))
+    log(describe_template(name, tokenizer))
     if name != AUTO:
         return resolved
-    found = resolve_template(name, tokenizer)
-    origin = "auto: the tokenizer's own" if found == AUTO else "auto: the tokenizer has none"
-    recipe = dataclasses.replace(recipe, task=recipe.task.replace(template=found))
-    return Resolved(recipe, resolved.name, {**resolved.origins, "task.template": origin})
+    template = resolve_template(name, tokenizer)
+    origin = "auto: the tokenizer's own" if template == AUTO else "auto: the tokenizer has none"
+    return _with_task_value(resolved, "template", template, origin)
 
 
-def _unpacked(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
-    """`resolved` with `task.pack: false` where packing is a default and the backbone's samples would see each other."""
+def _resolve_packing(resolved: Resolved, log: Callable[[str], None]) -> Resolved:
+    """Set `task.pack: false` where packing is a default and the backbone's samples would see each other."""
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.families import LEAKS_PACKED
 
@@ -211,36 +205,34 @@ def _unpacked(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
         return resolved
     try:
         kind = open_backbone(recipe.backbone).config.get_text_config().model_type
-    except UserError:  # whoever loads it says what is wrong
+    except UserError:  # loading the backbone reports the error later
         return resolved
     if kind not in LEAKS_PACKED:
         return resolved
-    why = f"auto: {kind} lets packed samples see each other"
-    say(f"task.pack: false ({why})")
-    recipe = dataclasses.replace(recipe, task=recipe.task.replace(pack=False))
-    return Resolved(recipe, resolved.name, {**resolved.origins, "task.pack": why})
+    reason = f"auto: {kind} lets packed samples see each other"
+    log(f"task.pack: false ({reason})")
+    return _with_task_value(resolved, "pack", False, reason)
+
+
+def _with_task_value(resolved: Resolved, key: str, value: Any, origin: str) -> Resolved:
+    recipe = dataclasses.replace(resolved.recipe, task=resolved.recipe.task.replace(**{key: value}))
+    return Resolved(recipe, resolved.name, {**resolved.origins, f"task.{key}": origin})
 
 
 def _with_train_values(resolved: Resolved, values: Mapping[str, tuple[str, str]]) -> Resolved:
-    """Return `resolved` with `values`: (value, origin) by key of its `train` block."""
-    if not values:
-        return resolved
-    laid: dict[str, Any] = {key: value for key, (value, _) in values.items()}
-    recipe = dataclasses.replace(resolved.recipe, train=dataclasses.replace(resolved.recipe.train, **laid))
+    settings: dict[str, Any] = {key: value for key, (value, _) in values.items()}
+    recipe = dataclasses.replace(resolved.recipe, train=dataclasses.replace(resolved.recipe.train, **settings))
     origins = {f"train.{key}": origin for key, (_, origin) in values.items()}
     return Resolved(recipe, resolved.name, {**resolved.origins, **origins})
 
 
-# ------------------------------------------------------------------------------------------------------------ mesh.auto
-
-
-def mesh_flags(recipe: Recipe, *, given: Collection[str] | None = None) -> list[str]:
+def mesh_flags(recipe: Recipe, *, set_axes: Collection[str] | None = None) -> list[str]:
     """Return flags that replace `mesh.auto` by a mesh; none if the recipe does not ask for one.
 
     The reasons go to stderr. Rank 0 decides for all ranks that a launcher started.
 
     Args:
-        given: For a resumed run, the axes set on this command line; the others are chosen again. None: all axes that
+        set_axes: For a resumed run, the axes set on this command line; the others are chosen again. None: all axes that
             are set stay.
 
     Raises:
@@ -248,13 +240,26 @@ def mesh_flags(recipe: Recipe, *, given: Collection[str] | None = None) -> list[
     """
     if not recipe.mesh.auto:
         return []
-    asked = recipe.mesh
-    if given is not None:
-        anew: dict[str, Any] = {axis: 1 for axis in AXES if axis not in given}
-        asked = dataclasses.replace(asked, **anew)
-    text = ""
+    requested, text = recipe.mesh, ""
+    if set_axes is not None:
+        free: dict[str, Any] = {axis: 1 for axis in AXES if axis not in set_axes}
+        requested = dataclasses.replace(requested, **free)
     if failure.rank() == 0:
-        mesh, reasons = _resolve_mesh(recipe, asked)
+        processes = node = None
+        if spawn.is_launched_rank():
+            processes = int(os.environ["WORLD_SIZE"])
+            node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+        mesh, reasons = resolve_mesh(
+            requested,
+            backbone=find_backbone_directory(recipe.backbone),
+            adapter=recipe.adapter,
+            train=recipe.train,
+            task=recipe.task,
+            regularizer=recipe.regularizer,
+            batch_sizes=[] if recipe.warmup is None else [recipe.warmup.batch_size],
+            processes=processes,
+            node=node,
+        )
         print("\n".join(reasons), file=sys.stderr, flush=True)
         text = json.dumps(axis_flags(mesh))
     return json.loads(consistency.broadcast_from_main("mesh", text))
@@ -271,29 +276,11 @@ def find_mesh_overrides(overrides: Iterable[Branch]) -> set[str]:
     return {name for mesh in meshes if isinstance(mesh, Branch) for name in mesh.children}
 
 
-def _resolve_mesh(recipe: Recipe, asked: Mesh) -> tuple[Mesh, list[str]]:
-    processes = node = None
-    if spawn.is_launched_rank():
-        processes = int(os.environ["WORLD_SIZE"])
-        node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return resolve_mesh(
-        asked,
-        backbone=backbone_directory(recipe.backbone),
-        adapter=recipe.adapter,
-        train=recipe.train,
-        task=recipe.task,
-        regularizer=recipe.regularizer,
-        batch_sizes=[] if recipe.warmup is None else [recipe.warmup.batch_size],
-        processes=processes,
-        node=node,
-    )
-
-
-def backbone_directory(name: str) -> Path:
+def find_backbone_directory(name: str) -> Path:
     """Return the directory of the backbone's files; only a hub name asks the hub, and so imports torch."""
-    found = assets.backbone_directory(name) or user_path(name)
-    if (found / "config.json").is_file():
-        return found
+    directory = assets.backbone_directory(name) or user_path(name)
+    if (directory / "config.json").is_file():
+        return directory
     from flatshift.finetune.models.backbone import open_backbone  # asks the hub, and imports torch
 
     return open_backbone(name).directory

@@ -14,26 +14,24 @@ from flatshift.experiments.recipe.tree import MAX_WHOLE, Branch, Items, Leaf, Tr
 from flatshift.finetune.errors import UserError, shorten
 
 Origins = dict[str, str]
-_LONG_WORD = 200
-"""Characters above which no near match is searched: no typing error is as long, and the search is quadratic."""
+_MAX_WORD = 200  # characters of a word whose near match is searched: the search is quadratic
 _RETIRED = ("quality",)
 """Former recipe keys that resolved recipes of earlier runs still contain, as null."""
 _MAY_BE_EMPTY = ("task.prompt", "task.system", "task.prefix")
 """Texts placed before others, for which an empty text is a valid value."""
 _WRITTEN = tuple(f"task.{name}" for name in ("prompt", "completion", "target", "answer", "prefix", "system"))
 """Texts that models read or generate; in these `\\n` on a command line means a line break."""
-_ROOM = 160
-"""Maximum characters of a list of known names."""
+_MAX_LIST = 160  # characters of a list of known names
 
 
 def suggest_nearest(word: str, known: typing.Iterable[str]) -> str:
     """Return `; did you mean 'x'?`, or the list of known names if none is near."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) if len(word) <= _LONG_WORD else []
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) if len(word) <= _MAX_WORD else []
     if close:
         return f"; did you mean {close[0]!r}?"
-    shown = [name for i, name in enumerate(known) if len(", ".join(known[: i + 1])) <= _ROOM]
-    return f"; known: {', '.join(shown)}{', …' * (len(shown) < len(known))}"
+    listed = [name for i, name in enumerate(known) if len(", ".join(known[: i + 1])) <= _MAX_LIST]
+    return f"; known: {', '.join(listed)}{', …' * (len(listed) < len(known))}"
 
 
 def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = None) -> Any:
@@ -43,43 +41,45 @@ def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | 
     """
     origins = {} if origins is None else origins
     if not isinstance(tree, Branch):
-        raise UserError(f"{tree.where}: {path or 'a recipe'} must be a mapping of settings, got {_describe_tree(tree)}")
+        raise UserError(
+            f"{tree.location}: {path or 'a recipe'} must be a mapping of settings, got {_describe_tree(tree)}"
+        )
     hints = _type_hints(cls)
-    names = _field_names(cls)
+    names = field_names(cls)
     values: dict[str, Any] = {}
     for key, child in tree.children.items():
-        where = tree.keys.get(key, tree.where)
+        location = tree.keys.get(key, tree.location)
         if key not in names:
             if not path and key in _RETIRED and isinstance(child, Leaf) and child.value is None:
                 continue
-            raise UserError(f"{where}: unknown key {_quote(_join_path(path, key))}{suggest_nearest(key, names)}")
+            raise UserError(f"{location}: unknown key {_quote(_join_path(path, key))}{suggest_nearest(key, names)}")
         values[names[key]] = _build_value(hints[names[key]], child, _join_path(path, key), origins)
-    for one in dataclasses.fields(cls):
-        if one.name not in values and one.default is one.default_factory is dataclasses.MISSING:
-            raise UserError(f"{tree.where}: {_join_path(path, setting_key(one.name))} is missing; it has no default")
+    for field in dataclasses.fields(cls):
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise UserError(
+                f"{tree.location}: {_join_path(path, setting_key(field.name))} is missing; it has no default"
+            )
     _refuse_empty_texts(cls, values, tree, path)
     try:
         return cls(**values)
     except ValueError as error:
-        where = tree.keys.get(str(error).split(" ", 1)[0], tree.where)
-        raise UserError(f"{where}: {_join_path(path, str(error))}") from None
+        location = tree.keys.get(str(error).split(" ", 1)[0], tree.location)
+        raise UserError(f"{location}: {_join_path(path, str(error))}") from None
 
 
 @functools.cache
 def _type_hints(cls: type) -> dict[str, Any]:
-    """Return a class's type hints, cached: they cost more than the rest of this module, and a sweep builds thousands of
-    recipes."""
+    """Return a class's type hints; cached, as they cost more than the rest of this module."""
     return typing.get_type_hints(cls)
 
 
 @functools.cache
-def _field_names(cls: type) -> dict[str, str]:
+def field_names(cls: type) -> dict[str, str]:
     """Return the keys of a class's settings and the fields they fill."""
     return {setting_key(f.name): f.name for f in dataclasses.fields(cls)}
 
 
 def _refuse_empty_texts(cls: type, values: dict[str, Any], tree: Branch, path: str) -> None:
-    """Raise UserError for a setting that is an empty text and has another default."""
     for field in dataclasses.fields(cls):
         value, key = values.get(field.name), setting_key(field.name)
         if (
@@ -87,8 +87,8 @@ def _refuse_empty_texts(cls: type, values: dict[str, Any], tree: Branch, path: s
             and field.default != ""
             and (value == "" or (type(value) is tuple and "" in value))
         ):
-            where = tree.keys.get(key, tree.where)
-            raise UserError(f"{where}: {_join_path(path, key)} cannot be ''; give it a value, or leave it out")
+            location = tree.keys.get(key, tree.location)
+            raise UserError(f"{location}: {_join_path(path, key)} cannot be ''; give it a value, or leave it out")
 
 
 def _join_path(path: str, key: str) -> str:
@@ -109,13 +109,10 @@ def _build_value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
     options = list(typing.get_args(hint)) if typing.get_origin(hint) in (Union, types.UnionType) else [hint]
     if type(None) in options:
         if isinstance(tree, Leaf) and tree.value is None:
-            origins[path] = tree.where
+            origins[path] = tree.location
             return None
         options.remove(type(None))
-    components: list[type] = [
-        option for option in options if dataclasses.is_dataclass(option) and isinstance(option, type)
-    ]
-    if components:
+    if components := [o for o in options if dataclasses.is_dataclass(o) and isinstance(o, type)]:
         return _build_component(components, tree, path, origins)
     if len(options) > 1:  # e.g. str | tuple[str, ...]: a list means the tuple
         wants_tuple = isinstance(tree, Items)
@@ -125,9 +122,11 @@ def _build_value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         options = [o for o in options if (typing.get_origin(o) is Literal) == wants_word] or options
         if lists and isinstance(tree, Leaf) and typing.get_origin(options[0]) is Literal:
             words = typing.get_args(options[0])
-            known, shown = suggest_nearest(str(tree.value), map(str, words)), shorten(str(tree.value), 40)
+            known, word = suggest_nearest(str(tree.value), map(str, words)), shorten(str(tree.value), 40)
             if tree.value not in words and "did you mean" not in known:
-                raise UserError(f"{tree.where}: {path} cannot be {_quote(tree.value)}{known}, or a list, as [{shown}]")
+                raise UserError(
+                    f"{tree.location}: {path} cannot be {_quote(tree.value)}{known}, or a list, as [{word}]"
+                )
         if {int, float} <= set(options):
             whole = isinstance(tree, Leaf) and isinstance(tree.value, int | float) and float(tree.value).is_integer()
             options = [int if whole else float]
@@ -136,71 +135,69 @@ def _build_value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
 
 def _build_component(components: list[type], tree: Tree, path: str, origins: Origins) -> Any:
     """Build the single dataclass, or the one of a union that `kind` names (by default the first)."""
-    kinds = {}
-    for component in components:
-        kinds[getattr(component, "kind", "")] = component  # a field's default is its class attribute
+    # a field's default is its class attribute
+    kinds = {getattr(component, "kind", ""): component for component in components}
     if "" in kinds or len(components) == 1:  # a single component may have a `kind` field itself (optimizer)
         return build_settings(components[0], tree, path=path, origins=origins)
     if isinstance(tree, Leaf) and isinstance(tree.value, str):
-        tree = Branch({"kind": tree}, tree.where, {"kind": tree.where})
+        tree = Branch({"kind": tree}, tree.location, {"kind": tree.location})
     if not isinstance(tree, Branch):
-        raise UserError(f"{tree.where}: {path} must name a kind{suggest_nearest('', kinds)}")
+        raise UserError(f"{tree.location}: {path} must name a kind{suggest_nearest('', kinds)}")
     kind = tree.children.get("kind")
     name = next(iter(kinds))
     if kind is not None:
         if not isinstance(kind, Leaf) or kind.value not in kinds:
             raise UserError(
-                f"{kind.where}: unknown kind {_describe_tree(kind)} for "
+                f"{kind.location}: unknown kind {_describe_tree(kind)} for "
                 f"{path}{suggest_nearest(str(getattr(kind, 'value', '')), kinds)}"
             )
         name = kind.value
-    for key in (key for key in tree.children if key not in _field_names(kinds[name])):
-        having = ", ".join(other for other, component in kinds.items() if key in _field_names(component))
-        where = tree.keys.get(key, tree.where)
+    for key in (key for key in tree.children if key not in field_names(kinds[name])):
+        having = ", ".join(kind_name for kind_name, component in kinds.items() if key in field_names(component))
+        location = tree.keys.get(key, tree.location)
         if having and kind is None:
             raise UserError(
-                f"{where}: {path} is {name} by default, which has no {key!r}; name {path}.kind too ({having})"
+                f"{location}: {path} is {name} by default, which has no {key!r}; name {path}.kind too ({having})"
             )
         if having:
             owned = f"{path} is {name}, and {key} is a setting of {having}"
-            known = suggest_nearest(key, _field_names(kinds[name]))
-            raise UserError(f"{where}: unknown key {_quote(_join_path(path, key))}: {owned}{known}")
+            known = suggest_nearest(key, field_names(kinds[name]))
+            raise UserError(f"{location}: unknown key {_quote(_join_path(path, key))}: {owned}{known}")
     return build_settings(kinds[name], tree, path=path, origins=origins)
 
 
 def _build_plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
     origin = typing.get_origin(hint)
-    if origin is tuple:
-        inner = typing.get_args(hint)
+    if hint is tuple or origin is tuple:
+        hints = typing.get_args(hint) or (Any, ...)
         items = tree.items if isinstance(tree, Items) else (tree,)
-        if inner and inner[-1] is not Ellipsis and len(items) != len(inner):
-            raise UserError(f"{tree.where}: {path} needs {len(inner)} values, got {len(items)}")
-        of = (lambda i: inner[0]) if not inner or inner[-1] is Ellipsis else (lambda i: inner[i])
-        out = tuple(_build_value(of(i) if inner else Any, item, f"{path}[{i}]", {}) for i, item in enumerate(items))
-        origins[path] = tree.where
-        return out
+        if hints[-1] is Ellipsis:
+            hints = hints[:1] * len(items)
+        if len(items) != len(hints):
+            raise UserError(f"{tree.location}: {path} needs {len(hints)} values, got {len(items)}")
+        origins[path] = tree.location
+        pairs = enumerate(zip(hints, items, strict=True))
+        return tuple(_build_value(item_hint, item, f"{path}[{i}]", {}) for i, (item_hint, item) in pairs)
     if origin is dict:
         if not isinstance(tree, Branch):
-            raise UserError(f"{tree.where}: {path} must be a mapping, got {_describe_tree(tree)}")
+            raise UserError(f"{tree.location}: {path} must be a mapping, got {_describe_tree(tree)}")
         value_hint = typing.get_args(hint)[1]
-        origins[path] = tree.where
+        origins[path] = tree.location
         if value_hint is Any:
             return _to_python(tree)
         return {key: _build_value(value_hint, child, f"{path}.{key}", {}) for key, child in tree.children.items()}
-    if hint is tuple:
-        return _build_plain(tuple[Any, ...], tree, path, origins)
-    if hint is str and tree.where.startswith("--") and tree.text:
-        origins[path] = tree.where  # text is taken as typed: `{text}` is a template, not a mapping; 1 is "1"
+    if hint is str and tree.location.startswith("--") and tree.text:
+        origins[path] = tree.location  # text is taken as typed: `{text}` is a template, not a mapping; 1 is "1"
         typed = _unescape(tree.text) if path in _WRITTEN else tree.text
-        return _check_text(typed, Leaf(typed, typed, tree.where), path)
+        return _check_text(typed, Leaf(typed, typed, tree.location), path)
     if not isinstance(tree, Leaf):
-        raise UserError(f"{tree.where}: {path} must be a single value, got {_describe_tree(tree)}")
-    origins[path] = tree.where
+        raise UserError(f"{tree.location}: {path} must be a single value, got {_describe_tree(tree)}")
+    origins[path] = tree.location
     if origin is Literal:
         allowed = typing.get_args(hint)
         if tree.value not in allowed:
             raise UserError(
-                f"{tree.where}: {path} cannot be "
+                f"{tree.location}: {path} cannot be "
                 f"{_quote(tree.value)}{suggest_nearest(str(tree.value), map(str, allowed))}"
             )
         return tree.value
@@ -208,7 +205,6 @@ def _build_plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
 
 
 def _to_python(tree: Tree) -> Any:
-    """Convert a tree to plain values."""
     if isinstance(tree, Leaf):
         return tree.value
     if isinstance(tree, Items):
@@ -217,9 +213,8 @@ def _to_python(tree: Tree) -> Any:
 
 
 def _unescape(text: str) -> str:
-    """Replace `\\n`, `\\t` and `\\\\`, which a shell passes on as two characters each, by the characters they stand
-    for."""
-    return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t"}.get(found[1], "\\"), text)
+    """Replace `\\n`, `\\t` and `\\\\`, which a shell passes on as two characters each, by their characters."""
+    return re.sub(r"\\([nt\\])", lambda match: {"n": "\n", "t": "\t"}.get(match[1], "\\"), text)
 
 
 def _build_scalar(hint: Any, leaf: Leaf, path: str) -> Any:
@@ -230,7 +225,7 @@ def _build_scalar(hint: Any, leaf: Leaf, path: str) -> Any:
     if hint is bool and isinstance(value, bool):
         return value
     if number and isinstance(value, int) and abs(value) > MAX_WHOLE:
-        raise UserError(f"{leaf.where}: {path} is above 2^63 - 1, the largest whole number")
+        raise UserError(f"{leaf.location}: {path} is above 2^63 - 1, the largest whole number")
     if hint is int and number and float(value).is_integer() and abs(value) <= MAX_WHOLE:
         return int(value)
     if hint is float and number and value == value:  # NaN is not a valid setting
@@ -238,15 +233,18 @@ def _build_scalar(hint: Any, leaf: Leaf, path: str) -> Any:
     if hint is str and isinstance(value, str):
         return _check_text(value, leaf, path)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text (quote it)"}
-    raise UserError(f"{leaf.where}: {path} must be {words.get(hint, hint)}, got {_quote(value)}")
+    raise UserError(f"{leaf.location}: {path} must be {words.get(hint, hint)}, got {_quote(value)}")
 
 
 def _check_text(value: str, leaf: Leaf, path: str) -> str:
     """Return `value` if files and tokenizers can take it. Raises UserError."""
     if "\0" in value:
-        raise UserError(f"{leaf.where}: {path} holds the character U+0000, which no name and no text may; take it out")
+        raise UserError(
+            f"{leaf.location}: {path} holds the character U+0000, which no name and no text may; take it out"
+        )
     if any("\ud800" <= sign <= "\udfff" for sign in value):
         raise UserError(
-            f"{leaf.where}: {path} {_quote(value)} is not valid UTF-8; rename a file of another encoding, or retype it"
+            f"{leaf.location}: {path} {_quote(value)} is not valid UTF-8; rename a file of another encoding, or retype "
+            "it"
         )
     return value

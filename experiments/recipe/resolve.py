@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flatshift.experiments.recipe.build import Origins, build_settings, suggest_nearest
+from flatshift.experiments.recipe.build import Origins, build_settings, field_names, suggest_nearest
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import (
     Branch,
@@ -32,22 +32,26 @@ from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.config import Files, Source, TrainFiles
 from flatshift.finetune.data.chat.template import AUTO, list_shipped_templates, read_template
 from flatshift.finetune.errors import UserError, is_remote, shorten, user_path
+from flatshift.finetune.launch.consistency import flatten_settings
 from flatshift.finetune.run_directory import resume_command
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
+Text = TypeVar("Text", str, str | None)
 _SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
 _DEFAULT = "default"
 """Origin of values that nobody set."""
-HELD_OUT = 0.1
+_HOLDOUT = 0.1
 """`data.holdout` where the training rows are the user's own and no other evaluation rows are named."""
-OWN_ROWS = "names rows of your own"
+_OWN_ROWS = "names rows of your own"
 """Ending of the origins of settings that follow from the user's own training rows."""
 _LENGTHS = ("steps", "epochs")
 """Keys of `train` that both set the length of training; the one in the upper layer counts."""
-_EVALUATION = ("eval.", "task.score", "task.max_new_tokens", "task.num_beams", "task.metrics")
-_OTHER_ROWS = ("data.columns.", "data.bad_rows")
+_ROW_SETTINGS = ("data.columns.", "data.bad_rows")
 """Settings on how rows are read; they may differ for files other than the run's own."""
-_MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.extend", "train.device", "data.cache", *_EVALUATION)
+_MAY_CHANGE_ON_RESUME = (
+    *("mesh.", "train.steps", "train.extend", "train.device", "data.cache"),
+    *("eval.", "task.score", "task.max_new_tokens", "task.num_beams", "task.metrics"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,7 @@ class Resolved:
     origins: Origins
 
     def to_yaml(self) -> str:
-        """Return the whole tree as YAML, defaults included, with one origin comment per value; it loads again to the
-        same recipe."""
+        """Return the whole tree as YAML that loads to the same recipe, with one origin comment per value."""
         return "\n".join(_dump_yaml(self.recipe, self.origins)) + "\n"
 
     def tree(self) -> Tree:
@@ -74,9 +77,9 @@ class Resolved:
 
 def _with_origins(tree: Tree, origins: Origins, path: str = "") -> Tree:
     if isinstance(tree, Branch):
-        children = {key: _with_origins(one, origins, f"{path}.{key}".lstrip(".")) for key, one in tree.children.items()}
+        children = {key: _with_origins(c, origins, f"{path}.{key}".lstrip(".")) for key, c in tree.children.items()}
         return dataclasses.replace(tree, children=children)
-    return dataclasses.replace(tree, where=origins.get(path, _DEFAULT))
+    return dataclasses.replace(tree, location=origins.get(path, _DEFAULT))
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -110,11 +113,10 @@ def _find_recipe_file(reference: str, beside: Path | None = None) -> Path:
     )
 
 
-def _read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
-    """Return a recipe file's tree merged over the one it extends."""
+def _read_recipe(path: Path, parents: tuple[Path, ...] = ()) -> Tree:
     path = path.resolve()
-    if path in seen:
-        raise UserError(f"{path}: `extends` goes in a circle: {' → '.join(str(p.name) for p in (*seen, path))}")
+    if path in parents:
+        raise UserError(f"{path}: `extends` goes in a circle: {' → '.join(str(p.name) for p in (*parents, path))}")
     tree = parse_file(path)
     if not isinstance(tree, Branch):
         raise UserError(f"{path}:1: a recipe is a mapping of settings")
@@ -123,34 +125,35 @@ def _read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
         try:
             base_path = _find_recipe_file(base.value, path)
         except UserError as error:
-            raise UserError(f"{base.where}: {error}") from None
-        tree = apply_overrides(_read_recipe(base_path, (*seen, path)), (tree,))
+            raise UserError(f"{base.location}: {error}") from None
+        tree = apply_overrides(_read_recipe(base_path, (*parents, path)), (tree,))
     return tree
 
 
-def load_recipe(reference: str | None, overrides: Sequence[Branch] = (), *, of: type[Recipe] = Recipe) -> Resolved:
+def load_recipe(
+    reference: str | None, overrides: Sequence[Branch] = (), *, recipe_type: type[Recipe] = Recipe
+) -> Resolved:
     """Load a recipe file or shipped recipe and apply overrides (`from_override`), later ones on top.
 
-    reference: a path, a shipped name, or None for the defaults alone. of: the recipe class to fill.
+    reference: a path, a shipped name, or None for the defaults alone. recipe_type: the class to fill.
     Raises UserError with file:line or flag, and the nearest valid name.
     """
     tree = Branch({}, "defaults") if reference is None else recipe_tree(reference)
-    return resolve_tree(tree, overrides, name=Path(reference).stem if reference else "recipe", of=of)
+    return resolve_tree(tree, overrides, name=Path(reference).stem if reference else "recipe", recipe_type=recipe_type)
 
 
 def recipe_tree(reference: str) -> Branch:
-    """Return the tree of a recipe file or shipped recipe, merged over what it extends and not yet validated; for
-    applying many overrides to one recipe."""
+    """Return the tree of a recipe file or shipped recipe, merged over what it extends and not yet validated."""
     tree = _read_recipe(_find_recipe_file(reference))
     assert isinstance(tree, Branch)
     return tree
 
 
-def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type[Recipe] = Recipe) -> Resolved:
+def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, recipe_type: type[Recipe] = Recipe) -> Resolved:
     """Apply overrides to a tree and build the recipe, as `load_recipe` does."""
     origins: Origins = {}
     recipe = build_settings(
-        of, _replace_sample_splits(_set_embedder_method(apply_overrides(tree, overrides))), origins=origins
+        recipe_type, _replace_sample_splits(_set_embedder_method(apply_overrides(tree, overrides))), origins=origins
     )
     if recipe.train.epochs is not None and "train.steps" in origins:
         raise UserError(
@@ -162,14 +165,13 @@ def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type
 
 
 def _set_embedder_method(tree: Tree) -> Tree:
-    """Set the default method of vectors where the tree names an embedder and no method."""
     block = tree.children.get("select") if isinstance(tree, Branch) else None
     if not isinstance(block, Branch) or "embedder" not in block.children:
         return tree
-    method = block.children.get("method", Branch({}, block.where))
+    method = block.children.get("method", Branch({}, block.location))
     if not isinstance(method, Branch) or "kind" in method.children:
         return tree
-    return merge(tree, from_override("select.method.kind", "gotd", block.children["embedder"].where))
+    return merge(tree, from_override("select.method.kind", "gotd", block.children["embedder"].location))
 
 
 def _replace_sample_splits(tree: Tree) -> Tree:
@@ -179,30 +181,34 @@ def _replace_sample_splits(tree: Tree) -> Tree:
     the recipe names no training rows.
     """
     train = {name: _get_subtree(tree, "data", "train", name) for name in ("sources", "files")}
-    own = next((one for one in train.values() if one is not None and not _is_shipped(one)), None)
-    judged = {split: _get_subtree(tree, "data", split, "files") for split in ("dev", "test")}
-    lent = {split: one for split, one in judged.items() if one is not None and _is_shipped(one)}
-    if own is None and not any(train.values()):
-        own, lent = _get_subtree(tree, "select", "target", "files"), {}
-    elif not lent or own is None or _leaf_texts(own) in (_shipped_train_files(one.where) for one in lent.values()):
+    rows = next((files for files in train.values() if files is not None and not _is_shipped(files)), None)
+    evaluated = {split: _get_subtree(tree, "data", split, "files") for split in ("dev", "test")}
+    samples = {split: files for split, files in evaluated.items() if files is not None and _is_shipped(files)}
+    if rows is None and not any(train.values()):
+        rows, samples = _get_subtree(tree, "select", "target", "files"), {}
+    elif (
+        not samples
+        or rows is None
+        or _leaf_texts(rows) in (_shipped_train_files(_origin_layer(files.location)) for files in samples.values())
+    ):
         return tree
-    if own is None or not (_leaf_texts(own) or isinstance(own, Branch)) or _is_shipped(own):
+    if rows is None or not (_leaf_texts(rows) or isinstance(rows, Branch)) or _is_shipped(rows):
         return tree
-    why = f"{own.where} {OWN_ROWS}"
-    changes = [from_override(f"data.{split}.files", (), why) for split in lent]
-    asked = _get_subtree(tree, "data", "holdout")
-    if asked is None and not any(one is not None for split, one in judged.items() if split not in lent):
-        changes.append(from_override("data.holdout", HELD_OUT, why))
-    if train["sources"] is own and train["files"] is not None and _is_shipped(train["files"]):
-        changes.append(from_override("data.train.files", (), why))
-    for change in changes:
-        tree = merge(tree, change)
+    reason = f"{rows.location} {_OWN_ROWS}"
+    changes: dict[str, Any] = {f"data.{split}.files": () for split in samples}
+    if _get_subtree(tree, "data", "holdout") is None and all(
+        evaluated[split] is samples.get(split) for split in evaluated
+    ):
+        changes["data.holdout"] = _HOLDOUT
+    if train["sources"] is rows and train["files"] is not None and _is_shipped(train["files"]):
+        changes["data.train.files"] = ()
+    for key, value in changes.items():
+        tree = merge(tree, from_override(key, value, reason))
     return tree
 
 
 def _drop_shipped_split(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins]:
-    """Drop a shipped recipe's `train.overlong: split` where the task cannot be split into pieces or `train.truncation`
-    is set."""
+    """Drop a shipped recipe's `train.overlong: split` if the task has no pieces or `train.truncation` is set."""
     train = recipe.train
     if train.overlong != "split" or not origins.get("train.overlong", "").startswith(str(_SHIPPED)):
         return recipe, origins
@@ -223,37 +229,34 @@ def is_given(resolved: Resolved, key: str) -> bool:
 def _get_subtree(tree: Tree, *path: str) -> Tree | None:
     """Return the subtree at a path; None if it is missing, null or a default."""
     for key in path:
-        found = tree.children.get(key) if isinstance(tree, Branch) else None
-        if found is None or found.where == _DEFAULT or (isinstance(found, Leaf) and found.value is None):
+        child = tree.children.get(key) if isinstance(tree, Branch) else None
+        if child is None or child.location == _DEFAULT or (isinstance(child, Leaf) and child.value is None):
             return None
-        tree = found
+        tree = child
     return tree
 
 
 def _is_shipped(tree: Tree) -> bool:
-    """Return True if the tree comes from a shipped recipe."""
-    return tree.where.startswith(str(_SHIPPED))
+    return tree.location.startswith(str(_SHIPPED))
 
 
 def _leaf_texts(tree: Tree) -> list[str]:
-    """Return the texts of a value that is a text or a list of texts."""
     items = tree.items if isinstance(tree, Items) else (tree,)
     return [str(one.value) for one in items if isinstance(one, Leaf)]
 
 
 @functools.cache
-def _shipped_train_files(where: str) -> list[str] | None:
-    """Return the training files of the shipped recipe at `where`, FILE:LINE."""
-    files = _get_subtree(_read_recipe(Path(where.rpartition(":")[0])), "data", "train", "files")
+def _shipped_train_files(file: str) -> list[str] | None:
+    files = _get_subtree(_read_recipe(Path(file)), "data", "train", "files")
     return None if files is None else _leaf_texts(files)
 
 
 def describe_held_out_rows(resolved: Resolved) -> list[str]:
     """Return sentences on the rows that evaluate a run with the user's own training rows."""
     origins, share = resolved.origins, resolved.recipe.data.holdout
-    emptied = [split for split in ("dev", "test") if origins.get(f"data.{split}.files", "").endswith(OWN_ROWS)]
-    if (why := origins.get("data.holdout", "")).endswith(OWN_ROWS):
-        return [f"data.holdout: {HELD_OUT:g} for dev and as much for test ({why})"]
+    emptied = [split for split in ("dev", "test") if origins.get(f"data.{split}.files", "").endswith(_OWN_ROWS)]
+    if (why := origins.get("data.holdout", "")).endswith(_OWN_ROWS):
+        return [f"data.holdout: {_HOLDOUT:g} for dev and as much for test ({why})"]
     if emptied:
         names = " and ".join(emptied)
         if share:
@@ -269,26 +272,25 @@ def _with_finished_selection(recipe: Recipe, origins: Origins) -> tuple[Recipe, 
     """
     if recipe.select is None or recipe.select.from_ is None:
         return recipe, origins
-    where, folder = origins["select.from"], user_path(recipe.select.from_)
-    made = folder / "recipe.resolved.yaml"
-    if not all((folder / name).is_file() for name in ("selected.jsonl", "done.json", made.name)):
+    origin, folder = origins["select.from"], user_path(recipe.select.from_)
+    file = folder / "recipe.resolved.yaml"
+    if not all((folder / name).is_file() for name in ("selected.jsonl", "done.json", file.name)):
         raise UserError(
-            f"{where}: {folder} holds no finished selection (selected.jsonl, done.json, {made.name}); name what "
+            f"{origin}: {folder} holds no finished selection (selected.jsonl, done.json, {file.name}); name what "
             "`flatshift select --out` made"
         )
-    block = build_settings(type(recipe), parse_file(made)).select
+    block = build_settings(type(recipe), parse_file(file)).select
     if block is None:
-        raise UserError(f"{made} has no `select` block; name what `flatshift select --out` made")
-    asked, told = (_flatten(dataclasses.asdict(one), "select") for one in (recipe.select, block))
-    for key, origin in origins.items():
-        if key in asked and _origin_layer(origin) == _origin_layer(where) and asked[key] != told.get(key):
-            raise UserError(f"{where}: the selection in {folder} is finished, and {key} would change it; keep one")
-    kept = {key: origin for key, origin in origins.items() if not key.startswith("select.") or key == "select.from"}
+        raise UserError(f"{file} has no `select` block; name what `flatshift select --out` made")
+    requested, finished = (flatten_settings(dataclasses.asdict(select), "select") for select in (recipe.select, block))
+    layer = _origin_layer(origin)
+    for key, other in origins.items():
+        if key in requested and _origin_layer(other) == layer and requested[key] != finished.get(key):
+            raise UserError(f"{origin}: the selection in {folder} is finished, and {key} would change it; keep one")
+    remaining = {key: value for key, value in origins.items() if key == "select.from" or not key.startswith("select.")}
     block = dataclasses.replace(block, from_=recipe.select.from_)
-    return dataclasses.replace(recipe, select=block), {
-        **dict.fromkeys(told.keys() - {"select.from_"}, str(made)),
-        **kept,
-    }
+    selected = dict.fromkeys(finished.keys() - {"select.from_"}, str(file))
+    return dataclasses.replace(recipe, select=block), {**selected, **remaining}
 
 
 def _origin_layer(origin: str) -> str:
@@ -301,16 +303,15 @@ def apply_overrides(tree: Tree, overrides: Sequence[Tree]) -> Tree:
 
     If they set the length of training by `train.steps` or by `train.epochs`, the other key of `tree` is dropped.
     """
-    given = {key for override in overrides for key in _LENGTHS if _train_settings(override).get(key) is not None}
-    if len(given) == 1 and isinstance(tree, Branch):
-        (key,) = given
-        train = {name: child for name, child in _train_settings(tree).items() if name == key or name not in _LENGTHS}
-        if len(train) < len(_train_settings(tree)):
+    lengths = {key for override in overrides for key in _LENGTHS if _train_settings(override).get(key) is not None}
+    if len(lengths) == 1 and isinstance(tree, Branch):
+        settings = _train_settings(tree)
+        train = {name: child for name, child in settings.items() if name in lengths or name not in _LENGTHS}
+        if len(train) < len(settings):
             block = tree.children["train"]
             assert isinstance(block, Branch)
-            tree = dataclasses.replace(
-                tree, children={**tree.children, "train": dataclasses.replace(block, children=train)}
-            )
+            block = dataclasses.replace(block, children=train)
+            tree = dataclasses.replace(tree, children={**tree.children, "train": block})
     for override in overrides:
         tree = merge(tree, override)
     return tree
@@ -319,33 +320,33 @@ def apply_overrides(tree: Tree, overrides: Sequence[Tree]) -> Tree:
 def _train_settings(tree: Tree) -> dict[str, Tree]:
     """Return the `train` settings of a tree, without a null length."""
     block = tree.children.get("train") if isinstance(tree, Branch) else None
-    said = dict(block.children) if isinstance(block, Branch) else {}
-    return {k: v for k, v in said.items() if not (k in _LENGTHS and isinstance(v, Leaf) and v.value is None)}
+    settings = block.children if isinstance(block, Branch) else {}
+    return {k: v for k, v in settings.items() if not (k in _LENGTHS and isinstance(v, Leaf) and v.value is None)}
 
 
 def _with_absolute_paths(recipe: Recipe) -> Recipe:
     """Make relative paths absolute, so that a run directory still finds its inputs from another working directory."""
     from flatshift.finetune.data.formats import HUB, SAMPLE
 
-    def named(files: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(f if f.startswith((SAMPLE, HUB)) or is_remote(f) else _absolute(f) for f in files)
+    def absolute(path: Text) -> Text:
+        return str(user_path(path).absolute()) if path else path
+
+    def names(files: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(f if f.startswith((SAMPLE, HUB)) or is_remote(f) else absolute(f) for f in files)
 
     def files(value: Named) -> Named:
-        return dataclasses.replace(value, files=named(value.files))
-
-    def _absolute(path: str) -> str:
-        return str(user_path(path).absolute()) if path else path
+        return dataclasses.replace(value, files=names(value.files))
 
     train = files(recipe.data.train)
     if train.sources is not None:
-        train = dataclasses.replace(train, sources={name: files(one) for name, one in train.sources.items()})
+        train = dataclasses.replace(train, sources={name: files(source) for name, source in train.sources.items()})
     cache = recipe.data.cache
     data = dataclasses.replace(
         recipe.data,
         train=train,
         dev=files(recipe.data.dev),
         test=files(recipe.data.test),
-        cache=cache if cache in (None, "auto") else _absolute(cache),
+        cache=cache if cache in (None, "auto") else absolute(cache),
     )
     select = recipe.select and dataclasses.replace(
         recipe.select,
@@ -353,24 +354,20 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
         target=files(recipe.select.target),
         negative=files(recipe.select.negative),
         eval=files(recipe.select.eval),
-        hygiene=dataclasses.replace(recipe.select.hygiene, drops=named(recipe.select.hygiene.drops)),
-        cache=_absolute(recipe.select.cache),
-        from_=recipe.select.from_ and _absolute(recipe.select.from_),
+        hygiene=dataclasses.replace(recipe.select.hygiene, drops=names(recipe.select.hygiene.drops)),
+        cache=absolute(recipe.select.cache),
+        from_=absolute(recipe.select.from_),
     )
-    if select is not None and (own := select.own) is not None:
-        places = {name: getattr(own, name) for name in ("pool", "target", "negative")}
-        places = {name: place if is_remote(place) else _absolute(place) for name, place in places.items()}
-        own = dataclasses.replace(own, **places)
-        select = dataclasses.replace(select, embedder=own)
-    backbone = _absolute(recipe.backbone) if Path(recipe.backbone).exists() else recipe.backbone
-    adapter = dataclasses.replace(
-        recipe.adapter,
-        start=recipe.adapter.start and _absolute(recipe.adapter.start),
-        under=recipe.adapter.under and _absolute(recipe.adapter.under),
-    )
+    if select is not None and (features := select.own) is not None:
+        paths = {name: getattr(features, name) for name in ("pool", "target", "negative")}
+        paths = {name: path if is_remote(path) else absolute(path) for name, path in paths.items()}
+        select = dataclasses.replace(select, embedder=dataclasses.replace(features, **paths))
+    backbone = absolute(recipe.backbone) if Path(recipe.backbone).exists() else recipe.backbone
+    start, under = absolute(recipe.adapter.start), absolute(recipe.adapter.under)
+    adapter = dataclasses.replace(recipe.adapter, start=start, under=under)
     task = recipe.task
     if has_template_file(recipe):
-        task = task.replace(template=_absolute(task.template))
+        task = task.replace(template=absolute(task.template))
     return dataclasses.replace(recipe, task=task, data=data, select=select, backbone=backbone, adapter=adapter)
 
 
@@ -393,12 +390,12 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bo
         tree = merge(tree, override)
     origins: Origins = {}
     after = build_settings(Recipe, tree, origins=origins)
-    old, new = _flatten(dataclasses.asdict(before)), _flatten(dataclasses.asdict(after))
-    free = (*_MAY_CHANGE_ON_RESUME, *(_OTHER_ROWS if other_rows else ()))
+    old, new = flatten_settings(dataclasses.asdict(before)), flatten_settings(dataclasses.asdict(after))
+    free = (*_MAY_CHANGE_ON_RESUME, *(_ROW_SETTINGS if other_rows else ()))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key) and not key.startswith(free):
             others = "; `flatshift eval RUN --data FILE` evaluates other rows" if key.startswith("data.") else ""
-            if key.startswith(_OTHER_ROWS):
+            if key.startswith(_ROW_SETTINGS):
                 others += ", and takes this"
             key = ".".join(map(setting_key, key.split(".")))
             raise UserError(
@@ -414,60 +411,43 @@ def read_origins(path: Path, recipe: Recipe) -> Origins:
 
     recipe: the recipe that the file holds.
     """
-    found: Origins = {}
+    origins: Origins = {}
     # Dump the recipe again with each key as its origin, and match the lines: an edited value no longer matches.
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for said, ours in zip(lines, _dump_yaml(recipe, _KeyOrigins()), strict=False):
-        value, is_one, place = ours.rpartition(_PLACE)
-        if is_one and said.startswith(f"{value}  # "):
-            found[place] = said[len(value) + len("  # ") :]
-    return found
-
-
-_PLACE = "  # at "
+    for line, dumped in zip(lines, _dump_yaml(recipe, _KeyOrigins()), strict=False):
+        value, mark, key = dumped.rpartition("  # at ")
+        if mark and line.startswith(f"{value}  # "):
+            origins[key] = line[len(value) + len("  # ") :]
+    return origins
 
 
 class _KeyOrigins(dict[str, str]):
-    """Mapping that returns each value's key as its origin."""
-
     def get(self, key: str, default: Any = None) -> Any:
         return f"at {key}"
-
-
-def _flatten(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        out: dict[str, Any] = {}
-        for key, child in value.items():
-            out |= _flatten(child, f"{path}.{key}" if path else str(key))
-        return out
-    return {path: value}
 
 
 def get_dotted(recipe: Recipe, key: str) -> Any:
     """Return the value at a dotted key. Raises UserError with the nearest name if a part does not exist."""
     value: Any = recipe
-    for part in key.replace("-", "_").split("."):
-        known = (
-            {setting_key(f.name): f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
-        )
-        if part not in known:
-            raise UserError(f"unknown key {shorten(key)!r}{suggest_nearest(part, known)}")
-        value = getattr(value, known[part])
+    for name in key.replace("-", "_").split("."):
+        known = field_names(value.__class__) if dataclasses.is_dataclass(value) else {}
+        if name not in known:
+            raise UserError(f"unknown key {shorten(key)!r}{suggest_nearest(name, known)}")
+        value = getattr(value, known[name])
     return value
 
 
 _SAFE_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
-_LONGEST_KEY = 1000
-"""Characters of a key as `key: value`; YAML looks for the colon within 1,024 characters only."""
+_MAX_KEY = 1000  # characters of a key as `key: value`; YAML looks for the colon within 1,024 characters only
 
 
 def _escape_text(text: str) -> str:
     """Replace the characters that YAML cannot hold, or would read as a line end, by escapes."""
-    return "".join(sign if sign.isprintable() else _escape_code_point(ord(sign)) for sign in text)
 
+    def escape(code: int) -> str:
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
-def _escape_code_point(code: int) -> str:
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return "".join(sign if sign.isprintable() else escape(ord(sign)) for sign in text)
 
 
 def _quote(text: str) -> str:
@@ -498,8 +478,8 @@ def _dump_yaml(value: Any, origins: Origins, path: str = "", depth: int = 0) -> 
     pad = "  " * depth
     lines: list[str] = []
 
-    def origin(of: str) -> str:
-        return f"  # {_escape_text(origins.get(of, _DEFAULT))}"
+    def origin(key: str) -> str:
+        return f"  # {_escape_text(origins.get(key, _DEFAULT))}"
 
     for field in dataclasses.fields(value):
         name, child = setting_key(field.name), getattr(value, field.name)
@@ -515,7 +495,7 @@ def _dump_yaml(value: Any, origins: Origins, path: str = "", depth: int = 0) -> 
             lines.append(f"{pad}{name}:" + ("" if child else " {}") + origin(child_path))
             for inner, item in child.items():
                 key = _quote(inner)
-                lines += [f"{pad}  ? {key}", f"{pad}  :"] if len(key) > _LONGEST_KEY else [f"{pad}  {key}:"]
+                lines += [f"{pad}  ? {key}", f"{pad}  :"] if len(key) > _MAX_KEY else [f"{pad}  {key}:"]
                 if dataclasses.is_dataclass(item):
                     lines += _dump_yaml(item, origins, f"{child_path}.{inner}", depth + 2)
                 else:
@@ -523,9 +503,6 @@ def _dump_yaml(value: Any, origins: Origins, path: str = "", depth: int = 0) -> 
         else:
             lines.append(f"{pad}{name}: {_format_scalar(child)}{origin(child_path)}")
     return lines
-
-
-# -------------------------------------------------------------------------------------------- a chat run's own template
 
 
 COPY = "template.jinja"
@@ -550,11 +527,11 @@ def with_template_copy(run: Path, recipe: Recipe) -> Recipe:
     task, file = recipe.task, run / "manifest.json"
     if has_template_file(recipe) and (run / COPY).is_file():
         task = task.replace(template=str((run / COPY).absolute()))
-    noted = read_json_object(file).get("chat_template") if file.is_file() else None
+    record = read_json_object(file).get("chat_template") if file.is_file() else None
     if (
-        noted is not None
+        record is not None
         and (now := task.input_format.template_record()) is not None
-        and now["sha256"] != noted["sha256"]
+        and now["sha256"] != record["sha256"]
     ):
         raise UserError(f"task.template: {task.template} changed since the run began; restore it or train again")
     return dataclasses.replace(recipe, task=task)

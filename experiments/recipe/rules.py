@@ -6,7 +6,7 @@ recipe, and the restrictions of cells of a sweep or study. docs/support-matrix.m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,17 +21,19 @@ COMPILED_REGULARIZERS = ("plain", "ggpo", "flat-lora")
 
 @dataclass(frozen=True)
 class RecipeRule:
-    """A message and the condition for raising it."""
+    """A message and the condition for raising it.
+
+    says: the conflict, its reason and the nearest valid setting; `{it}` is the value that `broken` returned. broken:
+    returns the offending value of a recipe; None or False if it obeys the rule.
+    """
 
     says: str
-    """The conflict, its reason and the nearest valid setting; `{it}` is the value that `broken` returned."""
     broken: Callable[[Recipe], Any]
-    """Function of a recipe that returns the offending value; None or False if the recipe obeys the rule."""
 
 
-def _compile_rule(other: str, why: str, broken: Callable[[Recipe], Any]) -> RecipeRule:
+def _compile_rule(setting: str, reason: str, broken: Callable[[Recipe], Any]) -> RecipeRule:
     return RecipeRule(
-        f"train.compile does not go with {other}: {why}; leave one of them out",
+        f"train.compile does not go with {setting}: {reason}; leave one of them out",
         lambda recipe: recipe.train.compile and broken(recipe),
     )
 
@@ -42,12 +44,12 @@ def _find_strict_source(recipe: Recipe) -> str | None:
 
 
 def _find_split_conflict(recipe: Recipe) -> str | None:
-    wrong = {
+    conflicts = {
         "train.truncation: nothing is cut": recipe.train.truncation is not None,
         "data.label_noise, which is drawn over whole rows": recipe.data.label_noise,
         "adapter.projector, whose vectors are of whole rows": recipe.adapter.projector is not None,
     }
-    return next((what for what, broken in wrong.items() if broken), None)
+    return next((setting for setting, broken in conflicts.items() if broken), None)
 
 
 def _find_uneven_warm_up(recipe: Recipe) -> str | None:
@@ -200,19 +202,11 @@ SPLIT_RULES: tuple[RecipeRule, ...] = (
 """Restrictions of a selection over several processes."""
 
 
-def check_rules(recipe: Recipe) -> None:
-    """Raise UserError for the first rule of `RULES` that the recipe breaks."""
-    _check_table(RULES, recipe)
-
-
-def check_cell(recipe: Recipe) -> None:
-    """Raise UserError for a recipe that can be run, but not as a cell of a sweep or study."""
-    _check_table(CELL_RULES, recipe)
-
-
-def check_multiprocess_selection(recipe: Recipe) -> None:
-    """Raise UserError for a selection that cannot be divided among processes."""
-    _check_table(SPLIT_RULES, recipe)
+def check_rules(recipe: Recipe, rules: Iterable[RecipeRule] = RULES) -> None:
+    """Raise UserError for the first rule that the recipe breaks."""
+    for rule in rules:
+        if value := rule.broken(recipe):
+            raise UserError(rule.says.format(it=value))
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -233,29 +227,20 @@ def check_recipe(recipe: Recipe) -> None:
     check_optimizer(kind, device=resolve_device(recipe.train.device).type if kind.startswith("paged") else None)
     check_trackers(recipe.tracker)
     check_best(recipe.train, recipe.task)
-    asked = {
+    requested = {
         "train.compile": recipe.train.compile,
         "data.label_noise": recipe.data.label_noise,
         "record": recipe.record is not None,
     }
-    for setting, is_asked in asked.items():
-        if is_asked:
-            recipe.task.traits.refuse(setting)
+    for setting in filter(requested.get, requested):
+        recipe.task.traits.refuse(setting)
     if recipe.warmup is not None:
         _check_warm_up(recipe, recipe.warmup)
     recipe.task.input_format.template_record()
 
 
-def _check_table(rules: tuple[RecipeRule, ...], recipe: Recipe) -> None:
-    for rule in rules:
-        found = rule.broken(recipe)
-        if found:
-            raise UserError(rule.says.format(it=found))
-
-
 def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
-    """Refuse a warm-up that the backbone cannot be trained with, and a fine-tune that would be refused only after
-    it."""
+    """Refuse a warm-up that the backbone cannot be trained with, and a fine-tune that would fail after it."""
     from flatshift.finetune.models.backbone import check_task, open_backbone
 
     recipe.task.traits.refuse("warmup")
@@ -278,7 +263,7 @@ def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
         raise UserError(f"the recipe's `warmup` block: {error}") from None
     begun = recipe.adapter.init != "default" or recipe.adapter.under is not None
     if begun and task.traits.has_new_head:
-        what = "adapter.under" if recipe.adapter.under is not None else f"adapter.init: {recipe.adapter.init}"
+        setting = "adapter.under" if recipe.adapter.under is not None else f"adapter.init: {recipe.adapter.init}"
         raise UserError(
-            f"{what} does not go with the warm-up of an encoder, whose stages differ in their heads; leave one out"
+            f"{setting} does not go with the warm-up of an encoder, whose stages differ in their heads; leave one out"
         )

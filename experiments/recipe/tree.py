@@ -19,10 +19,8 @@ import yaml
 from flatshift.finetune.errors import UserError, shorten
 
 _MAX_DEPTH = 32
-_MAX_BYTES = 1 << 20
-"""Maximum size of a recipe file: PyYAML reads about a MiB in ten seconds, and no recipe needs a hundredth of it."""
-_MAX_NODES = 100_000
-"""Maximum number of values of a recipe, with every alias expanded."""
+_MAX_BYTES = 1 << 20  # of a recipe file: PyYAML reads about a MiB in ten seconds, and no recipe needs a hundredth of it
+_MAX_NODES = 100_000  # values of a recipe, with every alias expanded
 MAX_WHOLE = 2**63 - 1
 _TOO_DEEP = f"nested deeper than {_MAX_DEPTH} levels; a recipe needs no more than five"
 
@@ -33,7 +31,7 @@ class Leaf:
 
     value: Any
     text: str
-    where: str
+    location: str
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,16 @@ class Items:
     """A sequence; `text` is the text typed on the command line, for a value from a flag."""
 
     items: tuple[Tree, ...]
-    where: str
+    location: str
     text: str = ""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A mapping; `keys` has the place of each key, `text` the text typed on the command line, for a value from a
-    flag."""
+    """A mapping; `keys` has the location of each key, `text` the text typed on the command line."""
 
     children: dict[str, Tree]
-    where: str
+    location: str
     keys: dict[str, str] = field(default_factory=dict)
     text: str = ""
 
@@ -87,20 +84,20 @@ _CORE = [
         list("-+.0123456789"),
     ),
 ]
-_WRITTEN = {name: re.compile(pattern) for name, pattern, _ in _CORE}
-for _name, _pattern, _first in _CORE:
-    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
+_PATTERNS = {name: re.compile(pattern) for name, pattern, _ in _CORE}
+for _name, _, _initials in _CORE:
+    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _PATTERNS[_name], _initials)
 
 
-def _parse_scalar(node: yaml.ScalarNode, where: str) -> Any:
+def _parse_scalar(node: yaml.ScalarNode, location: str) -> Any:
     kind = node.tag.rpartition(":")[2]
     text = node.value
     if kind == "str":
         return text
-    if kind not in _WRITTEN or not node.tag.startswith("tag:yaml.org,2002:"):
-        raise _foreign_tag_error(node, where)
-    if not _WRITTEN[kind].match(text):  # an explicit tag: `!!int abc`
-        raise UserError(f"{where}: {shorten(text)!r} is no {kind}; leave the tag out")
+    if kind not in _PATTERNS or not node.tag.startswith("tag:yaml.org,2002:"):
+        raise _foreign_tag_error(node, location)
+    if not _PATTERNS[kind].match(text):  # an explicit tag: `!!int abc`
+        raise UserError(f"{location}: {shorten(text)!r} is no {kind}; leave the tag out")
     if kind == "null":
         return None
     if kind == "bool":
@@ -110,13 +107,15 @@ def _parse_scalar(node: yaml.ScalarNode, where: str) -> Any:
         # more digits than any setting needs; Python refuses to parse thousands of them
         value = int(text, base) if len(text) <= 70 else MAX_WHOLE + 1
         if abs(value) > MAX_WHOLE:
-            raise UserError(f"{where}: {shorten(text)} is above 2^63 - 1, the largest whole number; quote it as text")
+            raise UserError(
+                f"{location}: {shorten(text)} is above 2^63 - 1, the largest whole number; quote it as text"
+            )
         return value
     return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
 
 
-def _foreign_tag_error(node: yaml.Node, where: str) -> UserError:
-    return UserError(f"{where}: the tag {shorten(node.tag)!r} is not allowed; recipes hold plain values only")
+def _foreign_tag_error(node: yaml.Node, location: str) -> UserError:
+    return UserError(f"{location}: the tag {shorten(node.tag)!r} is not allowed; recipes hold plain values only")
 
 
 class _TreeBuilder:
@@ -124,21 +123,21 @@ class _TreeBuilder:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.seen = 0
+        self.count = 0
 
     def tree(self, node: yaml.Node, depth: int = 0) -> Tree:
-        where = f"{self.source}:{node.start_mark.line + 1}"
-        self.seen += 1
-        if self.seen > _MAX_NODES:
-            raise UserError(f"{where}: more than {_MAX_NODES:,} values, each alias counted in full; write fewer")
+        location = f"{self.source}:{node.start_mark.line + 1}"
+        self.count += 1
+        if self.count > _MAX_NODES:
+            raise UserError(f"{location}: more than {_MAX_NODES:,} values, each alias counted in full; write fewer")
         if depth > _MAX_DEPTH:  # an alias inside the node it refers to
-            raise UserError(f"{where}: {_TOO_DEEP}")
+            raise UserError(f"{location}: {_TOO_DEEP}")
         if isinstance(node, yaml.ScalarNode):
-            return Leaf(_parse_scalar(node, where), node.value, where)
+            return Leaf(_parse_scalar(node, location), node.value, location)
         if node.tag not in ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
-            raise _foreign_tag_error(node, where)
+            raise _foreign_tag_error(node, location)
         if isinstance(node, yaml.SequenceNode):
-            return Items(tuple(self.tree(item, depth + 1) for item in node.value), where)
+            return Items(tuple(self.tree(item, depth + 1) for item in node.value), location)
         assert isinstance(node, yaml.MappingNode)
         children: dict[str, Tree] = {}
         keys: dict[str, str] = {}
@@ -151,7 +150,7 @@ class _TreeBuilder:
                 raise UserError(f"{at}: the key {shorten(key)!r} was already given at {keys[key]}; keep one of them")
             children[key] = self.tree(value_node, depth + 1)
             keys[key] = at
-        return Branch(children, where, keys)
+        return Branch(children, location, keys)
 
 
 def parse(text: str, source: str) -> Tree:
@@ -203,9 +202,14 @@ def merge(lower: Tree, upper: Tree) -> Tree:
     over another kind it starts from that kind's defaults.
     """
     if not isinstance(upper, Branch):
-        return _merge_bare_kind(lower, upper) or upper
+        kind = lower.children.get("kind") if isinstance(lower, Branch) else None
+        if not (isinstance(lower, Branch) and isinstance(kind, Leaf) and isinstance(upper, Leaf)):
+            return upper
+        if not isinstance(upper.value, str) or kind.value != upper.value:
+            return upper
+        upper = Branch({"kind": upper}, lower.location, {"kind": upper.location}, lower.text)
     if isinstance(lower, Leaf) and isinstance(lower.value, str):
-        lower = Branch({"kind": lower}, lower.where, {"kind": lower.where})
+        lower = Branch({"kind": lower}, lower.location, {"kind": lower.location})
     if not isinstance(lower, Branch):
         return upper
     new_kind, old_kind = upper.children.get("kind"), lower.children.get("kind")
@@ -214,72 +218,58 @@ def merge(lower: Tree, upper: Tree) -> Tree:
     children, keys = dict(lower.children), dict(lower.keys)
     for key, value in upper.children.items():
         children[key] = merge(children[key], value) if key in children else value
-        keys[key] = upper.keys.get(key, upper.where)
-    return Branch(children, upper.where, keys, upper.text)
+        keys[key] = upper.keys.get(key, upper.location)
+    return Branch(children, upper.location, keys, upper.text)
 
 
-def _merge_bare_kind(lower: Tree, upper: Tree) -> Branch | None:
-    """Return the component `lower` if `upper` only names the same kind; else None."""
-    if not (isinstance(lower, Branch) and isinstance(upper, Leaf) and isinstance(upper.value, str)):
-        return None
-    kind = lower.children.get("kind")
-    if not (isinstance(kind, Leaf) and kind.value == upper.value):
-        return None
-    return dataclasses.replace(
-        lower, children={**lower.children, "kind": upper}, keys={**lower.keys, "kind": upper.where}
-    )
-
-
-def from_override(dotted: str, value: Any, where: str | None = None) -> Branch:
+def from_override(dotted: str, value: Any, location: str | None = None) -> Branch:
     """Return the tree of one command-line override, `--a.b value`, to be merged over a recipe.
 
     dotted: the key, `-` and `_` alike. value: text as typed, parsed as a YAML value, or a number, or a tuple of texts.
-    where: the flag to name in errors, by default `--dotted`.
+    location: the flag to name in errors, by default `--dotted`.
     """
-    where = where or f"--{dotted}"
-    tree: Tree
+    location = location or f"--{dotted}"
+    if isinstance(value, str):
+        return _nest(dotted, _parse_flag(value, location), location)
     if isinstance(value, tuple):
-        tree = Items(tuple(Leaf(item, str(item), where) for item in value), where)
-    elif not isinstance(value, str):
-        tree = Leaf(value, str(value), where)
-    else:
-        tree = _parse_flag(value, where)
-    for part in reversed(dotted.replace("-", "_").split(".")):
-        tree = Branch({part: tree}, where, {part: where})
+        return _nest(dotted, Items(tuple(Leaf(item, str(item), location) for item in value), location), location)
+    return _nest(dotted, Leaf(value, str(value), location), location)
+
+
+def _nest(dotted: str, tree: Tree, location: str) -> Branch:
+    """Return the mapping with `tree` at a dotted key."""
+    for key in reversed(dotted.replace("-", "_").split(".")):
+        tree = Branch({key: tree}, location, {key: location})
     assert isinstance(tree, Branch)
     return tree
 
 
-def from_mapping(values: Mapping[str, Any], where: str = "overrides") -> Branch:
+def from_mapping(values: Mapping[str, Any], location: str = "overrides") -> Branch:
     """Return the tree of plain Python values, to be merged over a recipe: `{"train": {"steps": 4}}` or `{"train.steps":
     4}`.
 
     Values are numbers, texts, paths, None, lists, mappings, and settings as dataclasses (`GotD(epsilon=0.1)`). Dots
     separate levels in the outermost keys only: below, a name may be the user's own.
-    where: the name to use in errors. Raises UserError for any other type, or for a key that is given twice.
+    location: the name to use in errors. Raises UserError for any other type, or for a key that is given twice.
     """
     if not isinstance(values, Mapping):
-        raise UserError(f"{where} must be a mapping of recipe keys, got {_describe_value(values)}")
-    whole: Tree = Branch({}, where)
+        raise UserError(f"{location} must be a mapping of recipe keys, got {_describe_value(values)}")
+    whole: Tree = Branch({}, location)
     for key, value in values.items():
         if not isinstance(key, str) or not key:
-            raise UserError(f"{where}: a key must be a text such as 'train.steps', got {shorten(repr(key), 60)}")
-        tree = _from_python(value, key, where)
-        for part in reversed(key.replace("-", "_").split(".")):
-            tree = Branch({part: tree}, where, {part: where})
-        whole = _merge_disjoint(whole, tree, "")
+            raise UserError(f"{location}: a key must be a text such as 'train.steps', got {shorten(repr(key), 60)}")
+        whole = _merge_disjoint(whole, _nest(key, _from_python(value, key, location), location), "")
     assert isinstance(whole, Branch)
     return whole
 
 
-def _merge_disjoint(one: Tree, other: Tree, path: str) -> Tree:
-    """Merge two trees that set no key in common. Raises UserError for a key that both set."""
-    if not (isinstance(one, Branch) and isinstance(other, Branch)):
-        raise UserError(f"{other.where}: {path} is given twice; keep one of them")
-    children = dict(one.children)
-    for key, tree in other.children.items():
+def _merge_disjoint(lower: Tree, upper: Tree, path: str) -> Tree:
+    if not (isinstance(lower, Branch) and isinstance(upper, Branch)):
+        raise UserError(f"{upper.location}: {path} is given twice; keep one of them")
+    children = dict(lower.children)
+    for key, tree in upper.children.items():
         children[key] = _merge_disjoint(children[key], tree, f"{path}.{key}".strip(".")) if key in children else tree
-    return Branch(children, one.where, dict.fromkeys(children, one.where))
+    return Branch(children, lower.location, dict.fromkeys(children, lower.location))
 
 
 def setting_key(field: str) -> str:
@@ -287,14 +277,14 @@ def setting_key(field: str) -> str:
     return field.removesuffix("_")
 
 
-def _from_python(value: Any, key: str, where: str) -> Tree:
+def _from_python(value: Any, key: str, location: str) -> Tree:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {setting_key(one.name): getattr(value, one.name) for one in dataclasses.fields(value)}
+        value = {setting_key(f.name): getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        children = {str(name): _from_python(item, f"{key}.{name}", where) for name, item in value.items()}
-        return Branch(children, where, dict.fromkeys(children, where))
+        children = {str(name): _from_python(item, f"{key}.{name}", location) for name, item in value.items()}
+        return Branch(children, location, dict.fromkeys(children, location))
     if isinstance(value, list | tuple):
-        return Items(tuple(_from_python(item, key, where) for item in value), where)
+        return Items(tuple(_from_python(item, key, location) for item in value), location)
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         value = int(value)  # NumPy integers too
     elif isinstance(value, numbers.Real) and not isinstance(value, bool):
@@ -302,9 +292,9 @@ def _from_python(value: Any, key: str, where: str) -> Tree:
     elif isinstance(value, Path):
         value = str(value)
     if value is None or isinstance(value, bool | int | float | str):
-        return Leaf(value, str(value), where)
+        return Leaf(value, str(value), location)
     raise UserError(
-        f"{where}: {key} cannot be {_describe_value(value)}; give a number, a text, a list, a mapping or None"
+        f"{location}: {key} cannot be {_describe_value(value)}; give a number, a text, a list, a mapping or None"
     )
 
 
@@ -328,42 +318,36 @@ def refuse_contradictions(overrides: Iterable[Branch]) -> None:
             continue
         # A component's bare name is its kind.
         key = ".".join(keys).removesuffix(".kind")
-        flag, value = before.setdefault(key, (tree.where, tree))
-        if flag != tree.where and not _values_equal(value, tree):
-            raise UserError(
-                f"{tree.where} {_flag_text(tree)} and {flag} {_flag_text(value)} contradict each other; keep one"
-            )
-        before[key] = tree.where, tree
-
-
-def _values_equal(one: Leaf | Items, other: Leaf | Items) -> bool:
-    return _flag_text(one) == _flag_text(other) or (
-        isinstance(one, Leaf) and isinstance(other, Leaf) and one.value == other.value
-    )
+        flag, value = before.setdefault(key, (tree.location, tree))
+        text, earlier = _flag_text(tree), _flag_text(value)
+        equal = text == earlier or (isinstance(value, Leaf) and isinstance(tree, Leaf) and value.value == tree.value)
+        if flag != tree.location and not equal:
+            raise UserError(f"{tree.location} {text} and {flag} {earlier} contradict each other; keep one")
+        before[key] = tree.location, tree
 
 
 def _flag_text(tree: Leaf | Items) -> str:
-    """Return a value as typed on a command line, where the items of a list follow one another."""
     if isinstance(tree, Items):
         return " ".join(_flag_text(item) for item in tree.items if isinstance(item, Leaf | Items))
     return tree.text
 
 
-def _parse_flag(text: str, where: str) -> Tree:
+def _parse_flag(text: str, location: str) -> Tree:
     """Parse a typed value as YAML if possible, and keep the text itself: a text setting takes it as typed."""
     try:
-        tree = _relabel(parse(text, where), where)
+        tree = _relabel(parse(text, location), location)
     except UserError:
-        return Leaf(text, text, where)
+        return Leaf(text, text, location)
     if isinstance(tree, Leaf) or not text.strip():
-        return Leaf(tree.value if isinstance(tree, Leaf) else text, text, where)
+        return Leaf(tree.value if isinstance(tree, Leaf) else text, text, location)
     return dataclasses.replace(tree, text=text)
 
 
-def _relabel(tree: Tree, where: str) -> Tree:
-    """Replace every place in the tree by the flag, which has no lines."""
+def _relabel(tree: Tree, location: str) -> Tree:
     if isinstance(tree, Leaf):
-        return Leaf(tree.value, tree.text, where)
+        return dataclasses.replace(tree, location=location)
     if isinstance(tree, Items):
-        return Items(tuple(_relabel(item, where) for item in tree.items), where)
-    return Branch({k: _relabel(v, where) for k, v in tree.children.items()}, where, dict.fromkeys(tree.children, where))
+        return Items(tuple(_relabel(item, location) for item in tree.items), location)
+    return Branch(
+        {k: _relabel(v, location) for k, v in tree.children.items()}, location, dict.fromkeys(tree.children, location)
+    )

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.results.sweep import SweepData
+from flatshift.experiments.results.sweep import GRADIENT, SHARPNESS, STEP, SweepData
 from flatshift.experiments.results.table import SweepTable
-from flatshift.experiments.results.traces import STEP
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.curve_comparison import CurveComparison, compare_curves
 from flatshift.experiments.statistics.emc import Crossing, find_crossing
@@ -25,28 +24,26 @@ _CAPACITY = ("adapter.rank", "adapter.alpha", "train.steps", "step", "data.train
 
 @dataclass(frozen=True)
 class AnalysedCurve:
-    """Curve of a sweep with its verdict."""
+    """Curve of a sweep along `axis`, at `setting` of the other axes, with its verdict."""
 
     axis: str
-    """Axis of the curve."""
-    where: Mapping[str, Any]
-    """Values of the other axes."""
+    setting: Mapping[str, Any]
     curve: Curve
     verdict: CurveVerdict
 
     @property
     def evidence(self) -> tuple[str, ...]:
         """Return the reasons for the verdict as sentences, and the smallest peak the data could have shown."""
-        peak, found = self.verdict.peak, list(self.verdict.evidence)
+        peak, sentences = self.verdict.peak, list(self.verdict.evidence)
         if peak is not None and peak.rejected and not self.curve.training:
-            found.append(
+            sentences.append(
                 f"With {peak.seeds} seeds and {len(peak.points)} points a peak of {peak.detectable.height:.2g} is "
                 f"found with a power of 80 % at {self.curve.at(peak.detectable.point)}, where runs scatter most."
             )
         if self.axis == "step":
             steps = ", ".join(f"{value:g}" for value in self.curve.values)
-            found.append(f"Evaluated at steps {steps}: what rises and falls again between two of them is not seen.")
-        return tuple(found)
+            sentences.append(f"Evaluated at steps {steps}: what rises and falls again between two of them is not seen.")
+        return tuple(sentences)
 
     @property
     def location(self) -> tuple[Any, ...]:
@@ -73,9 +70,9 @@ def is_capacity_axis(axis: str) -> bool:
 
 
 def build_curve(
-    table: SweepTable, axis: str, where: Mapping[str, Any], *, test: str, epsilon: float, planned: int | None = None
+    table: SweepTable, axis: str, setting: Mapping[str, Any], *, test: str, epsilon: float, planned: int | None = None
 ) -> Curve:
-    """Return the curve of the column `test` along a numeric axis, other axes held at `where`.
+    """Return the curve of the column `test` along a numeric axis, other axes held at `setting`.
 
     Seeds count if they have a cell at every value, finished or failed (a failed one is NaN: the seed diverged there).
     Values that were not measured are left out, and so is step 0 of a trace, before any training. Longer curves are
@@ -84,57 +81,58 @@ def build_curve(
 
     Raises UserError naming what is missing, if there are too few values for the peak test or no seed has all.
     """
-
     if not table.numeric(axis):
         raise UserError(f"{axis} has no order; a peak needs numbers")
-    found = table.matrix(test, axis, where)
-    after = np.array([not (axis == "step" and v == 0) for v in found.values], dtype=bool)
-    measured, lost = np.isfinite(found.y).any(axis=0) & after, found.lost.any(axis=0) & after
+    matrix = table.matrix(test, axis, setting)
+    after = np.array([not (axis == "step" and v == 0) for v in matrix.values], dtype=bool)
+    measured, lost = np.isfinite(matrix.y).any(axis=0) & after, matrix.lost.any(axis=0) & after
     keep = np.flatnonzero(measured | lost).tolist()
     if len(keep) < FEWEST_POINTS or not measured.any():
-        said = f"{found.lost.any(axis=1).sum()} of {len(found.seeds)} seeds {table.lost(where)}: " if lost.any() else ""
-        raise UserError(f"{said}{measured.sum()} values of {axis} have figures; the peak test needs {FEWEST_POINTS}")
-    numbers = [float(found.values[j]) for j in keep]
-    keep = [keep[i] for i in (thin(numbers) if numbers[0] >= 0 else range(len(numbers)))]
-    whole = np.flatnonzero(found.present[:, keep].all(axis=1))
+        reason = ""
+        if lost.any():
+            reason = f"{matrix.lost.any(axis=1).sum()} of {len(matrix.seeds)} seeds {table.lost(setting)}: "
+        raise UserError(f"{reason}{measured.sum()} values of {axis} have figures; the peak test needs {FEWEST_POINTS}")
+    values = _thin_values([matrix.values[j] for j in keep])
+    whole = np.flatnonzero(matrix.present[:, [matrix.values.index(value) for value in values]].all(axis=1))
     if not len(whole):
-        raise (
-            UserError(f"no seed has a cell at every value; the peak test needs {FEWEST_SEEDS}")
+        raise UserError(
+            f"no seed has a cell at every value; the peak test needs {FEWEST_SEEDS}"
             if planned is None
-            else UserError("no seed has a cell at every value yet; continue with the same command")
+            else "no seed has a cell at every value yet; continue with the same command"
         )
-    seeds, values = [found.seeds[s] for s in whole], [found.values[j] for j in keep]
-    return replace(_curve_at(table, axis, where, seeds, values, test, epsilon), planned=planned)
+    seeds = [matrix.seeds[i] for i in whole]
+    return replace(_curve_at(table, axis, setting, seeds, values, test, epsilon), planned=planned)
+
+
+def _thin_values(values: list[Any]) -> list[Any]:
+    numbers = [float(value) for value in values]
+    return [values[i] for i in thin(numbers)] if numbers[0] >= 0 else values
 
 
 def _curve_at(
     table: SweepTable,
     axis: str,
-    where: Mapping[str, Any],
+    setting: Mapping[str, Any],
     seeds: Sequence[Any],
     values: Sequence[Any],
     test: str,
     epsilon: float,
 ) -> Curve:
-    """Return the curve at these seeds and values, all of which exist at `where`."""
-
-    from flatshift.experiments.results.sweep import GRADIENT, SHARPNESS
-
-    found = table.matrix(test, axis, where)
-    rows, columns = [found.seeds.index(s) for s in seeds], [found.values.index(v) for v in values]
-    held = np.ix_(np.array(rows, dtype=int), np.array(columns, dtype=int))
+    matrix = table.matrix(test, axis, setting)
+    rows, columns = [matrix.seeds.index(s) for s in seeds], [matrix.values.index(v) for v in values]
+    cells = np.ix_(np.array(rows, dtype=int), np.array(columns, dtype=int))
 
     def column(name: str) -> np.ndarray | None:
         if not table.has(name):
             return None
-        y = table.matrix(name, axis, where).y[held]
+        y = table.matrix(name, axis, setting).y[cells]
         return y if np.isfinite(y).any() else None
 
     split, _, metric = test.partition(".")
     return Curve(
         axis=_SHORT.get(axis, axis.rpartition(".")[2]),
         values=[float(v) for v in values],
-        test=found.y[held],
+        test=matrix.y[cells],
         train_error=column(fitted_column(table)),
         fit=FITS[fitted_column(table)],
         train_loss=column("train.loss"),
@@ -145,42 +143,48 @@ def _curve_at(
         items=_item_count(table, test),
         epsilon=epsilon,
         training=test == "train.loss",
-        lost=table.lost(where),
+        lost=table.lost(setting),
     )
 
 
 def _item_count(table: SweepTable, test: str) -> int | None:
     """Return the number of items behind each error rate of the column `test`; None if unknown or not constant."""
     name = f"{test}.items"
-    known = set(table.column(name)[np.isfinite(table.column(name))].tolist()) if table.has(name) else set()
-    return int(known.pop()) if len(known) == 1 else None
+    counts = table.column(name)
+    known = np.unique(counts[np.isfinite(counts)])
+    return int(known[0]) if len(known) == 1 else None
 
 
 def compare_settings(
-    table: SweepTable, axis: str, ours: Mapping[str, Any], base: Mapping[str, Any], *, test: str, epsilon: float = 0.1
+    table: SweepTable,
+    axis: str,
+    setting: Mapping[str, Any],
+    base: Mapping[str, Any],
+    *,
+    test: str,
+    epsilon: float = 0.1,
 ) -> tuple[Curve, CurveComparison]:
-    """Compare the setting `ours` with `base` along `axis`: (curve of `ours`, comparison).
+    """Compare a setting with `base` along `axis`: (curve of the setting, comparison).
 
     Uses the seeds and values that both have, thinned as for a verdict. Raises UserError for an axis without order,
     fewer than three seeds, or fewer than three values.
     """
     if not table.numeric(axis):
         raise UserError(f"{axis} has no order; curves along it cannot be compared")
-    found = [table.matrix(test, axis, where) for where in (ours, base)]
-    seeds = [s for s in found[0].seeds if s in found[1].seeds]
-    values = [v for v in found[0].values if v in found[1].values and not (axis == "step" and v == 0)]
+    matrix, base_matrix = table.matrix(test, axis, setting), table.matrix(test, axis, base)
+    seeds = [s for s in matrix.seeds if s in base_matrix.seeds]
+    values = [v for v in matrix.values if v in base_matrix.values and not (axis == "step" and v == 0)]
     if len(values) < FEWEST_POINTS:
         raise UserError(f"{len(values)} values of {axis} are in both curves; a comparison needs {FEWEST_POINTS}")
-    numbers = [float(v) for v in values]
-    values = [values[i] for i in (thin(numbers) if numbers[0] >= 0 else range(len(numbers)))]
-    curves = [_curve_at(table, axis, where, seeds, values, test, epsilon) for where in (ours, base)]
+    values = _thin_values(values)
+    curves = [_curve_at(table, axis, each, seeds, values, test, epsilon) for each in (setting, base)]
     return curves[0], compare_curves(*curves)
 
 
 def analyse_curve(
     table: SweepTable,
     axis: str,
-    where: Mapping[str, Any],
+    setting: Mapping[str, Any],
     *,
     test: str,
     epsilon: float = 0.1,
@@ -188,8 +192,8 @@ def analyse_curve(
     level: float = 0.05,
 ) -> AnalysedCurve:
     """Test one curve at `level` per test. Raises UserError as `build_curve` and the peak test do."""
-    curve = build_curve(table, axis, where, test=test, epsilon=epsilon, planned=planned)
-    return AnalysedCurve(axis, dict(where), curve, determine_verdict(curve, level=level))
+    curve = build_curve(table, axis, setting, test=test, epsilon=epsilon, planned=planned)
+    return AnalysedCurve(axis, dict(setting), curve, determine_verdict(curve, level=level))
 
 
 PANELS = 6
@@ -209,60 +213,61 @@ def main_axis(data: SweepData) -> str | None:
 
 def plotted_axes(data: SweepData) -> list[str]:
     """Return the axes to draw along: the main one, then every other numeric one with at least three values."""
-    first = main_axis(data)
-    others = [a for a in data.axes if a != first and data.numeric(a) and len(data.values(a)) > 2]
-    return [a for a in [first, *others] if a is not None]
+    main = main_axis(data)
+    further = [a for a in data.axes if a != main and data.numeric(a) and len(data.values(a)) > 2]
+    return [a for a in [main, *further] if a is not None]
 
 
 def plottable_settings(table: SweepTable, axis: str, column: str) -> list[dict[str, Any]]:
     """Return the settings of the other axes at which `column` has at least two values of `axis`."""
     alone = len(table.axes) == 1  # with one axis, a single point is still drawn
-    return [where for where, count in table.reach(column, axis) if count > 1 or alone]
+    return [setting for setting, count in table.reach(column, axis) if count > 1 or alone]
 
 
-def sample_evenly(values: Sequence[Any], most: int) -> list[Any]:
-    """Return at most `most` of `values`, evenly spaced with first and last; a single one is the middle one."""
-    if len(values) <= most:
+def sample_evenly(values: Sequence[Any], maximum: int) -> list[Any]:
+    """Return at most `maximum` of `values`, evenly spaced with first and last; a single one is the middle one."""
+    if len(values) <= maximum:
         return list(values)
-    if most == 1:
+    if maximum == 1:
         return [values[len(values) // 2]]
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+    return [values[round(i * (len(values) - 1) / (maximum - 1))] for i in range(maximum)]
 
 
-def sample_settings(table: SweepTable, settings: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Return at most `most` of `settings`, evenly spaced, in their order.
+def sample_settings(table: SweepTable, settings: Sequence[dict[str, Any]], maximum: int) -> list[dict[str, Any]]:
+    """Return at most `maximum` of `settings`, evenly spaced, in their order.
 
     Every word value (`regularizer`) is taken at the same numbers, as far as there is room for all words.
     """
-    if len(settings) <= most:
+    if len(settings) <= maximum:
         return list(settings)
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for place, where in enumerate(settings):
-        words = tuple(value for axis, value in where.items() if not table.numeric(axis))
-        alike.setdefault(words, []).append(place)
-    each = max(most // len(alike), 1)
-    kept = sorted(place for places in alike.values() for place in sample_evenly(places, each))
-    return [settings[place] for place in sample_evenly(kept, most)]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, setting in enumerate(settings):
+        words = tuple(value for axis, value in setting.items() if not table.numeric(axis))
+        groups.setdefault(words, []).append(i)
+    size = max(maximum // len(groups), 1)
+    sampled = sorted(i for group in groups.values() for i in sample_evenly(group, size))
+    return [settings[i] for i in sample_evenly(sampled, maximum)]
 
 
-def undrawn_note(drawn: Sequence[Any], every: Sequence[Any]) -> str:
+def undrawn_note(selected: Sequence[Any], settings: Sequence[Any]) -> str:
     """Return a note for the lead if some settings are not drawn, else an empty text."""
-    if len(drawn) == len(every):
+    if len(selected) == len(settings):
         return ""
-    return f" {len(drawn)} of {len(every):,} settings are drawn, evenly chosen."
+    return f" {len(selected)} of {len(settings):,} settings are drawn, evenly chosen."
 
 
 @dataclass(frozen=True)
 class AxisAnalysis:
-    """One axis of a sweep, with the settings of the others."""
+    """One axis of a sweep, with the settings of the others that get a verdict.
+
+    total: number of all settings; `settings` are all of them, or the drawn ones if there are more than `JUDGED`.
+    """
 
     data: SweepData
     table: SweepTable
     axis: str
     settings: list[dict[str, Any]]
-    """Settings that get a verdict."""
     total: int
-    """Number of all settings; `settings` are all of them, or the drawn ones if there are more than `JUDGED`."""
 
     @cached_property
     def drawn(self) -> list[dict[str, Any]]:
@@ -283,47 +288,48 @@ class AxisAnalysis:
         return next((c for c in columns if self.table.has(c)), columns[0])
 
     @cached_property
-    def _found(self) -> list[AnalysedCurve | str]:
+    def _tested(self) -> list[AnalysedCurve | str]:
+        """Verdict of each setting's curve, or the reason why it could not be tested."""
         if not is_capacity_axis(self.axis):
             return []
-        data, found = self.data, list[AnalysedCurve | str]()
-        how: dict[str, Any] = {"test": self.test, "epsilon": data.epsilon, "level": data.level}
-        how["planned"] = data.planned_seeds if data.unfinished else None
-        for where in self.settings:
+        data, curves = self.data, list[AnalysedCurve | str]()
+        planned = data.planned_seeds if data.unfinished else None
+        options: dict[str, Any] = {"test": self.test, "epsilon": data.epsilon, "level": data.level, "planned": planned}
+        for setting in self.settings:
             try:
-                found.append(analyse_curve(self.table, self.axis, where, **how))
+                curves.append(analyse_curve(self.table, self.axis, setting, **options))
             except UserError as error:
-                found.append(str(error))
-        return found
+                curves.append(str(error))
+        return curves
 
     @property
     def judged(self) -> list[AnalysedCurve]:
         """Verdicts of the curves that could be tested."""
-        return [j for j in self._found if isinstance(j, AnalysedCurve)]
+        return [j for j in self._tested if isinstance(j, AnalysedCurve)]
 
     @property
     def refused(self) -> list[str]:
         """Distinct reasons why the others could not be tested."""
-        return list(dict.fromkeys(j for j in self._found if isinstance(j, str)))
+        return list(dict.fromkeys(j for j in self._tested if isinstance(j, str)))
 
-    def judged_at(self, where: dict[str, Any]) -> AnalysedCurve | None:
+    def judged_at(self, setting: dict[str, Any]) -> AnalysedCurve | None:
         """Return the verdict of one setting's curve."""
-        return next((j for j in self.judged if j.where == where), None)
+        return next((j for j in self.judged if j.setting == setting), None)
 
-    def crossing_at(self, where: dict[str, Any]) -> Crossing | None:
+    def crossing_at(self, setting: dict[str, Any]) -> Crossing | None:
         """Return where the mean train error of one setting crosses ε, as in its verdict if it has one.
 
         None if the axis is not a capacity axis, or if too little was measured.
         """
-        judged = self.judged_at(where)
+        judged = self.judged_at(setting)
         if judged is not None:
             return judged.verdict.crossing
         if not (is_capacity_axis(self.axis) and self.table.numeric(self.axis)):
             return None
-        found = self.table.matrix(fitted_column(self.table), self.axis, where)
-        after = [j for j, v in enumerate(found.values) if not (self.axis == STEP and v == 0)]
+        matrix = self.table.matrix(fitted_column(self.table), self.axis, setting)
+        after = [j for j, v in enumerate(matrix.values) if not (self.axis == STEP and v == 0)]
         try:
-            return find_crossing([found.values[j] for j in after], found.y[:, after], self.data.epsilon)
+            return find_crossing([matrix.values[j] for j in after], matrix.y[:, after], self.data.epsilon)
         except UserError:  # fewer than two values, or no seed that has all
             return None
 
@@ -339,22 +345,22 @@ class SweepAnalysis:
         """Directions along every axis of `plotted_axes`, then along the recorded steps; none for a random design."""
         if self.data.design == "random":
             return []
-        places: list[tuple[str, SweepTable]] = [(axis, self.data) for axis in plotted_axes(self.data)]
-        places += [(STEP, self.data.trace)] if self.data.trace is not None else []
-        found = []
-        for axis, table in places:
-            drawn = [*self.data.error_columns(), "test.loss", "dev.loss", "train.loss"]
-            column = next((c for c in drawn if table.has(c)), None)
-            every = plottable_settings(table, axis, column) if column is not None else []
-            if every:
-                judged = every if len(every) <= JUDGED else sample_settings(table, every, PANELS)
-                found.append(AxisAnalysis(self.data, table, axis, judged, len(every)))
-        return found
+        axes: list[tuple[str, SweepTable]] = [(axis, self.data) for axis in plotted_axes(self.data)]
+        axes += [(STEP, self.data.trace)] if self.data.trace is not None else []
+        directions = []
+        for axis, table in axes:
+            columns = [*self.data.error_columns(), "test.loss", "dev.loss", "train.loss"]
+            column = next((c for c in columns if table.has(c)), None)
+            settings = plottable_settings(table, axis, column) if column is not None else []
+            if settings:
+                judged = settings if len(settings) <= JUDGED else sample_settings(table, settings, PANELS)
+                directions.append(AxisAnalysis(self.data, table, axis, judged, len(settings)))
+        return directions
 
-    def crossing(self, axis: str, where: dict[str, Any]) -> Crossing | None:
+    def crossing(self, axis: str, setting: dict[str, Any]) -> Crossing | None:
         """Return `AxisAnalysis.crossing_at` along an axis; None along one that is not drawn."""
-        found = next((d for d in self.directions if d.axis == axis), None)
-        return found.crossing_at(where) if found is not None else None
+        direction = next((d for d in self.directions if d.axis == axis), None)
+        return direction.crossing_at(setting) if direction is not None else None
 
     @property
     def judged(self) -> list[AnalysedCurve]:

@@ -28,13 +28,14 @@ MARKER, FORMAT = "sweep.json", 2
 """Plan of a sweep, and the format version of that file."""
 CELLS, CURVES, POINTS, EMC = "cells.parquet", "curves.parquet", "points.csv", "emc.json"
 """Tables made from a sweep's cells."""
-_KEYS = {"status", "reason"}
+FORECAST = "forecast.json"
+"""Forecast of a recipe, next to the tables of its predicted cells."""
 
 
-def cell_status(found: dict[str, Any]) -> Status:
+def cell_status(result: dict[str, Any]) -> Status:
     """Return the status of a cell from its result or its row of a table, as written by any version."""
-    status = found["status"]
-    if status == "failed" and found.get("diverged"):
+    status = result["status"]
+    if status == "failed" and result.get("diverged"):
         return "diverged"
     return "failed" if status in ("refused", "crashed") else status
 
@@ -57,15 +58,15 @@ def read_result(directory: Path) -> dict[str, Any] | None:
     for path in result_files(directory):
         fix = f"delete the cell's {path.name}, and the same command runs the cell again"
         try:
-            found = json.loads(path.read_bytes())
-            if not found.keys() >= _KEYS:
+            result = json.loads(path.read_bytes())
+            if not result.keys() >= {"status", "reason"}:
                 raise ValueError("keys are missing")
         except FileNotFoundError:
             continue
         except (ValueError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}: not a cell's result ({error}); {fix}") from None
-        found = verify_sealed(path, found, fix=fix)
-        return {**found, "status": cell_status(found)}
+        result = verify_sealed(path, result, fix=fix)
+        return {**result, "status": cell_status(result)}
     return None
 
 
@@ -73,27 +74,23 @@ def read_marker(out: Path) -> dict[str, Any]:
     """Return sweep.json unchanged. Raises UserError if it is unreadable or has a format unknown to this code."""
     path = out / MARKER
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        marker = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(marker, dict):
             raise ValueError("not an object")
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: not valid JSON ({error}); delete it and run the sweep again, which keeps its cells"
         ) from None
-    if (written := found.get("format")) != FORMAT:
+    if (written := marker.get("format")) != FORMAT:
         raise UserError(
             f"{path} has format {written}, and this flatshift ({flatshift_version()}) knows {FORMAT}; continue with "
             "the version that wrote it, or name another directory"
         )
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------- code version
+    return marker
 
 
 _ROOT = Path(__file__).parents[2]  # not resolved: in a checkout the packages are links
-_PACKAGES = ("experiments", "finetune", "regularizers", "selection")
-_SHOWS = ("experiments/report/", "experiments/results/", "experiments/statistics/", "experiments/studies/compare/")
+_READERS = ("experiments/report/", "experiments/results/", "experiments/statistics/", "experiments/studies/compare/")
 """Modules that only read and show results: they cannot change a metric of a sweep."""
 
 
@@ -109,10 +106,10 @@ def flatshift_version() -> str:
 def source_digest() -> str:
     """Return 12 hex digits over the Python files a cell runs through, as on disk at the first call."""
     digest = hashlib.sha256()
-    for package in _PACKAGES:
+    for package in ("experiments", "finetune", "regularizers", "selection"):
         for path in sorted((_ROOT / package).rglob("*.py")):
             name = path.relative_to(_ROOT).as_posix()
-            if not name.startswith(_SHOWS):
+            if not name.startswith(_READERS):
                 data = path.read_bytes()
                 digest.update(f"{name}\x1f{len(data)}\x1f".encode())
                 digest.update(data)

@@ -1,4 +1,4 @@
-"""Read run directories (design §4) for the report; tolerant of missing files, strict about broken ones."""
+"""Read and list run directories (design §4); tolerant of missing files, strict about broken ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -15,21 +16,27 @@ from typing import Any, TypeGuard
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from flatshift.experiments.results.cells import MARKER
 from flatshift.experiments.results.predictions import Predictions, RunEvaluation, read_predictions
 from flatshift.experiments.results.sweep import SweepData, read_sweep
+from flatshift.experiments.results.table import read_parquet
 from flatshift.finetune import atomic
-from flatshift.finetune.digests import check_files
+from flatshift.finetune.digests import DONE, check_files
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import find_metric, sort_for_headline
-from flatshift.finetune.run_directory import drop_rolled_back, parse_metrics_line
+from flatshift.finetune.run_directory import RECIPE, drop_rolled_back, parse_metrics_line
 from flatshift.finetune.tasks import KINDS, BaseTask
 
-EXPECTED = (
-    "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/, study.json, comparison.json, "
-    "evaluation.json or tokenizers.json"
-)
+_FILES = (
+    "recipe.resolved.yaml", "metrics.jsonl", "eval.json", "scores.parquet", "cells.parquet", "study.json",
+    "comparison.json", "evaluation.json", "tokenizers.json",
+)  # fmt: skip
+"""Files of which a directory that can be shown has at least one (or `cells`)."""
+_INNER_FOLDERS = {"cells", "runs", "stages", "selection"}
+"""Folders that are never opened as runs: they belong to the run, sweep or study above them."""
+_MAX_RECORDS = 1000  # selected records listed on a page
+_MAX_DEPTH = 6  # of folders that are listed
 
 
 @dataclass(frozen=True)
@@ -45,15 +52,14 @@ class Metrics:
 
     def series(self, stage: str, split: str, key: str) -> list[tuple[int, float]]:
         """Return (step, value) in step order, numbers only (they may be NaN or infinite)."""
-        found = [
-            (ln["step"], ln[key])
-            for ln in self.lines
-            if ln["stage"] == stage
-            and ln["split"] == split
-            and isinstance(ln.get(key), int | float)
-            and not isinstance(ln.get(key), bool)
+        points = [
+            (line["step"], line[key])
+            for line in self.lines
+            if (line["stage"], line["split"]) == (stage, split)
+            and isinstance(line.get(key), int | float)
+            and not isinstance(line.get(key), bool)
         ]
-        return sorted(found, key=lambda point: point[0])
+        return sorted(points, key=lambda point: point[0])
 
 
 @dataclass(frozen=True)
@@ -71,42 +77,38 @@ class SelectionResults:
     @cached_property
     def scores(self) -> tuple[Any, Any]:
         """(scores, selected): float64 and bool arrays of the records with a finite score."""
-
         score = self.table.column("score").to_numpy().astype(float)
-        chosen = self.table.column("selected").to_numpy().astype(bool)
         finite = np.isfinite(score)
-        return score[finite], chosen[finite]
+        return score[finite], self.table.column("selected").to_numpy().astype(bool)[finite]
 
     @cached_property
     def taken(self) -> int:
         """Number of selected records."""
-
         return int(pc.sum(self.table.column("selected")).as_py() or 0)
 
     @cached_property
     def domains(self) -> dict[str, tuple[int, int]]:
         """Domain: (records in the pool, records selected), from the `domain` column, else from the hidden tags."""
-
-        selected = self.table.column("selected")
-        if "domain" in self.table.column_names and self.table.column("domain").null_count < self.table.num_rows:
+        if self._has_domain_column:
             names = self.table.column("domain")
         elif self.judged:
             names = pa.array([self.judged.get(id_) for id_ in self.table.column("id").to_pylist()], pa.string())
         else:
             return {}
-        pairs = pa.table({"name": names, "taken": selected.cast(pa.int64())})
+        pairs = pa.table({"name": names, "selected": self.table.column("selected").cast(pa.int64())})
         # Arrow groups in the order of first appearance, without a Python string per row.
-        found = pairs.group_by("name", use_threads=False).aggregate([("taken", "count"), ("taken", "sum")]).to_pydict()
-        return {
-            "(none)" if name is None else str(name): (pool, taken)
-            for name, pool, taken in zip(found["name"], found["taken_count"], found["taken_sum"], strict=True)
-        }
+        groups = pairs.group_by("name", use_threads=False).aggregate([("selected", "count"), ("selected", "sum")])
+        columns = (groups.column(name).to_pylist() for name in ("name", "selected_count", "selected_sum"))
+        return {"(none)" if name is None else str(name): (n, k) for name, n, k in zip(*columns, strict=True)}
+
+    @property
+    def _has_domain_column(self) -> bool:
+        return "domain" in self.table.column_names and self.table.column("domain").null_count < self.table.num_rows
 
     @property
     def judged_only(self) -> bool:
         """True if the domains come from tags that were hidden from the selector."""
-        column = "domain" in self.table.column_names and self.table.column("domain").null_count < self.table.num_rows
-        return bool(self.judged) and not column
+        return bool(self.judged) and not self._has_domain_column
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,8 @@ class RunResults:
     def judged(self, split: str) -> RunEvaluation:
         """Return the data of a split for comparison with another run; its files are identified by their digests."""
         block = self.recipe.get("data")
-        of_split = block.get(split) if isinstance(block, dict) else None
-        files = set(of_split.get("files") or ()) if isinstance(of_split, dict) else set()
+        settings = block.get(split) if isinstance(block, dict) else None
+        files = set(settings.get("files") or ()) if isinstance(settings, dict) else set()
         inputs = [i for i in self.manifest.get("inputs", ()) if isinstance(i, dict) and i.get("path") in files]
         digest = ",".join(str(i.get("sha256")) for i in inputs)
         return RunEvaluation(self.eval.get(split, {}), self.predictions.get(split), digest)
@@ -198,13 +200,12 @@ class RunResults:
     def sharpness(self) -> dict[str, Any]:
         """Contents of sharpness.json by `flatshift eval --sharpness`; empty if it was not run."""
         file = self.path / "sharpness.json"
-        found = read_object(file)
-        lost = {"loss", "measures", "about", "slices"} - set(found) if found else set()
-        if lost:
+        document = read_object(file)
+        if document and (missing := {"loss", "measures", "about", "slices"} - document.keys()):
             raise UserError(
-                f"{file} has no {min(lost)!r}; run `flatshift eval {shlex.quote(str(self.path))} --sharpness` again"
+                f"{file} has no {min(missing)!r}; run `flatshift eval {shlex.quote(str(self.path))} --sharpness` again"
             )
-        return found
+        return document
 
     @cached_property
     def selection(self) -> SelectionResults | None:
@@ -255,11 +256,10 @@ class RunResults:
     def stage_seconds(self) -> dict[str, float]:
         """Wall seconds by part, as far as the parts recorded them."""
         timings: dict[str, float] = {}
-        spent = self.selection.about.get("seconds") if self.selection else None
-        parts = spent if isinstance(spent, dict) else {"all": spent}
-        for part, value in parts.items():
+        seconds = self.selection.about.get("seconds") if self.selection else None
+        for name, value in (seconds if isinstance(seconds, dict) else {"all": seconds}).items():
             if _is_finite(value):
-                timings[f"selection: {part}"] = float(value)
+                timings[f"selection: {name}"] = float(value)
         for stage in self.metrics.stages:  # time_s accumulates over resumed attempts
             times = [ln["time_s"] for ln in self.metrics.lines if ln["stage"] == stage and _is_finite(ln.get("time_s"))]
             if times:
@@ -269,10 +269,8 @@ class RunResults:
     @cached_property
     def elapsed(self) -> float | None:
         """Wall seconds of the whole run if it recorded them, else the sum of its parts."""
-        total = read_object(self.path / "timings.json").get("seconds")
-        if _is_finite(total):
-            return max(float(total), sum(self.stage_seconds.values()))
-        return sum(self.stage_seconds.values()) or None
+        total, parts = read_object(self.path / "timings.json").get("seconds"), sum(self.stage_seconds.values())
+        return max(float(total), parts) if _is_finite(total) else parts or None
 
 
 def best_split(tree: dict[str, Any]) -> str | None:
@@ -282,8 +280,8 @@ def best_split(tree: dict[str, Any]) -> str | None:
 
 def headline_metric(metrics: dict[str, Any]) -> str | None:
     """Return the headline metric of a split; None without any."""
-    kept = {name: cell for name, cell in metrics.items() if not find_metric(name).is_floor}
-    return next((name for name in ("accuracy", "exact_match", *sort_for_headline(kept)) if name in kept), None)
+    measured = {name: cell for name, cell in metrics.items() if not find_metric(name).is_floor}
+    return next((name for name in ("accuracy", "exact_match", *sort_for_headline(measured)) if name in measured), None)
 
 
 def _is_finite(value: Any) -> TypeGuard[float]:
@@ -294,16 +292,14 @@ def _is_finite(value: Any) -> TypeGuard[float]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return a JSON object, or {} if the file does not exist."""
-    if not path.is_file():
-        return {}
-    return atomic.read_json_object(path)
+    return atomic.read_json_object(path) if path.is_file() else {}
 
 
 def read_metrics(path: Path) -> Metrics:
     """Read metrics.jsonl; a torn line (a killed writer) is skipped and counted, not an error."""
     if not path.is_file():
         return Metrics([])
-    kept: dict[tuple[str, str, int], dict[str, Any]] = {}
+    lines: dict[tuple[str, str, int], dict[str, Any]] = {}
     unreadable = 0
     for raw in path.read_bytes().split(b"\n"):
         if not raw.strip():
@@ -312,9 +308,9 @@ def read_metrics(path: Path) -> Metrics:
         if line is None or "split" not in line:
             unreadable += 1
             continue
-        drop_rolled_back(kept, line)
-        kept[line["stage"], line["split"], line["step"]] = line
-    return Metrics(list(kept.values()), unreadable)
+        drop_rolled_back(lines, line)
+        lines[line["stage"], line["split"], line["step"]] = line
+    return Metrics(list(lines.values()), unreadable)
 
 
 def _check_eval(path: Path, tree: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
@@ -334,11 +330,9 @@ def _check_eval(path: Path, tree: dict[str, Any]) -> dict[str, dict[str, dict[st
 
 def _read_selection(folder: Path) -> SelectionResults:
     table = points = None
-    top: list[dict[str, Any]] = []
     if (folder / "scores.parquet").is_file():
-        table = _read_parquet(folder / "scores.parquet", ("id", "score", "rank", "selected"))
-    if (folder / "selected.jsonl").is_file():
-        top = _first_records(folder / "selected.jsonl", _SHOWN)
+        required = ("id", "score", "rank", "selected")
+        table = read_parquet(folder / "scores.parquet", fix="make the run again", columns=required)
     judged = {}
     tags = folder / "judged_domains.tsv"
     if tags.is_file():
@@ -347,35 +341,20 @@ def _read_selection(folder: Path) -> SelectionResults:
             if tab and (id_, domain) != ("id", "domain"):
                 judged[id_] = domain
     if (folder / "map.parquet").is_file():
-        shown = _read_parquet(folder / "map.parquet", ("x", "y", "kind"))
-        points = {name: shown.column(name).to_pylist() for name in ("x", "y", "kind")}
-        points["explained"] = json.loads((shown.schema.metadata or {}).get(b"flatshift.explained", b"null"))
-    about = read_object(folder / "manifest.json").get("selection")
-    targets = {}
-    if (folder / "targets.jsonl").is_file():
-        lines = _first_records(folder / "targets.jsonl", 1 << 30)
-        targets = {str(line.get("id")): str(line.get("text")) for line in lines}
-    return SelectionResults(folder, about if isinstance(about, dict) else {}, table, top, judged, points, targets)
-
-
-_SHOWN = 1000
-"""Most selected records listed on a page."""
-
-
-def _read_parquet(path: Path, columns: tuple[str, ...]) -> Any:
-    try:
-        table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable Parquet file; make the run again") from error
-    missing = [c for c in columns if c not in table.column_names]
-    if missing:
-        raise UserError(f"{path}: no column {missing[0]!r} (has {', '.join(table.column_names)}); make the run again")
-    return table
+        columns = ("x", "y", "kind")
+        plane = read_parquet(folder / "map.parquet", fix="make the run again", columns=columns)
+        points = {name: plane.column(name).to_pylist() for name in columns}
+        points["explained"] = json.loads((plane.schema.metadata or {}).get(b"flatshift.explained", b"null"))
+    record = read_object(folder / "manifest.json").get("selection")
+    top = _first_records(folder / "selected.jsonl", _MAX_RECORDS)
+    targets = {str(line.get("id")): str(line.get("text")) for line in _first_records(folder / "targets.jsonl", 1 << 30)}
+    return SelectionResults(folder, record if isinstance(record, dict) else {}, table, top, judged, points, targets)
 
 
 def _first_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the first distinct records."""
     records: list[dict[str, Any]] = []
+    if not path.is_file():
+        return records
     with path.open(encoding="utf-8") as handle:
         for number, line in enumerate(handle, 1):
             if len(records) == count:
@@ -405,13 +384,6 @@ def _read_study(path: Path) -> Study:
     return Study(cells, floors, {k: v for k, v in tree.items() if k not in ("cells", "floor")})
 
 
-_FILES = (
-    "recipe.resolved.yaml", "metrics.jsonl", "eval.json", "scores.parquet", "cells.parquet", "study.json",
-    "comparison.json", "evaluation.json", "tokenizers.json",
-)  # fmt: skip
-"""Files of which a directory that can be shown has at least one (or `cells`)."""
-
-
 def is_run(path: Path) -> bool:
     """True if `path` contains any file that the report can show."""
     return any((path / name).is_file() for name in _FILES) or (path / "cells").is_dir()
@@ -420,37 +392,31 @@ def is_run(path: Path) -> bool:
 def find_runs(paths: Sequence[Path]) -> list[RunResults]:
     """Find the runs in `paths`, in order: each path itself, and the runs directly inside a plain folder or a study.
 
-    Folders called `cells`, `runs`, `stages`, `selection` or with a leading dot are never opened as runs: they belong to
-    the run, sweep or study above them. Raises UserError naming the nearest run directory.
+    Raises UserError naming the nearest run directory.
     """
-    found: dict[Path, Path] = {}
+    runs: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise UserError(f"{path}: no such run directory{_nearest_hint(path)}")
         if not path.is_dir():
             raise UserError(f"{path}: a file, not a run directory; give its folder {path.parent}")
-        own = is_run(path)
-        inside: list[Path] = []
-        if not own or (path / "study.json").is_file():
-            names = ("cells", "runs", "stages", "selection")
-            inside = sorted(p for p in path.iterdir() if p.is_dir() and p.name[0] != "." and p.name not in names)
-            inside = [p for p in inside if is_run(p)]
-        if not own and not inside:
-            raise UserError(f"{path}: not a run directory (none of {EXPECTED}){_nearest_hint(path)}")
-        for run in ([path] if own else []) + inside:
-            found.setdefault(run.resolve(), run)
-    for path in found.values():
+        directories = [path] if is_run(path) else []
+        if not directories or (path / "study.json").is_file():
+            inner = (p for p in path.iterdir() if p.is_dir() and p.name[0] != "." and p.name not in _INNER_FOLDERS)
+            directories += filter(is_run, sorted(inner))
+        if not directories:
+            *names, last = ("cells/" if name == "cells.parquet" else name for name in _FILES)
+            expected = f"{', '.join(names)} or {last}"
+            raise UserError(f"{path}: not a run directory (none of {expected}){_nearest_hint(path)}")
+        for run in directories:
+            runs.setdefault(run.resolve(), run)
+    for path in runs.values():
         for folder in (path, path / "selection"):
-            check_files(folder, lambda name: not name.startswith(_WEIGHTS))
-    return [read_run(path) for path in found.values()]
-
-
-_WEIGHTS = ("adapter/", "initial/")
-"""Folders of a run that no page shows; their digests are not checked."""
+            check_files(folder, lambda name: not name.startswith(("adapter/", "initial/")))  # no page shows weights
+    return [read_run(path) for path in runs.values()]
 
 
 def _nearest_hint(path: Path) -> str:
-    """Return a hint to a nearby run directory: above, next to it, or two levels below."""
     import difflib
 
     path = path.absolute()
@@ -483,3 +449,102 @@ def read_run(path: Path) -> RunResults:
         command=texts["command.txt"].strip(),
         recipe_text=texts["recipe.resolved.yaml"],
     )
+
+
+@dataclass(frozen=True)
+class DirectoryEntry:
+    """Directory of one command. steps: finished steps or cells; of: how many were requested."""
+
+    path: str
+    kind: str
+    status: str
+    steps: int | None = None
+    of: int | None = None
+    metric: str | None = None
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    date: str = ""
+
+
+def list_directories(folder: Path) -> list[DirectoryEntry]:
+    """List every run directory in `folder`, itself included, oldest first.
+
+    Raises UserError if `folder` is not a directory. A directory with a broken file gets the status `broken`.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no directory; name the folder that your runs are in, for example `runs`")
+    entries = [_directory_entry(path, folder) for path in _iter_runs(folder, _MAX_DEPTH)]
+    return sorted(entries, key=lambda entry: (entry.date, entry.path))
+
+
+def _iter_runs(folder: Path, depth: int) -> Iterator[Path]:
+    is_result = is_run(folder)
+    if is_result:
+        yield folder
+    if depth and (not is_result or (folder / "study.json").is_file()):
+        skipped = _INNER_FOLDERS | {"adapter", "state", "plots", "initial"}
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.is_symlink() and path.name[0] != "." and path.name not in skipped:
+                yield from _iter_runs(path, depth - 1)
+
+
+def _directory_entry(path: Path, folder: Path) -> DirectoryEntry:
+    name = path.relative_to(folder).as_posix() if path != folder else path.name or str(path)
+    try:
+        return _run_entry(read_run(path), name)
+    except UserError as error:
+        return DirectoryEntry(name, "?", f"broken: {error}"[:160], date=_modified_time(path))
+
+
+def _run_entry(run: RunResults, name: str) -> DirectoryEntry:
+    created = str(run.environment.get("created") or run.manifest.get("created") or "") or _modified_time(run.path)
+    date = created.replace("+00:00", "Z")
+    kinds = {"comparison": run.comparison, "study": (run.path / "study.json").is_file(), "evaluation": run.evaluation}
+    for kind, present in kinds.items():
+        if present:
+            return DirectoryEntry(name, kind, "finished", date=date)
+    if (run.path / MARKER).is_file() or (run.path / "cells").is_dir():
+        return _sweep_entry(run, name, date)
+    only_selects = (run.path / "scores.parquet").is_file() and not (run.path / "stages").is_dir()
+    if (run.path / RECIPE).is_file() and not only_selects:
+        return _training_entry(run, name, date)
+    selection = run.manifest.get("selection")
+    budget, pool = (selection.get(key) if isinstance(selection, dict) else None for key in ("budget", "pool"))
+    pool = pool if isinstance(pool, int) else None
+    return DirectoryEntry(name, "selection", "finished", steps=budget, of=pool, date=date)
+
+
+def _training_entry(run: RunResults, name: str, date: str) -> DirectoryEntry:
+    train = run.recipe.get("train")
+    requested = train.get("steps") if isinstance(train, dict) else None
+    steps = max((line["step"] for line in run.metrics.lines if line["stage"] == "fine-tune"), default=0)
+    done = run.stages.get("fine-tune", {})
+    finished = (run.path / DONE).is_file() and done.get("target_steps") == requested
+    status = ("stopped early" if done.get("stopped_early") else "finished") if finished else "unfinished"
+    split = best_split(run.eval)
+    metric = headline_metric(run.eval[split]) if split else None
+    cell = run.eval[split][metric] if split and metric else {}
+    figure = f"{split} {metric}" if metric else None
+    ends = {key: cell.get(key) for key in ("value", "low", "high")}
+    return DirectoryEntry(name, "training", status, int(done.get("steps", steps)), requested, figure, date=date, **ends)
+
+
+def _sweep_entry(run: RunResults, name: str, date: str) -> DirectoryEntry:
+    plan = read_object(run.path / MARKER)
+    planned = plan.get("cells") if isinstance(plan.get("cells"), int) else None
+    data = run.sweep
+    if data is None:
+        return DirectoryEntry(name, "sweep", "unfinished", 0, planned, date=date)
+    column = data.error_columns()[0]
+    lowest = data.best(column)
+    ends: dict[str, Any] = {}
+    if lowest is not None:
+        best = lowest[1]
+        ends = {"metric": f"lowest {column.replace('.', ' ')}", "value": best.value, "low": best.low, "high": best.high}
+    status = "unfinished" if data.unfinished else f"finished, {len(data.failed)} failed" if data.failed else "finished"
+    return DirectoryEntry(name, "sweep", status, data.done, planned or len(data), date=date, **ends)
+
+
+def _modified_time(path: Path) -> str:
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

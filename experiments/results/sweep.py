@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from pyarrow import json as arrow_json
 
-from flatshift.experiments.results.cells import cell_status, read_marker
-from flatshift.experiments.results.table import SweepTable, Where, encode_column, float_column
-from flatshift.experiments.results.traces import STEP, read_late_traces
+from flatshift.experiments.results.cells import cell_status, read_marker, unreached_status
+from flatshift.experiments.results.table import Setting, SweepTable, encode_column, float_column, read_parquet
 from flatshift.finetune.digests import verify_sealed
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import METRICS, find_metric, loss_form
+from flatshift.finetune.run_directory import TRACE
 
+STEP = "step"
+"""Axis of a trace: finished optimizer steps."""
 GRADIENT, SHARPNESS = "grad.norm", "sharpness.ratio"
 """Metrics of a sweep that are computed from recorded ones."""
 INTERPOLATION = 0.1
@@ -33,16 +37,28 @@ INTERPOLATION = 0.1
 
 @dataclass(frozen=True)
 class FailedCell:
-    """Cell without metrics, and the reason."""
+    """Cell without metrics, and the reason.
+
+    diverged: its loss or a gradient was not finite; also False if tables of an earlier version do not record it.
+    """
 
     cell: str
     setting: dict[str, Any]
     seed: Any
     reason: str
     diverged: bool
-    """True if its loss or a gradient was not finite; also False if tables of an earlier version do not record it."""
 
 
+@dataclass(frozen=True)
+class CoupledAxis:
+    """Axis of a paired design that moves with `leader`; values: its value at each value of the leader."""
+
+    axis: str
+    leader: str
+    values: Mapping[Any, Any]
+
+
+@dataclass(eq=False)
 class SweepData(SweepTable):
     """Cells of a sweep, one row each; `axes` are the grid keys that vary.
 
@@ -56,37 +72,24 @@ class SweepData(SweepTable):
     the form that falls as it improves; None: error, else loss.
     """
 
-    def __init__(
-        self,
-        table: pa.Table,
-        axes: Sequence[str],
-        *,
-        fixed: dict[str, Any] | None = None,
-        trace: SweepTable | None = None,
-        design: str = "grid",
-        planned: int | None = None,
-        files: Sequence[str] = (),
-        stability: float = 38.0,
-        searched: Sequence[Mapping[str, Any]] = (),
-        epsilon: float = INTERPOLATION,
-        together: Sequence[CoupledAxis] = (),
-        planned_seeds: int | None = None,
-        level: float = 0.05,
-        metric: str | None = None,
-    ) -> None:
-        super().__init__(table, axes)
-        self.fixed = fixed or {}
-        self.trace = trace
-        self.design = design
-        self.planned = planned
-        self.files = tuple(files)
-        self.stability = stability
-        self.searched = tuple(searched)
-        self.epsilon = epsilon
-        self.together = tuple(together)
-        self.planned_seeds = planned_seeds
-        self.level = level
-        self.metric = metric
+    table: pa.Table
+    axes: Sequence[str]
+    _: KW_ONLY
+    fixed: dict[str, Any] = field(default_factory=dict)
+    trace: SweepTable | None = None
+    design: str = "grid"
+    planned: int | None = None
+    files: Sequence[str] = ()
+    stability: float = 38.0
+    searched: Sequence[Mapping[str, Any]] = ()
+    epsilon: float = INTERPOLATION
+    together: Sequence[CoupledAxis] = ()
+    planned_seeds: int | None = None
+    level: float = 0.05
+    metric: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(self.table, self.axes)
 
     @property
     def done(self) -> int:
@@ -97,18 +100,16 @@ class SweepData(SweepTable):
     def failed(self) -> list[FailedCell]:
         """Cells that failed, in file order; a cell that has not run yet is not among them."""
         names = [n for n in ("cell", "status", "reason", "diverged") if n in self.table.column_names]
-        texts = self.table.select(names).to_pydict()
-        statuses = texts.get("status", [])
         return [
             FailedCell(
-                str(texts["cell"][i]) if "cell" in texts else "?",
+                str(row.get("cell", "?")),
                 {a: self._levels[a][self._codes[a][i]] for a in self.axes},
                 self._levels["seed"][self._codes["seed"][i]],
-                str((texts.get("reason") or [None] * len(self))[i] or "no reason was recorded"),
-                status == "diverged" or (texts.get("diverged") or [None] * len(self))[i] is True,
+                str(row.get("reason") or "no reason was recorded"),
+                row["status"] == "diverged" or row.get("diverged") is True,
             )
-            for i, status in enumerate(statuses)
-            if status in ("failed", "diverged")
+            for i, row in enumerate(self.table.select(names).to_pylist())
+            if row.get("status") in ("failed", "diverged")
         ]
 
     @property
@@ -126,13 +127,13 @@ class SweepData(SweepTable):
     def versions(self) -> list[tuple[str, int]]:
         """(version and digest of the code, number of its cells), most cells first."""
         names = [n for n in ("flatshift", "code") if n in self.table.column_names]
-        found = zip(*(self.table.column(n).to_pylist() for n in names), strict=True)
-        counted = Counter(" ".join(str(part) for part in made if part is not None) for made in found)
-        return sorted(((made, n) for made, n in counted.items() if made), key=lambda item: (-item[1], item[0]))
+        rows = zip(*(self.table.column(n).to_pylist() for n in names), strict=True)
+        counts = Counter(" ".join(str(word) for word in row if word is not None) for row in rows)
+        return sorted(((version, n) for version, n in counts.items() if version), key=lambda item: (-item[1], item[0]))
 
-    def whole(self, where: Where) -> dict[str, Any]:
+    def whole(self, setting: Setting) -> dict[str, Any]:
         """Return a setting with the values of the axes that move with its own."""
-        return {**where, **{one.axis: one.at[where[one.first]] for one in self.together}}
+        return {**setting, **{coupled.axis: coupled.values[setting[coupled.leader]] for coupled in self.together}}
 
     def error_columns(self) -> tuple[str, str]:
         """Return (test column, train column): of the requested metric, else error if the task has one, else loss."""
@@ -165,92 +166,78 @@ def read_sweep(folder: Path) -> SweepData | None:
     if not (folder / "cells.parquet").is_file() and not (folder / "cells").is_dir():
         return None
     plan = read_plan(folder / "sweep.json")
-    searched, epsilon = read_bisection(folder / "emc.json")
-    planned = planned_cell_count(plan)
-    names = [n for n in ("cells.parquet", "curves.parquet", "points.csv") if (folder / n).is_file()]
-    cells = _read_parquet(folder / "cells.parquet")
+    searched, epsilon = _read_bisection(folder / "emc.json")
+    planned = _count_planned_cells(plan)
+    files = tuple(n for n in ("cells.parquet", "curves.parquet", "points.csv") if (folder / n).is_file())
+    cells, curves = (
+        read_parquet(folder / name, fix=AGAIN) if name in files else None
+        for name in ("cells.parquet", "curves.parquet")
+    )
     known = set(cells.column("cell").to_pylist()) if cells is not None and "cell" in cells.column_names else set()
-    curves = _read_parquet(folder / "curves.parquet")
     if cells is not None:  # the tables may still be those of an earlier plan
-        whole, cells = cells.num_rows, filter_planned_cells(cells, plan)
-        if cells.num_rows < whole and curves is not None:
-            curves = _curves_of_cells(curves, cells)
+        total, cells = cells.num_rows, filter_planned_cells(cells, plan)
+        if cells.num_rows < total and curves is not None and "cell" in curves.column_names:
+            curves = curves.filter(pc.is_in(curves.column("cell"), value_set=cells.column("cell").combine_chunks()))
     late: list[Path] = []
     if cells is None or (planned is not None and cells.num_rows < planned):
         late = [f for f in sorted((folder / "cells").glob("*/result.json")) if f.parent.name not in known]
     rows = filter_planned_rows(map(_result_row, late), plan)
-    metric = declared_metric(plan)
+    requested = plan.get("metric")
+    metric = loss_form(requested) if isinstance(requested, str) and requested in METRICS else None
     cells = _with_errors(_concat([cells], rows), metric)
-    axes, fixed = split_axes(cells, declared_axes(plan))
+    axes, fixed = _split_axes(cells, _declared_axes(plan))
     together: list[CoupledAxis] = []
     if plan.get("design") == "paired":
-        axes, together = split_coupled_axes(cells, axes)
+        axes, together = _split_coupled_axes(cells, axes)
     late = [folder / "cells" / str(row["cell"]) for row in rows]
-    traces, rows = read_late_traces(late, cells, axes, _recorded_steps(curves))
+    traces, rows = _read_late_traces(late, cells, axes, _recorded_steps(curves))
     curves = _concat([curves, *traces], rows)
     trace = (
         SweepTable(_last_stage_rows(curves), (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
     )
-    design = str(plan.get("design") or "grid")
+    search, level = plan.get("bisection"), plan.get("level")
     data = SweepData(
         cells,
         axes,
         fixed=fixed,
         trace=trace,
-        design=design,
+        design=str(plan.get("design") or "grid"),
         planned=planned,
-        files=names,
-        stability=stability_threshold(adam_beta1(folder / "recipe.resolved.yaml")),
+        files=files,
+        stability=stability_threshold(_adam_beta1(folder / "recipe.resolved.yaml")),
         searched=searched,
         together=together,
         planned_seeds=plan["seeds"] if isinstance(plan.get("seeds"), int) else None,
-        epsilon=declared_epsilon(plan) or epsilon or INTERPOLATION,
-        level=declared_level(plan),
+        epsilon=(_valid_epsilon(search) if isinstance(search, dict) else None) or epsilon or INTERPOLATION,
+        # the plan's share of 5 % at this look (`flatshift.experiments.statistics.peak`)
+        level=float(level) if isinstance(level, float) and 0 < level < 0.5 else 0.05,
         metric=metric,
     )
     add_derived_metrics(data)
     return data
 
 
-def _read_parquet(path: Path) -> pa.Table | None:
-    if not path.is_file():
-        return None
-    try:
-        return pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable Parquet file; {AGAIN}") from error
-
-
-def _curves_of_cells(curves: pa.Table, cells: pa.Table) -> pa.Table:
-    """Return the curves of those cells; all if the tables do not name cells."""
-
-    if "cell" not in curves.column_names or "cell" not in cells.column_names:
-        return curves
-    return curves.filter(pc.is_in(curves.column("cell"), value_set=cells.column("cell").combine_chunks()))
-
-
 def _concat(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa.Table:
-    """Concatenate all existing `tables` and `rows`; missing values are null."""
-
-    there = [table for table in tables if table is not None]
-    if rows or not there:
-        names = list(dict.fromkeys(key for row in rows for key in row))
-        there.append(pa.table({name: _to_array([row.get(name) for row in rows]) for name in names}))
+    existing = [table for table in tables if table is not None]
+    if rows or not existing:
+        existing.append(_rows_to_table(rows))
     try:
-        return pa.concat_tables(there, promote_options="permissive") if len(there) > 1 else there[0]
+        return pa.concat_tables(existing, promote_options="permissive") if len(existing) > 1 else existing[0]
     except pa.ArrowException:  # a column is text in one and a number in the other
-        both = [row for table in there for row in table.to_pylist()]
-        names = list(dict.fromkeys(name for table in there for name in table.column_names))
-        return pa.table({name: _to_array([row.get(name) for row in both]) for name in names})
+        return _rows_to_table([row for table in existing for row in table.to_pylist()])
+
+
+def _rows_to_table(rows: list[dict[str, Any]]) -> pa.Table:
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    return pa.table({name: _to_array([row.get(name) for row in rows]) for name in names})
 
 
 def _to_array(values: list[Any]) -> pa.Array:
     """Return values as a column; as text if they are lists or of incompatible types."""
-
     try:
-        found = pa.array(values)
-        if not pa.types.is_nested(found.type):
-            return found
+        column = pa.array(values)
+        if not pa.types.is_nested(column.type):
+            return column
     except (pa.ArrowException, TypeError):
         pass
     values = [", ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in values]
@@ -259,16 +246,15 @@ def _to_array(values: list[Any]) -> pa.Array:
 
 def _with_errors(table: pa.Table, metric: str | None) -> pa.Table:
     """Add error = 1 − accuracy where only accuracy was measured, and likewise for the requested metric's loss form."""
-
     derived = {"accuracy": "error"}
     if metric is not None and metric not in METRICS:
         derived[next(name for name in METRICS if loss_form(name) == metric)] = metric
-    for split, (whole, lack) in itertools.product(SPLITS, derived.items()):
-        name = f"{split}.{lack}"
-        if f"{split}.{whole}" not in table.column_names:
+    for split, (score, loss) in itertools.product(SPLITS, derived.items()):
+        name = f"{split}.{loss}"
+        if f"{split}.{score}" not in table.column_names:
             continue
         error = float_column(table, name)
-        error = np.where(np.isfinite(error), error, 1 - float_column(table, f"{split}.{whole}"))
+        error = np.where(np.isfinite(error), error, 1 - float_column(table, f"{split}.{score}"))
         at = table.schema.get_field_index(name)
         table = table.append_column(name, pa.array(error)) if at < 0 else table.set_column(at, name, pa.array(error))
     return table
@@ -276,7 +262,6 @@ def _with_errors(table: pa.Table, metric: str | None) -> pa.Table:
 
 def _last_stage_rows(table: pa.Table) -> pa.Table:
     """Return the rows of the last stage: steps restart in each, and only the last trains on the task's labels."""
-
     if "stage" not in table.column_names:
         return table
     stages = list(dict.fromkeys(table.column("stage").to_pylist()))
@@ -284,7 +269,6 @@ def _last_stage_rows(table: pa.Table) -> pa.Table:
 
 
 def _result_row(file: Path) -> dict[str, Any]:
-    """Return the row of cells.parquet for a result.json."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         row = {"cell": file.parent.name, **tree["point"], "seed": tree["seed"], "status": cell_status(tree)}
@@ -299,7 +283,6 @@ def _result_row(file: Path) -> dict[str, Any]:
 
 
 def _recorded_steps(curves: pa.Table | None) -> set[int]:
-    """Return the steps at which anything was recorded."""
     if curves is None or STEP not in curves.column_names:
         return set()
     return {int(step) for step in curves.column(STEP).unique().to_pylist() if step is not None}
@@ -314,39 +297,30 @@ def add_derived_metrics(data: SweepData) -> None:
     trace = data.trace
     if trace is None:
         return
+    cells, steps = _cell_rows(data), trace.column(STEP)
+
+    def add(name: str, values: np.ndarray, rows: np.ndarray) -> None:
+        trace.add(name, values)
+        largest, rows = np.full(len(data), -np.inf), rows & np.isfinite(values)
+        np.maximum.at(largest, cells[rows], values[rows])
+        data.add(name, np.where(data.finished & np.isfinite(largest), largest, np.nan))
+
     if trace.has("grad.a") and trace.has("grad.b"):
-        norm = np.hypot(trace.column("grad.a"), trace.column("grad.b"))
-        trace.add(GRADIENT, norm)
-        place = _cell_rows(data)
-        steps = trace.column(STEP)
         last = np.full(len(data), -1.0)
-        known = (place >= 0) & np.isfinite(steps)  # steps that a failed cell did not reach have no values
-        np.maximum.at(last, place[known], steps[known])
-        late = known & (steps >= last[place] / 2)
-        data.add(GRADIENT, np.where(data.finished, _largest_by_cell(norm, place, late, len(data)), np.nan))
+        known = (cells >= 0) & np.isfinite(steps)  # steps that a failed cell did not reach have no values
+        np.maximum.at(last, cells[known], steps[known])
+        add(GRADIENT, np.hypot(trace.column("grad.a"), trace.column("grad.b")), known & (steps >= last[cells] / 2))
     if trace.has("sharpness.preconditioned") and trace.has("lr"):
-        ratio = trace.column("sharpness.preconditioned") * trace.column("lr") / data.stability
-        trace.add(SHARPNESS, ratio)
-        place = _cell_rows(data)
-        data.add(SHARPNESS, np.where(data.finished, _largest_by_cell(ratio, place, place >= 0, len(data)), np.nan))
+        add(SHARPNESS, trace.column("sharpness.preconditioned") * trace.column("lr") / data.stability, cells >= 0)
 
 
 def _cell_rows(data: SweepData) -> np.ndarray:
     """Return int64 [rows of the trace]: the row in `data` of each one's cell, −1 if it has none."""
-
     assert data.trace is not None
     if "cell" not in data.table.column_names or "cell" not in data.trace.table.column_names:
         return np.full(len(data.trace), -1)
-    found = pc.index_in(data.trace.table.column("cell"), value_set=data.table.column("cell").combine_chunks())
-    return found.fill_null(-1).to_numpy().astype(np.int64)
-
-
-def _largest_by_cell(values: np.ndarray, place: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
-    """Return float64 [count]: the largest finite value at each place, NaN if there is none."""
-    good = among & np.isfinite(values)
-    top = np.full(count, -np.inf)
-    np.maximum.at(top, place[good], values[good])
-    return np.where(np.isfinite(top), top, np.nan)
+    rows = pc.index_in(data.trace.table.column("cell"), value_set=data.table.column("cell").combine_chunks())
+    return rows.fill_null(-1).to_numpy().astype(np.int64)
 
 
 SPLITS = ("train", "dev", "test")
@@ -354,7 +328,7 @@ _RECORDED = ("grad.", "update.", "sharpness.")
 _OWN = frozenset({"cell", "seed", "status"})
 
 
-def split_axes(table: pa.Table, declared: Iterable[str] | None) -> tuple[list[str], dict[str, Any]]:
+def _split_axes(table: pa.Table, declared: Iterable[str] | None) -> tuple[list[str], dict[str, Any]]:
     """Return (columns that vary, {column: value} of those that do not)."""
     if declared is None:
         declared = [c for c in table.column_names if c not in _OWN and "." in c and not _is_metric_column(c)]
@@ -367,33 +341,19 @@ def _is_metric_column(column: str) -> bool:
     return column.startswith(_RECORDED) or (head in SPLITS and tail.split(".")[0] in METRICS)
 
 
-@dataclass(frozen=True)
-class CoupledAxis:
-    """Axis of a paired design that moves with another one, so that no curve runs along it."""
-
-    axis: str
-    first: str
-    """Axis that it moves with."""
-    at: Mapping[Any, Any]
-    """Its value at each value of `first`."""
-
-
-def split_coupled_axes(table: pa.Table, axes: list[str]) -> tuple[list[str], list[CoupledAxis]]:
+def _split_coupled_axes(table: pa.Table, axes: list[str]) -> tuple[list[str], list[CoupledAxis]]:
     """Return (axes of a paired design to draw along, those that move with the first of them).
 
     The first is the rank, else a numeric axis.
     """
-    found = SweepTable(table, axes)
-    first = min(axes, key=lambda a: (not a.endswith("rank"), not found.numeric(a), axes.index(a)), default=None)
-    if first is None:
+    cells = SweepTable(table, axes)
+    leader = min(axes, key=lambda a: (not a.endswith("rank"), not cells.numeric(a), axes.index(a)), default=None)
+    if leader is None:
         return axes, []
-    pairs = {a: [(w[first], w[a]) for w in found.settings([first, a])] for a in axes if a != first}
-    together = [CoupledAxis(a, first, dict(p)) for a, p in pairs.items() if len(p) == len(found.levels(first))]
-    moving = {one.axis for one in together}
+    pairs = {a: [(s[leader], s[a]) for s in cells.settings([leader, a])] for a in axes if a != leader}
+    together = [CoupledAxis(a, leader, dict(p)) for a, p in pairs.items() if len(p) == len(cells.levels(leader))]
+    moving = {coupled.axis for coupled in together}
     return [a for a in axes if a not in moving], together
-
-
-# ------------------------------------------------------------------------------------------------------------- the plan
 
 
 AGAIN = "run the sweep again, it keeps its cells"
@@ -413,7 +373,7 @@ def read_plan(path: Path) -> dict[str, Any]:
     return plan
 
 
-def declared_axes(plan: dict[str, Any]) -> list[str] | None:
+def _declared_axes(plan: dict[str, Any]) -> list[str] | None:
     """Return the keys of the grid and the searched one; None without a plan."""
     if not plan:
         return None
@@ -422,30 +382,13 @@ def declared_axes(plan: dict[str, Any]) -> list[str] | None:
     return list(dict.fromkeys([*plan["grid"], *searched]))
 
 
-def declared_epsilon(plan: dict[str, Any]) -> float | None:
-    """Return the mean train error up to which a bisection counts rows as fitted; None without a bisection."""
-    search = plan.get("bisection")
-    return _valid_epsilon(search.get("epsilon")) if isinstance(search, dict) else None
+def _valid_epsilon(record: Mapping[str, Any]) -> float | None:
+    """Return the mean train error up to which a bisection counts rows as fitted."""
+    epsilon = record.get("epsilon")
+    return float(epsilon) if isinstance(epsilon, int | float) and 0 < epsilon < 1 else None
 
 
-def declared_level(plan: dict[str, Any]) -> float:
-    """Return the level of every test: the plan's share at this look (`flatshift.experiments.statistics.peak`), else 5
-    %."""
-    found = plan.get("level")
-    return float(found) if isinstance(found, float) and 0 < found < 0.5 else 0.05
-
-
-def declared_metric(plan: dict[str, Any]) -> str | None:
-    """Return the loss form of the metric that the plan requests, which falls as it improves; None: use the default."""
-    found = plan.get("metric")
-    return loss_form(found) if isinstance(found, str) and found in METRICS else None
-
-
-def _valid_epsilon(found: Any) -> float | None:
-    return float(found) if isinstance(found, int | float) and 0 < found < 1 else None
-
-
-def planned_cell_count(plan: dict[str, Any]) -> int | None:
+def _count_planned_cells(plan: dict[str, Any]) -> int | None:
     """Return the number of cells in the plan, if it can be derived."""
     if isinstance(plan.get("cells"), int):
         return int(plan["cells"])
@@ -472,22 +415,23 @@ def filter_planned_cells(table: pa.Table, plan: dict[str, Any]) -> pa.Table:
     return table.filter(pc.is_in(table.column("cell"), value_set=pa.array(sorted(plan["keys"]), pa.string())))
 
 
-def read_bisection(path: Path) -> tuple[list[dict[str, Any]], float | None]:
+def _read_bisection(path: Path) -> tuple[list[dict[str, Any]], float | None]:
     """Return (points, ε) of emc.json, each with `point`, `emc`, `low`, `high`, `side`, `tried`; empty without it."""
     if not path.is_file():
         return [], None
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        points = document["points"]
-        found = [{key: p[key] for key in ("point", "emc", "low", "high", "side", "tried")} for p in points]
-        if any(not isinstance(t["rows"], int) for p in found for t in p["tried"]) or not all(p["tried"] for p in found):
+        keys = ("point", "emc", "low", "high", "side", "tried")
+        points = [{key: point[key] for key in keys} for point in document["points"]]
+        tried = [point["tried"] for point in points]
+        if not all(tried) or any(not isinstance(trial["rows"], int) for trials in tried for trial in trials):
             raise ValueError("no rows")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not what a bisection writes; {AGAIN}") from error
-    return found, _valid_epsilon(document.get("epsilon"))
+    return points, _valid_epsilon(document)
 
 
-def adam_beta1(recipe: Path) -> float:
+def _adam_beta1(recipe: Path) -> float:
     """Return Adam's first decay rate from the recipe; 0.9 by default."""
     import yaml
 
@@ -496,3 +440,107 @@ def adam_beta1(recipe: Path) -> float:
         return float(betas[0])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, IndexError):
         return 0.9
+
+
+_BATCH = 1000  # files parsed at once: one file of unusual form only slows its own batch
+
+
+def _read_late_traces(
+    folders: Sequence[Path], cells: pa.Table, axes: Sequence[str], steps: Iterable[int]
+) -> tuple[list[pa.Table], list[dict[str, Any]]]:
+    """Return the curves.parquet content of cells missing from it: complete traces as tables, all others as rows.
+
+    A cell that failed or stopped early gets rows without metrics for the planned steps it did not reach: those of its
+    trace.json or, if it ended before that was written, the `steps` that others recorded.
+
+    Raises:
+        UserError: a line that is not a JSON object, other than a torn last one.
+    """
+    if not folders:
+        return [], []
+    names = [n for n in ("cell", "seed", "status", "diverged", *axes) if n in cells.column_names]
+    records = cells.select(names)
+    positions = {key: at for at, key in enumerate(records.column("cell").to_pylist())}
+    settings = records.select([n for n in names if n not in ("status", "diverged")])
+    tables: list[pa.Table] = []
+    others: list[Path] = []
+    for start in range(0, len(folders), _BATCH):
+        batch = folders[start : start + _BATCH]
+        lines, counts = _read_complete(batch)
+        others += [folder for folder in batch if folder not in counts]
+        if lines is None:
+            continue
+        rows = np.repeat([positions[folder.name] for folder in counts], list(counts.values()))
+        head = settings.take(pa.array(rows))
+        tables.append(pa.table([*head.columns, *lines.columns], names=[*head.column_names, *lines.column_names]))
+    known = {*steps, *(step for table in tables for step in table.column(STEP).unique().to_pylist())}
+    return tables, _read_individually(others, records, positions, known)
+
+
+def _read_complete(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
+    """Return the traces that can be parsed unchanged, and the number of lines per folder; (None, {}) without any.
+
+    Such a trace has one line for each step that trace.json names, in its order; nothing was undone or rewritten.
+    """
+
+    pieces: list[bytes] = []
+    planned: dict[Path, list[int]] = {}
+    for folder in folders:
+        steps, file = _planned_steps(folder), folder / TRACE
+        lines = file.read_bytes() if steps and file.is_file() else b""
+        if steps and lines.endswith(b"\n") and lines.count(b"\n") == len(steps) and b"rewound_to" not in lines:
+            pieces.append(lines)
+            planned[folder] = steps
+    table = _parse_lines(b"".join(pieces))
+    ends = np.cumsum([0, *map(len, planned.values())]).tolist()
+    if table is None or table.num_rows != ends[-1]:
+        return None, {}
+    recorded = table.column(STEP).to_pylist()
+    good = [recorded[i:j] == steps for (i, j), steps in zip(pairwise(ends), planned.values(), strict=True)]
+    counts = {folder: len(steps) for (folder, steps), right in zip(planned.items(), good, strict=True) if right}
+    if not counts:
+        return None, {}
+    return table.filter(pa.array(np.repeat(good, np.diff(ends)))), counts
+
+
+def _parse_lines(lines: bytes) -> pa.Table | None:
+    """Parse JSON lines to a table of numbers and plain text; None for anything else, or if a step is missing."""
+    try:
+        table = arrow_json.read_json(io.BytesIO(lines), read_options=arrow_json.ReadOptions(use_threads=False))
+    except pa.ArrowException:
+        return None
+    types = [field.type for field in table.schema]
+    if any(pa.types.is_nested(t) or pa.types.is_temporal(t) for t in types):
+        return None
+    return table if STEP in table.column_names and pa.types.is_integer(table.column(STEP).type) else None
+
+
+def _read_individually(
+    folders: Sequence[Path], records: pa.Table, positions: dict[str, int], known: set[int]
+) -> list[dict[str, Any]]:
+    """Return rows of the traces in `folders`; of two lines for a step the later one counts."""
+    from flatshift.finetune.train.trace.files import align_to_plan, read_trace
+
+    traces = {folder: read_trace(folder) for folder in folders}
+    known = {*known, *(int(line[STEP]) for lines in traces.values() for line in lines if STEP in line)}
+    rows = []
+    for folder, lines in traces.items():
+        (row,) = records.slice(positions[folder.name], 1).to_pylist()
+        status = cell_status({"status": row.pop("status", None), "diverged": row.pop("diverged", None)})
+        planned = _planned_steps(folder)
+        if planned is None:
+            planned = [] if status == "done" else sorted(known)
+        rows += [
+            {**row, **line} for line in (align_to_plan(lines, planned, unreached_status(status)) if planned else lines)
+        ]
+    return rows
+
+
+def _planned_steps(folder: Path) -> list[int] | None:
+    from flatshift.finetune.train.trace.files import ABOUT
+
+    try:
+        steps = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return steps if isinstance(steps, list) else None

@@ -6,21 +6,23 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from flatshift.experiments.statistics.curve import Lost
 from flatshift.experiments.statistics.intervals import Interval, t_interval
+from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import find_metric
 
-Where = Mapping[str, Any]
-"""Setting: axis → value."""
+Setting = Mapping[str, Any]
+"""Axis → value."""
 
 
-_DENSE = 4_000_000
-"""Most combinations of levels counted in an array; codes of more are sorted, which is slower."""
+_DENSE = 4_000_000  # combinations of levels counted in an array; codes of more are sorted, which is slower
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,19 @@ class SweepTable:
 
     def __init__(self, table: pa.Table, axes: Sequence[str]) -> None:
         self.table = table
-        self.axes = tuple(axes)
+        self.axes: Sequence[str] = tuple(axes)
         self._levels: dict[str, list[Any]] = {}
         self._codes: dict[str, np.ndarray] = {}
         for axis in (*self.axes, "seed"):
             self._levels[axis], self._codes[axis] = encode_column(table, axis)
         self._columns: dict[str, np.ndarray] = {}
-        self._found: dict[tuple, np.ndarray] = {}
-        statuses = table.column("status").to_pylist() if "status" in table.column_names else [None] * table.num_rows
-        self.finished = np.array([s is None or s == "done" for s in statuses], dtype=bool)
-        marks = table.column("diverged").to_pylist() if "diverged" in table.column_names else [None] * table.num_rows
+        self._rows: dict[tuple, np.ndarray] = {}
+        absent = [None] * table.num_rows
         # Rows of cells have a column for this; rows of steps have it in their status.
+        statuses, marks = (
+            table.column(name).to_pylist() if name in table.column_names else absent for name in ("status", "diverged")
+        )
+        self.finished = np.array([s is None or s == "done" for s in statuses], dtype=bool)
         diverged = [s == "diverged" or mark is True for s, mark in zip(statuses, marks, strict=True)]
         self._stopped = np.array([s == "stopped early" for s in statuses], dtype=bool)
         self._diverged = np.array(diverged, dtype=bool) & ~self.finished
@@ -95,32 +99,28 @@ class SweepTable:
 
     def has(self, name: str) -> bool:
         """True if any row has a value in the column."""
-
         known = name in self._columns or name in self.table.column_names
         return known and bool(np.isfinite(self.column(name)).any())
 
-    def rows(self, where: Where) -> np.ndarray:
-        """Return int64 [n]: indices of the rows that match `where`, in file order."""
-
-        key = tuple(sorted((axis, repr(value)) for axis, value in where.items()))
-        if key not in self._found:
+    def rows(self, setting: Setting) -> np.ndarray:
+        """Return int64 [n]: indices of the rows that match `setting`, in file order."""
+        key = tuple(sorted((axis, repr(value)) for axis, value in setting.items()))
+        if key not in self._rows:
             mask = np.ones(len(self), dtype=bool)
-            for axis, value in where.items():
+            for axis, value in setting.items():
                 levels = self._levels[axis]
                 mask &= self._codes[axis] == (levels.index(value) if value in levels else -1)
-            self._found[key] = np.flatnonzero(mask)
-        return self._found[key]
+            self._rows[key] = np.flatnonzero(mask)
+        return self._rows[key]
 
-    def at(self, column: str, where: Where) -> Interval | None:
-        """Return the t-interval over the finished rows that match `where`; None if there are none."""
-
-        values = self.column(column)[self.rows(where)]
+    def at(self, column: str, setting: Setting) -> Interval | None:
+        """Return the t-interval over the finished rows that match `setting`; None if there are none."""
+        values = self.column(column)[self.rows(setting)]
         return metric_interval(column, values[np.isfinite(values)])
 
-    def curve(self, column: str, axis: str, where: Where) -> list[tuple[Any, Interval]]:
-        """Return (axis value, interval) along `axis` with other axes held at `where`; unmeasured values are skipped."""
-
-        rows = self.rows(where)
+    def curve(self, column: str, axis: str, setting: Setting) -> list[tuple[Any, Interval]]:
+        """Return (axis value, interval) along `axis` at `setting` of the other axes; unmeasured values are skipped."""
+        rows = self.rows(setting)
         figures, codes = self.column(column)[rows], self._codes[axis][rows]
         good = np.isfinite(figures)
         order = np.argsort(codes[good], kind="stable")
@@ -130,24 +130,22 @@ class SweepTable:
         points = [(v, metric_interval(column, groups[c])) for c, v in enumerate(self._levels[axis]) if v is not None]
         return [(v, p) for v, p in points if p is not None]
 
-    def points(self, column: str, axis: str, where: Where) -> tuple[list[Any], list[float]]:
-        """Return (axis values, metric values) of the single rows that match `where`."""
-
-        rows = self.rows(where)
+    def points(self, column: str, axis: str, setting: Setting) -> tuple[list[Any], list[float]]:
+        """Return (axis values, metric values) of the single rows that match `setting`."""
+        rows = self.rows(setting)
         figures = self.column(column)[rows]
         keep = np.isfinite(figures) & np.array([self._levels[axis][c] is not None for c in self._codes[axis][rows]])
         return [self._levels[axis][c] for c in self._codes[axis][rows][keep]], figures[keep].tolist()
 
-    def matrix(self, column: str, axis: str, where: Where) -> SeedMatrix:
-        """Return values by seed and axis value, only at axis values for which `where` has rows (finished or not).
+    def matrix(self, column: str, axis: str, setting: Setting) -> SeedMatrix:
+        """Return values by seed and axis value, only at axis values for which `setting` has rows (finished or not).
 
-        If several rows share a seed and a value (an axis that `where` does not hold), the last one counts.
+        If several rows share a seed and a value (an axis that `setting` does not hold), the last one counts.
         """
-
-        rows = self.rows(where)
+        rows = self.rows(setting)
         seeds, codes = self._codes["seed"][rows], self._codes[axis][rows]
         levels, names = self._levels[axis], self._levels["seed"]
-        kept = [c for c in np.unique(codes).tolist() if levels[c] is not None]
+        columns = [c for c in np.unique(codes).tolist() if levels[c] is not None]
         y = np.full((len(names), len(levels)), np.nan)
         present, lost, diverged = (np.zeros(y.shape, dtype=bool) for _ in range(3))
         y[seeds, codes] = self.column(column)[rows]
@@ -155,13 +153,13 @@ class SweepTable:
         lost[seeds, codes] = ~self.finished[rows]
         diverged[seeds, codes] = self._diverged[rows]
         used = np.unique(seeds).tolist()
-        held = np.ix_(used, kept)
-        values, seeds = tuple(levels[c] for c in kept), tuple(names[s] for s in used)
-        return SeedMatrix(values, seeds, y[held], present[held], lost[held], diverged[held])
+        cells = np.ix_(used, columns)
+        values, seeds = tuple(levels[c] for c in columns), tuple(names[s] for s in used)
+        return SeedMatrix(values, seeds, y[cells], present[cells], lost[cells], diverged[cells])
 
-    def lost(self, where: Where) -> Lost:
-        """Return one word for the fate of all unfinished runs of `where`."""
-        rows = self.rows(where)
+    def lost(self, setting: Setting) -> Lost:
+        """Return one word for the fate of all unfinished runs of `setting`."""
+        rows = self.rows(setting)
         rows = rows[~self.finished[rows]]
         if self._diverged[rows].all():
             return "diverged"
@@ -169,10 +167,9 @@ class SweepTable:
             return "stopped early"
         return "ended early" if (self._diverged | self._stopped)[rows].all() else "failed"
 
-    def grid(self, column: str, x: str, y: str, where: Where) -> np.ndarray:
+    def grid(self, column: str, x: str, y: str, setting: Setting) -> np.ndarray:
         """Return float64 [Y, X]: mean over the rows of each pair of axis values, NaN if there is none."""
-
-        rows = self.rows(where)
+        rows = self.rows(setting)
         figures = self.column(column)[rows]
         good = np.isfinite(figures)
         wide, high = len(self._levels[x]), len(self._levels[y])
@@ -181,13 +178,10 @@ class SweepTable:
         total = np.bincount(flat, weights=figures[good], minlength=wide * high)
         with np.errstate(invalid="ignore"):
             mean = np.where(count > 0, total / np.maximum(count, 1), np.nan).reshape(high, wide)
-        keep_y = [i for i, v in enumerate(self._levels[y]) if v is not None]
-        keep_x = [i for i, v in enumerate(self._levels[x]) if v is not None]
-        return mean[np.ix_(keep_y, keep_x)]
+        return mean[np.ix_(*([i for i, v in enumerate(self._levels[axis]) if v is not None] for axis in (y, x)))]
 
     def settings(self, axes: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Return every combination of values of `axes` (default: all) that was run, in the order of their levels."""
-
         names = list(self.axes if axes is None else axes)
         if not len(self):
             return []
@@ -198,7 +192,6 @@ class SweepTable:
 
     def _distinct(self, axes: Sequence[str], keep: np.ndarray) -> np.ndarray:
         """Return int64 [n, axes]: codes of every combination of values of `axes` among the rows `keep`, in order."""
-
         sizes = [len(self._levels[a]) for a in axes]
         columns = [self._codes[a][keep] for a in axes]
         if math.prod(sizes) > _DENSE:
@@ -208,7 +201,6 @@ class SweepTable:
 
     def reach(self, column: str, axis: str) -> list[tuple[dict[str, Any], int]]:
         """Return (setting of the other axes, number of measured `axis` values) of settings with any, in order."""
-
         others = [a for a in self.axes if a != axis]
         levels = np.array([value is not None for value in self._levels[axis]], dtype=bool)
         good = np.isfinite(self.column(column)) & levels[self._codes[axis]]
@@ -222,7 +214,6 @@ class SweepTable:
 
     def seeds_each(self) -> tuple[int, int]:
         """Return (fewest, most) seeds of which a setting has a row, finished or failed; (0, 0) without rows."""
-
         if not len(self):
             return 0, 0
         codes = np.unique(np.column_stack([self._codes[a] for a in (*self.axes, "seed")]), axis=0)
@@ -231,21 +222,20 @@ class SweepTable:
 
     def means(self, column: str) -> list[tuple[dict[str, Any], Interval]]:
         """Return (setting, interval) of every measured setting, in one pass over the rows."""
-
         figures = self.column(column)
         good = np.flatnonzero(np.isfinite(figures))
         if not len(good):
             return []
         codes = np.column_stack([self._codes[a][good] for a in self.axes] or [np.zeros(len(good), dtype=np.int64)])
-        keys, place = np.unique(codes, axis=0, return_inverse=True)
-        order = np.argsort(place.ravel(), kind="stable")
-        starts = np.searchsorted(place.ravel()[order], np.arange(1, len(keys)))
-        found = []
-        for key, part in zip(keys.tolist(), np.split(figures[good][order], starts), strict=True):
-            made = metric_interval(column, part)
-            if made is not None:
-                found.append(({a: self._levels[a][c] for a, c in zip(self.axes, key, strict=False)}, made))
-        return found
+        keys, groups = np.unique(codes, axis=0, return_inverse=True)
+        order = np.argsort(groups.ravel(), kind="stable")
+        starts = np.searchsorted(groups.ravel()[order], np.arange(1, len(keys)))
+        intervals = []
+        for key, values in zip(keys.tolist(), np.split(figures[good][order], starts), strict=True):
+            interval = metric_interval(column, values)
+            if interval is not None:
+                intervals.append(({a: self._levels[a][c] for a, c in zip(self.axes, key, strict=False)}, interval))
+        return intervals
 
     def best(self, column: str) -> tuple[dict[str, Any], Interval] | None:
         """Return the setting with the lowest mean of `column`, and that mean; None if nothing was measured."""
@@ -261,8 +251,8 @@ def metric_interval(column: str, values: Any) -> Interval | None:
 
 
 def encode_column(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
-    """Return (levels, int64 codes [N]) of a column; lists become text, so that they can be compared and grouped."""
-
+    """Return (levels, int64 codes [N]) of a column: None first, then numbers in order and NaN last, or the others in
+    order of appearance. Lists become text, so that they can be compared and grouped."""
     if name not in table.column_names:
         return [None], np.zeros(table.num_rows, dtype=np.int64)
     column = table.column(name).combine_chunks()
@@ -273,22 +263,34 @@ def encode_column(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
     encoded = column.dictionary_encode(null_encoding="encode")
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.combine_chunks()
-    found = encoded.dictionary.to_pylist()
-    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in found if v is not None)
+    levels = encoded.dictionary.to_pylist()
+    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in levels if v is not None)
 
-    def place(i: int) -> tuple:
-        value = found[i]
-        return (value is not None, value if numbers and value is not None and not math.isnan(value) else i)
+    def sort_key(i: int) -> tuple[bool, bool, float]:
+        value = levels[i]
+        if value is None or not numeric:
+            return value is not None, False, i
+        return True, math.isnan(value), 0 if math.isnan(value) else value
 
-    order = sorted(range(len(found)), key=place)
-    new = np.empty(max(len(found), 1), dtype=np.int64)
-    new[order] = np.arange(len(found))
-    return [found[i] for i in order], new[encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)]
+    order = sorted(range(len(levels)), key=sort_key)
+    codes = np.empty(max(len(levels), 1), dtype=np.int64)
+    codes[order] = np.arange(len(levels))
+    return [levels[i] for i in order], codes[encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)]
+
+
+def read_parquet(path: Path, *, fix: str, columns: Sequence[str] = ()) -> pa.Table:
+    """Read a Parquet file. Raises UserError that advises `fix` if it is unreadable or lacks one of `columns`."""
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file; {fix}") from error
+    if missing := [column for column in columns if column not in table.column_names]:
+        raise UserError(f"{path}: no column {missing[0]!r} (has {', '.join(table.column_names)}); {fix}")
+    return table
 
 
 def float_column(table: pa.Table, name: str) -> np.ndarray:
     """Return a column as float64 [N]; NaN for nulls, and all NaN for a missing or non-numeric column."""
-
     if name not in table.column_names:
         return np.full(table.num_rows, np.nan)
     column = table.column(name)

@@ -1,2 +1,1 @@
-"""Support for running commands: the console, stop signals, and a directory that a later run of the command
-continues."""
+"""Support for running commands: the console, stop signals, and a directory that a later run continues."""

@@ -27,69 +27,62 @@ _EVERY_S = 4.0
 """Seconds between two lines of a task where there is no terminal."""
 
 
-class _OutputState:
-    """Time of this process's last output, and the number of other sources of output: bars of a terminal, ranks it
-    started."""
+class _Output:
+    """Time of this process's last output, and the number of other sources: bars of a terminal, ranks it started."""
 
     last = 0.0
-    others = 0
+    sources = 0
 
 
 @contextmanager
 def pause_heartbeat() -> Iterator[None]:
     """Suppress the messages of `print_heartbeat` in the block."""
-    _OutputState.others += 1
+    _Output.sources += 1
     try:
         yield
     finally:
-        _OutputState.others -= 1
-        _OutputState.last = time.monotonic()
+        _Output.sources -= 1
+        _Output.last = time.monotonic()
 
 
 @contextmanager
-def print_heartbeat(what: str, every: float = _EVERY_S) -> Iterator[None]:
-    """Print on stderr that `what` is at work whenever nothing else was printed for `every` seconds.
+def print_heartbeat(name: str, every: float = _EVERY_S) -> Iterator[None]:
+    """Print on stderr that `name` is at work whenever nothing else was printed for `every` seconds.
 
     If stderr is not a terminal, the interval grows up to a minute: nobody is watching.
     """
-    begun = _OutputState.last = time.monotonic()
+    start = _Output.last = time.monotonic()
     longest = every if sys.stderr.isatty() else 15 * every
     ended = threading.Event()
 
-    def speak() -> None:
+    def print_messages() -> None:
         wait = every
         while not ended.wait(every / 8):
             now = time.monotonic()
-            if not _OutputState.others and now - _OutputState.last >= wait:
-                _OutputState.last, wait = now, min(2 * wait, longest)
-                print(f"{what}: at work for {now - begun:.0f} s", file=sys.stderr, flush=True)
+            if not _Output.sources and now - _Output.last >= wait:
+                _Output.last, wait = now, min(2 * wait, longest)
+                print(f"{name}: at work for {now - start:.0f} s", file=sys.stderr, flush=True)
 
-    speaker = threading.Thread(target=speak, name="never-silent", daemon=True)
-    speaker.start()
+    thread = threading.Thread(target=print_messages, name="heartbeat", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        speaker.join()
+        thread.join()
 
 
 class _RateMeter:
-    """Rate of work since the first report, so that neither startup nor work done before a resume counts."""
+    """Units per second since the first report, so that neither startup nor work done before a resume counts."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._first: tuple[int, float] | None = None
 
-    def begin(self, done: int) -> None:
-        """Record the first report; later calls do nothing."""
-        if self._first is None:
-            self._first = (done, time.monotonic())
-
-    def rate(self, done: int) -> float:
-        """Return units per second; over all that is `done` since the start if nothing was done after the first
-        report."""
+    def report(self, done: int) -> float:
+        """Return the rate; over all that is `done` since the start if nothing was done after the first report."""
         now = time.monotonic()
-        before, since = self._first or (done, now)
+        before, since = self._first = self._first or (done, now)
         if done > before:
             return (done - before) / max(now - since, 1e-9)
         return done / max(now - self._start, 1e-9)
@@ -129,13 +122,12 @@ class Console:
             for line in whole:
                 self.log(escape_control_characters(line))
         for line in () if self.quiet else whole if self.verbose else short:
-            _OutputState.last = time.monotonic()
+            _Output.last = time.monotonic()
             print(escape_control_characters(line), file=sys.stderr, flush=True)
 
     @contextmanager
     def task(self, label: str, total: int | None, unit: str = "", *, brief: bool = False) -> Iterator[ProgressBar]:
-        """Show a progress bar (terminal), or print a line every four seconds and at the end (elsewhere). total: None if
-        unknown.
+        """Show a progress bar (terminal), or print a line every four seconds and at the end (elsewhere).
 
         brief: leave nothing on a terminal, and elsewhere print nothing for a task of less than four seconds.
         """
@@ -151,19 +143,19 @@ class Console:
         """Show the progress of an evaluation of `rows` rows; yields
         `flatshift.finetune.data.eval_batching.EvalBatching.beat`.
 
-        Raises Interrupted at a beat at which `stop()` is true.
+        Raises Interrupted at a heartbeat at which `stop()` is true.
         """
         with self.task(label, rows, "rows", brief=True) as bar:
             done = tokens = 0
 
-            def beat(more: int) -> None:
+            def heartbeat(finished: int) -> None:
                 nonlocal done, tokens
-                done, tokens = done + more, 0 if more else tokens + 1
+                done, tokens = done + finished, 0 if finished else tokens + 1
                 bar(min(done, rows), f"token {tokens} of the next answers" if tokens else "")
                 if stop():
                     raise Interrupted(f"{label} stopped after {done:,} of {rows:,} rows")
 
-            yield beat
+            yield heartbeat
 
     def _bar(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[ProgressBar]:
         from rich import progress as bars
@@ -177,54 +169,51 @@ class Console:
             bars.TimeRemainingColumn(),
             bars.TextColumn("{task.fields[note]}", style="dim"),
         )
-        pace = _RateMeter()
-        with pause_heartbeat(), bars.Progress(*columns, console=RichConsole(stderr=True), transient=brief) as shown:
-            task = shown.add_task(label, total=total, note="", rate="")
+        meter = _RateMeter()
+        with pause_heartbeat(), bars.Progress(*columns, console=RichConsole(stderr=True), transient=brief) as progress:
+            task = progress.add_task(label, total=total, note="", rate="")
 
             def update(done: int, note: str = "") -> None:
-                pace.begin(done)
-                rate = pace.rate(done)
-                shown.update(task, completed=done, note=note, rate=format_rate(rate, unit) if unit else "")
+                rate = meter.report(done)
+                progress.update(task, completed=done, note=note, rate=format_rate(rate, unit) if unit else "")
 
             yield update
 
     def _lines(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[ProgressBar]:
         start = last = time.monotonic()
-        latest, pace = (0, ""), _RateMeter()
-        said: tuple[int, str] | None = None
+        latest, meter = (0, ""), _RateMeter()
+        printed: tuple[int, str] | None = None
 
-        def line(done: int, note: str) -> str:
-            elapsed = time.monotonic() - start
-            rate = pace.rate(done)
+        def print_line(done: int, note: str) -> None:
+            elapsed, rate = time.monotonic() - start, meter.report(done)
             speed = f", {format_rate(rate, unit)}" if unit and done else ""
-            so_far = f"{done}{'' if total is None else f'/{total}'}{speed}, {elapsed:.0f} s"
+            progress = f"{done}{'' if total is None else f'/{total}'}{speed}, {elapsed:.0f} s"
             eta = f", ETA {(total - done) / rate:.0f} s" if done and total is not None else ""
-            return f"{label}: {so_far}{eta}{'  ' + note if note else ''}"
+            self.say(f"{label}: {progress}{eta}{'  ' + note if note else ''}")
 
         def update(done: int, note: str = "") -> None:
-            nonlocal last, latest, said
+            nonlocal last, latest, printed
             latest = (done, note)
-            pace.begin(done)
+            meter.report(done)
             if time.monotonic() - last > _EVERY_S:
-                last, said = time.monotonic(), latest
-                self.say(line(done, note))
+                last, printed = time.monotonic(), latest
+                print_line(*latest)
 
         yield update
-        if said != latest and not (brief and said is None):
-            self.say(line(*latest))
+        if printed != latest and not (brief and printed is None):
+            print_line(*latest)
 
 
 @contextmanager
 def catch_stop_signals(announce: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Yield `stop()`, which returns True once a signal came; always False outside the main thread, which gets no
-    signals."""
-    asked = False
+    """Yield `stop()`, which returns True once a signal came; False outside the main thread, which gets none."""
+    requested = False
 
     def on_signal(number: int, _frame: object) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal requested
+        if requested:
             raise KeyboardInterrupt
-        asked = True
+        requested = True
         announce(f"{signal.Signals(number).name}: stopping after this step and saving; once more to stop at once")
 
     if threading.current_thread() is not threading.main_thread():
@@ -232,7 +221,7 @@ def catch_stop_signals(announce: Callable[[str], None]) -> Iterator[Callable[[],
         return
     before = {number: signal.signal(number, on_signal) for number in STOP_SIGNALS}
     try:
-        yield lambda: asked
+        yield lambda: requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -249,19 +238,19 @@ def force_exit_on_signal(seconds: float = 0.5) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    told, ear = socket.socketpair()
-    told.setblocking(False)
+    sender, receiver = socket.socketpair()
+    sender.setblocking(False)
     finished = threading.Event()
 
     def wait() -> None:
-        while (heard := ear.recv(1)) and heard[0] not in STOP_SIGNALS:
+        while (received := receiver.recv(1)) and received[0] not in STOP_SIGNALS:
             pass
-        if heard and not finished.wait(seconds):
+        if received and not finished.wait(seconds):
             words = "flatshift: interrupted: stopped at once; the same command continues with what was kept"
             print(words, file=sys.stderr, flush=True)
             os._exit(3)
 
-    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     listener = threading.Thread(target=wait, name="prompt-end", daemon=True)
     listener.start()
     try:
@@ -269,6 +258,6 @@ def force_exit_on_signal(seconds: float = 0.5) -> Iterator[None]:
     finally:
         finished.set()
         signal.set_wakeup_fd(before)
-        told.close()
+        sender.close()
         listener.join()
-        ear.close()
+        receiver.close()

@@ -14,21 +14,20 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from flatshift.finetune.atomic import atomic_directory, has_only_leftovers, make_directory, write_text
 from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.launch.consistency import flatten_settings
 from flatshift.finetune.run_directory import RECIPE, check_empty, check_replaceable
 
-_STATE, _KEPT = "state", "kept"
+_STATE, _DATA = "state", "kept"
 
 
 @dataclass(frozen=True)
 class ResumableWork:
-    """Directories of work in progress: `directory` for results, `state` for data that survives a kill. `continued` is
-    True if an earlier try left some."""
+    """Work in progress: `directory` for results, `state` for data that survives a kill; `continued`: it has some."""
 
     directory: Path
     state: Path
@@ -56,17 +55,16 @@ def open_resumable(out: Path, recipe_yaml: str, *, command: str = "the same comm
     make_directory(state)
     write_text(state / RECIPE, recipe_yaml)
     # The same name that `atomic` gives to unfinished directories: a report written inside recognises `out` by it.
-    result, kept = state / f".{out.resolve().name}.00000000.tmp", state / _KEPT
+    result, data = state / f".{out.resolve().name}.00000000.tmp", state / _DATA
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
-    continued = _holds_files(kept)
     try:
-        yield ResumableWork(result, kept, continued)
+        yield ResumableWork(result, data, continued=_holds_files(data))
         with atomic_directory(out.resolve()) as finished:  # --out may be a link to another disk
             for child in result.iterdir():
                 child.replace(finished / child.name)
     except BaseException as error:
-        if not _holds_files(kept):
+        if not _holds_files(data):
             shutil.rmtree(state, ignore_errors=True)
             if absent:
                 with contextlib.suppress(OSError):
@@ -79,8 +77,7 @@ def open_resumable(out: Path, recipe_yaml: str, *, command: str = "the same comm
 
 
 def _is_bare_state(out: Path, state: Path) -> bool:
-    """Return True if `out` is as a kill in the first moment leaves it: with a state that does not name its recipe
-    yet."""
+    """Return True if `out` holds only a state that names no recipe yet, as after a kill in the first moment."""
     return state.is_dir() and has_only_leftovers(out, but=(_STATE,)) and has_only_leftovers(state)
 
 
@@ -89,32 +86,17 @@ def _holds_files(directory: Path) -> bool:
 
 
 def _check_same_recipe(out: Path, recipe_yaml: str) -> None:
-    """Raise UserError if `out` holds results, or data kept by another recipe's unfinished work."""
     if not has_only_leftovers(out, but=(_STATE,)):
         check_empty(out)
-    if not _holds_files(out / _STATE / _KEPT):  # another command may take over: nothing is lost
+    if not _holds_files(out / _STATE / _DATA):  # another command may take over: nothing is lost
         return
-    theirs = _flatten(yaml.safe_load((out / _STATE / RECIPE).read_text(encoding="utf-8")))
-    ours = _flatten(yaml.safe_load(recipe_yaml))
-    other = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
-    if other:
-        key = other[0]
+    texts = (out / _STATE / RECIPE).read_text(encoding="utf-8"), recipe_yaml
+    before, now = (flatten_settings(yaml.safe_load(text)) for text in texts)
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    if changed:
+        key = changed[0]
+        values = [text if len(text) <= 60 else text[:59] + "…" for text in (str(before.get(key)), str(now.get(key)))]
         raise UserError(
-            f"--out: {out} holds the unfinished work of another command ({key} {_shorten_value(theirs.get(key))}, not "
-            f"{_shorten_value(ours.get(key))}); run that one again, name another directory, or delete it"
+            f"--out: {out} holds the unfinished work of another command ({key} {values[0]}, not {values[1]}); run that "
+            "one again, name another directory, or delete it"
         )
-
-
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {
-        key: value
-        for name, part in tree.items()
-        for key, value in _flatten(part, f"{prefix}.{name}".lstrip(".")).items()
-    }
-
-
-def _shorten_value(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:59] + "…"

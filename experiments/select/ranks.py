@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatshift.experiments.recipe import Resolved
-from flatshift.experiments.recipe.rules import check_multiprocess_selection
+from flatshift.experiments.recipe.rules import SPLIT_RULES, check_rules
 from flatshift.experiments.run.console import Draw
 from flatshift.experiments.select.select import select
 from flatshift.finetune.config import Mesh
@@ -54,7 +54,7 @@ def select_on_ranks(
     import torch.distributed as dist
 
     recipe = resolved.recipe
-    check_multiprocess_selection(recipe)
+    check_rules(recipe, SPLIT_RULES)
     # One thread per rank: results then do not depend on the number of ranks.
     torch.set_num_threads(1)
     size = int(os.environ["WORLD_SIZE"])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, cut_documents, split_holdout
-from flatshift.experiments.data.splits import cut_line, read_splits
+from flatshift.experiments.data.splits import describe_cut, read_splits
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.pool import Records, read_records
@@ -48,7 +48,7 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
         if cut is not None:
             apart = [row for split in SPLITS[1:] for row in cut[split]]
             found = replace(found, rows=cut["train"])
-            console.say(f"target: {cut_line(cut, data.holdout)}")
+            console.say(f"target: {describe_cut(cut, data.holdout)}")
         else:
             try:
                 kept, _ = split_holdout(keys, data.holdout)

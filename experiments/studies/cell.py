@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.recipe import Resolved, recipe_key
-from flatshift.experiments.recipe.key import TRAINING_ROWS
-from flatshift.experiments.recipe.rules import check_cell
+from flatshift.experiments.recipe.rules import CELL_RULES, check_rules
+from flatshift.experiments.recipe.schema import TRAINING_ROWS, Recipe
 from flatshift.experiments.results.cells import RESULT, Status, flatshift_version, result_files, source_digest
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.digests import file_sha256, write_sealed
@@ -31,7 +31,6 @@ from flatshift.finetune.errors import Interrupted, is_out_of_memory, user_path
 from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
 
 if TYPE_CHECKING:
-    from flatshift.experiments.recipe.schema import Recipe
     from flatshift.experiments.workflows.context import FineTuneProbe
 
 _DONE = Path("stages", "fine-tune", "done.json")
@@ -178,7 +177,7 @@ def train_cell(directory: Path, cell: Cell, recipe: Recipe) -> CellResult:
     from flatshift.experiments.workflows.run_parts import remove_weights
     from flatshift.experiments.workflows.train import execute_parts
 
-    check_cell(recipe)
+    check_rules(recipe, CELL_RULES)
     rows = prepare_data(recipe)
     check_target(recipe, rows.skipped)
     probe = cell.probe() if cell.probe is not None else None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.recipe.schema import SweepOptions
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.studies.sweep import sweep

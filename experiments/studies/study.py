@@ -67,8 +67,8 @@ def study_recipe(
 
     tree = apply_overrides(recipe_tree(reference), overrides)
     name = Path(reference).stem
-    tree = resolve_auto_tree(tree, name=name, kept=None if out is None else out / RECIPE, of=of)
-    resolved = resolve_tree(tree, (), name=name, of=of)
+    tree = resolve_auto_tree(tree, name=name, previous=None if out is None else out / RECIPE, recipe_type=of)
+    resolved = resolve_tree(tree, (), name=name, recipe_type=of)
     assert isinstance(tree, Branch)
     if getattr(resolved.recipe, block) is None:
         raise UserError(f"recipe {resolved.name!r} has no `{block}` block; start from {example}")

@@ -27,8 +27,7 @@ from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.resolve import describe_held_out_rows
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.results.cells import CELLS, POINTS
-from flatshift.experiments.results.forecast import FORECAST
+from flatshift.experiments.results.cells import CELLS, FORECAST, POINTS
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.statistics.emc import find_crossing
 from flatshift.experiments.statistics.kernel import KernelFit, extrapolate, fastest_setting, kernel_fits

@@ -262,13 +262,12 @@ def _evaluate_subject(
         else:
             made = encode_rows(
                 recipe,
-                tokenizer,
                 (("test", 0, row) for row in rows),
                 task=task,
                 labels=names,
                 units=units,
                 paths=sorted({row.where.rpartition(":")[0] for row in rows}),
-                what=split,
+                name=split,
             )
             found.notes += [note for note in made.notes if note not in found.notes]
             examples = made.splits["test"]

@@ -94,7 +94,7 @@ def resolve_subjects(
         recipe = to_single_process(build_settings(Recipe, tree))
         if recipe.task.pack:  # nothing is trained
             recipe = dataclasses.replace(recipe, task=recipe.task.replace(pack=False))
-        recipe = resolve_auto(Resolved(recipe, name, {}), say=console.say).recipe
+        recipe = resolve_auto(Resolved(recipe, name, {}), log=console.say).recipe
         if recipe.task.traits.is_sequence_level:
             raise UserError(
                 f"{name}: a bare backbone has no head for task.kind: {recipe.task.kind}; take language-model"

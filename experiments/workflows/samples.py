@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.data.splits import read_label_record
-from flatshift.experiments.recipe.key import short_hash
-from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.recipe.schema import Recipe, short_hash
 from flatshift.experiments.workflows.generate import check_generative, read_adapted_recipe, to_single_process
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.finetune.compute.numerics import evaluation_mode

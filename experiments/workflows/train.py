@@ -158,7 +158,7 @@ def train(
         if world.is_main:
             check_replaceable(out, resumable=True)
         # All input errors are found before the directory exists.
-        resolved = resolve_auto(resolved, say=said.append)
+        resolved = resolve_auto(resolved, log=said.append)
         recipe = resolved.recipe
         check_positions(recipe)
         prepared = prepare_data(recipe)
@@ -256,7 +256,7 @@ def resume(
     check_evaluation_changes(path, resolved.recipe, before)
     said: list[str] = []
     with _join_mesh(resolved.recipe, path=path) as world, _lock_run(path, world, instead=""):
-        resolved = resolve_auto(resolved, say=said.append)
+        resolved = resolve_auto(resolved, log=said.append)
         # The recipe was read before the lock was held: another command may have changed it since.
         if world.is_main:
             if resume_recipe(path, overrides).recipe != found.recipe:
@@ -513,7 +513,7 @@ def build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, t
     )
     check_length(engine, batches)
     told = count_source_epochs(batches, prepared.mixture, train.steps)
-    for line in format_source_epochs(told, train.steps, about=batches.packed):
+    for line in format_source_epochs(told, train.steps, approximate=batches.packed):
         say(line)
     context.console.detail(format_padding(batches, train))
     for line in skipped_rows_summary(prepared, train.max_length):

@@ -33,7 +33,7 @@ _LIBRARIES = ("torch", "transformers", "peft", "safetensors")
 
 def collect_job_facts(recipe: Any, **more: str) -> dict[str, str]:
     """Return the facts to compare: every key of `recipe` (a dataclass), the source tree's digest, library versions."""
-    found = {key: str(value) for key, value in _flatten(dataclasses.asdict(recipe)).items()}
+    found = {key: str(value) for key, value in flatten_settings(dataclasses.asdict(recipe)).items()}
     found["the source of flatshift"] = source_digest()
     for library in _LIBRARIES:
         found[f"the version of {library}"] = importlib.metadata.version(library)
@@ -150,11 +150,12 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+def flatten_settings(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by their dotted keys; an empty mapping has none."""
     if not isinstance(value, dict):
         return {path: value}
     return {
         key: leaf
         for name, child in value.items()
-        for key, leaf in _flatten(child, f"{path}.{name}" if path else str(name)).items()
+        for key, leaf in flatten_settings(child, f"{path}.{name}" if path else str(name)).items()
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse_flags, split_overrides
+from flatshift.command_line import parse_command
 from flatshift.finetune.errors import UserError
 
 
@@ -34,9 +34,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift compare`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "compare", rest)
+    flags, overrides = parse_command(Flags, "compare", argv)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make or continue")
     from flatshift.experiments.report.chapters.comparison import page, summary_lines

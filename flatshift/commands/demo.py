@@ -18,7 +18,6 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift demo`."""
     flags = parse_flags(Flags, "demo", argv)
     from flatshift.experiments.studies.demo import demo
 

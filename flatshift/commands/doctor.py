@@ -19,8 +19,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift doctor`."""
-    flags: Flags = parse_flags(Flags, "doctor", argv)
+    flags = parse_flags(Flags, "doctor", argv)
     from flatshift.experiments.workflows.doctor import diagnose, format_result
 
     result = diagnose(deep=flags.deep)

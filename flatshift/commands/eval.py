@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from flatshift import api, outcome
-from flatshift.command_line import parse_flags, spawn_ranks, split_overrides
+from flatshift.command_line import parse_command, spawn_ranks
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.auto import find_mesh_overrides, mesh_flags
 from flatshift.finetune.errors import UserError
@@ -115,19 +115,16 @@ class Flags:
     @property
     def asks_for_several(self) -> bool:
         """True if the flags need the side-by-side evaluation instead of one run's own."""
-        given = (
-            self.group_by,
-            self.trained,
-            self.window,
-            self.overlap,
-            self.out,
-            self.prompt,
-            self.shots,
-            self.samples,
-            self.probe,
+        names = ("group_by", "trained", "window", "overlap", "out", "prompt", "shots", "samples", "probe")
+        return (
+            len(self.subjects) > 1 or any(getattr(self, name) for name in names) or not self._is_run(self.subjects[0])
         )
-        only = self.subjects[0] if len(self.subjects) == 1 else ""
-        return len(self.subjects) > 1 or any(given) or not _looks_like_run(only)
+
+    @staticmethod
+    def _is_run(name: str) -> bool:
+        """Return True for a run directory, and for one that is no backbone, whose reader reports what is wrong."""
+        path = Path(name)
+        return (path / "recipe.resolved.yaml").is_file() or (path.is_dir() and not (path / "config.json").is_file())
 
     @property
     def run(self) -> Path:
@@ -138,25 +135,20 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift eval`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "eval", rest)
+    flags, overrides = parse_command(Flags, "eval", argv)
     if not flags.subjects:
         raise UserError("eval needs a RUN_DIR or a BACKBONE; see `flatshift eval --help`")
-    if flags.harness:
-        return _run_harness(flags, overrides)
-    if given := [name for name in _fields_with_prefix(flags, "harness_") if getattr(flags, name) is not None]:
-        raise UserError(f"--{given[0].replace('_', '-')} has a meaning with --harness only; add that, or leave it out")
-    if flags.sharpness:
-        return _run_sharpness(flags, overrides)
-    if given := [name for name in _fields_with_prefix(flags, "sharpness_") if getattr(flags, name) is not None]:
-        flag = given[0].replace("_", "-")
-        raise UserError(f"--{flag} has a meaning with --sharpness only; add that, or leave it out")
+    for mode, run_mode in (("harness", _run_harness), ("sharpness", _run_sharpness)):
+        if getattr(flags, mode):
+            return run_mode(flags, overrides)
+        if settings := _settings_with_prefix(flags, f"{mode}_"):
+            flag = f"{mode}-{next(iter(settings)).replace('_', '-')}"
+            raise UserError(f"--{flag} has a meaning with --{mode} only; add that, or leave it out")
     if flags.asks_for_several:
         return _evaluate_side_by_side(flags, argv, overrides)
     path = flags.run
     recipe = resume_recipe(path, overrides, other_rows=bool(flags.data)).recipe
-    if chosen := mesh_flags(recipe, given=find_mesh_overrides(overrides)):
+    if chosen := mesh_flags(recipe, set_axes=find_mesh_overrides(overrides)):
         # The mesh was chosen automatically: start over with its axes as flags.
         return run([*argv, *chosen])
     if spawn.must_spawn_ranks(recipe.mesh):
@@ -171,23 +163,17 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _looks_like_run(name: str) -> bool:
-    """True for a run directory, or for a directory that is no backbone, so that the run reader reports what is
-    wrong."""
-    path = Path(name)
-    return (path / "recipe.resolved.yaml").is_file() or (path.is_dir() and not (path / "config.json").is_file())
-
-
 def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
-    """Evaluate several subjects, a bare backbone, or by groups, on the same rows."""
     from flatshift.experiments.report.chapters.evaluation import page
     from flatshift.experiments.workflows.evaluate import evaluate_side_by_side
     from flatshift.experiments.workflows.evaluation_document import format_document
 
     few_shot = None
     if flags.prompt is not None:
-        if given := [name for name in ("window", "overlap") if getattr(flags, name) is not None]:
-            raise UserError(f"--{given[0]} cuts whole documents, and --prompt ranks candidates; leave one of them out")
+        if windows := [name for name in ("window", "overlap") if getattr(flags, name) is not None]:
+            raise UserError(
+                f"--{windows[0]} cuts whole documents, and --prompt ranks candidates; leave one of them out"
+            )
         from flatshift.experiments.workflows.few_shot import FewShot, read_prompt
 
         few_shot = FewShot(
@@ -240,12 +226,11 @@ def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) 
 
 
 def _run_probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: Any) -> int:
-    """Run `eval --probe`."""
     from flatshift.experiments.workflows.probes import format_document, probe_models, read_probe
 
-    given = ("prompt", "group_by", "trained", "window", "overlap", "programs", "toxicity")
-    if odd := [name for name in given if getattr(flags, name)]:
-        raise UserError(f"--{odd[0].replace('_', '-')} does not go with --probe; leave one of them out")
+    for name in ("prompt", "group_by", "trained", "window", "overlap", "programs", "toxicity"):
+        if getattr(flags, name):
+            raise UserError(f"--{name.replace('_', '-')} does not go with --probe; leave one of them out")
     document = probe_models(
         flags.subjects,
         read_probe(flags.probe or ""),
@@ -260,42 +245,38 @@ def _run_probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: An
     return 0
 
 
-def _fields_with_prefix(flags: Flags, prefix: str) -> list[str]:
-    """Return the fields that only `--sharpness`, or only `--harness`, reads."""
-    return [field.name for field in dataclasses.fields(flags) if field.name.startswith(prefix)]
+def _settings_with_prefix(flags: Flags, prefix: str) -> dict[str, Any]:
+    """Return the settings that only `--sharpness`, or only `--harness`, reads; missing flags keep its own defaults."""
+    values = {name.removeprefix(prefix): value for name, value in vars(flags).items() if name.startswith(prefix)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _run_sharpness(flags: Flags, overrides: list[Any]) -> int:
-    """Run `eval --sharpness`; missing flags keep the study's own defaults."""
     from flatshift.regularizers.sharpness.sharpness_config import Sharpness
 
-    given = {name.removeprefix("sharpness_"): getattr(flags, name) for name in _fields_with_prefix(flags, "sharpness_")}
-    given = {name: value for name, value in given.items() if value is not None}
-    own = {field.name for field in dataclasses.fields(Sharpness)}
-    settings = Sharpness(**{name: value for name, value in given.items() if name in own})
+    options = _settings_with_prefix(flags, "sharpness_")
+    names = {field.name for field in dataclasses.fields(Sharpness)} & options.keys()
+    settings = Sharpness(**{name: options.pop(name) for name in names})
     from flatshift.experiments.workflows.sharpness import format_result, measure_run_sharpness
 
-    rest = {name: value for name, value in given.items() if name not in own}
     result = measure_run_sharpness(
-        flags.run, settings, data=flags.data, overrides=overrides, quiet=flags.json, draw=api.draw_report, **rest
+        flags.run, settings, data=flags.data, overrides=overrides, quiet=flags.json, draw=api.draw_report, **options
     )
     print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else format_result(result))
     return 0
 
 
 def _run_harness(flags: Flags, overrides: list[Any]) -> int:
-    """Run `eval --harness`; missing flags keep the study's own defaults."""
-    odd = [field.name for field in dataclasses.fields(flags) if field.name.startswith(("sharpness", "data"))]
-    if given := [name for name in odd if getattr(flags, name)]:
-        raise UserError(f"--{given[0].replace('_', '-')} does not go with --harness; leave one of them out")
+    for name, value in vars(flags).items():
+        if name.startswith(("sharpness", "data")) and value:
+            raise UserError(f"--{name.replace('_', '-')} does not go with --harness; leave one of them out")
     for tree in overrides:
         # Only train.device may be overridden.
         if set(getattr(tree.children.get("train"), "children", tree.children)) != {"device"}:
-            raise UserError(f"{tree.where} does not go with --harness, which runs in one process; leave it out")
-    own = {name.removeprefix("harness_"): getattr(flags, name) for name in _fields_with_prefix(flags, "harness_")}
+            raise UserError(f"{tree.location} does not go with --harness, which runs in one process; leave it out")
     from flatshift.experiments.workflows.lm_eval import format_record, run_harness
 
-    given_own = {name: value for name, value in own.items() if value is not None}
-    record = run_harness(flags.run, flags.harness, overrides=overrides, quiet=flags.json, **given_own)
+    options = _settings_with_prefix(flags, "harness_")
+    record = run_harness(flags.run, flags.harness, overrides=overrides, quiet=flags.json, **options)
     print(json.dumps(record, indent=2, ensure_ascii=False) if flags.json else format_record(record))
     return 0

@@ -38,8 +38,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift export`."""
-    flags: Flags = parse_flags(Flags, "export", argv)
+    flags = parse_flags(Flags, "export", argv)
     out = flags.out or flags.run / ("export" if flags.to == "hub" else flags.to)
     if flags.to != "hub":
         return _export_deployment(flags, out)
@@ -49,7 +48,7 @@ def run(argv: list[str]) -> int:
     print(out)
     for line in comparison_lines(result):
         print(line)
-    outcome.of_export(flags.run, out)
+    outcome.print_export_outcome(flags.run, out)
     return 0
 
 
@@ -60,18 +59,18 @@ def comparison_lines(result: dict[str, Any] | None) -> list[str]:
         return ["not compared: the adapter fits quantised weights only (adapter.init: loftq)"]
     if "unread" in result:
         return [f"answers are not compared, as this file is not read in plain transformers ({result['unread']})"]
-    drawn = " of drawn tokens, as those of the run cannot be read" if result["drawn"] else ""
+    random_rows = " of drawn tokens, as those of the run cannot be read" if result["drawn"] else ""
     lines = [
         "in plain transformers logits differ from backbone + adapter by at most "
         f"{result['max_logit_difference']:.2g} (largest logit {result['largest_logit']:.3g}, {result['rows']} "
-        f"rows{drawn})"
+        f"rows{random_rows})"
     ]
-    asked = result["answers"] + result["answers_by_rounding"]
-    if asked:
+    answers = result["answers"] + result["answers_by_rounding"]
+    if answers:
         rounded = f", {result['answers_by_rounding']} but for rounding" if result["answers_by_rounding"] else ""
         stops = ", ".join(map(repr, result["stop_texts"]))
         lines.append(
-            f"it answers {asked} prompts as the run does{rounded}"
+            f"it answers {answers} prompts as the run does{rounded}"
             + (f", and stops at {stops}" if stops else "; training supervised no token as the end of an answer")
         )
     lines += [f"llama.cpp has {text}, which changes none of these answers" for text in result["other_settings"]]
@@ -84,16 +83,16 @@ def _export_deployment(flags: Flags, out: Path) -> int:
     from flatshift.experiments.workflows.deployment import export_for_program
 
     assert flags.to != "hub"
-    told = export_for_program(flags.run, out, to=flags.to, outtype=flags.outtype, llama_cpp=flags.llama_cpp)
+    result = export_for_program(flags.run, out, to=flags.to, outtype=flags.outtype, llama_cpp=flags.llama_cpp)
     print(out)
-    print(*comparison_lines(told["compared"]), sep="\n")
+    print(*comparison_lines(result["compared"]), sep="\n")
     if flags.to == "vllm":
         print(f"in that folder `python check_vllm.py` compares vLLM with the run, and `vllm serve {out}` serves it")
         return 0
-    if told["tokens"]:
+    if result["tokens"]:
         print(
-            f"llama.cpp reads {told['tokens']} prompts of the run as training did; log probabilities of the likeliest "
-            f"next tokens differ by at most {told['max_log_probability_difference']:.2g}"
+            f"llama.cpp reads {result['tokens']} prompts of the run as training did; log probabilities of the "
+            f"likeliest next tokens differ by at most {result['max_log_probability_difference']:.2g}"
         )
     else:
         print("vocabulary and special tokens are compared; `pip install llama-cpp-python` to ask llama.cpp itself")

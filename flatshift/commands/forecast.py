@@ -9,7 +9,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from flatshift.api import draw_report
-from flatshift.command_line import data_override, parse_flags, split_overrides
+from flatshift.command_line import data_override, parse_command
 from flatshift.experiments.recipe import load_recipe
 from flatshift.finetune.errors import UserError
 
@@ -39,16 +39,14 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift forecast`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "forecast", rest)
+    flags, overrides = parse_command(Flags, "forecast", argv)
     overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
-    from flatshift.experiments.results.forecast import forecast_sentences
+    from flatshift.experiments.report.chapters.forecast import forecast_sentences
     from flatshift.experiments.workflows.error_forecast import forecast_into
 
-    found = forecast_into(
+    forecast = forecast_into(
         load_recipe(flags.recipe, overrides),
         flags.out,
         ranks=flags.ranks,
@@ -58,9 +56,6 @@ def run(argv: list[str]) -> int:
         quiet=flags.json,
         draw=draw_report,
     )
-    print(
-        json.dumps(found, indent=2)
-        if flags.json
-        else "\n".join([*forecast_sentences(found), str(flags.out / "report.html")])
-    )
+    lines = [*forecast_sentences(forecast), str(flags.out / "report.html")]
+    print(json.dumps(forecast, indent=2) if flags.json else "\n".join(lines))
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tyro.conf import Positional, UseAppendAction
 
-from flatshift.command_line import parse_flags, split_overrides
+from flatshift.command_line import parse_command
 from flatshift.experiments.recipe import from_override, refuse_contradictions
 from flatshift.finetune.errors import UserError
 
@@ -50,9 +50,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift generate`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "generate", rest)
+    flags, overrides = parse_command(Flags, "generate", argv)
     if flags.device is not None:
         overrides.append(from_override("train.device", flags.device, "--device"))
         refuse_contradictions(overrides)
@@ -60,7 +58,7 @@ def run(argv: list[str]) -> int:
     if not prompts and not flags.data and not sys.stdin.isatty():
         prompts = _lines_of_input()
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "num_beams")
-    given = {name: getattr(flags, name) for name in names}
+    decoding = {name: getattr(flags, name) for name in names}
     from flatshift.experiments.workflows.generate import format_answers, generate_from_run
 
     records = generate_from_run(
@@ -68,7 +66,7 @@ def run(argv: list[str]) -> int:
         prompts=prompts,
         data=flags.data,
         raw=flags.raw,
-        decoding={name: value for name, value in given.items() if value is not None},
+        decoding={name: value for name, value in decoding.items() if value is not None},
         batch_size=flags.batch_size,
         overrides=overrides,
         out=flags.out,
@@ -82,7 +80,6 @@ def run(argv: list[str]) -> int:
 
 
 def _lines_of_input() -> tuple[str, ...]:
-    """Return the non-blank lines of standard input."""
     from flatshift.finetune.data.formats import has_lone_surrogate
 
     if hasattr(sys.stdin, "reconfigure"):

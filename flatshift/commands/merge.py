@@ -29,8 +29,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift merge`."""
-    flags: Flags = parse_flags(Flags, "merge", argv)
+    flags = parse_flags(Flags, "merge", argv)
     out = flags.out or flags.run / "merged"
     from flatshift.experiments.workflows.merge import merge_run as merge_run
 
@@ -39,10 +38,10 @@ def run(argv: list[str]) -> int:
         print(json.dumps({"out": str(out), **result}, indent=2))
         return 0
     print(f"{out}: {result['dtype']}")
-    for dtype, found in result["rounding"].items():
+    for dtype, rounding in result["rounding"].items():
         print(
-            f"rounding to {dtype} moved merged weights by at most {found['largest']:.2g} "
-            f"({found['relative']:.2g} of the largest in their row)"
+            f"rounding to {dtype} moved merged weights by at most {rounding['largest']:.2g} "
+            f"({rounding['relative']:.2g} of the largest in their row)"
         )
     for line in comparison_lines(result):
         print(line)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from flatshift.command_line import data_override, parse_flags, split_overrides
+from flatshift.command_line import data_override, parse_command
 from flatshift.finetune.errors import UserError
 
 _ASSUMED = "1xH100-80"
@@ -57,9 +57,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift plan`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "plan", rest)
+    flags, overrides = parse_command(Flags, "plan", argv)
     overrides = data_override(flags.data, overrides)
     for name in ("price", "tokens", "nvlink", "ib"):
         value = getattr(flags, name)

@@ -9,7 +9,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse_flags, recipe_arguments, split_overrides
+from flatshift.command_line import parse_command, recipe_arguments
 from flatshift.experiments.recipe import from_override, refuse_contradictions
 from flatshift.finetune.errors import UserError
 
@@ -41,28 +41,20 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift predict`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "predict", rest)
+    flags, overrides = parse_command(Flags, "predict", argv)
     if flags.out is None:
         raise UserError("--out is missing: name the file to write, for example --out predictions.csv")
     from flatshift.experiments.workflows.predict import predict_from_run
 
-    given = {
+    settings = {
         "device": ("train.device", flags.device),
         "max-new-tokens": ("task.max_new_tokens", flags.max_new_tokens),
         "bad-rows": ("data.bad_rows", flags.bad_rows),
         "batch-size": ("eval.batch_size", flags.batch_size),
     }
-    overrides += [from_override(key, str(v), f"--{flag}") for flag, (key, v) in given.items() if v is not None]
+    overrides += [from_override(key, str(v), f"--{flag}") for flag, (key, v) in settings.items() if v is not None]
     refuse_contradictions(overrides)
-    count = predict_from_run(
-        flags.run,
-        flags.data,
-        flags.out,
-        overrides=overrides,
-        quiet=flags.quiet,
-    )
+    count = predict_from_run(flags.run, flags.data, flags.out, overrides=overrides, quiet=flags.quiet)
     if not flags.quiet:
         print(f"{flags.out}: {count:,} rows")
         words = recipe_arguments(argv, Flags, without="train")

@@ -31,8 +31,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift push`."""
-    flags: Flags = parse_flags(Flags, "push", argv)
+    flags = parse_flags(Flags, "push", argv)
     if is_remote(flags.destination):
         _push_to_store(flags)
     else:

@@ -30,13 +30,11 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift recipes`."""
-    flags: Flags = parse_flags(Flags, "recipes", argv)
+    flags = parse_flags(Flags, "recipes", argv)
     if flags.action == "list":
         summaries = {}
         for name, path in shipped_recipes().items():
-            first = path.read_text(encoding="utf-8").splitlines()[0]
-            summaries[name] = first.removeprefix("#").strip()
+            summaries[name] = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
         if flags.json:
             print(json.dumps(summaries, indent=2, ensure_ascii=False))
         else:

@@ -24,8 +24,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift report`."""
-    flags: Flags = parse_flags(Flags, "report", argv)
+    flags = parse_flags(Flags, "report", argv)
     if not flags.runs:
         raise UserError("report needs a DIRECTORY: a run, selection, sweep or study, or a folder of several")
     if flags.out is not None and flags.out.is_dir():

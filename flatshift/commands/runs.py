@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tyro.conf import Positional
@@ -22,22 +22,22 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift runs`."""
-    flags: Flags = parse_flags(Flags, "runs", argv)
+    flags = parse_flags(Flags, "runs", argv)
     from flatshift.experiments.report.formats import align_columns, with_interval
-    from flatshift.experiments.results.listing import list_directories
+    from flatshift.experiments.results.run import list_directories
 
-    found = list_directories(flags.folder)
+    entries = list_directories(flags.folder)
     if flags.json:
-        print(json.dumps([one.record() for one in found], indent=2, ensure_ascii=False))
+        print(json.dumps([asdict(entry) for entry in entries], indent=2, ensure_ascii=False))
         return 0
-    if not found:
+    if not entries:
         print(f"no run, selection, sweep or study is in {flags.folder}")
         return 0
     rows = []
-    for one in found:
-        steps = "" if one.steps is None else f"{one.steps:,}" + (f" / {one.of:,}" if one.of is not None else "")
-        figure = f"{one.metric} {with_interval(one.record())}" if one.metric else ""
-        rows.append([one.path, one.kind, one.status, steps, figure, one.date.replace("T", " ").removesuffix("Z")[:16]])
+    for entry in entries:
+        steps = "" if entry.steps is None else f"{entry.steps:,}" + (f" / {entry.of:,}" if entry.of is not None else "")
+        figure = f"{entry.metric} {with_interval(asdict(entry))}" if entry.metric else ""
+        date = entry.date.replace("T", " ").removesuffix("Z")[:16]
+        rows.append([entry.path, entry.kind, entry.status, steps, figure, date])
     print(align_columns(["directory", "kind", "status", "done", "figure", "made (UTC)"], rows, right={3}))
     return 0

@@ -13,9 +13,9 @@ from tyro.conf import Positional
 
 from flatshift import outcome
 from flatshift.api import draw_report
-from flatshift.command_line import parse_flags, recipe_arguments, split_overrides
+from flatshift.command_line import parse_command, recipe_arguments
 from flatshift.experiments.recipe import Resolved, from_override, load_recipe, refuse_contradictions
-from flatshift.experiments.recipe.rules import check_multiprocess_selection
+from flatshift.experiments.recipe.rules import SPLIT_RULES, check_rules
 from flatshift.experiments.run.console import force_exit_on_signal, pause_heartbeat
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import failure, spawn
@@ -75,14 +75,12 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift select`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "select", rest)
+    flags, overrides = parse_command(Flags, "select", argv)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
     if flags.recipe is None and not (flags.pool and flags.target and flags.budget is not None):
         raise UserError("select needs a RECIPE, or --pool, --target and --budget together")
-    own = {
+    settings: dict[str, tuple[Any, str]] = {
         "select.pool.files": (flags.pool or None, "--pool"),
         "select.target.files": (flags.target or None, "--target"),
         "select.negative.files": (flags.negative or None, "--negative"),
@@ -96,24 +94,22 @@ def run(argv: list[str]) -> int:
         "select.bad_rows": (flags.bad_rows, "--bad-rows"),
         "train.seed": (flags.seed, "--seed"),
     }
+    # the kind comes first: a change of kind drops the settings of the other
     if flags.embedder in (None, "tfidf", "tokens", "gradients", "backbone"):
-        own["select.embedder.kind"] = (flags.embedder, "--embedder")
+        settings["select.embedder.kind"] = (flags.embedder, "--embedder")
     else:
-        static = flags.embedder.startswith("static:")
-        own["select.embedder.kind"] = ("static" if static else "encoder", "--embedder")
-        own["select.embedder.path"] = (flags.embedder.removeprefix("static:"), "--embedder")
+        path = flags.embedder.removeprefix("static:")
+        settings["select.embedder.kind"] = ("encoder" if path == flags.embedder else "static", "--embedder")
+        settings["select.embedder.path"] = (path, "--embedder")
     if flags.pool_features or flags.target_features or flags.negative_features:
         if not (flags.pool_features and flags.target_features):
             raise UserError("--pool-features and --target-features belong together: give both")
         if flags.embedder is not None:
             raise UserError("--embedder and --pool-features exclude each other: keep one of them")
-        own["select.embedder.kind"] = ("features", "--pool-features")
-        own["select.embedder.pool"] = (flags.pool_features, "--pool-features")
-        own["select.embedder.target"] = (flags.target_features, "--target-features")
-        own["select.embedder.negative"] = (flags.negative_features, "--negative-features")
-    for key, (value, where) in own.items():
-        if value is not None:
-            overrides.append(from_override(key, value, where))
+        settings["select.embedder.kind"] = ("features", "--pool-features")
+        for name in ("pool", "target", "negative"):
+            settings[f"select.embedder.{name}"] = (getattr(flags, f"{name}_features"), f"--{name}-features")
+    overrides += [from_override(key, value, flag) for key, (value, flag) in settings.items() if value is not None]
     refuse_contradictions(overrides)
     words = recipe_arguments(argv, Flags, without="select")
     words += [] if flags.seed is None else ["--train.seed", str(flags.seed)]
@@ -123,7 +119,7 @@ def run(argv: list[str]) -> int:
     if flags.processes is not None:
         if flags.processes < 1:
             raise UserError(f"--processes must be at least 1, got {flags.processes}")
-        check_multiprocess_selection(resolved.recipe)
+        check_rules(resolved.recipe, SPLIT_RULES)
         command = ["-m", "flatshift", "select", *argv]
         with pause_heartbeat():
             return spawn.spawn(command, ranks=flags.processes, threads=1, again=AGAIN)
@@ -136,7 +132,6 @@ def run(argv: list[str]) -> int:
 
 
 def _select_on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> int:
-    """Run this process's part of a selection started by a launcher such as torchrun."""
     started = int(os.environ["WORLD_SIZE"])
     if flags.processes not in (None, started):
         raise UserError(

@@ -9,8 +9,8 @@ from tyro.conf import Positional
 
 from flatshift import outcome
 from flatshift.api import draw_report
-from flatshift.command_line import data_override, parse_flags, split_overrides
-from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.command_line import data_override, parse_command
+from flatshift.experiments.recipe.schema import SweepOptions
 from flatshift.finetune.errors import UserError
 
 
@@ -28,9 +28,7 @@ class Flags(SweepOptions):
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift sweep`."""
-    rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse_flags(Flags, "sweep", rest)
+    flags, overrides = parse_command(Flags, "sweep", argv)
     overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the sweep directory to make or continue")

@@ -69,10 +69,9 @@ class TrainFlags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift tokenizer`."""
     if argv[:1] == ["train"]:
         return _run_train(argv[1:])
-    flags: Flags = parse_flags(Flags, "tokenizer", argv)
+    flags = parse_flags(Flags, "tokenizer", argv)
     from flatshift.experiments.report.chapters.tokenizer import page
     from flatshift.experiments.workflows.tokenizer import compare_tokenizers, format_document
 
@@ -95,7 +94,7 @@ def run(argv: list[str]) -> int:
 
 
 def _run_train(argv: list[str]) -> int:
-    flags: TrainFlags = parse_flags(TrainFlags, "tokenizer train", argv)
+    flags = parse_flags(TrainFlags, "tokenizer train", argv)
     from flatshift.experiments.report.chapters.tokenizer import page
     from flatshift.experiments.workflows.tokenizer_schemes import format_document, train_schemes
     from flatshift.finetune.errors import UserError

@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 from flatshift import outcome
 from flatshift.api import draw_report
-from flatshift.command_line import data_override, parse_flags, spawn_ranks, split_overrides
+from flatshift.command_line import data_override, parse_command, spawn_ranks, split_overrides
 from flatshift.experiments.recipe import load_recipe, resume_recipe
 from flatshift.experiments.recipe.auto import axis_flags, find_mesh_overrides, mesh_flags
 from flatshift.experiments.recipe.schema import format_keys_by_block
@@ -40,10 +40,8 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """Run `flatshift train`."""
-    rest, overrides = split_overrides(argv, Flags)
     try:
-        flags: Flags = parse_flags(Flags, "train", rest)
+        flags, overrides = parse_command(Flags, "train", argv)
     except SystemExit:  # --help was asked for
         print(format_keys_by_block())
         raise
@@ -54,12 +52,12 @@ def run(argv: list[str]) -> int:
     if flags.resume is not None:
         if flags.out is not None:
             raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
-        found = resume_recipe(flags.resume, overrides)
-        if chosen := mesh_flags(found.recipe, given=find_mesh_overrides(overrides)):
+        resumed = resume_recipe(flags.resume, overrides)
+        if chosen := mesh_flags(resumed.recipe, set_axes=find_mesh_overrides(overrides)):
             # The mesh was chosen automatically: start over with its axes as flags.
             return run([*argv, *chosen])
-        if spawn.must_spawn_ranks(found.recipe.mesh):
-            return spawn_ranks("train", argv, found.recipe, flags.resume)
+        if spawn.must_spawn_ranks(resumed.recipe.mesh):
+            return spawn_ranks("train", argv, resumed.recipe, flags.resume)
     else:
         resolved = load_recipe(flags.recipe, overrides)
         if chosen := mesh_flags(resolved.recipe):

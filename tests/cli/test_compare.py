@@ -36,6 +36,6 @@ def test_mistakes_exit_with_2_and_leave_nothing(tmp_path: Path, capsys) -> None:
 def test_help_and_plan_mistakes_do_not_import_torch() -> None:
     code = (
         "import sys; from flatshift.cli import run; run(['compare', '--help']); "
-        "import flatshift.experiments.recipe.studies; sys.exit('torch' in sys.modules)"
+        "import flatshift.experiments.recipe.schema; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

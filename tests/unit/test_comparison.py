@@ -14,7 +14,7 @@ import pytest
 
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.auto import resolve_auto
-from flatshift.experiments.recipe.studies import Comparison, StudyMethod, StudyTask
+from flatshift.experiments.recipe.schema import Comparison, StudyMethod, StudyTask
 from flatshift.experiments.report.chapters.comparison import page
 from flatshift.experiments.statistics.intervals import detectable_effect, holm_adjust, paired_p
 from flatshift.experiments.studies.compare.analysis import compute_endpoint

@@ -300,7 +300,7 @@ def test_how_far_the_sources_go_is_told_and_a_strict_one_refused(folder):
     assert [one["drawn"] for one in told] == [3 * size, size] and told[1]["epochs"] == 1
     drawn = Counter(i >= 30 for step in range(size) for micro in made.rows_at(step) for (i,) in micro)
     assert drawn == {False: 3 * size, True: size}
-    lines = format_source_epochs(told, size, about=False)
+    lines = format_source_epochs(told, size, approximate=False)
     assert lines[1] == f"source talk: 25.0% of samples, {size} samples, 1.00 epochs in {size} steps"
     with pytest.raises(UserError, match=r"sources\.talk: its \d+ samples are over before .* or set when_over: repeat"):
         count_source_epochs(made, prepared.mixture, size + 1)
@@ -369,8 +369,8 @@ def test_losses_are_shares_of_all_rows_of_a_split_or_source(streamed, folder, mo
         prepare_data(recipe_of(folder, completion, **few))
     recipe = recipe_of(folder, completion, **few)
     judged = (("test", 0, row) for row in read_rows([str(folder / "long.jsonl")]))
-    how = {"task": recipe.task, "labels": None, "paths": [str(folder / "long.jsonl")], "what": "--data"}
-    judged = tokens.encode_rows(recipe, open_backbone("flatshift-5m").tokenizer, judged, **how)
+    how = {"task": recipe.task, "labels": None, "paths": [str(folder / "long.jsonl")], "name": "--data"}
+    judged = tokens.encode_rows(recipe, judged, **how)
     assert len(judged.splits["test"]) == 12 and judged.notes == [f"--data: {told}"]
     drop = {"train.max_length": 24, "train.overlong": "drop"}
     assert prepare_data(recipe_of(folder, plain, **drop)).dropped == 1

@@ -212,7 +212,7 @@ def test_a_recipe_says_so_and_only_then_is_it_another_run(tmp_path):
     )
     told = count_source_epochs(made, prepared.mixture, 6)
     assert told[0]["drawn"] > 3 * told[1]["drawn"] and sum(one["drawn"] for one in told) == 24
-    assert format_source_epochs(told, 6, about=False)[0].startswith("source short: 50.0% of tokens, 30 samples, ")
+    assert format_source_epochs(told, 6, approximate=False)[0].startswith("source short: 50.0% of tokens, 30 samples, ")
     assert [one["of"] for one in mixture_record(prepared.mixture)] == ["tokens", "tokens"]
     with pytest.raises(UserError, match=r"sources\.long: its 30 samples are over before the 90 steps are"):
         count_source_epochs(made, prepared.mixture, 90)

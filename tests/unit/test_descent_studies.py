@@ -115,7 +115,7 @@ def test_the_training_bump_is_read_from_the_training_loss_and_nothing_is_passed_
     bench = Benchmark("descent_studies")
     _fake(tmp_path / "whole", "bump", ["plain", "ggpo"], curve)
     found = read(BY_NAME["bump"], tmp_path / "whole")
-    plain, ggpo = sorted(found.judged, key=lambda each: each.where["regularizer"], reverse=True)
+    plain, ggpo = sorted(found.judged, key=lambda each: each.setting["regularizer"], reverse=True)
     assert plain.verdict.peak.rejected and not ggpo.verdict.peak.rejected
     ((where, base, beside, _),) = found.beside
     assert (where["regularizer"], base) == ("ggpo", "plain")
@@ -134,7 +134,7 @@ def test_seeds_and_settings_that_diverged_are_spoken_of(tmp_path: Path) -> None:
     bench = Benchmark("descent_studies")
     _fake(tmp_path / "one", "bump", ["plain", "ggpo"], curve, seeds=6, lost=(("plain", 1),))
     found = read(BY_NAME["bump"], tmp_path / "one")
-    (plain,) = [each for each in found.judged if each.where["regularizer"] == "plain"]
+    (plain,) = [each for each in found.judged if each.setting["regularizer"] == "plain"]
     assert plain.verdict.peak.diverged == (1,) and plain.verdict.peak.seeds == 5
     assert "1 of 6 seeds diverged at step 4 to 8." in "\n".join(guide(found))
     whole = tuple(("plain", seed) for seed in range(5))

@@ -14,8 +14,7 @@ from flatshift.cli import run
 from flatshift.experiments.data.sources import build_preview_loader, epochs_to_steps
 from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import Resolved, from_mapping, from_override, load_recipe, resume_recipe
-from flatshift.experiments.recipe.key import recipe_key
-from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.recipe.schema import Recipe, recipe_key
 from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
 from flatshift.experiments.workflows.mesh_plan import plan_mesh
 from flatshift.finetune.config import Train

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks.studies.cells.refusing import refuse_in_study
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.experiments.recipe.rules import check_cell, check_recipe
+from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.run import read_metrics
 from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, SpikeRecovery, TraceRecording, Tracker, Train
@@ -82,7 +83,7 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(monkeypatch: pytest
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refused(r"tracker\.kinds: wandb needs", tracker=Tracker(kinds=("wandb",)))
     tracked = dataclasses.replace(base, tracker=Tracker(kinds=("wandb",)))
-    for check in (check_cell, refuse_in_study):
+    for check in (partial(check_rules, rules=CELL_RULES), refuse_in_study):
         check(base)
         with pytest.raises(UserError, match=r"cells of a sweep or study are not tracked"):
             check(tracked)

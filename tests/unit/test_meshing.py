@@ -50,8 +50,8 @@ def test_axes_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_continued_run_keeps_only_what_is_named() -> None:
     stored = recipe(("mesh.dp", "4"), ("mesh.tp", "2"), ("mesh.auto", "true"))
-    assert axes(mesh_flags(stored, given=set())) == {"replicate": 2}
-    assert axes(mesh_flags(stored, given={"tp", "auto"})) == {"tp": 2}
+    assert axes(mesh_flags(stored, set_axes=set())) == {"replicate": 2}
+    assert axes(mesh_flags(stored, set_axes={"tp", "auto"})) == {"tp": 2}
     assert find_mesh_overrides([from_override("mesh.tp", "2"), from_override("train.steps", "3")]) == {"tp"}
 
 

@@ -188,7 +188,7 @@ def _settled(monkeypatch, rates, overrides=(), **more):
     auto._choose_precision.cache_clear()
     said: list[str] = []
     resolved = load_recipe("classify", [from_override(k, v) for k, v in overrides])
-    found = resolve_auto(resolved, say=said.append, **more)
+    found = resolve_auto(resolved, log=said.append, **more)
     auto._choose_precision.cache_clear()
     return found, said
 
@@ -213,10 +213,10 @@ def test_a_directory_keeps_what_it_began_with_on_any_machine(monkeypatch, tmp_pa
     first, _ = _settled(monkeypatch, NARROW)
     kept = tmp_path / "recipe.resolved.yaml"
     kept.write_text(first.to_yaml())
-    again, said = _settled(monkeypatch, WIDE, kept=kept)
+    again, said = _settled(monkeypatch, WIDE, previous=kept)
     assert again.recipe == first.recipe and said == []
     kept.write_text("train: {nonsense: 1}")
-    assert _settled(monkeypatch, WIDE, kept=kept)[0].recipe.train.precision == "fp32"
+    assert _settled(monkeypatch, WIDE, previous=kept)[0].recipe.train.precision == "fp32"
 
 
 def test_a_name_holds_what_auto_came_to_and_a_precision_by_name_is_the_same_run(monkeypatch):
@@ -258,9 +258,9 @@ def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
 
     resolved = load_recipe("classify", [from_override("train.precision", "fp32")])
     recipe = resolved.recipe
-    from flatshift.experiments.recipe.auto import backbone_directory
+    from flatshift.experiments.recipe.auto import find_backbone_directory
 
-    backbone = footprint.BackboneSizes.read(backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
+    backbone = footprint.BackboneSizes.read(find_backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
     narrow = dataclasses.replace(recipe.train, backbone_precision="bf16")
     wide, less = (
         footprint.predict_footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=train).total
@@ -270,7 +270,7 @@ def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
     said: list[str] = []
     for room, taken in ((wide, "same"), (wide - 1, "bf16"), (less, "bf16"), (less - 1, "same")):
         monkeypatch.setattr(devices, "detect_devices", lambda device, room=room: devices.Devices("cpu", 2, room, None))
-        assert resolve_auto(resolved, say=said.append).recipe.train.backbone_precision == taken
+        assert resolve_auto(resolved, log=said.append).recipe.train.backbone_precision == taken
     assert len(said) == 2 and all(line.startswith("backbone: kept in bf16 (auto: ") for line in said)
 
 

@@ -376,7 +376,7 @@ def test_a_budget_above_the_pool_fails_that_selection_with_its_reason(made, tmp_
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_shipped_study_resolves_in_every_setting(study: str, tmp_path: Path) -> None:
     file = RECIPE.with_name(f"selection-{study}.yaml")
-    found = load_recipe(str(file), of=StudyRecipe).recipe.quality
+    found = load_recipe(str(file), recipe_type=StudyRecipe).recipe.quality
     assert found is not None and found.seeds >= 3 and found.unit == "tokens" and found.focus == "cynical"
     assert {"random", "dsir", "cynical"} <= {n for n, a in found.arms.items() if a.source == "selector"}
     for name in (found.pool, *(target.file for target in found.targets.values())):
@@ -392,9 +392,9 @@ def test_a_shipped_study_resolves_in_every_setting(study: str, tmp_path: Path) -
 
 def test_a_study_is_part_of_the_resolved_recipe(made) -> None:
     recipe, out, _ = made
-    again = load_recipe(str(out / "study.recipe.yaml"), of=StudyRecipe)
+    again = load_recipe(str(out / "study.recipe.yaml"), recipe_type=StudyRecipe)
     assert dataclasses.asdict(again.recipe) == dataclasses.asdict(
-        resolve_auto(load_recipe(str(recipe), of=StudyRecipe)).recipe
+        resolve_auto(load_recipe(str(recipe), recipe_type=StudyRecipe)).recipe
     )
 
 

@@ -4,14 +4,7 @@ import dataclasses
 
 import pytest
 
-from flatshift.experiments.recipe.rules import (
-    CELL_RULES,
-    RULES,
-    SPLIT_RULES,
-    check_cell,
-    check_multiprocess_selection,
-    check_rules,
-)
+from flatshift.experiments.recipe.rules import CELL_RULES, RULES, SPLIT_RULES, check_rules
 from flatshift.experiments.recipe.schema import Recipe, Select, WarmUp
 from flatshift.finetune.config import (
     Adapter,
@@ -83,24 +76,24 @@ def test_a_recipe_that_breaks_a_rule_is_told(says):
 
 def test_a_recipe_that_breaks_none_is_not():
     check_rules(BASE)
-    check_cell(BASE)
+    check_rules(BASE, CELL_RULES)
 
 
 def test_a_cell_is_not_tracked():
     with pytest.raises(UserError, match=r"tracker\.kinds"):
-        check_cell(broken(tracker=Tracker(kinds=("wandb",))))
+        check_rules(broken(tracker=Tracker(kinds=("wandb",))), CELL_RULES)
 
 
 def test_what_is_not_divided_among_processes():
     for method, told in ((KNN(), "kind: knn"), (GotD(rounds=3), "rounds: 3"), (GotD(debiased=True), "debiased")):
         with pytest.raises(UserError, match=rf"select\.method\.{told}"):
-            check_multiprocess_selection(broken(select=Select(method=method)))
-    check_multiprocess_selection(broken(select=Select(method=GotD())))
+            check_rules(broken(select=Select(method=method)), SPLIT_RULES)
+    check_rules(broken(select=Select(method=GotD())), SPLIT_RULES)
 
 
 def test_a_cell_has_no_epochs():
     with pytest.raises(UserError, match=r"train\.epochs: the cells"):
-        check_cell(broken(train=Train(epochs=2.0)))
+        check_rules(broken(train=Train(epochs=2.0)), CELL_RULES)
 
 
 def test_sentences_are_short():

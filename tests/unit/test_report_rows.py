@@ -88,7 +88,7 @@ def test_choices_show_their_targets_and_can_be_searched(tmp_path: Path) -> None:
 
 
 def test_choices_that_are_not_on_the_page_are_counted_and_their_file_is_named(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("flatshift.experiments.results.run._SHOWN", 12)
+    monkeypatch.setattr("flatshift.experiments.results.run._MAX_RECORDS", 12)
     ids = [f"r{i}" for i in range(20)]
     table = {"id": ids, "score": np.arange(20.0) - 30, "rank": range(1, 21), "selected": [True] * 18 + [False] * 2}
     pq.write_table(pa.table(table), tmp_path / "scores.parquet")

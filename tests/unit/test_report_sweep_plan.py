@@ -121,7 +121,7 @@ def test_a_grid_point_without_a_number_is_said_not_to_be_on_the_axis(tmp_path):
 def _cells(out, grid, ends, *, overrides=(), seeds=2):
     """The sweep of `double-descent` over a grid under some seeds, whose cells ended as `ends(cell)` says."""
     from flatshift.experiments.recipe import load_recipe
-    from flatshift.experiments.recipe.studies import SweepOptions
+    from flatshift.experiments.recipe.schema import SweepOptions
     from flatshift.experiments.studies.cell import finish_cell
     from flatshift.experiments.studies.sweep.axes import parse_grid
     from flatshift.experiments.studies.sweep.command import _parse_request

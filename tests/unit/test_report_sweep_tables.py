@@ -13,7 +13,7 @@ from flatshift.experiments.report.chapters.sweep import sweep_sections, sweep_ti
 from flatshift.experiments.results.analysis import SweepAnalysis
 from flatshift.experiments.results.run import read_run
 from flatshift.experiments.results.sweep import SweepData, add_derived_metrics
-from flatshift.experiments.results.table import SweepTable
+from flatshift.experiments.results.table import SweepTable, encode_column
 from flatshift.experiments.statistics.intervals import t_interval
 from tests import report_runs
 from tests.sweep_tables import cells, rows, words
@@ -31,6 +31,14 @@ def scattered():
         status = "failed" if rng.random() < 0.1 else "done"
         found.append({"adapter.rank": rank, "kind": kind, "seed": seed, "status": status, "test.loss": value})
     return [found[i] for i in rng.permutation(len(found))]
+
+
+def test_a_level_that_is_not_a_number_comes_after_the_numbers():
+    for order in itertools.permutations([8.0, math.nan, 1.0, None, 4.0]):
+        values = [*order, math.nan]
+        levels, codes = encode_column(pa.table({"adapter.alpha": values}), "adapter.alpha")
+        assert levels[:4] == [None, 1, 4, 8] and math.isnan(levels[4]) and len(levels) == 5, order
+        np.testing.assert_equal([levels[code] for code in codes], values)
 
 
 def test_a_table_gives_what_loops_give(scattered):

@@ -6,7 +6,7 @@ import math
 import pyarrow as pa
 import pytest
 
-from flatshift.experiments.results import traces
+from flatshift.experiments.results import sweep
 from flatshift.experiments.results.sweep import read_sweep
 from flatshift.finetune.errors import UserError
 
@@ -61,7 +61,7 @@ def both(folder, monkeypatch):
     """(rows as read, rows read line by line)."""
     fast = rows(read_sweep(folder))
     with monkeypatch.context() as patch:
-        patch.setattr(traces, "_read_complete", lambda folders: (None, {}))
+        patch.setattr(sweep, "_read_complete", lambda folders: (None, {}))
         return fast, rows(read_sweep(folder))
 
 
@@ -88,14 +88,14 @@ def test_also_where_a_value_of_an_axis_is_a_word(tmp_path, monkeypatch):
 
 def test_whole_traces_are_read_together_and_the_others_one_by_one(tmp_path, monkeypatch):
     seen = []
-    plain = traces._read_individually
+    plain = sweep._read_individually
 
     def noting(folders, *rest):
         seen.extend(folders)
         return plain(folders, *rest)
 
-    monkeypatch.setattr(traces, "_read_individually", noting)
-    monkeypatch.setattr(traces, "_TOGETHER", 2)
+    monkeypatch.setattr(sweep, "_read_individually", noting)
+    monkeypatch.setattr(sweep, "_BATCH", 2)
     read_sweep(directory(tmp_path, [WHOLE, TRACES["written again"], TRACES["numbers of two types"], WHOLE, WHOLE]))
     assert [folder.name for folder in seen] == [f"{1:016x}"]
 
@@ -108,8 +108,8 @@ def test_a_broken_line_is_named(tmp_path):
 
 def test_what_arrow_makes_of_a_line_without_value():
     """The parser takes Python's NaN; where it would not, a file is read line by line."""
-    table = traces._parse_lines(TRACES["no number"].encode())
+    table = sweep._parse_lines(TRACES["no number"].encode())
     assert isinstance(table, pa.Table)
     assert math.isnan(table.column("train.loss")[1].as_py())
-    assert traces._parse_lines(b"") is None
-    assert traces._parse_lines(TRACES["a list"].encode()) is None
+    assert sweep._parse_lines(b"") is None
+    assert sweep._parse_lines(TRACES["a list"].encode()) is None

@@ -13,9 +13,8 @@ import pytest
 from flatshift.cli import run as flatshift
 from flatshift.experiments.report import build_report
 from flatshift.experiments.report.side_by_side import side_by_side_chapter
-from flatshift.experiments.results.listing import list_directories
 from flatshift.experiments.results.predictions import Predictions, RunEvaluation, metric_differences
-from flatshift.experiments.results.run import find_runs
+from flatshift.experiments.results.run import find_runs, list_directories
 from flatshift.finetune.errors import UserError
 
 RECIPE = """backbone: flatshift-5m

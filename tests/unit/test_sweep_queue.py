@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flatshift.experiments.recipe import load_recipe
-from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.recipe.schema import SweepOptions
 from flatshift.experiments.results.cells import RESULT, read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import run_cells

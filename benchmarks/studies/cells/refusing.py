@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatshift.experiments.recipe.rules import check_cell, check_rules
+from flatshift.experiments.recipe.rules import CELL_RULES, check_rules
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.config import DATA_INITS
 from flatshift.finetune.errors import UserError
@@ -16,7 +16,7 @@ def refuse_beginning(recipe: Recipe) -> None:
 
 def refuse_in_study(recipe: Recipe) -> None:
     """Raise UserError for what the cells of a study, which train in memory, do not do."""
-    check_cell(recipe)
+    check_rules(recipe, CELL_RULES)
     if recipe.adapter.projector is not None:
         raise UserError("adapter.projector: a study's cells encode their rows without features; leave it out")
     if recipe.train.compile:

@@ -12,9 +12,8 @@ from benchmarks.studies.selection_quality.checks import check_cells, check_metho
 from benchmarks.studies.selection_quality.settings import Quality, StudyRecipe
 from flatshift.experiments.recipe import from_override, recipe_key
 from flatshift.experiments.recipe.auto import resolve_auto
-from flatshift.experiments.recipe.key import block_tree, settings_tree, short_hash
 from flatshift.experiments.recipe.resolve import resolve_tree
-from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.recipe.schema import Recipe, block_tree, settings_tree, short_hash
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.studies.cell import file_digest as digest
 from flatshift.experiments.studies.study import filter_by_flag, locate_file, study_recipe

@@ -19,7 +19,7 @@ from benchmarks.studies.selection_quality.cells import TrainingCell
 from benchmarks.studies.selection_quality.choosing import chosen_rows, target_texts
 from benchmarks.studies.selection_quality.pool import open_pool
 from benchmarks.studies.selection_quality.stream import Packed, packed_rows
-from flatshift.experiments.recipe.key import settings_tree, short_hash
+from flatshift.experiments.recipe.schema import settings_tree, short_hash
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.rows import Row, limit_rows
 from flatshift.finetune.seeds import derive_seed, numpy_generator

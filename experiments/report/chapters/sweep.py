@@ -43,8 +43,7 @@ from flatshift.experiments.results.analysis import (
     undrawn_note,
 )
 from flatshift.experiments.results.run import RunResults
-from flatshift.experiments.results.sweep import CoupledAxis, FailedCell, SweepData
-from flatshift.experiments.results.traces import STEP
+from flatshift.experiments.results.sweep import STEP, CoupledAxis, FailedCell, SweepData
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.finetune.evaluate.metrics import find_metric
 
@@ -240,9 +239,9 @@ def _progress_notes(data: SweepData) -> list[str]:
 
 def _coupled_axis_note(one: CoupledAxis) -> str:
     """Note that an axis of a paired design moves with the plotted one."""
-    pairs = [f"{formats.axis_value(v)}: {formats.axis_value(other)}" for v, other in one.at.items()]
+    pairs = [f"{formats.axis_value(v)}: {formats.axis_value(other)}" for v, other in one.values.items()]
     shown = ", ".join(pairs[:_PAIRS]) + (", …" if len(pairs) > _PAIRS else "")
-    return f"Paired: {one.axis} moves with {one.first} ({shown}); what is seen may come from either."
+    return f"Paired: {one.axis} moves with {one.leader} ({shown}); what is seen may come from either."
 
 
 def _failed_seed_notes(data: SweepData) -> list[str]:

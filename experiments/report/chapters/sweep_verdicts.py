@@ -48,7 +48,7 @@ def verdict_table(judged: Sequence[AnalysedCurve], epsilon: float) -> Table | No
 
 def _verdict_row(judged: AnalysedCurve) -> list[str]:
     peak, train = judged.verdict.peak, judged.verdict.train_peak
-    row = [judged.axis.rpartition(".")[2], formats.setting(judged.where) or "–", judged.verdict.kind]
+    row = [judged.axis.rpartition(".")[2], formats.setting(judged.setting) or "–", judged.verdict.kind]
     row += _peak_cells(peak, judged) if peak is not None else ["–"] * 4
     return [*row, format_crossing(judged.verdict.crossing), "–" if train is None else _format_p(train)]
 

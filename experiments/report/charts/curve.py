@@ -11,7 +11,7 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.charts.facets import AxisScale, axis_scale
 from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, draw_dots, label_ends
 from flatshift.experiments.results.sweep import INTERPOLATION, SweepData
-from flatshift.experiments.results.table import SweepTable, Where
+from flatshift.experiments.results.table import Setting, SweepTable
 from flatshift.experiments.statistics.intervals import Interval
 from flatshift.finetune.evaluate.metrics import find_metric
 
@@ -49,7 +49,7 @@ def metric_unit(kind: str) -> str:
 def curve_chart(
     table: SweepTable,
     axis: str,
-    where: Where,
+    where: Setting,
     lines: Sequence[Series],
     *,
     name: str,

@@ -11,9 +11,8 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.charts.facets import LineSeries, Panel, facet_chart
 from flatshift.experiments.report.figure import RAMP, Chart, ramp_tokens
 from flatshift.experiments.results.analysis import main_axis, sample_evenly
-from flatshift.experiments.results.sweep import GRADIENT, SHARPNESS, SweepData
+from flatshift.experiments.results.sweep import GRADIENT, SHARPNESS, STEP, SweepData
 from flatshift.experiments.results.table import SweepTable
-from flatshift.experiments.results.traces import STEP
 
 _PANELS = 12
 _FIGURES = 2

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.figure import Canvas, Chart, colour
-from flatshift.experiments.results.table import SweepTable, Where
+from flatshift.experiments.results.table import Setting, SweepTable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +22,7 @@ def heat_maps(
     table: SweepTable,
     x: str,
     y: str,
-    where: Where,
+    where: Setting,
     columns: Sequence[str],
     *,
     name: str,
@@ -70,7 +70,7 @@ def _heat_map(
     limits: tuple[float, float],
     fitted: np.ndarray | None,
     epsilon: float,
-    where: Where,
+    where: Setting,
     column: str,
     name: str,
     wide: bool,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.recipe.studies import Comparison
+from flatshift.experiments.recipe.schema import Comparison
 from flatshift.experiments.statistics.intervals import (
     holm_adjust,
     paired_test,

@@ -17,10 +17,8 @@ from typing import Any, Literal
 
 from flatshift.experiments.recipe import Resolved, from_override, recipe_key
 from flatshift.experiments.recipe.auto import resolve_auto
-from flatshift.experiments.recipe.key import short_hash
 from flatshift.experiments.recipe.resolve import resolve_tree
-from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.recipe.studies import Comparison, StudyTask
+from flatshift.experiments.recipe.schema import Comparison, Recipe, StudyTask, short_hash
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.studies.cell import Cell, file_digest, settings_digests
 from flatshift.experiments.studies.compare.measures import ComparisonProbe
@@ -123,7 +121,7 @@ class ComparisonPlan:
     def check(self) -> None:
         """Raise UserError for runs that cannot work here, as `flatshift train` does, so that they do not become failed
         cells."""
-        from flatshift.experiments.recipe.rules import check_cell, check_recipe
+        from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
         from flatshift.finetune.train.stage import check_metric
         from flatshift.regularizers import build
 
@@ -139,7 +137,7 @@ class ComparisonPlan:
             try:
                 if recipe.mesh.size > 1 or recipe.mesh.auto:
                     raise UserError("mesh: a study's cell trains on one device; leave every axis at 1 and auto off")
-                check_cell(recipe)
+                check_rules(recipe, CELL_RULES)
                 check_recipe(recipe)
                 check_metric(self.study.metric, recipe.task, "comparison.metric")
             except UserError as error:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatshift.experiments.recipe.studies import Comparison, StudyMethod
+from flatshift.experiments.recipe.schema import Comparison, StudyMethod
 
 
 @dataclass(frozen=True)

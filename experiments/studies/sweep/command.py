@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.resolve import describe_held_out_rows
-from flatshift.experiments.recipe.schema import SweepConfig
-from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.recipe.schema import SweepConfig, SweepOptions
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.peak import InterimLook, plan_looks

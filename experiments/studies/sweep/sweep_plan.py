@@ -57,7 +57,7 @@ class SweepBase:
         `flatshift.experiments.recipe.auto.resolve_auto`."""
         from flatshift.experiments.recipe.auto import resolve_auto_tree
 
-        tree = resolve_auto_tree(self.tree, name=self.name, kept=kept, say=say)
+        tree = resolve_auto_tree(self.tree, name=self.name, previous=kept, log=say)
         return SweepBase(tree, self.name, resolve_tree(tree, (), name=self.name))
 
     def in_steps(self, *, say: Callable[[str], None]) -> SweepBase:
@@ -182,12 +182,12 @@ def _field_names(cls: type) -> set[str]:
 
 def _check_point(recipe: Recipe, written: str) -> None:
     from flatshift.experiments.data.sources import list_source_files
-    from flatshift.experiments.recipe.rules import check_cell, check_recipe
+    from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
 
     try:
         list_source_files(recipe.data)  # rejects a recipe without training files
         check_recipe(recipe)
-        check_cell(recipe)
+        check_rules(recipe, CELL_RULES)
     except ValueError as error:
         raise UserError(f"{f'--grid {written}: ' if written else ''}{error}") from None
 
