@@ -35,7 +35,7 @@ from .atomic import (
 )
 from .digests import check_files
 from .errors import Interrupted, UserError, describe_disk_error, is_disk_full
-from .processor import cpu_info
+from .machine import count_cores, cpu_info
 
 ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, TRACE, LOG = (
     "environment.json",
@@ -234,7 +234,7 @@ def collect_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": cpu_info()[0],
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": count_cores(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "commit": _source_commit(),
         "variables": {name: os.environ[name] for name in _THREADS if name in os.environ},

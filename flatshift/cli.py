@@ -125,9 +125,9 @@ def _report_os_error(error: Exception, argv: Sequence[str]) -> int:
 
 def _report_exit(message: str, code: int, *, patient: bool = False) -> int:
     """Report a failure and return `code`; on several ranks only the first prints."""
-    from flatshift.finetune.launch import failure
+    from flatshift.finetune.launch import job
 
-    return failure.report_failure(f"flatshift: {message}", code, patient=patient)
+    return job.report_failure(f"flatshift: {message}", code, patient=patient)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -181,9 +181,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _report_unexpected(error: Exception) -> int:
-    from flatshift.finetune.launch import failure, watchdog
+    from flatshift.finetune.launch import job, watchdog
 
-    return failure.report_error(error, watchdog.missing_ranks)
+    return job.report_error(error, watchdog.missing_ranks)
 
 
 def _set_allocator() -> None:
@@ -220,12 +220,12 @@ def main() -> None:
         if code == _INTERRUPTED:  # all is saved; the libraries' own shutdown would take a CPU-second more
             os._exit(code)
         raise SystemExit(code)
-    from flatshift.finetune.launch import failure, spawn
+    from flatshift.finetune.launch import job, spawn
 
     spawn.tie_to_launcher()
     with _with_heartbeat(sys.argv[1:]) if os.environ["RANK"] == "0" else contextlib.nullcontext():
         code = run(sys.argv[1:])
-    if failure.is_multi_rank():
-        failure.end_rank(code)
+    if job.is_multi_rank():
+        job.end_rank(code)
     sys.stdout.flush()
     raise SystemExit(code)

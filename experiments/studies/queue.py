@@ -31,9 +31,9 @@ from flatshift.experiments.studies.directory import await_orphans, read_results,
 from flatshift.experiments.studies.leases import Leases
 from flatshift.experiments.studies.progress import CellProgress
 from flatshift.finetune.atomic import remove_leftovers
-from flatshift.finetune.child_process import without_cwd_imports
 from flatshift.finetune.errors import Interrupted
 from flatshift.finetune.launch.spawn import THREADS
+from flatshift.finetune.machine import without_cwd_imports
 from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
 
 RunCell = Callable[[Path, Cell, int | None], bool]

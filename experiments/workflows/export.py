@@ -83,7 +83,7 @@ def _write_export(
         output_directory(out) as temporary,
     ):
         if added:
-            from flatshift.finetune.adapters.combine import combine_adapters
+            from flatshift.finetune.adapters.merge import combine_adapters
 
             assert own is not None  # `_open_run_adapter` refuses soft tokens here
             combine_adapters([(own, 1.0), *added], temporary)

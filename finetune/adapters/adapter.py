@@ -21,7 +21,7 @@ from ..config import Adapter
 from ..digests import check_adapter
 from ..errors import UserError
 from ..models.backbone import open_backbone
-from ..models.weight_names import canonical_name
+from ..models.checkpoint import canonical_name
 from ..seeds import torch_generator
 from . import soft_tokens
 from .initial_values import TAKES_OUT, Calibration, collect_statistics, initialise, require_calibration
@@ -35,10 +35,9 @@ from .offsets import (
     saved_config,
     split_offsets,
 )
-from .projector import check_projector, read_projector, write_projector
 from .saved import SavedAdapter
 from .settings import AdapterTask, adapts_head, check_patterns, lora_config, with_saved_ranks
-from .soft_tokens import attach_soft_tokens
+from .soft_tokens import attach_soft_tokens, check_projector, read_projector, write_projector
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

@@ -22,7 +22,7 @@ from ..compute.task import LossTask
 from ..config import DATA_INITS, Adapter
 from ..data.collator import CollatedTask
 from ..errors import UserError
-from ..models.safetensors_index import read_index
+from ..models.checkpoint import read_index
 from ..seeds import derive_seed
 from .offsets import ADAPTER, LowRankOffset, fold_offsets, lora_layers
 

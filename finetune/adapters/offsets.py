@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..models.weight_names import canonical_name
+from ..models.checkpoint import canonical_name
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

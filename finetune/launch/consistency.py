@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..atomic import make_directory
 from ..errors import UserError
-from .failure import is_multi_rank, rank, read_cause
-from .rendezvous import JOIN_SECONDS, RankTimeout, require_board
+from .job import JOIN_SECONDS, RankTimeout, is_multi_rank, rank, read_cause, require_board
 
 if TYPE_CHECKING:
     from ..parallel.mesh import ProcessMesh

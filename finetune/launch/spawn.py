@@ -33,9 +33,22 @@ from ..compute.allocator import expandable_segments_env
 from ..config import Mesh
 from ..errors import STOP_SIGNALS, UserError
 from ..lock import temporary_directory
+from ..machine import count_cores
 from ..planner.devices import machine_memory
-from .failure import PATIENT_GRACE, FailureReason, claim_cause, rank, read_cause, sign_off
-from .rendezvous import FOLDER, JOIN_SECONDS, DirectoryKeyValueStore, job_store, require_board, restart_count
+from .job import (
+    BOARD_VARIABLE,
+    JOIN_SECONDS,
+    PATIENT_GRACE,
+    DirectoryKeyValueStore,
+    FailureReason,
+    claim_cause,
+    job_store,
+    rank,
+    read_cause,
+    require_board,
+    restart_count,
+    sign_off,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +159,7 @@ def _reserve_port() -> Iterator[socket.socket]:
 def _start_ranks(
     command: Sequence[str], ranks: int, threads: int | None, folder: Path, held: socket.socket
 ) -> list[subprocess.Popen[bytes]]:
-    share = threads or max(1, _count_cores() // ranks)
+    share = threads or max(1, count_cores() // ranks)
     shared = {name: str(threads or os.environ.get(name, share)) for name in THREADS}
     shared |= {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     shared |= expandable_segments_env(os.environ)
@@ -158,7 +171,7 @@ def _start_ranks(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(held.getsockname()[1]),
         "FLATSHIFT_LAUNCHER": str(os.getpid()),
-        FOLDER: str(folder / "board"),
+        BOARD_VARIABLE: str(folder / "board"),
     }
     processes: list[subprocess.Popen[bytes]] = []
     for number in range(ranks):
@@ -178,10 +191,6 @@ def _start_ranks(
                 )
             )
     return processes
-
-
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager

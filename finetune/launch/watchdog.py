@@ -24,8 +24,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .failure import FailureReason, claim_cause, is_multi_rank, rank, read_cause, resume_hint
-from .rendezvous import KeyValueStore, RankTimeout, is_store_hosted_by_agent, job_board
+from .job import (
+    FailureReason,
+    KeyValueStore,
+    RankTimeout,
+    claim_cause,
+    is_multi_rank,
+    is_store_hosted_by_agent,
+    job_board,
+    rank,
+    read_cause,
+    resume_hint,
+)
 
 BEAT_SECONDS, LOOK_SECONDS = 2.0, 0.5
 WATCHMEN = 3

@@ -17,13 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlparse
 
 from .. import assets
 from ..atomic import read_json_object
 from ..errors import UserError, first_error_line, is_out_of_memory, shorten, user_path
-from .task import BackboneTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +47,27 @@ _SIZES = {
 turn out to differ."""
 _opened: dict[tuple[str, str], Backbone] = {}
 """Backbones opened by this process: (name, working directory) → backbone."""
+
+
+class BackboneTask(Protocol):
+    """Members of a task that loading its model uses: transformers' class, and the kind of backbone that it requires."""
+
+    @property
+    def backbone(self) -> str: ...
+
+    @property
+    def modelling(self) -> str: ...
+
+    @property
+    def auto_class(self) -> str: ...
+
+    @property
+    def is_sequence_level(self) -> bool: ...
+
+    @property
+    def new_head(self) -> bool: ...
+
+    def head_settings(self, *, num_labels: int | None, label_names: Sequence[str] | None) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ import torch
 from ..assets import non_weight_files
 from ..cache_directory import cache_root, write_cached_json
 from ..digests import file_digests, record_digest
+from ..machine import count_cores
+from .checkpoint import TensorEntry, read_index
 from .quantize import quantization_scales
-from .safetensors_index import TensorEntry, read_index
 
 _READ = (
     *("*config.json", "token*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
@@ -39,7 +40,7 @@ def fingerprint(directory: Path) -> str:
     Digests are cached by path, size, inode and modification times of the weight file, so a file is read once.
 
     Raises:
-        UserError: as `flatshift.finetune.models.safetensors_index.read_index`.
+        UserError: as `flatshift.finetune.models.checkpoint.read_index`.
     """
     index = read_index(directory)
     by_file: dict[Path, dict[str, TensorEntry]] = {}
@@ -72,7 +73,7 @@ def _tensor_digests(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str,
         return known
     began = time.time_ns()
     names = sorted(entries)
-    with ThreadPoolExecutor(_worker_count()) as pool:  # hashing releases the GIL
+    with ThreadPoolExecutor(min(8, count_cores())) as pool:  # hashing releases the GIL
         found = dict(zip(names, pool.map(_tensor_digest, (entries[name] for name in names)), strict=True))
     # cache only if the file did not change while it was read, or shortly before
     if _file_state(file) == state and max(state[2:]) < began - _YOUNG_NS:
@@ -87,11 +88,6 @@ def _file_state(file: Path) -> tuple[int, ...]:
     every write."""
     seen = file.stat()
     return seen.st_size, seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns
-
-
-def _worker_count() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores)
 
 
 def _tensor_digest(entry: TensorEntry) -> str:

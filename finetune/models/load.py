@@ -13,10 +13,9 @@ from ..compute.cuda_status import direct_load_kwargs
 from ..compute.precision import loading_dtype, widen_on_use
 from ..config import Precision, Quantization
 from ..errors import UserError, first_error_line
-from .backbone import REFUSED, Backbone, auto_class, loading_error, open_backbone, quiet_transformers
+from .backbone import REFUSED, Backbone, BackboneTask, auto_class, loading_error, open_backbone, quiet_transformers
 from .meta import build_skeleton, check_dropout, configure_backbone, finalize_model
 from .quantize import check_available, import_bitsandbytes, loading_options, prepare_quantized
-from .task import BackboneTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

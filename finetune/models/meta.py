@@ -19,9 +19,17 @@ from ..compute.matmul_rate import DTYPES
 from ..compute.numerics import dropout_rates, uses_dropout
 from ..config import Precision
 from ..errors import UserError
-from .backbone import REFUSED, Backbone, auto_class, check_causal, loading_error, open_backbone, quiet_transformers
-from .task import BackboneTask
-from .weight_names import CheckpointFiles
+from .backbone import (
+    REFUSED,
+    Backbone,
+    BackboneTask,
+    auto_class,
+    check_causal,
+    loading_error,
+    open_backbone,
+    quiet_transformers,
+)
+from .checkpoint import CheckpointFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -37,7 +37,7 @@ from ..compute.loss import Head, add_reference, batch_loss, find_head, head_prob
 from ..data.eval_batching import DataShard
 from ..errors import UserError
 from ..models.anatomy import position_limit
-from ..models.weight_names import canonical_name
+from ..models.checkpoint import canonical_name
 from .layout import Slice, TensorParallelLayout, copy_local_part, gather_full_tensors, local_part
 from .mesh import DATA, TOKENS, ProcessMesh
 

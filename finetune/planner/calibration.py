@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..cache_directory import cache_root, write_cached_json
-from ..child_process import without_cwd_imports
 from ..figures import format_bytes
-from ..processor import cpu_info
+from ..machine import cpu_info, without_cwd_imports
 from .throughput import CORE, DEVICES, PUBLISHED, DeviceSpec, RooflineConstants, StepLayout, predict_seconds
 
 _TURNS = 3

@@ -1,8 +1,11 @@
-"""Devices of this machine, detected without torch: its CUDA devices, or its cores and memory."""
+"""Devices: those of this machine, detected without torch, and clusters of equal devices in equal nodes, given to
+`flatshift plan` or found here."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
 import importlib.metadata
 import os
 import re
@@ -12,13 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .throughput import find_device
+from ..errors import UserError
+from ..machine import count_cores
+from .calibration import cached_constants
+from .throughput import CORE, DEVICES, GB, PUBLISHED, DeviceSpec, RooflineConstants, find_device
 
 _QUERY = ["nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total,name", "--format=csv,noheader,nounits"]
 _QUERY_SECONDS = 20.0
 # Overhead on a device's free memory: its context and communication buffers, and the allocator's fragmentation.
 _CONTEXT_BYTES = int(1.5 * 2**30)
 _ALLOCATOR_SHARE = 0.9
+_MOST_DEVICES = 1_000_000
+_NETWORK = 25.0
+"""GB/s of a device to other nodes, unless given."""
+_UNKNOWN = "A100-80"
+"""Device whose rates rank the meshes of a device that is not in the table."""
+_ROW = r"(?:(?P<count>\d+)\s*[x×*]\s*)?(?P<name>[A-Za-z0-9]+?(?:-\d+)?)(?:@(?P<memory>\d+(?:\.\d+)?))?"
+"""Matches 64xH100-80, A100-80, L4@22."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,7 @@ def detect_devices(device: str = "auto") -> Devices:
         if free or device.startswith("cuda"):
             known = [bytes_ for bytes_ in free if bytes_ is not None]
             return Devices("cuda", max(1, len(free)), min(known, default=None), row=row)
-    return Devices("cpu", _count_cores(), _machine_memory(), _process_limit())
+    return Devices("cpu", count_cores(), _machine_memory(), _process_limit())
 
 
 def _cuda_devices() -> tuple[list[int | None], str | None]:
@@ -93,10 +106,6 @@ def visible_memory(table: str, chosen: str | None) -> list[int | None]:
     return found
 
 
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def machine_memory() -> int | None:
     """Return the total bytes of this machine, or the limit of its container, including memory in use; None: unknown."""
     bounds = []
@@ -130,3 +139,67 @@ def _process_limit() -> int | None:
 
     soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     return min((limit for limit in soft if limit != resource.RLIM_INFINITY), default=None)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices in equal nodes."""
+
+    count: int
+    name: str
+    device: DeviceSpec
+    node: int
+    network: float
+    """Bytes/s of one device to other nodes."""
+    room: int | None
+    """Bytes available to a rank; None: unknown."""
+    constants: RooflineConstants = PUBLISHED
+    """Fractions of the device's data-sheet rates that are reached."""
+    kind: str = "cuda"
+
+    @classmethod
+    def parse(
+        cls, text: str, *, node: int | None = None, link: float | None = None, network: float | None = None
+    ) -> Cluster:
+        """Parse `64xH100-80`, `A100-80`, or `8xL4@22` for another memory in GB.
+
+        node: devices per node, by default 8 or all of them. link, network: GB/s of a device inside and between nodes.
+        Raises UserError for an unknown device, and if the devices do not divide into nodes.
+        """
+        found = re.fullmatch(_ROW, text.strip())
+        names = {name.lower(): name for name in DEVICES}
+        short = {name.split("-")[0].lower(): name for name in DEVICES}
+        key = "" if found is None else found["name"].lower()
+        name = names.get(key) or short.get(key)
+        if found is None or name is None:
+            near = difflib.get_close_matches(key, [*names, *short], n=1, cutoff=0.3)
+            hint = names.get(near[0]) or short[near[0]] if near else "H100-80"
+            raise UserError(
+                f"--gpus {text}: write COUNTxNAME, for example 8x{hint}; known are {', '.join(DEVICES)}; another "
+                "memory is written NAME@GB"
+            )
+        count = int(found["count"] or 1)
+        if not 1 <= count <= _MOST_DEVICES or (found["memory"] and not float(found["memory"]) > 0):
+            raise UserError(f"--gpus {text}: give 1 to {_MOST_DEVICES:,} devices, and a memory above 0 GB")
+        node = node or min(count, 8)
+        if count < 1 or node < 1 or count % node:
+            raise UserError(f"--node {node}: {count} devices do not divide into nodes of {node}; give a divisor")
+        device = DEVICES[name]
+        if found["memory"]:
+            device = dataclasses.replace(device, memory=float(found["memory"]) * GB)
+        if link is not None:
+            device = dataclasses.replace(device, link=link * GB)
+        room = Devices("cuda", node, int(device.memory)).each(1)
+        return cls(count, name, device, node, (network or _NETWORK) * GB, room, cached_constants(name) or PUBLISHED)
+
+    @classmethod
+    def at_hand(cls, devices: Devices, ranks: int, node: int) -> Cluster:
+        """Build from this machine's devices: `ranks` ranks, `node` of them per machine."""
+        other, rates = ("CPU", CORE) if devices.kind == "cpu" else ("another device", DEVICES[_UNKNOWN])
+        row = devices.row or other
+        device, room = DEVICES.get(row, rates), devices.each(min(ranks, node))
+        return cls(ranks, row, device, node, _NETWORK * GB, room, cached_constants(row) or PUBLISHED, devices.kind)
+
+    def __str__(self) -> str:
+        nodes = self.count // self.node
+        return f"{self.count} × {self.name}" + (f" in {nodes} nodes of {self.node}" if nodes > 1 else "")

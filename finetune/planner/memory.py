@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from flatshift.regularizers.config import RegularizerConfig
 
 from ..adapters.adapter import trainable
-from ..adapters.projector import blank_features
+from ..adapters.soft_tokens import blank_features
 from ..compute.capabilities import preserve_rng_state
 from ..compute.matmul_rate import time_interleaved
 from ..compute.numerics import SHORT, attention_kernel, without_input_casts
@@ -36,8 +36,8 @@ from ..models.quantize import quantization_scales
 from ..parallel.engine import Engine
 from ..parallel.layout import local_part
 from ..parallel.pipeline.pipeline_plan import bubble_fraction, pieces_per_micro, round_up_pieces, virtual_stages
-from .footprint import BackboneSizes, mask_bytes, recomputed_bytes, work_bytes
-from .perturbation import perturbation_bytes
+from .footprint import mask_bytes, perturbation_bytes, recomputed_bytes, work_bytes
+from .sizes import BackboneSizes
 
 if TYPE_CHECKING:
     from ..tasks import Task

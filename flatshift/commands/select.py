@@ -18,7 +18,7 @@ from flatshift.experiments.recipe import Resolved, from_override, load_recipe, r
 from flatshift.experiments.recipe.rules import check_multiprocess_selection
 from flatshift.experiments.run.console import force_exit_on_signal, pause_heartbeat
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.launch import failure, spawn
+from flatshift.finetune.launch import job, spawn
 
 AGAIN = "what was reached is kept; run the same command again"
 
@@ -142,7 +142,7 @@ def _select_on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> 
         raise UserError(
             f"--processes {flags.processes}: the launcher started {started}; leave --processes out under a launcher"
         )
-    failure.set_resume_hint(AGAIN)
+    job.set_resume_hint(AGAIN)
     os.environ.update(dict.fromkeys(spawn.THREADS, "1"))
     from flatshift.experiments.select.ranks import select_on_ranks
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from flatshift.finetune.launch.rendezvous import DirectoryKeyValueStore
+from flatshift.finetune.launch.job import DirectoryKeyValueStore
 from flatshift.finetune.launch.spawn import spawn
 from flatshift.finetune.launch.watchdog import Heartbeat, Watchdog
 from tests.patience import HANG_S

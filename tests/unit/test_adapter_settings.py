@@ -16,8 +16,7 @@ from flatshift.finetune.adapters.adapter import (
     save_adapter,
     trainable,
 )
-from flatshift.finetune.adapters.combine import combine_adapters
-from flatshift.finetune.adapters.merge import merge_files
+from flatshift.finetune.adapters.merge import combine_adapters, merge_files
 from flatshift.finetune.adapters.offsets import lora_layers
 from flatshift.finetune.adapters.saved import SavedAdapter, check_same_settings
 from flatshift.finetune.config import Adapter, Optimizer

@@ -22,8 +22,8 @@ from flatshift.finetune.data.files import describe_files, expand_files
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.checkpoint import SINGLE, read_index
 from flatshift.finetune.models.load import load_backbone
-from flatshift.finetune.models.safetensors_index import SINGLE, read_index
 from flatshift.finetune.run_directory import read_metrics
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.selection.errors import SelectionError
