@@ -664,9 +664,6 @@ def match_pattern(patterns: Mapping[str, Value] | None, layer: str, default: Val
     return default
 
 
-# --------------------------------------------------------------------------------------------------------------- bounds
-
-
 MOST_STEPS = 10**9
 """Maximum steps of a stage: at a millisecond each they take twelve days."""
 LONGEST = 2**24

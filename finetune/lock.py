@@ -30,11 +30,9 @@ from .errors import UserError, disk_full_error, is_disk_full
 INSIDE = ".lock"
 """Name of the lock where it has to be inside the directory itself."""
 _NONE_KEPT = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-"""Error numbers of file systems without locks."""
 _OURS = b"flatshift "
 _UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
-_PATIENCE_S = 0.2
-"""Seconds to retry a lock: its owner may be about to exit."""
+_PATIENCE_S = 0.2  # seconds to retry a lock: its owner may be about to exit
 
 
 @contextlib.contextmanager

@@ -47,9 +47,6 @@ WEIGHTS = "adapter_model.safetensors"
 _SMALLER = "the adapter is not saved; take a smaller optimizer.lr"
 
 
-# --------------------------------------------------------------------------------------------- attaching
-
-
 def attach_adapter(
     backbone: PreTrainedModel,
     adapter: Adapter,
@@ -113,7 +110,6 @@ def _make_head_trainable(model: nn.Module, new: Iterable[str]) -> None:
 def _apply_init(
     model: PeftModel, adapter: Adapter, *, seed: int, initial: str | Path | None, calibration: Calibration | None
 ) -> None:
-    """Apply the values and folded parts of `adapter.init` or `adapter.under`, or load those of `initial`."""
     dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
     if initial is not None:
         kept, beyond = split_offsets(read_adapter(initial), model)
@@ -229,9 +225,6 @@ def _copy_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by plain name: as in the backbone, without PEFT's wrappers and adapter name."""
     return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-
-
-# --------------------------------------------------------------------------------------------- saving and loading
 
 
 def save_adapter(model: PeftModel, directory: str | Path) -> Path:
@@ -352,7 +345,6 @@ def check_saved(saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tens
 
 
 def _require_finite(tensors: Mapping[str, torch.Tensor], where: str, fix: str) -> None:
-    """Raise UserError, starting with `where` and ending with `fix`, for a value that is NaN or infinite."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(f"{where}: {name} has values that are NaN or infinite; {fix}")

@@ -33,11 +33,9 @@ if TYPE_CHECKING:
     from ..data.example import Example
 
 ROWS = 64
-"""Default of `adapter.init_rows`."""
 TAKES_OUT = ("pissa", "olora", "corda", "lora-ga")
 """Initialisations whose BA is not zero, so that it is subtracted from the frozen weight."""
-_PASSES = 30
-"""Maximum passes of EVA over the examples before its directions must have converged."""
+_PASSES = 30  # maximum passes of EVA over the examples before its directions must have converged
 
 
 class CalibrationTask(LossTask, CollatedTask, Protocol):
@@ -79,9 +77,6 @@ def require_calibration(adapter: Adapter, calibration: Calibration | None) -> Ca
     if calibration is None or not calibration.rows:
         raise UserError(f"adapter.init: {adapter.init} looks at training rows, and there are none here")
     return calibration
-
-
-# --------------------------------------------------------------------------------------------- before PEFT wraps
 
 
 def collect_statistics(
@@ -147,9 +142,6 @@ def _resolve_layers(backbone: PreTrainedModel, config: LoraConfig) -> LoraConfig
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     return _maybe_include_all_linear_layers(copy.deepcopy(config), backbone)  # type: ignore[return-value]
-
-
-# --------------------------------------------------------------------------------------------- after PEFT wrapped
 
 
 def initialise(
@@ -316,9 +308,6 @@ def _read_file_weight(directory: Path, name: str, prefix: str) -> Tensor:
         return tensors.get_tensor(key)
 
 
-# --------------------------------------------------------------------------------------------- around PEFT's code
-
-
 @contextlib.contextmanager
 def _seeded_draws(seed: int, name: str, layer: Any) -> Iterator[None]:
     """Seed the global generators that PEFT draws from, by seed and layer, and restore them afterwards."""
@@ -341,7 +330,6 @@ def _restore_state(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _translate_peft_errors(kind: str) -> Iterator[None]:
-    """Turn PEFT's errors about a layer or these examples into UserError."""
     import warnings
 
     try:

@@ -56,15 +56,11 @@ Rows = Callable[[int, int], Tensor]
 class WeightDelta:
     """Change of one weight by an adapter, in the layout of the file."""
 
-    a: Tensor
-    """(r, n): n indexes the file's columns, or its rows if `transposed`; for experts in one tensor (E, r, n)."""
-    b: Tensor
-    """(m, r); for experts in one tensor (E, m, r)."""
+    a: Tensor  # (r, n): n indexes the file's columns, or its rows if `transposed`; for experts in one tensor (E, r, n)
+    b: Tensor  # (m, r); for experts in one tensor (E, m, r)
     scale: float
-    transposed: bool
-    """True if the file stores the transpose of B·A (Conv1D, embeddings)."""
-    magnitude: Tensor | None
-    """Trained norms of DoRA (m,)."""
+    transposed: bool  # True if the file stores the transpose of B·A (Conv1D, embeddings)
+    magnitude: Tensor | None  # trained norms of DoRA (m,)
 
     def added_to(self, entry: TensorEntry, start: int, stop: int) -> Tensor:
         """Return the file's rows `start:stop` of W + s·B·A, float64, before DoRA's scaling."""
@@ -106,14 +102,12 @@ class RoundingStatistics:
 class MergeResult:
     """Result of a merge."""
 
-    changed: dict[str, tuple[str, int]]
-    """Key of each changed or added tensor → its file's name and its number of rows."""
+    changed: dict[str, tuple[str, int]]  # key of each changed or added tensor → its file's name and its number of rows
     rounding: RoundingStatistics
 
 
 @dataclass(frozen=True)
 class _TensorSource:
-    """One tensor to write: copied from `entry`, or computed by `rows`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -387,7 +381,6 @@ def _row_scale(entry: TensorEntry, change: WeightDelta) -> Tensor:
 
 
 def _read_rows(entry: TensorEntry, start: int, stop: int) -> Tensor:
-    """Read rows `start:stop` of a tensor of the files into new memory."""
     width = entry.bytes // entry.shape[0]
     data = bytearray((stop - start) * width)
     with entry.file.open("rb") as stream:
@@ -437,9 +430,6 @@ def _write_file(file: Path, pieces: dict[str, _TensorSource], rounding: Rounding
             for part in pieces[key].chunks(rounding):
                 stream.write(part)
         assert stream.tell() == 8 + len(text) + end, file
-
-
-# --------------------------------------------------------------------------------------------- sums of adapters
 
 
 _ENDS = (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B"))

@@ -31,10 +31,8 @@ ADAPTER = "default"
 class LowRankOffset:
     """Low-rank part folded into one layer, without the layer's scale."""
 
-    a: Tensor
-    """(k, n) in the layout of PEFT's file: `lora_A.weight`, or `lora_embedding_A`."""
-    b: Tensor
-    """(m, k)"""
+    a: Tensor  # (k, n) in the layout of PEFT's file: `lora_A.weight`, or `lora_embedding_A`
+    b: Tensor  # (m, k)
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_HEADS = {"classifier", "score"}
-"""Heads that PEFT trains in full by itself (its task type SEQ_CLS)."""
+_HEADS = {"classifier", "score"}  # heads that PEFT trains in full by itself (its task type SEQ_CLS)
 _BIAS = {None: "none", "all": "all", "adapted": "lora_only"}
 _BLOCK_LISTS = ("layers", "h", "layer", "block", "blocks")
 
@@ -173,7 +172,6 @@ def _can_have_lora(module: nn.Module) -> bool:
 def _linear_names(
     backbone: PreTrainedModel, adapter: Adapter, targets: str | list[str], task: AdapterTask
 ) -> list[str]:
-    """Return the full names of the layers selected by `targets`, `exclude` and `layers`."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
@@ -270,9 +268,6 @@ def is_fully_trained(module: str, new: Iterable[str]) -> bool:
     return bool(_HEADS & set(module.split("."))) or module in {name.rsplit(".", 1)[0] for name in new}
 
 
-# -------------------------------------------------------------------------------------------------- mixtures of experts
-
-
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _RENAMED = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
 _EXPERTS = re.compile(r"(^|\.)experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
@@ -308,7 +303,6 @@ def split_modules_and_parameters(names: Sequence[str]) -> tuple[list[str], list[
 
 
 def _check_experts(adapter: Adapter, parameters: Sequence[str]) -> None:
-    """Raise UserError for settings that PEFT supports only for linear layers if there are adapted `parameters`."""
     if not parameters:
         return
     settings = {

@@ -87,7 +87,6 @@ def attach_soft_tokens(
 def _rename_input(
     prepare: Callable[..., dict[str, Any]], old: str, new: str, /, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Return the inputs of a generation step with one of them renamed."""
     inputs = prepare(*args, **kwargs)
     if old in inputs:
         inputs[new] = inputs.pop(old)
@@ -99,9 +98,6 @@ def _forward_own_tokens(model: Any, **inputs: Any) -> Any:
     output = type(model).forward(model, **inputs)
     output.logits = output.logits[:, model.soft_tokens :]
     return output
-
-
-# --------------------------------------------------------------------------------------------- projector
 
 
 FILE = "projector.safetensors"
@@ -212,9 +208,6 @@ class _FeatureForward:
         return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
 
 
-# --------------------------------------------------------------------------------------------- skipping the position
-
-
 def _hide_first_position(base: Any, layers: list[nn.Module], first: int) -> None:
     """Make the attention of the blocks below `first` skip the first position of each sequence.
 
@@ -282,9 +275,6 @@ def _is_position_hidden(base: Any, block: nn.Module) -> bool:
     return len(found) == 2 and torch.equal(*found)
 
 
-# --------------------------------------------------------------------------------------------- files
-
-
 def write_projector(model: Any, directory: Path) -> None:
     """Write the projector of `model`, if it has one, into the existing `directory`."""
     from safetensors.torch import save_file
@@ -320,7 +310,6 @@ def check_projector(model: Any, directory: str | Path) -> None:
 
 
 def _injection_metadata(projector: Projector) -> dict[str, Any]:
-    """Return the description of where features enter, as stored in a file's metadata."""
     return {"inject": projector.inject, "vectors": projector.count}
 
 

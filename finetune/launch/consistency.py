@@ -122,7 +122,6 @@ def dated_directory(parent: str | Path, name: str) -> Iterator[Path]:
 
 
 def _create_dated_directory(parent: Path, name: str) -> list[Path]:
-    """Create the directory; return it and the parents that were created for it, innermost first."""
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     above: list[Path] = []
     for number in itertools.count(1):

@@ -51,9 +51,6 @@ _MEMORY_ADVICE = (
 )
 
 
-# --------------------------------------------------------------------------------------------- board
-
-
 class RankTimeout(Exception):
     """The board's host does not answer."""
 
@@ -219,9 +216,6 @@ def is_multi_rank() -> bool:
 def rank() -> int:
     """Return this process's rank, 0 in a single process."""
     return int(os.environ.get("RANK", "0"))
-
-
-# --------------------------------------------------------------------------------------------- end of the job
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,7 @@ if TYPE_CHECKING:
 
 _TICK = 0.05
 _KILL_SECONDS = 5.0
-_RANK_BYTES = 1 << 28
-"""Memory of a rank before it has a model: the interpreter and torch."""
+_RANK_BYTES = 1 << 28  # memory of a rank before it has a model: the interpreter and torch
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _BY_ITSELF = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 """Signals by which a rank more often ends because of another than by its own fault."""
@@ -85,23 +84,17 @@ def may_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
-# --------------------------------------------------------------------------------------------- the parent
-
-
 @dataclass
 class _Job:
-    folder: Path
-    """Contains the board and the ranks' output."""
+    folder: Path  # contains the board and the ranks' output
     board: DirectoryKeyValueStore
     ranks: list[subprocess.Popen[bytes]]
     resume: Path | None
     again: str | None = None
-    signals: int = 0
-    """Number of stop requests by the user."""
+    signals: int = 0  # number of stop requests by the user
     asked_at: float = 0.0
     failed_at: float | None = None
-    stage: int = 0
-    """Last action on the remaining ranks: 0 none, 1 SIGTERM, 2 SIGKILL."""
+    stage: int = 0  # last action on the remaining ranks: 0 none, 1 SIGTERM, 2 SIGKILL
 
 
 def spawn(
@@ -277,7 +270,6 @@ def _infer_cause(job: _Job, failed: Sequence[int]) -> FailureReason:
 
 
 def _finish_job(job: _Job) -> int:
-    """Print the cause, keep the ranks' output if they did not end regularly, and return the exit code."""
     cause = read_cause(job.board)
     if cause is None:
         return 0
@@ -294,9 +286,6 @@ def _finish_job(job: _Job) -> int:
 
 def _output_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.txt"
-
-
-# --------------------------------------------------------------------------------------------- the ranks
 
 
 def tie_to_launcher() -> None:
@@ -343,7 +332,6 @@ def join_mesh(mesh: Mesh, device: str) -> ProcessMesh:
 
 
 def _wait_for_all_ranks(processes: int) -> None:
-    """Return when every rank is on the board, as checked by rank 0. Raises UserError if one is missing."""
     board, deadline = require_board(), time.monotonic() + JOIN_SECONDS
     missing = set(range(processes)) if rank() == 0 else set()
     while missing or board.get("all-here") is None:

@@ -47,24 +47,17 @@ _FIRST_LIMIT = 600.0
 class Heartbeat:
     """Heartbeat of a rank."""
 
-    number: int
-    """Number of the post, counting up."""
+    number: int  # number of the post, counting up
     host: str
     pid: int
-    count: int
-    """Calls of `report_progress` so far."""
+    count: int  # calls of `report_progress` so far
     step: int
     phase: str
-    idle: float
-    """Seconds since the last of them."""
-    longest: float
-    """Seconds of the longest wait between two of them so far."""
-    hurried: bool
-    """True in a phase with a progress timeout (steps), False in one that may take any time."""
-    line: str = ""
-    """Innermost Python line of the main thread."""
-    waits: bool = False
-    """True if that line is in torch, as in a collective or a backward pass."""
+    idle: float  # seconds since the last of them
+    longest: float  # seconds of the longest wait between two of them so far
+    hurried: bool  # True in a phase with a progress timeout (steps), False in one that may take any time
+    line: str = ""  # innermost Python line of the main thread
+    waits: bool = False  # True if that line is in torch, as in a collective or a backward pass
     left: bool = False
 
     @property
@@ -120,8 +113,6 @@ class Watchdog:
         finally:
             self.moved = time.monotonic()
             self.phase, self.hurried = before
-
-    # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         since_beat, last = 0.0, time.monotonic()
@@ -215,14 +206,12 @@ class Watchdog:
             _kill_sibling(beat.pid)
 
     def _follow(self, cause: FailureReason) -> None:
-        """End this rank: give the main thread the cause's grace period to end by itself, then exit."""
         if cause.rank == self.rank and cause.grace:
             return  # the main thread is exiting already
         if not self._over.wait(cause.grace):
             self.end(cause.code)
 
     def _board_is_gone(self) -> None:
-        """Exit because the store's host, the launcher or rank 0, does not answer."""
         # rank 1 prints for all: rank 0 is gone, or the launcher is
         if not self.board.local and self.rank == 1:
             host = "the launcher" if is_store_hosted_by_agent() else "rank 0"

@@ -50,7 +50,6 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _outermost_attention(block: nn.Module) -> list[nn.Module]:
-    """Return the outermost attention modules within a block."""
     found: list[nn.Module] = []
     for child in block.children():
         if type(child).__name__.endswith("Attention") and any(True for _ in child.parameters()):
@@ -161,9 +160,6 @@ class ModelParts:
     def width(self) -> int:
         """Hidden size D."""
         return int(self.causal.config.hidden_size)
-
-
-# ------------------------------------------------------------------------------------------------------ keys and values
 
 
 NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")

@@ -141,7 +141,6 @@ class CheckpointFiles:
     converted: tuple[str, ...]
     """Model names whose tensors transformers builds from several or from parts of one; these need `from_pretrained`."""
     missing: tuple[str, ...]
-    """Model names missing from the files."""
     mismatched: tuple[str, ...]
     """Model names with another shape in the files."""
     shapes: dict[str, tuple[int, ...]]

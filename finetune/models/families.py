@@ -20,14 +20,11 @@ class TensorParallelRegion:
     entry: str
     columns: tuple[str, ...]
     row: str
-    heads: bool = False
-    """True for attention: output rows are grouped by head."""
-    fused: int = 1
-    """Equal groups of rows in a column layer, each split separately (GPT-2's query, key and value)."""
+    heads: bool = False  # True for attention: output rows are grouped by head
+    fused: int = 1  # equal groups of rows in a column layer, each split separately (GPT-2's query, key and value)
     counts: tuple[str, ...] = ()
     """Attributes of the entry module that count heads or channels and become per-rank counts."""
-    bias: str | None = None
-    """An embedding of the entry module with one column per head (T5's relative position bias)."""
+    bias: str | None = None  # an embedding of the entry module with one column per head (T5's relative position bias)
 
 
 @dataclass(frozen=True)
@@ -37,10 +34,8 @@ class TensorPlan:
     about: str
     blocks: str
     regions: tuple[TensorParallelRegion, ...]
-    embeddings: tuple[str, ...] = ()
-    """Embeddings over the vocabulary; a linear output head over it is split as well."""
-    norm: str | None = None
-    """The norm after the last block; None if the residual stream cannot be split by tokens."""
+    embeddings: tuple[str, ...] = ()  # embeddings over the vocabulary; a linear output head over it is split as well
+    norm: str | None = None  # the norm after the last block; None if the residual stream cannot be split by tokens
 
     @property
     def sequence_parallel(self) -> bool:
@@ -52,20 +47,16 @@ class TensorPlan:
 class BlockStack:
     """Sequence of blocks that a pipeline splits; names are relative to the model without its head."""
 
-    blocks: str
-    """Name of the nn.ModuleList."""
-    first: tuple[str, ...]
-    """Modules with parameters before the first block."""
-    last: tuple[str, ...]
-    """Modules with parameters after the last block."""
+    blocks: str  # name of the nn.ModuleList
+    first: tuple[str, ...]  # modules with parameters before the first block
+    last: tuple[str, ...]  # modules with parameters after the last block
 
 
 @dataclass(frozen=True)
 class Family:
     """Properties of one architecture that cannot be derived from the model itself."""
 
-    tensor: TensorPlan
-    """Split of its layers along `mesh.tp`."""
+    tensor: TensorPlan  # split of its layers along `mesh.tp`
     stacks: tuple[BlockStack, ...] = ()
     """Blocks that `mesh.pp` splits, the encoder's before the decoder's; empty if it cannot be split."""
     context: bool = False
@@ -185,29 +176,12 @@ def context_families() -> tuple[str, ...]:
     return tuple(kind for kind, family in FAMILIES.items() if family.context)
 
 
-# ------------------------------------------------------------------------------------------------------------ positions
-
 COUNTED_FROM_PAD = frozenset(
-    [
-        "altclip_text_model",
-        "bridgetower_text_model",
-        "camembert",
-        "clap_text_model",
-        "data2vec-text",
-        "esm",
-        "ibert",
-        "layoutlmv3",
-        "lilt",
-        "longformer",
-        "luke",
-        "markuplm",
-        "mpnet",
-        "roberta",
-        "roberta-prelayernorm",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
-    ]
+    (
+        "altclip_text_model bridgetower_text_model camembert clap_text_model data2vec-text esm ibert "
+        "layoutlmv3 lilt longformer luke markuplm mpnet roberta roberta-prelayernorm xlm-roberta "
+        "xlm-roberta-xl xmod"
+    ).split()
 )
 """Model types with a position table of `max_position_embeddings` rows in which the first text token takes the row after
 the pad token's."""
@@ -219,25 +193,10 @@ error."""
 
 
 LEAKS_PACKED = frozenset(
-    [
-        "biogpt",
-        "bloom",
-        "falcon_h1",
-        "falcon_mamba",
-        "jamba",
-        "mamba",
-        "minimax",
-        "mpt",
-        "nemotron_h",
-        "olmo_hybrid",
-        "openai-gpt",
-        "opt",
-        "qwen3_5_text",
-        "recurrent_gemma",
-        "rwkv",
-        "xglm",
-        "xlstm",
-    ]
+    (
+        "biogpt bloom falcon_h1 falcon_mamba jamba mamba minimax mpt nemotron_h olmo_hybrid openai-gpt opt "
+        "qwen3_5_text recurrent_gemma rwkv xglm xlstm"
+    ).split()
 )
 """Model types of decoders that take no notice of positions which begin again, so samples of one row see each other.
 What is not here is measured before the first step (`flatshift.finetune.evaluate.packing_check`)."""

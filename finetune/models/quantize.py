@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 KINDS: tuple[Quantization, ...] = ("nf4", "nf4-double", "int8")
-_BLOCK = 64
-"""Values of a 4-bit weight that share a scale."""
+_BLOCK = 64  # values of a 4-bit weight that share a scale
 GET = "pip install 'flatshift[quant]'"
 
 

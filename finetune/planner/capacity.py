@@ -40,16 +40,11 @@ class Capacity:
     """Bits an adapter can store and bits its labels need."""
 
     parameters: int
-    """Number of trained parameters."""
-    factors: int
-    """Number of these in LoRA factors, proportional to the rank."""
+    factors: int  # number of these in LoRA factors, proportional to the rank
     rank: int
-    labels: int
-    """Distinct training labels that the run sees."""
-    each: float
-    """Bits per label."""
-    counted: str
-    """Unit of `labels` for printing, such as "tokens"."""
+    labels: int  # distinct training labels that the run sees
+    each: float  # bits per label
+    counted: str  # unit of `labels` for printing, such as "tokens"
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], *, rank: int, labels: int, each: float, counted: str) -> Self:
@@ -90,7 +85,6 @@ class Capacity:
 
 
 def _format_bits(count: float) -> str:
-    """Format a number of bits, as `12 kbit`."""
     for unit in ("bit", "kbit", "Mbit"):
         if count < 1000:
             return f"{count:.3g} {unit}"

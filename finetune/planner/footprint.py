@@ -38,8 +38,7 @@ from .sizes import BackboneSizes
 if TYPE_CHECKING:
     from ..tasks import Task
 
-_LOGITS_BYTES = 1 << 30
-"""Upper bound on the bytes of logits in evaluation (`flatshift.finetune.evaluate.perplexity`)."""
+_LOGITS_BYTES = 1 << 30  # upper bound on the bytes of logits in evaluation (`flatshift.finetune.evaluate.perplexity`)
 _PACKED_BYTES = {"nf4": 0.5 + 4 / 64, "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 """Bytes per value of a quantised block, scales included."""
 _STATE_BYTES = 16
@@ -48,10 +47,8 @@ bf16."""
 _ROW, _COLUMN = 40, 16
 """Bytes per row of a GGPO layer: its owner and the key of its signs (int64), row norm, averaged gradient and its form,
 two shares of power, and scale (float32); per column: the keys of its signs in noise and probe columns (int64)."""
-_PASSES = 2
-"""Forward passes over as many tokens that cost as much as a step."""
-_FEWEST = 16
-"""Tokens of a pass below which it takes no less time: reading the weights dominates."""
+_PASSES = 2  # forward passes over as many tokens that cost as much as a step
+_FEWEST = 16  # tokens of a pass below which it takes no less time: reading the weights dominates
 
 
 @dataclass(frozen=True)
@@ -59,32 +56,26 @@ class Footprint:
     """Bytes on the fullest rank, by cause, each with its title on a page."""
 
     weights: int = field(metadata={"title": "frozen weights"})
-    """This rank's shard of the frozen backbone."""
     gathered: int = field(metadata={"title": "gathered weights"})
     """Gathered weights of the current unit and the buffer that they are gathered in."""
     adapter: int = field(metadata={"title": "adapter, gradients, optimizer"})
-    """Adapter, gradients and optimizer state."""
     activations: int = field(metadata={"title": "activations kept for backward"})
-    """Kept between forward and backward."""
     work: int = field(metadata={"title": "loss and backward pass at work"})
     """Temporaries of the loss, or of a block's backward pass, on top of the activations."""
     logits: int = field(metadata={"title": "logits of an evaluation"})
-    """Logits of an evaluation; training computes them in slices."""
     regularizer: int = field(default=0, metadata={"title": "regularizer's noise and state"})
-    """State of the regularizer: noise, momentum, a second adapter or dense gradients."""
 
     @property
     def total(self) -> int:
         """Total bytes; activations and the logits of an evaluation never exist at the same time."""
-        kept = self.weights + self.gathered + self.adapter + self.regularizer
-        return kept + max(self.activations + self.work, self.logits)
+        state = self.weights + self.gathered + self.adapter + self.regularizer
+        return state + max(self.activations + self.work, self.logits)
 
     def __str__(self) -> str:
-        causes = {"weights": self.weights, "gathered": self.gathered, "adapter": self.adapter}
-        causes |= {"regularizer": self.regularizer}
-        training = {"activations": self.activations, "work": self.work}
-        causes |= training if self.activations + self.work > self.logits else {"logits": self.logits}
-        return " + ".join(f"{format_bytes(count)} {cause}" for cause, count in causes.items() if count)
+        is_training = self.activations + self.work > self.logits
+        causes = ("weights", "gathered", "adapter", "regularizer")
+        causes += ("activations", "work") if is_training else ("logits",)
+        return " + ".join(f"{format_bytes(getattr(self, cause))} {cause}" for cause in causes if getattr(self, cause))
 
 
 def predict_footprint(
@@ -122,42 +113,42 @@ def predict_footprint(
     if shards > 1 and mesh.zero == 3:
         whole = stage - int(layers * others) // mesh.tp
         gathered = whole + unit if mesh.pp > 1 or not mesh.reshard else 2 * unit
-    held = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
+    adapter_shards = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
     rows = rows or math.ceil(train.batch_size / (mesh.replicate * mesh.dp))
     tokens = rows * train.max_length
-    kept = int(_activation_bytes(backbone, mesh, adapter, train) * _sequences_in_flight(mesh, train, rows))
+    sequences = _sequences_in_flight(mesh, train, rows)
+    activations = int(_activation_bytes(backbone, mesh, adapter, train) * sequences)
     if packed and device == "cpu":
-        kept += int(mask_bytes(layers, train) * _sequences_in_flight(mesh, train, rows))
-    state = _STATE_BYTES * backbone.adapter // (mesh.pp * held)
+        activations += int(mask_bytes(layers, train) * sequences)
+    state = _STATE_BYTES * backbone.adapter // (mesh.pp * adapter_shards)
     work = work_bytes(backbone, mesh, adapter, train, rows, device)
     if mesh.pp == 1 and train.accumulate == 1:  # gradients grow while activations are freed
         work = max(0, work - state // 4)
     regularizer = regularizer or Plain()
-    parts = mesh.tp * mesh.pp
-    at_once = 1 / layers if train.checkpointing == "full" else 1.0
-    held_for = perturbation_bytes(
+    noise = perturbation_bytes(
         regularizer,
         backbone.layers,
         adapter=backbone.adapter,
-        held=held,
-        tokens=tokens / mesh.cp * at_once,
-        stored=stored,
+        shards=adapter_shards,
+        tokens=tokens / mesh.cp / (layers if train.checkpointing == "full" else 1),
+        weight_width=stored,
         width=width,
     )
     casts = _cast_bytes(backbone, mesh, train)
-    fused = isinstance(regularizer, GGPO | FlatLora) or (isinstance(regularizer, MGPO) and regularizer.form == "code")
-    if fused and not (adapter.dora or adapter.dropout):  # one product computes noise and adapter, without copies
+    is_fused = isinstance(regularizer, GGPO | FlatLora)
+    is_fused |= isinstance(regularizer, MGPO) and regularizer.form == "code"
+    if is_fused and not (adapter.dora or adapter.dropout):  # one product computes noise and adapter, without copies
         casts = 0
     if isinstance(regularizer, BiLora) and train.precision != "fp32":
-        casts += 2 * regularizer.rank * sum(map(sum, backbone.layers)) // parts
+        casts += 2 * regularizer.rank * sum(map(sum, backbone.layers)) // (mesh.tp * mesh.pp)
     return Footprint(
         weights=stage // (shards if mesh.zero == 3 else 1),
         gathered=gathered,
         adapter=state,
-        activations=kept + casts,
+        activations=activations + casts,
         work=work,
         logits=min(_LOGITS_BYTES, 4 * (rows if backbone.whole_rows else tokens) * backbone.outputs),
-        regularizer=held_for // parts,
+        regularizer=noise // (mesh.tp * mesh.pp),
     )
 
 
@@ -165,17 +156,17 @@ def mask_bytes(layers: int, train: Train) -> int:
     """Return the bytes of the dense masks of one packed row on a CPU: the token-by-token mask, and for each of `layers`
     layers the bias added to its scores (`flatshift.finetune.compute.attention`). With recomputed attention only one
     layer's exists at a time."""
-    kept = layers if train.checkpointing == "none" else 1
-    return train.max_length**2 * (1 + kept * WIDTHS[train.precision])
+    masks = layers if train.checkpointing == "none" else 1
+    return train.max_length**2 * (1 + masks * WIDTHS[train.precision])
 
 
 def _activation_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
     """Return the bytes that the blocks of one rank keep for the backward pass of one sequence."""
     block = _block_bytes(backbone, mesh, adapter, train)
     layers = math.ceil(len(backbone.blocks) / mesh.pp)
-    between = WIDTHS[train.precision] / (mesh.tp if mesh.sequence_parallel else 1)  # a recomputed block's input
-    kept = between * layers + block if train.checkpointing == "full" else block * layers
-    return kept * train.max_length * backbone.hidden / mesh.cp
+    block_input = WIDTHS[train.precision] / (mesh.tp if mesh.sequence_parallel else 1)
+    stored = block_input * layers + block if train.checkpointing == "full" else block * layers
+    return stored * train.max_length * backbone.hidden / mesh.cp
 
 
 def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
@@ -209,7 +200,7 @@ def work_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Tra
     gradients, or those of its norms. If blocks are recomputed, one is kept only by the last of these moments.
     """
     width = WIDTHS[train.precision]
-    piece = rows if mesh.pp == 1 else math.ceil(rows / (mesh.microbatches or min(rows, 4 * mesh.pp)))
+    piece = rows_per_piece(mesh, rows)
     tokens = piece * train.max_length // mesh.cp
     states = tokens * backbone.hidden
     cut = -(-backbone.outputs // mesh.tp)
@@ -234,9 +225,14 @@ def _cast_bytes(backbone: BackboneSizes, mesh: Mesh, train: Train) -> int:
     size."""
     if train.precision == "fp32" or train.adapter_precision == "bf16":
         return 0
-    attention, rest = backbone.trained
+    attention, other = backbone.trained
     layers = 1 if train.checkpointing == "full" else math.ceil(len(backbone.blocks) / mesh.pp)
-    return 2 * layers * (rest + (attention if train.checkpointing != "selective" else 0))
+    return 2 * layers * (other + (attention if train.checkpointing != "selective" else 0))
+
+
+def rows_per_piece(mesh: Mesh, rows: int) -> int:
+    """Return the rows of a piece into which a pipeline splits `rows` rows of a rank; all of them without a pipeline."""
+    return rows if mesh.pp == 1 else math.ceil(rows / (mesh.microbatches or min(rows, 4 * mesh.pp)))
 
 
 def _sequences_in_flight(mesh: Mesh, train: Train, rows: int) -> float:
@@ -245,9 +241,8 @@ def _sequences_in_flight(mesh: Mesh, train: Train, rows: int) -> float:
         return rows
     if mesh.schedule == "gpipe":
         return rows * train.accumulate
-    piece = math.ceil(rows / (mesh.microbatches or min(rows, 4 * mesh.pp)))
-    looped = 1 if mesh.schedule == "1f1b" else 1 + (mesh.pp - 1) / (mesh.pp * (mesh.virtual or 2))
-    return min(rows * train.accumulate, looped * piece * mesh.pp)
+    loops = 1 if mesh.schedule == "1f1b" else 1 + (mesh.pp - 1) / (mesh.pp * (mesh.virtual or 2))
+    return min(rows * train.accumulate, loops * rows_per_piece(mesh, rows) * mesh.pp)
 
 
 def perturbation_bytes(
@@ -255,19 +250,20 @@ def perturbation_bytes(
     layers: Sequence[tuple[int, int]],
     *,
     adapter: int,
-    held: int,
+    shards: int,
     tokens: float,
-    stored: int,
+    weight_width: int,
     width: int,
 ) -> int:
-    """Return the bytes for a whole model's layers; divide by the ranks that split it into stages or tensors.
+    """Return the bytes that a regularizer holds on top of plain LoRA during a step, for a whole model's layers; divide
+    by the ranks that split it into stages or tensors.
 
     Args:
         layers: (rows, columns) of each adapted matrix.
         adapter: elements of LoRA's factors.
-        held: ranks that the factors are sharded over; momentum is sharded likewise, noise is whole on every rank.
+        shards: ranks that the factors are sharded over; momentum is sharded likewise, noise is whole on every rank.
         tokens: tokens whose activations are kept for backward at once, in all of the layers.
-        stored: bytes per frozen weight, whose dtype the noise has.
+        weight_width: bytes per frozen weight, whose dtype the noise has.
         width: bytes per activation.
 
     Momentum methods and SAM over factors hold the momentum, or the gradient of the first pass, and the unperturbed
@@ -278,36 +274,36 @@ def perturbation_bytes(
     """
     rows, columns = (sum(each) for each in zip(*layers, strict=True)) if layers else (0, 0)
     if isinstance(config, MGPO) and config.form == "code":
-        return 4 * adapter // held + 8 * adapter
+        return 4 * adapter // shards + 8 * adapter
     if isinstance(config, MGPO | MSAM | LoraSAM | ASAM):
-        return 8 * adapter // held
+        return 8 * adapter // shards
     if isinstance(config, BiLora):
         return 12 * config.rank * (rows + columns) + int(width * tokens * config.rank * len(layers))
     if isinstance(config, SAM):
         return 4 * sum(m * n for m, n in layers)
     if isinstance(config, GGPO | FlatLora):
         probes = config.probes if isinstance(config, GGPO) and config.beta > 0 else 0
-        noise = sum((config.rank or default_rank(m, n)) * (m + n) for m, n in layers)
-        known = _ROW * rows + _COLUMN * columns
-        if not probes:
-            return stored * noise + known
-        sketch = probes * (stored * columns + 4 * rows)
-        return stored * noise + known + sketch + int(width * tokens * probes * len(layers))
+        noise = weight_width * sum((config.rank or default_rank(m, n)) * (m + n) for m, n in layers)
+        sketch = probes * (weight_width * columns + 4 * rows) + int(width * tokens * probes * len(layers))
+        return noise + _ROW * rows + _COLUMN * columns + sketch
     return 0
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """Cost of evaluating all splits together."""
+    """Cost of evaluating all splits together.
+
+    Args:
+        read: tokens processed in parallel with others of their sequence.
+        written: tokens generated one after the other, at most.
+        memory: bytes on top of weights and adapter.
+        passes: computation, in tokens read.
+    """
 
     read: int
-    """Tokens processed in parallel with others of their sequence."""
     written: int
-    """Tokens generated one after the other, at most."""
     memory: int
-    """Bytes on top of weights and adapter."""
     passes: float
-    """Computation, in tokens read."""
 
     def updates(self, tokens: float) -> float:
         """Return the number of optimizer steps of `tokens` tokens that take as long."""
@@ -316,11 +312,11 @@ class EvaluationPlan:
     def line(self, rows: str, *, tokens: float, seconds: float | None) -> str:
         """Format in one line. rows: description such as `dev 12, test 16`; tokens, seconds: of one optimizer step."""
         count = self.updates(tokens)
-        word = f"{count:,.0f} steps" if count >= 1.5 else "a step" if count >= 0.5 else "a part of a step"
-        took = "" if seconds is None else f" ({seconds * count:.3g} s)"
+        steps = f"{count:,.0f} steps" if count >= 1.5 else "a step" if count >= 0.5 else "a part of a step"
+        duration = "" if seconds is None else f" ({seconds * count:.3g} s)"
         written = f" and at most {self.written:,} written" if self.written else ""
         return (
-            f"evaluation: rows of {rows}: {self.read:,} tokens are read{written}, about as long as {word}{took}; "
+            f"evaluation: rows of {rows}: {self.read:,} tokens are read{written}, about as long as {steps}{duration}; "
             f"{format_bytes(self.memory)} of memory next to the weights"
         )
 
@@ -343,7 +339,7 @@ def plan_evaluation(
     classes: completions ranked per example.
     """
     width, batch = WIDTHS[train.precision], min(batch_size, max(rows, 1))
-    kept = 2 * width * len(sizes.blocks) * sizes.groups * sizes.head  # keys and values per token
+    token_cache = 2 * width * len(sizes.blocks) * sizes.groups * sizes.head  # keys and values
     writes = task.score == "generate"
     beams = (task.num_beams or 1) if writes else 1
     new = task.max_new_tokens if writes else 0
@@ -353,9 +349,9 @@ def plan_evaluation(
     reading = work + whole * sizes.outputs * (4 + width)
     caching = 0
     if writes:
-        caching = batch * beams * ((longest + new) * kept + sizes.outputs * (8 + width)) + work
+        caching = batch * beams * ((longest + new) * token_cache + sizes.outputs * (8 + width)) + work
     elif classes:
-        caching = batch * classes * (longest * kept + sizes.outputs * (4 + width)) + work
+        caching = batch * classes * (longest * token_cache + sizes.outputs * (4 + width)) + work
     read = tokens * (1 + (writes or bool(classes)) + task.has_reference)
     steps = -(-rows // batch) * new
     return EvaluationPlan(

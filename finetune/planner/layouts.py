@@ -24,7 +24,7 @@ from ..errors import UserError
 from ..figures import format_bytes, format_duration
 from ..models.families import FAMILIES, pipeline_families
 from .devices import Cluster, Devices, detect_devices
-from .footprint import Footprint, predict_footprint
+from .footprint import Footprint, predict_footprint, rows_per_piece
 from .rules import RuleSettings, broken_rule, check_settings
 from .sizes import BackboneSizes
 from .throughput import StepLayout, StepSeconds, kernels_per_block, predict_seconds
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 AXES = ("pp", "replicate", "dp", "cp", "tp")
-_RESERVED = (1.03, 1.10)
-"""Memory reserved by the allocator ÷ memory in use, low and high."""
+_RESERVED = (1.03, 1.10)  # memory reserved by the allocator ÷ memory in use, low and high
 _OUTSIDE = {"context": (0.5, 1.0), "nccl": (1.0, 2.0)}
 """GiB that nvidia-smi counts on top: a process's CUDA context, and NCCL's buffers with more than one rank."""
 CAUSES = {f.name: f.metadata["title"] for kind in (Footprint, StepSeconds) for f in dataclasses.fields(kind)} | {
@@ -42,6 +41,7 @@ CAUSES = {f.name: f.metadata["title"] for kind in (Footprint, StepSeconds) for f
     "nccl": "NCCL's buffers, at most",
 }
 """Every cause of bytes or seconds of a layout → its title on a page."""
+_TIME_NOISE = 1.02  # ratio of times that the model cannot tell apart
 _RECOMPUTE = ("none", "selective", "full")
 _UNCOUNTED = ("train_whole", "soft_tokens", "experts", "bias")
 """Adapter settings not covered by the formulas: parameters trained in addition to LoRA, or instead of it."""
@@ -67,19 +67,19 @@ class Layout:
         return self.cluster.room
 
     @property
-    def taken(self) -> float:
+    def reserved(self) -> float:
         """Bytes of the fullest rank; on a CUDA device with the allocator's overhead."""
         return self.needs.total * (_RESERVED[1] if self.cluster.kind == "cuda" else 1.0)
 
     @property
     def fits(self) -> bool:
         """True if the fullest rank has enough memory."""
-        return self.room is None or self.taken <= self.room
+        return self.room is None or self.reserved <= self.room
 
     @property
     def short(self) -> int:
         """Bytes that the fullest rank lacks."""
-        return max(0, int(self.taken) - (self.room or int(self.taken)))
+        return max(0, int(self.reserved) - (self.room or int(self.reserved)))
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -112,25 +112,22 @@ class Layout:
 
     def document(self) -> dict[str, Any]:
         """Return the layout as a dictionary for JSON and pages."""
-        axes = {axis: getattr(self.mesh, axis) for axis in AXES if getattr(self.mesh, axis) > 1}
-        gigabytes = self.needs.total / 2**30
+        gib = self.needs.total / 2**30
         outside = [sum(ends) for ends in zip(*self.outside.values(), strict=True)] or [0.0, 0.0]
-        more = {"expert_parallel": self.expert_parallel} if self.expert_parallel > 1 else {}
+        experts = {"expert_parallel": self.expert_parallel} if self.expert_parallel > 1 else {}
         return {
             "name": self.name,
-            "mesh": axes | more,
+            "mesh": wide_axes(self.mesh) | experts,
             "trainable": self.expert_parallel == 1,
             "batch_size": self.train.batch_size,
             "accumulate": self.train.accumulate,
             "checkpointing": self.train.checkpointing,
             "fits": self.fits,
-            "bytes": {**{f.name: getattr(self.needs, f.name) for f in dataclasses.fields(self.needs)}},
-            "allocated_gib": round(gigabytes, 2),
-            "reserved_gib": [round(gigabytes * share, 2) for share in _RESERVED],
+            "bytes": dict(vars(self.needs)),
+            "allocated_gib": round(gib, 2),
+            "reserved_gib": [round(gib * share, 2) for share in _RESERVED],
             "outside_gib": {cause: list(ends) for cause, ends in self.outside.items()},
-            "nvidia_smi_gib": [
-                round(gigabytes * share + more, 2) for share, more in zip(_RESERVED, outside, strict=True)
-            ],
+            "nvidia_smi_gib": [round(gib * share + more, 2) for share, more in zip(_RESERVED, outside, strict=True)],
             "short_gib": round(self.short / 2**30, 2),
             "seconds": {name: float(f"{value:.4g}") for name, value in vars(self.time).items()},
             "update_s": float(f"{self.time.total:.4g}"),
@@ -141,31 +138,32 @@ class Layout:
     @property
     def recipe(self) -> str:
         """Recipe lines to paste."""
-        axes = ", ".join(f"{axis}: {getattr(self.mesh, axis)}" for axis in AXES if getattr(self.mesh, axis) > 1)
-        more = ", sequence_parallel: true" if self.mesh.sequence_parallel and axes else ""
-        lines = [f"mesh: {{{axes}{more}}}"] if axes else []
-        cut = f"batch_size: {self.train.batch_size}, accumulate: {self.train.accumulate}"
-        return "\n".join([*lines, f"train: {{{cut}, checkpointing: {self.train.checkpointing}}}"])
+        axes = ", ".join(f"{axis}: {width}" for axis, width in wide_axes(self.mesh).items())
+        sequence = ", sequence_parallel: true" if self.mesh.sequence_parallel and axes else ""
+        lines = [f"mesh: {{{axes}{sequence}}}"] if axes else []
+        rows = f"batch_size: {self.train.batch_size}, accumulate: {self.train.accumulate}"
+        return "\n".join([*lines, f"train: {{{rows}, checkpointing: {self.train.checkpointing}}}"])
 
 
-_ALIKE = 1.02
-"""Ratio of times that the model cannot tell apart."""
-
-
-def best_layout(found: Sequence[Layout]) -> Layout:
+def best_layout(layouts: Sequence[Layout]) -> Layout:
     """Return the fastest layout that fits; among those about as fast, the one with the fewest cuts, preferring replicas
     to shards to tensor parallelism to pipeline stages. If none fits, the closest."""
-    first = min(found, key=lambda layout: layout.order)
-    if not first.fits:
-        return first
-    alike = [layout for layout in found if layout.fits and layout.time.total <= _ALIKE * first.time.total]
+    fastest = min(layouts, key=lambda layout: layout.order)
+    if not fastest.fits:
+        return fastest
+    similar = [layout for layout in layouts if layout.fits and layout.time.total <= _TIME_NOISE * fastest.time.total]
     # if all wait for the host, prefer the one with the least device work
-    return min(alike, key=lambda o: (o.expert_parallel, o.mesh.pp, o.mesh.tp, o.mesh.dp, o.time.total - o.time.host))
+    return min(similar, key=lambda o: (o.expert_parallel, o.mesh.pp, o.mesh.tp, o.mesh.dp, o.time.total - o.time.host))
+
+
+def wide_axes(mesh: Mesh) -> dict[str, int]:
+    """Return the ranks along each axis that has more than one."""
+    return {axis: getattr(mesh, axis) for axis in AXES if getattr(mesh, axis) > 1}
 
 
 def mesh_name(mesh: Mesh) -> str:
     """Return the axes that are not 1, as `dp 2 × tp 2`; empty if all are."""
-    return " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1)
+    return " × ".join(f"{axis} {width}" for axis, width in wide_axes(mesh).items())
 
 
 def enumerate_layouts(
@@ -184,25 +182,23 @@ def enumerate_layouts(
     if cluster.count % given.size:
         raise UserError(f"mesh: {given.size} ranks of the axes that are set do not divide {cluster.count} devices")
     free = [axis for axis in ("replicate", "dp", "tp", "pp") if getattr(given, axis) == 1]
-    found: dict[tuple[int, ...], Layout] = {}
+    best: dict[tuple[int, ...], Layout] = {}
     for mesh in enumerate_meshes(given, cluster.count, free):
-        for cut in _divisors(rows):
-            if (rows // cut) % (mesh.replicate * mesh.dp):
+        for accumulate in _divisors(rows):
+            if (rows // accumulate) % (mesh.replicate * mesh.dp):
                 continue
-            batch = dataclasses.replace(train, batch_size=rows // cut, accumulate=cut)
+            batch = dataclasses.replace(train, batch_size=rows // accumulate, accumulate=accumulate)
             if not is_allowed(mesh, given, dataclasses.replace(settings, mesh=mesh, train=batch), sizes, cluster.node):
                 continue
-            for how in recompute:
-                trained = dataclasses.replace(batch, checkpointing=how)  # type: ignore[arg-type]
-                read = settings.task.as_read(trained)
-                for variant, shared in _mesh_variants(mesh, sizes):
-                    own = dataclasses.replace(settings, mesh=variant, train=read)
-                    layout = price_layout(own, sizes, cluster, expert_parallel=shared)
-                    layout = dataclasses.replace(layout, train=trained)
-                    key = (*(getattr(mesh, axis) for axis in AXES), shared)
-                    if key not in found or layout.order < found[key].order:
-                        found[key] = layout
-    if not found:
+            for checkpointing, (variant, sharing) in itertools.product(recompute, list(_mesh_variants(mesh, sizes))):
+                trained = dataclasses.replace(batch, checkpointing=checkpointing)  # type: ignore[arg-type]
+                read = dataclasses.replace(settings, mesh=variant, train=settings.task.as_read(trained))
+                layout = price_layout(read, sizes, cluster, expert_parallel=sharing)
+                layout = dataclasses.replace(layout, train=trained)
+                key = (*(getattr(mesh, axis) for axis in AXES), sharing)
+                if key not in best or layout.order < best[key].order:
+                    best[key] = layout
+    if not best:
         # a broken rule, if there is one, is the better message
         check_settings(dataclasses.replace(settings, mesh=given))
         raise UserError(
@@ -210,30 +206,32 @@ def enumerate_layouts(
             f"{sizes.groups} groups and {len(sizes.blocks)} blocks; raise train.batch_size or train.accumulate to a "
             f"multiple of the data ranks, or take fewer devices"
         )
-    return sorted(found.values(), key=lambda layout: layout.order)
+    return sorted(best.values(), key=lambda layout: layout.order)
 
 
 def _check_axes_divide(sizes: BackboneSizes, given: Mesh) -> None:
-    """Raise UserError for axes that are set but cannot split this backbone."""
-    if given.tp > 1:
-        if sizes.kind not in FAMILIES:
-            raise UserError(f"mesh.tp: {sizes.kind} is none of {', '.join(FAMILIES)}; leave it out, mesh.dp shards any")
-        parts = (sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary)
-        if any(part % given.tp for part in parts):
-            near = max(n for n in _divisors(math.gcd(*parts)) if n <= given.tp)
+    for axis, families in (("tp", tuple(FAMILIES)), ("pp", pipeline_families())):
+        if getattr(given, axis) > 1 and sizes.kind not in families:
             raise UserError(
-                f"mesh.tp: {given.tp} does not divide {sizes.heads} heads in {sizes.groups} groups, a feed-forward "
-                f"of {sizes.feed_forward} and {sizes.vocabulary:,} words of this backbone; nearest that does: {near}"
+                f"mesh.{axis}: {sizes.kind} is none of {', '.join(families)}; leave it out, mesh.dp shards any"
             )
-    if given.pp > 1:
-        known, stages = pipeline_families(), given.pp * (given.virtual or 1)
-        if sizes.kind not in known:
-            raise UserError(f"mesh.pp: {sizes.kind} is none of {', '.join(known)}; leave it out, mesh.dp shards any")
-        if stages > len(sizes.blocks):
-            raise UserError(
-                f"mesh.pp: {given.pp} × {given.virtual or 1} stages are more than the {len(sizes.blocks)} blocks of "
-                f"this backbone; take at most {len(sizes.blocks) // (given.virtual or 1)}"
-            )
+    widths = _split_widths(sizes)
+    if any(width % given.tp for width in widths):
+        near = max(n for n in _divisors(math.gcd(*widths)) if n <= given.tp)
+        raise UserError(
+            f"mesh.tp: {given.tp} does not divide {sizes.heads} heads in {sizes.groups} groups, a feed-forward "
+            f"of {sizes.feed_forward} and {sizes.vocabulary:,} words of this backbone; nearest that does: {near}"
+        )
+    if given.pp > 1 and given.pp * (given.virtual or 1) > len(sizes.blocks):
+        raise UserError(
+            f"mesh.pp: {given.pp} × {given.virtual or 1} stages are more than the {len(sizes.blocks)} blocks of "
+            f"this backbone; take at most {len(sizes.blocks) // (given.virtual or 1)}"
+        )
+
+
+def _split_widths(sizes: BackboneSizes) -> tuple[int, ...]:
+    """Return the sizes that tensor parallelism divides."""
+    return sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary
 
 
 def _mesh_variants(mesh: Mesh, sizes: BackboneSizes) -> Iterator[tuple[Mesh, int]]:
@@ -241,8 +239,8 @@ def _mesh_variants(mesh: Mesh, sizes: BackboneSizes) -> Iterator[tuple[Mesh, int
     meshes = [mesh]
     if mesh.tp > 1 and not mesh.sequence_parallel:
         meshes.append(dataclasses.replace(mesh, sequence_parallel=True))
-    shared = [e for e in _divisors(mesh.dp) if e == 1 or (sizes.experts > 1 and sizes.experts % e == 0)]
-    yield from itertools.product(meshes, shared)
+    sharing = [e for e in _divisors(mesh.dp) if e == 1 or (sizes.experts > 1 and sizes.experts % e == 0)]
+    yield from itertools.product(meshes, sharing)
 
 
 def check_supported(sizes: BackboneSizes, settings: RuleSettings) -> None:
@@ -277,38 +275,34 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster,
     sequences the model reads (`Task.as_read`), `sizes` the backbone under the task."""
     mesh, train, adapter = settings.mesh, settings.train, settings.adapter
     width = WIDTHS[train.precision]
-    data = mesh.replicate * mesh.dp
-    rows = train.batch_size // data
-    pieces = train.accumulate
-    of_piece = rows
-    if mesh.pp > 1:
-        of_piece = math.ceil(rows / (mesh.microbatches or min(rows, 4 * mesh.pp)))
-        pieces = train.accumulate * math.ceil(rows / of_piece)
+    rows = train.batch_size // (mesh.replicate * mesh.dp)
+    piece = rows_per_piece(mesh, rows)
+    pieces = train.accumulate * math.ceil(rows / piece)
     blocks, shards = len(sizes.blocks), mesh.dp * mesh.cp
-    times = 1 if not mesh.reshard or mesh.pp > 1 else 2
     gathered = 0.0
     if shards > 1 and mesh.zero == 3:
+        times = 1 if not mesh.reshard or mesh.pp > 1 else 2
         experts, sharing = blocks * sizes.expert_elements, shards // expert_parallel
-        parts = ((sum(sizes.blocks) - experts, shards), (experts / expert_parallel, sharing))
-        gathered = times * width * sum(part * (n - 1) / n for part, n in parts) / (mesh.tp * mesh.pp)
+        groups = ((sum(sizes.blocks) - experts, shards), (experts / expert_parallel, sharing))
+        gathered = times * width * sum(part * (n - 1) / n for part, n in groups) / (mesh.tp * mesh.pp)
     if mesh.pp > 1:
         gathered /= max(pieces, 1)
-    inside = shards * mesh.tp <= cluster.node
-    adapters = 4 * sizes.adapter / (mesh.tp * mesh.pp)
-    held = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
-    copies = data * mesh.cp // held
+    adapter_shards = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
+    copies = mesh.replicate * shards // adapter_shards
     # reduce-scatter to the shards, then all-reduce among their copies
-    reduced = adapters * ((held - 1) / held + 2 * (copies - 1) / copies / held)
+    reduced = (adapter_shards - 1) / adapter_shards + 2 * (copies - 1) / copies / adapter_shards
     sequence = train.max_length // mesh.cp
-    sent = 4 * of_piece * sequence * sizes.hidden * sizes.routed * width
+    dispatched = 4 * piece * sequence * sizes.hidden * sizes.routed * width
+    kernels = 0.0
+    if cluster.kind == "cuda" and not train.compile:  # torch.compile fuses most of them
+        kernels = kernels_per_block(len(sizes.layers) / max(blocks, 1), recompute=train.checkpointing)
     work = StepLayout(
         layers=blocks,
         hidden=sizes.hidden,
-        heads=sizes.heads,
         products=sizes.products + sizes.adapter / blocks,
         head=sizes.outputs * sizes.hidden,
         sequence=sequence,
-        rows=of_piece,
+        rows=piece,
         micro=pieces,
         tp=mesh.tp,
         pp=mesh.pp,
@@ -316,13 +310,13 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster,
         recompute=train.checkpointing,
         sequence_parallel=mesh.sequence_parallel,
         gathered=gathered,
-        gathered_inside=inside,
-        reduced=reduced,
+        gathered_inside=shards * mesh.tp <= cluster.node,
+        reduced=4 * sizes.adapter / (mesh.tp * mesh.pp) * reduced,
         reduced_inside=cluster.count <= cluster.node,
         tp_inside=mesh.tp <= cluster.node,
-        exchanged=sent * (expert_parallel - 1) / expert_parallel,
+        exchanged=dispatched * (expert_parallel - 1) / expert_parallel,
         exchanged_inside=expert_parallel * mesh.tp <= cluster.node,
-        kernels=_block_kernels(sizes, train) if cluster.kind == "cuda" else 0.0,
+        kernels=kernels,
     )
     tokens = train.batch_size * train.accumulate * train.max_length
     attention = 12 * train.max_length * sizes.hidden * blocks
@@ -337,22 +331,15 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster,
         packed=settings.task.pack,
         regularizer=settings.regularizer,
     )
-    took = predict_seconds(work, cluster.device, network=cluster.network, constants=cluster.constants)
-    return Layout(mesh, train, needs, took, flops, cluster, expert_parallel)
-
-
-def _block_kernels(sizes: BackboneSizes, train: Train) -> float:
-    """Return the kernels of a block; 0 with torch.compile, which fuses most of them."""
-    if train.compile:
-        return 0.0
-    return kernels_per_block(len(sizes.layers) / max(len(sizes.blocks), 1), recompute=train.checkpointing)
+    seconds = predict_seconds(work, cluster.device, network=cluster.network, constants=cluster.constants)
+    return Layout(mesh, train, needs, seconds, flops, cluster, expert_parallel)
 
 
 def enumerate_meshes(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
     """Yield every mesh of `ranks` ranks in which only `free` axes grow."""
-    left, rest = divmod(ranks, mesh.size)
-    for widths in itertools.product(_divisors(left), repeat=len(free)):
-        if rest == 0 and math.prod(widths) == left:
+    factor, remainder = divmod(ranks, mesh.size)
+    for widths in itertools.product(_divisors(factor), repeat=len(free)):
+        if remainder == 0 and math.prod(widths) == factor:
             axes: dict[str, Any] = dict(zip(free, widths, strict=True))
             yield dataclasses.replace(mesh, **axes)
 
@@ -361,14 +348,10 @@ def is_allowed(option: Mesh, given: Mesh, settings: RuleSettings, sizes: Backbon
     """True if settings and backbone allow a mesh; axes that are set are only checked against the settings."""
     if broken_rule(dataclasses.replace(settings, mesh=option)) is not None:
         return False
-    if option.tp > given.tp:
-        parts = (sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary, node)
-        if sizes.kind not in FAMILIES or any(part % option.tp for part in parts):
-            return False
-    if option.pp > given.pp:
-        stages = option.pp * (option.virtual or 1)
-        if sizes.kind not in pipeline_families() or stages > len(sizes.blocks):
-            return False
+    splits_widths = sizes.kind in FAMILIES and not any(width % option.tp for width in (*_split_widths(sizes), node))
+    splits_blocks = sizes.kind in pipeline_families() and option.pp * (option.virtual or 1) <= len(sizes.blocks)
+    if (option.tp > given.tp and not splits_widths) or (option.pp > given.pp and not splits_blocks):
+        return False
     # A is (rank × inputs): if the shards divide neither dimension, every adapter is padded to a multiple of their
     # number
     shards = option.dp * option.cp
@@ -380,37 +363,30 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def format_table(found: list[Layout], cluster: Cluster, sizes: BackboneSizes, *, most: int = 8) -> list[str]:
+def format_table(layouts: list[Layout], cluster: Cluster, sizes: BackboneSizes, *, maximum: int = 8) -> list[str]:
     """Format as lines the backbone, the best meshes, and the memory missing for those that do not fit."""
-    room = found[0].room
-    fitting = [layout for layout in found if layout.fits]
+    room = layouts[0].room
+    fitting = [layout for layout in layouts if layout.fits]
     lines = [
         f"{sizes.kind}, {sizes.elements / 1e9:.3g} B frozen, {sizes.adapter / 1e6:.3g} M trained, on {cluster}, "
         f"{'an unknown part' if room is None else format_bytes(room)} of each to be used, "
-        f"rows of {found[0].train.max_length:,} tokens"
+        f"rows of {layouts[0].train.max_length:,} tokens",
+        f"  {'mesh':46} {'rows × micro':>13} {'recompute':>10} {'memory':>10} {'step':>9} {'tokens/s':>10} {'MFU':>6}",
     ]
-    head = (
-        f"  {'mesh':46} {'rows × micro':>13} {'recompute':>10} {'memory':>10} {'step':>9} {'tokens/s':>10} {'MFU':>6}"
-    )
-    shown = (fitting or found)[:most]
-    lines.append(head)
-    for layout in shown:
+    for layout in (fitting or layouts)[:maximum]:
         lines.append(
             f"  {layout.name:46} {f'{layout.train.batch_size} × {layout.train.accumulate}':>13} "
             f"{layout.train.checkpointing:>10} {format_bytes(layout.needs.total):>10} "
             f"{format_duration(layout.time.total):>9} "
             f"{layout.tokens / layout.time.total:>10,.0f} {layout.mfu:>6.1%}"
         )
-    if len(found) > len(fitting):
-        least = min((layout for layout in found if not layout.fits), key=lambda layout: layout.needs.total)
+    if len(layouts) > len(fitting):
+        nearest = min((layout for layout in layouts if not layout.fits), key=lambda layout: layout.needs.total)
         lines.append(
-            f"{len(found) - len(fitting)} of {len(found)} meshes do not fit; the nearest, {least.name}, is "
-            f"short of {format_bytes(least.short)} a device ({least.needs})"
+            f"{len(layouts) - len(fitting)} of {len(layouts)} meshes do not fit; the nearest, {nearest.name}, is "
+            f"short of {format_bytes(nearest.short)} a device ({nearest.needs})"
         )
     return lines
-
-
-# --------------------------------------------------------------------------------------------- mesh.auto
 
 
 def resolve_mesh(
@@ -451,15 +427,13 @@ def resolve_mesh(
     growing = ("dp",) if processes is None and devices.kind == "cpu" else ("replicate", "dp", "tp", "pp")
     free = [axis for axis in growing if getattr(mesh, axis) == 1]
     settings = RuleSettings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task, regularizer=regularizer)
-    totals = _rank_counts(mesh, devices, processes)
-    possible = [
-        o for n in totals for o in enumerate_meshes(mesh, n, free) if is_allowed(o, mesh, settings, sizes, node)
-    ]
-    if not possible:
+    counts = [processes] if processes is not None else range(mesh.size, max(devices.count, mesh.size) + 1)
+    options = [option for ranks in counts for option in enumerate_meshes(mesh, ranks, free)]
+    allowed = [option for option in options if is_allowed(option, mesh, settings, sizes, node)]
+    if not allowed:
         # a broken rule, if there is one, is the better message
-        for ranks in totals:
-            for option in enumerate_meshes(mesh, ranks, free):
-                check_settings(dataclasses.replace(settings, mesh=option))
+        for option in options:
+            check_settings(dataclasses.replace(settings, mesh=option))
         raise UserError(
             f"mesh.auto: {processes or devices.count} ranks do not divide among {rows} rows, {sizes.heads} heads in "
             f"{sizes.groups} groups and {len(sizes.blocks)} blocks with the axes that are set; start another number "
@@ -472,7 +446,7 @@ def resolve_mesh(
             sizes,
             Cluster.at_hand(devices, option.size, min(node, option.size)),
         )
-        for option in possible
+        for option in allowed
     ]
     chosen = _choose_layout(layouts, few=devices.kind == "cpu")
     here = devices if processes is None else None
@@ -483,13 +457,6 @@ def resolve_mesh(
     return dataclasses.replace(chosen.mesh, auto=False), [f"mesh.auto: {reason}" for reason in reasons]
 
 
-def _rank_counts(mesh: Mesh, devices: Devices, processes: int | None) -> list[int]:
-    """Return the numbers of ranks to try."""
-    if processes is not None:
-        return [processes]
-    return [ranks for ranks in range(mesh.size, max(devices.count, mesh.size) + 1) if ranks % mesh.size == 0]
-
-
 def _choose_layout(layouts: Sequence[Layout], *, few: bool) -> Layout:
     """Return the fastest layout that fits; else the one closest to fitting.
 
@@ -497,8 +464,8 @@ def _choose_layout(layouts: Sequence[Layout], *, few: bool) -> Layout:
     """
     fitting = [layout for layout in layouts if layout.fits]
     if few and fitting:
-        least = min(layout.mesh.size for layout in fitting)
-        return best_layout([layout for layout in fitting if layout.mesh.size == least])
+        ranks = min(layout.mesh.size for layout in fitting)
+        return best_layout([layout for layout in fitting if layout.mesh.size == ranks])
     return best_layout(layouts)
 
 
@@ -516,20 +483,19 @@ def _explain_axes(
 ) -> Iterator[str]:
     """Yield the reasons for the chosen axes. devices: None under a launcher."""
     mesh = chosen.mesh
-    same = [layout for layout in layouts if layout.mesh.size == mesh.size]
-    if kept := [f"{axis} {getattr(given, axis)}" for axis in AXES if getattr(given, axis) > 1]:
-        yield f"{', '.join(kept)} as set"
+    if wide := [f"{axis} {width}" for axis, width in wide_axes(given).items()]:
+        yield f"{', '.join(wide)} as set"
     for axis in ("pp", "tp", "dp"):
         if getattr(mesh, axis) > getattr(given, axis):
-            among = same
+            peers = [layout for layout in layouts if layout.mesh.size == mesh.size]
             if axis == "dp":
-                among = [
+                peers = [
                     o for o in layouts if (o.mesh.tp, o.mesh.pp) == (mesh.tp, mesh.pp) and o.mesh.size <= mesh.size
                 ]
-            yield f"{axis} {getattr(mesh, axis)}: {_explain_axis_width(chosen, among, axis, rows)}"
+            yield f"{axis} {getattr(mesh, axis)}: {_explain_axis_width(chosen, peers, axis, rows)}"
     if mesh.replicate > given.replicate:
-        what = "the shards" if mesh.dp > 1 else "the backbone"
-        yield f"replicate {mesh.replicate}: further copies of {what} exchange adapter gradients only"
+        copied = "the shards" if mesh.dp > 1 else "the backbone"
+        yield f"replicate {mesh.replicate}: further copies of {copied} exchange adapter gradients only"
     if devices is not None:
         yield from _explain_idle_devices(chosen, layouts, devices)
     room = "" if chosen.room is None else f" of {format_bytes(chosen.room)}"
@@ -546,18 +512,18 @@ def _explain_axis_width(chosen: Layout, layouts: Sequence[Layout], axis: str, ro
     narrow = [layout for layout in layouts if getattr(layout.mesh, axis) < getattr(chosen.mesh, axis)]
     if not narrow:
         return f"{rows} rows of a micro-batch do not divide among so many data ranks"
-    less = _choose_layout(narrow, few=False)
-    if less.fits and less.time.total > chosen.time.total:
+    best = best_layout(narrow)
+    if best.fits and best.time.total > chosen.time.total:
         return (
-            f"a step is predicted to take {1 - chosen.time.total / less.time.total:.0%} less than on "
-            f"{mesh_name(less.mesh) or 'one process'}, the fastest with less of it"
+            f"a step is predicted to take {1 - chosen.time.total / best.time.total:.0%} less than on "
+            f"{mesh_name(best.mesh) or 'one process'}, the fastest with less of it"
         )
     hint = ""
-    if axis != "dp" and less.needs.activations > less.needs.total / 2:
+    if axis != "dp" and best.needs.activations > best.needs.total / 2:
         hint = "; train.checkpointing: full would make that small"
     return (
-        f"with {axis} {getattr(less.mesh, axis)} a rank needs at least {format_bytes(less.needs.total)} "
-        f"({less.needs}){hint}"
+        f"with {axis} {getattr(best.mesh, axis)} a rank needs at least {format_bytes(best.needs.total)} "
+        f"({best.needs}){hint}"
     )
 
 
@@ -567,8 +533,8 @@ def _explain_idle_devices(chosen: Layout, layouts: Sequence[Layout], devices: De
         if chosen.mesh.size == 1 and idle > 0:
             yield "one process: it may use all cores, and further ones would share them"
     elif idle > 0:
-        more = [layout for layout in layouts if layout.mesh.size > chosen.mesh.size]
-        why = "goes with the rows of a micro-batch and the sizes of the backbone"
-        if more:
-            why = "is faster" if any(layout.fits for layout in more) else "fits"
-        yield f"{idle} of {devices.count} devices stay idle: no mesh of more {why}"
+        larger = [layout for layout in layouts if layout.mesh.size > chosen.mesh.size]
+        reason = "goes with the rows of a micro-batch and the sizes of the backbone"
+        if larger:
+            reason = "is faster" if any(layout.fits for layout in larger) else "fits"
+        yield f"{idle} of {devices.count} devices stay idle: no mesh of more {reason}"

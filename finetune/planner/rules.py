@@ -42,14 +42,11 @@ class CompatibilityRule:
     """One rule: `setting` requires `other` or is incompatible with it; `broken` tests for a violation."""
 
     setting: str
-    """Setting concerned, as a flag and value."""
     kind: str
     """Relation to `other`: "requires" or "incompatible with"."""
     other: str
-    """Other side, as a flag and value."""
     why: str
     fix: str
-    """Nearest valid setting."""
     broken: Callable[[RuleSettings], bool]
 
 
@@ -61,8 +58,7 @@ def _schedule_is_looped(s: RuleSettings) -> bool:
     return s.mesh.schedule in ("interleaved", "zero-bubble", "zbv")
 
 
-_BESIDE_WEIGHTS = ("default", "orthogonal", "eva")
-"""Values of `adapter.init` that leave the frozen weights unchanged."""
+_BESIDE_WEIGHTS = ("default", "orthogonal", "eva")  # values of `adapter.init` that leave the frozen weights unchanged
 REQUIRES, INCOMPATIBLE = "requires", "incompatible with"
 
 

@@ -69,54 +69,33 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
 class BackboneSizes:
     """Sizes of a backbone, in elements rather than bytes."""
 
-    kind: str
-    """Model type of transformers."""
+    kind: str  # model type of transformers
     hidden: int
     feed_forward: int
     heads: int
-    groups: int
-    """Key-value heads."""
+    groups: int  # key-value heads
     vocabulary: int
-    wide: int
-    """Feed-forward-wide tensors that a block keeps for backward."""
-    blocks: tuple[int, ...]
-    """Elements of each block."""
-    ends: tuple[int, ...]
-    """Elements of each tensor outside the blocks: embeddings, head, norms."""
-    adapter: int
-    """Elements of the adapter."""
-    inputs: int
-    """Input channels of all adapted layers of a block."""
-    below: int
-    """Blocks below the lowest adapted one."""
-    products: int = 0
-    """Elements of the matrices in a block that one token is multiplied with."""
-    experts: int = 0
-    """Experts per block; 0: not a mixture of experts."""
-    routed: int = 0
-    """Experts that a token is routed to."""
-    expert_elements: int = 0
-    """Elements of all experts of a block."""
-    head: int = 0
-    """Channels of an attention head."""
-    normed: bool = False
-    """True if queries and keys are normalised per head (Qwen3)."""
-    ranks: tuple[int, int] = (0, 0)
-    """Sum of the ranks of a block's adapted layers: (attention, other)."""
-    trained: tuple[int, int] = (0, 0)
-    """Elements of a block's adapters: (attention, other)."""
-    positions: int | None = None
-    """Maximum sequence length the backbone supports, in tokens; None: not specified."""
-    bounded: bool = False
-    """True if positions are a table, with no entries beyond `positions`."""
-    layers: tuple[tuple[int, int], ...] = ()
-    """Shape (rows, columns) of each adapted matrix."""
-    outputs: int = 0
-    """Output width of the last layer: words, or classes of a head."""
+    wide: int  # feed-forward-wide tensors that a block keeps for backward
+    blocks: tuple[int, ...]  # elements of each block
+    ends: tuple[int, ...]  # elements of each tensor outside the blocks: embeddings, head, norms
+    adapter: int  # elements of the adapter
+    inputs: int  # input channels of all adapted layers of a block
+    below: int  # blocks below the lowest adapted one
+    products: int = 0  # elements of the matrices in a block that one token is multiplied with
+    experts: int = 0  # experts per block; 0: not a mixture of experts
+    routed: int = 0  # experts that a token is routed to
+    expert_elements: int = 0  # elements of all experts of a block
+    head: int = 0  # channels of an attention head
+    normed: bool = False  # True if queries and keys are normalised per head (Qwen3)
+    ranks: tuple[int, int] = (0, 0)  # sum of the ranks of a block's adapted layers: (attention, other)
+    trained: tuple[int, int] = (0, 0)  # elements of a block's adapters: (attention, other)
+    positions: int | None = None  # maximum sequence length the backbone supports, in tokens; None: not specified
+    bounded: bool = False  # True if positions are a table, with no entries beyond `positions`
+    layers: tuple[tuple[int, int], ...] = ()  # shape (rows, columns) of each adapted matrix
+    outputs: int = 0  # output width of the last layer: words, or classes of a head
     output: tuple[int, ...] = ()
     """Elements of each tensor of `ends` that computes logits of words and is not the embedding itself."""
-    supervised: float = 1.0
-    """Fraction of the tokens that contribute to the loss."""
+    supervised: float = 1.0  # fraction of the tokens that contribute to the loss
     whole_rows: bool = False
     """True if a head scores whole sequences: the loss reads one state of each, and no logits of words are computed."""
 
