@@ -29,6 +29,7 @@ from .offsets import (
     ADAPTER,
     LowRankOffset,
     append_offsets,
+    factor_names,
     fold_offsets,
     folded_offsets,
     lora_layers,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WEIGHTS = "adapter_model.safetensors"
-_SMALLER = "the adapter is not saved; take a smaller optimizer.lr"
 
 
 def attach_adapter(
@@ -78,33 +78,30 @@ def attach_adapter(
     config = lora_config(backbone, adapter, task=task, new=new)
     if initial is not None and adapter.init == "eva":
         config = with_saved_ranks(config, initial)
-    deviation = _initializer_range(backbone)
+    deviation = float(getattr(backbone.config, "initializer_range", 0.02))
+
+    @torch.no_grad()
+    def initialise_by_name(name: str, parameter: nn.Parameter) -> None:
+        parameter.copy_(initial_value(name, parameter.shape, seed, deviation))
+
     for name in new:
-        _copy_value(
-            backbone.get_parameter(name), initial_value(name, backbone.get_parameter(name).shape, seed, deviation)
-        )
+        initialise_by_name(name, backbone.get_parameter(name))
     if initial is None and adapter.init in ("corda", "lora-ga"):
         collect_statistics(backbone, config, adapter, require_calibration(adapter, calibration))
     model = _wrap_with_peft(backbone, config)
-    if adapts_head(adapter, new):
-        _make_head_trainable(model, new)
+    if adapts_head(adapter, new):  # under LoRA it trains too, so that it is saved: no checkpoint has it
+        for name, parameter in model.named_parameters():
+            if canonical_name(name) in new:
+                parameter.requires_grad_(True)
     check_patterns(model, adapter)
     for parameter in trainable(model).values():
         parameter.data = parameter.data.to(dtype)
     for name, parameter in trainable(model).items():
         if ".lora_" in name and ".lora_magnitude_vector" not in name:  # a magnitude starts as the backbone's row norm
-            _copy_value(parameter, initial_value(name, parameter.shape, seed, deviation))
+            initialise_by_name(name, parameter)
     if adapter.init != "default" or adapter.under is not None:
         _apply_init(model, adapter, seed=seed, initial=initial, calibration=calibration)
     return model
-
-
-def _make_head_trainable(model: nn.Module, new: Iterable[str]) -> None:
-    """Make a newly initialised head under LoRA trainable, so that it is saved: no checkpoint has it."""
-    names = set(new)
-    for name, parameter in model.named_parameters():
-        if canonical_name(name) in names:
-            parameter.requires_grad_(True)
 
 
 def _apply_init(
@@ -112,14 +109,14 @@ def _apply_init(
 ) -> None:
     dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
     if initial is not None:
-        kept, beyond = split_offsets(read_adapter(initial), model)
-        if not beyond and (adapter.init in TAKES_OUT or adapter.under is not None):
-            what = "adapter.under" if adapter.under is not None else f"adapter.init: {adapter.init}"
-            raise UserError(f"{initial}: this adapter does not hold what {what} folded into the frozen weights")
-        copy_tensors(lora_only(kept), lora_only(trainable(model)), where=str(initial))
-        fold_offsets(model, beyond, why=str(initial))
+        factors, offsets = split_offsets(read_adapter(initial), model)
+        if not offsets and (adapter.init in TAKES_OUT or adapter.under is not None):
+            setting = "adapter.under" if adapter.under is not None else f"adapter.init: {adapter.init}"
+            raise UserError(f"{initial}: this adapter does not hold what {setting} folded into the frozen weights")
+        copy_tensors(lora_only(factors), lora_only(trainable(model)), context=str(initial))
+        fold_offsets(model, offsets, context=str(initial))
     elif adapter.under is not None:
-        fold_offsets(model, read_adapter_under(adapter.under, model), why="adapter.under")
+        fold_offsets(model, read_adapter_under(adapter.under, model), context="adapter.under")
     else:
         weights = None
         if adapter.init == "loftq":
@@ -140,30 +137,32 @@ def read_adapter_under(name: str, model: PeftModel) -> dict[str, LowRankOffset]:
         UserError: no such adapter, one of another backbone, one that is more than a sum (DoRA, a head), or layers that
             `model` does not adapt.
     """
-    where = "adapter.under"
-    saved = SavedAdapter.find(name, where=where)
-    saved.require_backbone(open_backbone(str(model.get_base_model().name_or_path)), where=where)
+    context = "adapter.under"
+    saved = SavedAdapter.find(name, context=context)
+    saved.require_backbone(open_backbone(str(model.get_base_model().name_or_path)), context=context)
     tensors = read_adapter(saved.path)
     if saved.settings.get("use_dora"):
-        raise UserError(f"{where}: {name} is of DoRA, whose weight change is no sum; merge it into the backbone first")
+        raise UserError(
+            f"{context}: {name} is of DoRA, whose weight change is no sum; merge it into the backbone first"
+        )
     if whole := sorted(tensor for tensor in tensors if ".lora_" not in tensor):
-        raise UserError(f"{where}: {name} also holds {whole[0]}, which is no adapter; take one without a head")
-    layers, offsets = lora_layers(model), {}
+        raise UserError(f"{context}: {name} also holds {whole[0]}, which is no adapter; take one without a head")
+    layers, live, offsets = lora_layers(model), trainable(model), {}
     for layer, (_, scale) in saved.scales(tensors).items():
         if layer not in layers:
             raise UserError(
-                f"{where}: {name} adapts {layer}, and this recipe does not; add {layer.rsplit('.', 1)[-1]} to "
+                f"{context}: {name} adapts {layer}, and this recipe does not; add {layer.rsplit('.', 1)[-1]} to "
                 "adapter.targets"
             )
-        embedded = ADAPTER in layers[layer].lora_embedding_A
-        ends = ("lora_embedding_A", "lora_embedding_B") if embedded else ("lora_A.weight", "lora_B.weight")
-        a, b = (tensors[f"{layer}.{end}"].float() for end in ends)
-        place = layers[layer].get_base_layer().weight
-        live = layers[layer].lora_embedding_A[ADAPTER] if embedded else layers[layer].lora_A[ADAPTER].weight
-        if a.shape[1] != live.shape[1] or b.shape[0] not in place.shape:
-            raise UserError(f"{where}: {layer} of {name} has the shape {tuple(a.shape)}, which is of another backbone")
-        ratio = scale / layers[layer].scaling[ADAPTER]
-        offsets[layer] = LowRankOffset(a.to(place.device, live.dtype), (ratio * b).to(place.device, live.dtype))
+        names = factor_names(layers[layer], layer)
+        a, b = (tensors[factor].float() for factor in names)
+        weight, factor = layers[layer].get_base_layer().weight, live[names[0]]
+        if a.shape[1] != factor.shape[1] or b.shape[0] not in weight.shape:
+            raise UserError(
+                f"{context}: {layer} of {name} has the shape {tuple(a.shape)}, which is of another backbone"
+            )
+        b = b * (scale / layers[layer].scaling[ADAPTER])
+        offsets[layer] = LowRankOffset(a.to(weight.device, factor.dtype), b.to(weight.device, factor.dtype))
     return offsets
 
 
@@ -193,10 +192,6 @@ def _wrap_with_peft(backbone: PreTrainedModel, config: LoraConfig, **options: An
         raise UserError(f"adapter: PEFT refuses these settings: {str(error).splitlines()[0]}") from error
 
 
-def _initializer_range(backbone: PreTrainedModel) -> float:
-    return float(getattr(backbone.config, "initializer_range", 0.02))
-
-
 def initial_value(name: str, shape: torch.Size | tuple[int, ...], seed: int, deviation: float) -> torch.Tensor:
     """Return the initial value of a trained tensor, unsharded, float32, drawn by (`seed`, plain `name`) on the CPU.
 
@@ -215,11 +210,6 @@ def initial_value(name: str, shape: torch.Size | tuple[int, ...], seed: int, dev
         elif name.lower().endswith("norm.weight"):
             value.fill_(1.0)
     return value
-
-
-@torch.no_grad()
-def _copy_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    parameter.copy_(value)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -253,8 +243,7 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
         finally:
             del vars(model)["create_or_update_model_card"]
         write_projector(model, temporary)
-        check_saved(_read_tensors(temporary), trainable(model))
-        _require_finite(trainable(model), str(directory), _SMALLER)
+        _check_written(temporary, trainable(model), directory)
     return directory
 
 
@@ -282,9 +271,13 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
     with atomic_directory(directory) as temporary:
         config.save_pretrained(str(temporary))
         save_file(host, temporary / WEIGHTS, metadata={"format": "pt"})
-        check_saved(_read_tensors(temporary), tensors)
-        _require_finite(tensors, str(directory), _SMALLER)
+        _check_written(temporary, tensors, directory)
     return directory
+
+
+def _check_written(temporary: Path, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+    check_saved(_read_tensors(temporary), tensors)
+    _require_finite(tensors, str(directory), "the adapter is not saved; take a smaller optimizer.lr")
 
 
 def peft_tensor_name(name: str, layers: Mapping[str, Any]) -> str:
@@ -344,10 +337,10 @@ def check_saved(saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tens
             raise RuntimeError(f"the saved adapter differs from the live one in {name}")
 
 
-def _require_finite(tensors: Mapping[str, torch.Tensor], where: str, fix: str) -> None:
+def _require_finite(tensors: Mapping[str, torch.Tensor], context: str, fix: str) -> None:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise UserError(f"{where}: {name} has values that are NaN or infinite; {fix}")
+            raise UserError(f"{context}: {name} has values that are NaN or infinite; {fix}")
 
 
 def _is_bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -367,23 +360,18 @@ def load_adapter(model: PeftModel, directory: str | Path, *, partial: bool = Fal
     """
     source, target = read_adapter(directory), dict[str, torch.Tensor](trainable(model))
     check_projector(model, directory)
-    if folded_offsets(model):
-        source, beyond = split_offsets(source, model)
-        _require_same_offsets(beyond, model, str(directory))
+    if live := folded_offsets(model):
+        source, offsets = split_offsets(source, model)
+        if offsets.keys() != live.keys() or not all(
+            _is_bit_equal(offset.a, live[name].a) and _is_bit_equal(offset.b, live[name].b)
+            for name, offset in offsets.items()
+        ):
+            raise UserError(
+                f"{directory}: this adapter was begun with other parts folded into the frozen weights than the model"
+            )
     if partial:
         source, target = shared_lora(source, target, present=target)
-    copy_tensors(source, target, where=str(directory))
-
-
-def _require_same_offsets(beyond: Mapping[str, LowRankOffset], model: PeftModel, where: str) -> None:
-    live = folded_offsets(model)
-    same = beyond.keys() == live.keys() and all(
-        _is_bit_equal(found.a, live[name].a) and _is_bit_equal(found.b, live[name].b) for name, found in beyond.items()
-    )
-    if not same:
-        raise UserError(
-            f"{where}: this adapter was begun with other parts folded into the frozen weights than the model"
-        )
+    copy_tensors(source, target, context=str(directory))
 
 
 def lora_only(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -401,31 +389,28 @@ def shared_lora(
 
     present: names of the live adapter over all ranks.
     """
-    present = set(present)
 
-    def kept(tensors: Mapping[str, torch.Tensor], other: Iterable[str]) -> dict[str, torch.Tensor]:
-        known = set(other)
-        return {n: t for n, t in lora_only(tensors).items() if n in known or _is_in_block(n)}
+    def select(tensors: Mapping[str, torch.Tensor], known: set[str]) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor
+            for name, tensor in lora_only(tensors).items()
+            if name in known or any(part.isdecimal() for part in name.split("."))
+        }
 
-    return kept(source, present), kept(target, source)
-
-
-def _is_in_block(name: str) -> bool:
-    return any(part.isdecimal() for part in name.split("."))
+    return select(source, set(present)), select(target, set(source))
 
 
 @torch.no_grad()
-def copy_tensors(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], *, where: str) -> None:
-    """Copy tensors by name; names and shapes must agree, else UserError that starts with `where`."""
-    odd = sorted(source.keys() ^ target.keys())
-    if odd:
+def copy_tensors(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], *, context: str) -> None:
+    """Copy tensors by name; names and shapes must agree, else UserError that starts with `context`."""
+    if unmatched := sorted(source.keys() ^ target.keys()):
         raise UserError(
-            f"{where}: this adapter belongs to other settings or another backbone ({odd[0]} has no partner)"
+            f"{context}: this adapter belongs to other settings or another backbone ({unmatched[0]} has no partner)"
         )
     for name, tensor in target.items():
         if source[name].shape != tensor.shape:
             raise UserError(
-                f"{where}: {name} has the shape {tuple(source[name].shape)} and the model wants {tuple(tensor.shape)}"
+                f"{context}: {name} has the shape {tuple(source[name].shape)} and the model wants {tuple(tensor.shape)}"
             )
     for name, tensor in target.items():
         tensor.copy_(source[name])

@@ -17,38 +17,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..atomic import write_json
-from ..config import match_pattern
 from ..errors import UserError
 from ..models.anatomy import is_conv1d
-from ..models.checkpoint import INDEX, SINGLE, TensorEntry, canonical_name, read_index, stacked_expert_keys
-from .adapter import read_adapter
+from ..models.checkpoint import DTYPES, INDEX, SINGLE, TensorEntry, canonical_name, read_index, stacked_expert_keys
+from .adapter import WEIGHTS, check_saved, peft_tensor_name, read_adapter
 from .offsets import ADAPTER
-from .saved import SETTINGS, SavedAdapter
+from .saved import SETTINGS, SavedAdapter, saved_scale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CHUNK = 2 << 20  # bytes of float64 rows processed at once
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Rows = Callable[[int, int], Tensor]
 
 
@@ -82,33 +68,31 @@ class RoundingStatistics:
 
     def add(self, exact: Tensor, stored: Tensor) -> None:
         """Add some rows of a tensor before and after rounding. Raises UserError if a value is not finite."""
-        found = self.by_dtype.setdefault(stored.dtype, {"largest": 0.0, "relative": 0.0})
+        statistics = self.by_dtype.setdefault(stored.dtype, {"largest": 0.0, "relative": 0.0})
         before = exact.double().reshape(exact.shape[0] if exact.ndim else 1, -1)
         after = stored.to(torch.float64, copy=True).reshape(before.shape)
-        moved = torch.linalg.vector_norm(after.sub_(before), torch.inf, dim=1)
+        error = torch.linalg.vector_norm(after.sub_(before), torch.inf, dim=1)
         row = torch.linalg.vector_norm(before, torch.inf, dim=1).clamp_min_(1e-300)
-        found["largest"] = max(found["largest"], float(moved.max()))
-        found["relative"] = max(found["relative"], float((moved / row).max()))
-        if not moved.isfinite().all():
+        statistics["largest"] = max(statistics["largest"], float(error.max()))
+        statistics["relative"] = max(statistics["relative"], float((error / row).max()))
+        if not error.isfinite().all():
             kind = str(stored.dtype).removeprefix("torch.")
             raise UserError(f"the adapter makes weights that are not finite numbers in {kind}; it cannot be merged")
 
     def as_json(self) -> dict[str, dict[str, float]]:
         """Return the errors by the dtype's plain name."""
-        return {str(dtype).removeprefix("torch."): found for dtype, found in self.by_dtype.items()}
+        return {str(dtype).removeprefix("torch."): statistics for dtype, statistics in self.by_dtype.items()}
 
 
-@dataclass(frozen=True)
-class MergeResult:
-    """Result of a merge."""
+class MergeResult(NamedTuple):
+    """Key of each changed or added tensor → its file's name and its number of rows; and the rounding."""
 
-    changed: dict[str, tuple[str, int]]  # key of each changed or added tensor → its file's name and its number of rows
+    changed: dict[str, tuple[str, int]]
     rounding: RoundingStatistics
 
 
 @dataclass(frozen=True)
 class _TensorSource:
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     rows: Rows | None = None
@@ -121,14 +105,14 @@ class _TensorSource:
     def chunks(self, rounding: RoundingStatistics) -> Iterator[bytes | memoryview]:
         """Yield the tensor's bytes in order, in chunks; rounding errors are added to `rounding`."""
         if self.entry is not None:
-            yield from _copy_chunks(self.entry)
+            yield from self.entry.chunks(_CHUNK)
             return
         assert self.rows is not None
         for start, stop in _row_spans(self.shape):
             exact = self.rows(start, stop)
-            part = exact.to(self.dtype).contiguous()
-            rounding.add(exact, part)
-            yield part.flatten().view(torch.uint8).numpy().data
+            stored = exact.to(self.dtype).contiguous()
+            rounding.add(exact, stored)
+            yield stored.flatten().view(torch.uint8).numpy().data
 
 
 def merge_files(
@@ -148,39 +132,45 @@ def merge_files(
             that the architecture ties, or produces weights that are not finite.
     """
     checkpoint: Any = model.checkpoint
-    changes, whole = read_changes(model, adapter)
+    changes, replaced = read_changes(model, adapter)
     keys = dict(checkpoint.keys)
-    pieces = _unchanged_tensors(checkpoint, cast)
+    # others (a language head under a classifier) are dropped, unless conversions hide which those are
+    unchanged = set(checkpoint.entries) if checkpoint.converted else set(keys.values())
+    pieces: dict[str, dict[str, _TensorSource]] = {}
+    for key, entry in checkpoint.entries.items():
+        if key in unchanged:
+            pieces.setdefault(entry.file.name, {})[key] = _unadapted_tensor(entry, cast)
     added: dict[str, _TensorSource] = {}
     for names in sorted({tuple(_tied_weights(model, name)) for name in changes} - {()}):
         _untie(model, names)
         shared = checkpoint.entries[keys[names[0]]]
         added |= {other: _unadapted_tensor(shared, cast) for other in _names_sharing_tensor(checkpoint, names[0])[1:]}
-    for source, there, change in _file_changes(model, changes):
+    for source, target, change in _file_changes(model, changes):
         entry = checkpoint.entries[source]
         piece = _TensorSource(cast or entry.dtype, entry.shape, rows=_merged_rows(entry, change))
-        if there == source:
+        if target == source:
             pieces[entry.file.name][source] = piece
         else:
-            added[there] = piece
-    for name, tensor in whole.items():
+            added[target] = piece
+    for name, tensor in replaced.items():
         if name in checkpoint.converted:
             raise _merge_error(f"{name} is trained whole, and the files of this backbone hold it in another form")
-        kept = cast or (checkpoint.entries[keys[name]].dtype if name in keys else dtype)
-        piece = _TensorSource(kept, tuple(tensor.shape), rows=partial(_slice_rows, tensor))
+        own_dtype = checkpoint.entries[keys[name]].dtype if name in keys else dtype
+        rows = partial(lambda tensor, start, stop: tensor[start:stop], tensor)
+        piece = _TensorSource(cast or own_dtype, tuple(tensor.shape), rows=rows)
         if name not in keys:
             added[name] = piece
-        for other in _tied_weights(model, name) or [name]:  # tied weights trained in full remain one tensor
-            if other in keys:
-                pieces[checkpoint.entries[keys[other]].file.name][keys[other]] = piece
+        for tied in _tied_weights(model, name) or [name]:  # tied weights trained in full remain one tensor
+            if tied in keys:
+                pieces[checkpoint.entries[keys[tied]].file.name][keys[tied]] = piece
     pieces[max(pieces)].update(added)  # to the last file
     rounding = RoundingStatistics()
     for file, content in pieces.items():
         _write_file(out / file, content, rounding)
     if len(pieces) > 1 or SINGLE not in pieces:
-        places = {key: file for file, content in pieces.items() for key in content}
+        files = {key: file for file, content in pieces.items() for key in content}
         total = sum(piece.size for content in pieces.values() for piece in content.values())
-        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))})
     changed = {
         key: (file, piece.shape[0])
         for file, content in pieces.items()
@@ -223,8 +213,7 @@ def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Weigh
             transposed = is_conv1d(kind)
         if not (isinstance(kind, nn.Linear | nn.Embedding) or transposed):
             raise _merge_error(f"{owner} is a {type(kind).__name__}, neither a linear layer nor an embedding")
-        rank, alpha = a.shape[0], match_pattern(settings.get("alpha_pattern"), owner, settings["lora_alpha"])
-        scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        scale = saved_scale(settings, owner, a.shape[0])
         changes[f"{owner}.weight"] = WeightDelta(a, b, scale, transposed, magnitude)
     return changes, {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
 
@@ -313,17 +302,6 @@ def _unadapted_tensor(entry: TensorEntry, cast: torch.dtype | None) -> _TensorSo
     return _TensorSource(cast, entry.shape, rows=lambda start, stop: _read_rows(entry, start, stop).double())
 
 
-def _unchanged_tensors(checkpoint: Any, cast: torch.dtype | None) -> dict[str, dict[str, _TensorSource]]:
-    """Return, by file, every tensor that the model reads, to be copied. Others (a language head under a classifier) are
-    dropped, unless conversions hide which those are."""
-    wanted = set(checkpoint.entries) if checkpoint.converted else set(checkpoint.keys.values())
-    pieces: dict[str, dict[str, _TensorSource]] = {}
-    for key, entry in checkpoint.entries.items():
-        if key in wanted:
-            pieces.setdefault(entry.file.name, {})[key] = _unadapted_tensor(entry, cast)
-    return pieces
-
-
 def _tied_weights(model: PreTrainedModel, name: str) -> list[str]:
     """Return the weights tied to the weight `name`, itself included; empty if it is not tied."""
     pairs = model.all_tied_weights_keys
@@ -349,10 +327,6 @@ def _merge_error(reason: str) -> UserError:
     return UserError(
         f"this adapter cannot be folded into the weights: {reason}; hand on the adapter as it is (`flatshift export`)"
     )
-
-
-def _slice_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
-    return tensor[start:stop]
 
 
 def _merged_rows(entry: TensorEntry, change: WeightDelta) -> Rows:
@@ -396,18 +370,6 @@ def _row_spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, shape[0])
 
 
-def _copy_chunks(entry: TensorEntry) -> Iterator[bytes]:
-    with entry.file.open("rb") as stream:
-        stream.seek(entry.offset)
-        left = entry.bytes
-        while left:
-            part = stream.read(min(left, _CHUNK))
-            if not part:
-                raise UserError(f"{entry.file} became shorter while it was read")
-            left -= len(part)
-            yield part
-
-
 def _write_file(file: Path, pieces: dict[str, _TensorSource], rounding: RoundingStatistics) -> None:
     """Write a safetensors file: length of the header, header, tensors, wider types first so that each is aligned."""
     order = sorted(pieces, key=lambda key: (-pieces[key].dtype.itemsize, key))
@@ -415,11 +377,8 @@ def _write_file(file: Path, pieces: dict[str, _TensorSource], rounding: Rounding
     end = 0
     for key in order:
         piece = pieces[key]
-        header[key] = {
-            "dtype": _NAMES[piece.dtype],
-            "shape": list(piece.shape),
-            "data_offsets": [end, end + piece.size],
-        }
+        span = [end, end + piece.size]
+        header[key] = {"dtype": _DTYPE_NAMES[piece.dtype], "shape": list(piece.shape), "data_offsets": span}
         end += piece.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the header's end is aligned to 8 bytes
@@ -446,10 +405,8 @@ def combine_adapters(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) 
     """
     from safetensors.torch import save_file
 
-    from .adapter import WEIGHTS, check_saved, peft_tensor_name, read_adapter
-
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    kept: dict[str, Tensor] = {}
+    combined: dict[str, Tensor] = {}
     ends: dict[str, tuple[str, str]] = {}
     for index, (saved, weight) in enumerate(adapters):
         tensors = read_adapter(saved.path)
@@ -461,35 +418,22 @@ def combine_adapters(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) 
             parts.setdefault(layer, []).append((down, weight * scale * up))
         if tensors and index:
             raise UserError(f"{saved.path} also holds {min(tensors)}, which is no sum; put this adapter first")
-        kept |= tensors
+        combined |= tensors
     for layer, factors in parts.items():
         shapes = {(a.shape[1], b.shape[0]) for a, b in factors}
         if len(shapes) > 1:
             raise UserError(f"{layer} has different shapes in these adapters: they are of different backbones")
-        kept[f"{layer}.{ends[layer][0]}"] = torch.cat([a for a, _ in factors])
-        kept[f"{layer}.{ends[layer][1]}"] = torch.cat([b for _, b in factors], dim=1)
-    first = adapters[0][0]
-    host = {peft_tensor_name(name, parts): tensor.contiguous() for name, tensor in kept.items()}
+        combined[f"{layer}.{ends[layer][0]}"] = torch.cat([a for a, _ in factors])
+        combined[f"{layer}.{ends[layer][1]}"] = torch.cat([b for _, b in factors], dim=1)
+    host = {peft_tensor_name(name, parts): tensor.contiguous() for name, tensor in combined.items()}
     save_file(host, out / WEIGHTS, metadata={"format": "pt"})
-    check_saved(read_adapter(out), kept)
-    write_json(
-        out / SETTINGS, _combined_settings(first, {layer: sum(len(a) for a, _ in f) for layer, f in parts.items()})
-    )
-
-
-def _combined_settings(first: SavedAdapter, ranks: dict[str, int]) -> dict[str, Any]:
-    """Return the adapter_config.json: every layer by name, with its rank, at the scale 1."""
+    check_saved(read_adapter(out), combined)
+    ranks = {layer: sum(len(a) for a, _ in factors) for layer, factors in parts.items()}
     common = Counter(ranks.values()).most_common(1)[0][0]
-    odd = {layer: rank for layer, rank in ranks.items() if rank != common}
-    changes = {
-        "r": common,
-        "lora_alpha": common,
-        "rank_pattern": odd,
-        "alpha_pattern": odd,
-        "use_rslora": False,
-        "init_lora_weights": True,
-        "target_modules": sorted(ranks),
-        "exclude_modules": None,
+    others = {layer: rank for layer, rank in ranks.items() if rank != common}
+    changes = {  # every layer by name, with its rank, at the scale 1
+        **{"r": common, "lora_alpha": common, "rank_pattern": others, "alpha_pattern": others, "use_rslora": False},
+        **{"init_lora_weights": True, "target_modules": sorted(ranks), "exclude_modules": None},
         "layers_to_transform": None,
     }
-    return json.loads(json.dumps({**first.settings, **changes}))
+    write_json(out / SETTINGS, {**adapters[0][0].settings, **changes})

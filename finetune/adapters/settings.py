@@ -23,6 +23,7 @@ from torch import nn
 from ..config import Adapter, match_pattern
 from ..errors import UserError
 from ..models.anatomy import is_conv1d, is_linear, non_language_modules
+from .offsets import lora_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -61,12 +62,15 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: AdapterTas
     parameters: list[str] = []
     ranks: dict[str, int] = dict(adapter.ranks or {})
     alphas = adapter.numerators
-    fused = fused_parameters(backbone)
+    # parameters (E, ·, ·) that hold the experts of each block
+    fused = [name for name, p in backbone.named_parameters() if p.ndim == 3 and _EXPERTS.search(name)]
     if adapter.experts is not None and not fused:
         raise UserError("adapter.experts: this backbone has no mixture of experts in its blocks; leave it at null")
     if fused:
-        names = without_routers(backbone, _linear_names(backbone, adapter, targets, task), adapter.targets)
-        targets, parameters = split_modules_and_parameters(names)
+        names = _without_routers(_linear_names(backbone, adapter, targets, task), adapter.targets)
+        # linear layers that PEFT would rename, and skip: it adapts them as parameters
+        parameters = [f"{name}.weight" for name in names if name.rsplit(".", 1)[-1] in _RENAMED]
+        targets = [name for name in names if name.rsplit(".", 1)[-1] not in _RENAMED]
         if adapter.experts is not None:
             chosen = [name for name in fused if _is_in_layers(name, adapter.layers)]
             parameters += chosen
@@ -103,16 +107,15 @@ def with_saved_ranks(config: LoraConfig, directory: str | Path) -> LoraConfig:
     EVA)."""
     from peft import LoraConfig
 
-    kept: Any = LoraConfig.from_pretrained(str(directory))
-    return dataclasses.replace(
-        config, target_modules=kept.target_modules, rank_pattern=kept.rank_pattern, alpha_pattern=kept.alpha_pattern
-    )
+    saved = LoraConfig.from_pretrained(str(directory))
+    names = ("target_modules", "rank_pattern", "alpha_pattern")
+    return dataclasses.replace(config, **{name: getattr(saved, name) for name in names})
 
 
 def check_patterns(model: PeftModel, adapter: Adapter) -> None:
     """Raise UserError if a name in `adapter.ranks` or `adapter.alphas` matches no adapted layer, or if two of them give
     one layer different values: PEFT takes the first, and its file does not preserve their order."""
-    layers = [name.removeprefix("base_model.model.") for name, module in model.named_modules() if _has_lora(module)]
+    layers = list(lora_layers(model))
     for setting in ("ranks", "alphas"):
         for pattern in getattr(adapter, setting) or {}:
             if not any(match_pattern({pattern: True}, name, False) for name in layers):
@@ -123,36 +126,32 @@ def check_patterns(model: PeftModel, adapter: Adapter) -> None:
     for setting, values in (("ranks", adapter.ranks or {}), ("alphas", adapter.numerators)):
         for layer in layers:
             names = [name for name in values if match_pattern({name: True}, layer, False)]
-            other = next((name for name in names if values[name] != values[names[0]]), None)
-            if other is not None:
+            second = next((name for name in names if values[name] != values[names[0]]), None)
+            if second is not None:
                 raise UserError(
-                    f"adapter.{setting}: {names[0]!r} and {other!r} both name {layer}, with {values[names[0]]:g} and "
-                    f"{values[other]:g} (where only a rank is given, alpha follows it); let each layer have one name"
+                    f"adapter.{setting}: {names[0]!r} and {second!r} both name {layer}, with {values[names[0]]:g} and "
+                    f"{values[second]:g} (where only a rank is given, alpha follows it); let each layer have one name"
                 )
 
 
-def _has_lora(module: nn.Module) -> bool:
-    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
-
-
 def _resolve_targets(backbone: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
-    wanted = [targets] if isinstance(targets, str) else list(targets)
-    if wanted == ["all-linear"]:
+    suffixes = [targets] if isinstance(targets, str) else list(targets)
+    if suffixes == ["all-linear"]:
         return "all-linear"
-    if not wanted:
+    if not suffixes:
         raise UserError("adapter.targets is empty; name module suffixes or all-linear")
-    for suffix in wanted:
-        _require_module(backbone, suffix, "adapter.targets", linear=True, other=", or all-linear")
-    return wanted
+    for suffix in suffixes:
+        _require_module(backbone, suffix, "adapter.targets", linear=True, hint=", or all-linear")
+    return suffixes
 
 
-def _require_module(backbone: nn.Module, suffix: str, where: str, *, linear: bool, other: str = "") -> None:
+def _require_module(backbone: nn.Module, suffix: str, setting: str, *, linear: bool, hint: str = "") -> None:
     names = [n for n, m in backbone.named_modules() if n and (not linear or _can_have_lora(m))]
     if not any(_has_suffix(name, suffix) for name in names):
         leaves = sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdigit()})
         kind = "linear layer" if linear else "module"
         raise UserError(
-            f"{where}: no {kind} of this backbone is called {suffix!r}; {_suggest_names(suffix, leaves)}{other}"
+            f"{setting}: no {kind} of this backbone is called {suffix!r}; {_suggest_names(suffix, leaves)}{hint}"
         )
 
 
@@ -190,18 +189,19 @@ def _linear_names(
 def _language_names(backbone: PreTrainedModel, names: list[str], targets: str | tuple[str, ...]) -> list[str]:
     """Return the `names` in the language model, and elsewhere (a vision tower) only those matched by a target that
     matches nothing in the language model."""
-    beside = tuple(f"{name}." for name in non_language_modules(backbone))
-    inside = [name for name in names if not name.startswith(beside)]
-    asked = [] if isinstance(targets, str) else [t for t in targets if not any(_has_suffix(name, t) for name in inside)]
-    return [name for name in names if name in inside or any(_has_suffix(name, target) for target in asked)]
+    prefixes = tuple(f"{name}." for name in non_language_modules(backbone))
+    language = [name for name in names if not name.startswith(prefixes)]
+    suffixes = () if isinstance(targets, str) else targets
+    others = [suffix for suffix in suffixes if not any(_has_suffix(name, suffix) for name in language)]
+    return [name for name in names if name in language or any(_has_suffix(name, suffix) for suffix in others)]
 
 
 def _is_in_layers(name: str, layers: tuple[int, ...] | None) -> bool:
     if layers is None:
         return True
-    parts = name.split(".")
-    index = [b for a, b in itertools.pairwise(parts) if a in _BLOCK_LISTS and b.isdigit()]
-    return bool(index) and int(index[0]) in layers
+    pairs = itertools.pairwise(name.split("."))
+    index = next((int(b) for a, b in pairs if a in _BLOCK_LISTS and b.isdigit()), None)
+    return index in layers
 
 
 def _check_layers(backbone: PreTrainedModel, adapter: Adapter) -> None:
@@ -219,23 +219,22 @@ def _check_layers(backbone: PreTrainedModel, adapter: Adapter) -> None:
 def _fully_trained_modules(backbone: PreTrainedModel, adapter: Adapter) -> list[str]:
     """Return the full names of the modules in `adapter.train_whole`: by suffix, PEFT would match `input_layernorm` for
     `norm`."""
-    found = []
+    names = []
     for suffix in adapter.train_whole or ():
         _require_module(backbone, suffix, "adapter.train_whole", linear=False)
         for name, module in backbone.named_modules():
             if name and _has_suffix(name, suffix):
                 _check_not_shared(backbone, name, module)
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 def _check_not_shared(backbone: nn.Module, name: str, module: nn.Module) -> None:
-    own = {id(p) for p in module.parameters()}
-    inside = {id(m) for m in module.modules()}
-    for other, holder in backbone.named_modules():
-        if id(holder) not in inside and own & {id(p) for p in holder._parameters.values()}:
+    parameters, inner = set(module.parameters()), set(module.modules())
+    for sharing, holder in backbone.named_modules():
+        if holder not in inner and not parameters.isdisjoint(holder._parameters.values()):
             raise UserError(
-                f"adapter.train_whole: {name} shares its weight with {other}, and only one of them would train; give "
+                f"adapter.train_whole: {name} shares its weight with {sharing}, and only one of them would train; give "
                 "both a LoRA adapter by adapter.targets, or take a backbone whose weights are not tied"
             )
 
@@ -257,9 +256,9 @@ def _new_modules_outside_head(backbone: PreTrainedModel, task: AdapterTask, new:
 
 def adapts_head(adapter: Adapter, new: Iterable[str]) -> bool:
     """True if `adapter.targets` names the new head itself, which then trains by LoRA."""
-    named = () if isinstance(adapter.targets, str) else adapter.targets
+    targets = () if isinstance(adapter.targets, str) else adapter.targets
     heads = {name.rsplit(".", 2)[-2] for name in new} & _HEADS
-    return any(target.rsplit(".", 1)[-1] in heads for target in named)
+    return any(target.rsplit(".", 1)[-1] in heads for target in targets)
 
 
 def is_fully_trained(module: str, new: Iterable[str]) -> bool:
@@ -273,33 +272,17 @@ _RENAMED = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
 _EXPERTS = re.compile(r"(^|\.)experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
 
 
-def fused_parameters(backbone: nn.Module) -> list[str]:
-    """Return the names of the parameters (E, ·, ·) that hold the experts of each block; empty without experts."""
-    return [name for name, p in backbone.named_parameters() if p.ndim == 3 and _EXPERTS.search(name)]
-
-
-def without_routers(backbone: nn.Module, names: Sequence[str], targets: str | tuple[str, ...]) -> list[str]:
-    """Return `names` without routers.
-
-    Raises:
-        UserError: a router is named in `targets`, or no other name is left.
-    """
+def _without_routers(names: Sequence[str], targets: str | tuple[str, ...]) -> list[str]:
+    """Return `names` without routers. Raises UserError if `targets` names one, or no other name is left."""
     routers = [name for name in names if name.rsplit(".", 1)[-1] in _ROUTERS]
     if routers and targets != "all-linear":
         raise UserError(
             f"adapter.targets: {routers[0]} decides which experts see a token and stays frozen; take "
             f"{routers[0].rsplit('.', 1)[-1]} out"
         )
-    kept = [name for name in names if name not in set(routers)]
-    if not kept:
+    if len(routers) == len(names):
         raise UserError("adapter.targets, adapter.layers and adapter.exclude leave no layer to adapt")
-    return kept
-
-
-def split_modules_and_parameters(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the (modules, parameters) by which PEFT adapts the linear layers `names`."""
-    parameters = [name for name in names if name.rsplit(".", 1)[-1] in _RENAMED]
-    return [name for name in names if name not in set(parameters)], [f"{name}.weight" for name in parameters]
+    return [name for name in names if name not in routers]
 
 
 def _check_experts(adapter: Adapter, parameters: Sequence[str]) -> None:

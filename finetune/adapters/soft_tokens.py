@@ -123,16 +123,16 @@ def attach_projector(model: PeftModel, projector: Projector, *, seed: int, dtype
     linear = nn.Linear(projector.width, soft.shape[1], device="meta").to_empty(device=soft.device).to(dtype)
     bound = 1 / math.sqrt(projector.width)
     for name, parameter in linear.named_parameters():
-        drawn = torch.empty(parameter.shape)
-        nn.init.uniform_(drawn, -bound, bound, generator=torch_generator(seed, "init", f"{_MODULE}.{name}"))
-        parameter.data.copy_(drawn)
-    front = _FeatureForward(owner, projector)
+        value = torch.empty(parameter.shape)
+        nn.init.uniform_(value, -bound, bound, generator=torch_generator(seed, "init", f"{_MODULE}.{name}"))
+        parameter.data.copy_(value)
+    forward = _FeatureForward(owner, projector)
     if not isinstance(projector.inject, str):
-        front.enter_at(projector.inject)
+        forward.enter_at(projector.inject)
     owner.add_module(_MODULE, linear)
     owner.soft_tokens += projector.places  # so that position counts include these too
     owner.features_before = projector
-    owner.forward = front
+    owner.forward = forward
 
 
 def blank_features(model: nn.Module, *, rows: int) -> dict[str, Tensor]:
@@ -163,25 +163,27 @@ class _FeatureForward:
         Returns: the backbone's output, with logits (B, T, V).
         """
         projector, linear = self.projector, self.model.projector
-        wanted = (len(input_ids), projector.count, projector.width)
-        if features is None or features.shape != wanted:
+        expected = (len(input_ids), projector.count, projector.width)
+        if features is None or features.shape != expected:
             shape = "none" if features is None else tuple(features.shape)
-            raise UserError(f"this adapter reads features of the shape {wanted} with these rows, and is given {shape}")
+            raise UserError(
+                f"this adapter reads features of the shape {expected} with these rows, and is given {shape}"
+            )
         base = self.model.get_base_model()
         text = base.get_input_embeddings()(input_ids)
         projected = linear(features.to(linear.weight.dtype)).to(text.dtype)
         soft = self.model.get_prompt(batch_size=len(text)).to(text.dtype)
-        first = isinstance(projector.inject, str)
-        front = projected if first else projected.new_zeros(len(text), 1, text.shape[2])
-        before = self.model.soft_tokens
+        is_front = isinstance(projector.inject, str)
+        front = projected if is_front else projected.new_zeros(len(text), 1, text.shape[2])
+        prefix = self.model.soft_tokens
         if attention_mask is not None:
-            attention_mask = F.pad(attention_mask, (before, 0), value=1)
-        self._entering = None if first else projected
+            attention_mask = F.pad(attention_mask, (prefix, 0), value=1)
+        self._entering = None if is_front else projected
         try:
             output = base(inputs_embeds=torch.cat([front, soft, text], dim=1), attention_mask=attention_mask, **more)
         finally:
             self._entering = None
-        output.logits = output.logits[:, before:]
+        output.logits = output.logits[:, prefix:]
         return output
 
     def enter_at(self, inject: tuple[int, ...]) -> None:
@@ -238,41 +240,40 @@ def _hide_first_position(base: Any, layers: list[nn.Module], first: int) -> None
 
 
 def _attention_hiding_positions(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **how: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attention function for transformers, (B, H, T, D) each → (B, T, H, D): sdpa, which in blocks that hide positions
     skips the first ones and outputs 0 for them."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    cut = getattr(module, _HIDDEN, 0)
-    if cut:
-        query, key, value = (part[:, :, cut:] for part in (query, key, value))
-        attention_mask = None if attention_mask is None else attention_mask[..., cut:, cut:]
-    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **how)
-    return F.pad(output, (0, 0, 0, 0, cut, 0)) if cut else output, None
+    hidden = getattr(module, _HIDDEN, 0)
+    if hidden:
+        query, key, value = (states[:, :, hidden:] for states in (query, key, value))
+        attention_mask = None if attention_mask is None else attention_mask[..., hidden:, hidden:]
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return F.pad(output, (0, 0, 0, 0, hidden, 0)) if hidden else output, None
 
 
 @torch.no_grad()
 def _is_position_hidden(base: Any, block: nn.Module) -> bool:
     """True if the inputs of `block` at the other positions are bit-identical, whatever the input at the first."""
-    found: list[Tensor] = []
+    states: list[Tensor] = []
 
-    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append((args[0] if args else kwargs["hidden_states"])[:, 1:])
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states.append((args[0] if args else kwargs["hidden_states"])[:, 1:])
 
-    table = base.get_input_embeddings().weight
-    rows = table[:8].clone()[None]
+    rows = base.get_input_embeddings().weight[:8].clone()[None]
     training = base.training
     base.eval()
-    handle = block.register_forward_pre_hook(watch, with_kwargs=True)
+    handle = block.register_forward_pre_hook(record, with_kwargs=True)
     try:
-        for first in (torch.zeros_like(rows[:, 0]), torch.ones_like(rows[:, 0])):
-            rows[:, 0] = first
+        for value in (0.0, 1.0):
+            rows[:, 0] = value
             base(inputs_embeds=rows.clone(), attention_mask=torch.ones(rows.shape[:2], device=rows.device).long())
     finally:
         handle.remove()
         base.train(training)
-    return len(found) == 2 and torch.equal(*found)
+    return len(states) == 2 and torch.equal(*states)
 
 
 def write_projector(model: Any, directory: Path) -> None:
@@ -282,10 +283,10 @@ def write_projector(model: Any, directory: Path) -> None:
     projector: Projector | None = getattr(model, "features_before", None)
     if projector is None:
         return
-    told = json.dumps({**_injection_metadata(projector), "features": projector.features})
+    metadata = json.dumps({**_injection_metadata(projector), "features": projector.features})
     tensors = {name: p.detach().cpu().contiguous() for name, p in model.projector.named_parameters()}
     # a single key: safetensors writes several in arbitrary order, and a resumed run's file has to be identical
-    save_file(tensors, directory / FILE, metadata={_MODULE: told})
+    save_file(tensors, directory / FILE, metadata={_MODULE: metadata})
 
 
 def check_projector(model: Any, directory: str | Path) -> None:
@@ -300,13 +301,13 @@ def check_projector(model: Any, directory: str | Path) -> None:
     if projector is None or not file.is_file():
         return
     with safe_open(file, "pt") as opened:
-        told = json.loads((opened.metadata() or {}).get(_MODULE, "{}"))
-    found, wanted = (
-        " and ".join(f"{name} {json.dumps(entry.get(name))}" for name in _injection_metadata(projector))
-        for entry in (told, _injection_metadata(projector))
+        metadata = json.loads((opened.metadata() or {}).get(_MODULE, "{}"))
+    own = _injection_metadata(projector)
+    stored, expected = (
+        " and ".join(f"{name} {json.dumps(entry.get(name))}" for name in own) for entry in (metadata, own)
     )
-    if found != wanted:
-        raise UserError(f"{file}: this projector has {found}, and adapter.projector here {wanted}; set them alike")
+    if stored != expected:
+        raise UserError(f"{file}: this projector has {stored}, and adapter.projector here {expected}; set them alike")
 
 
 def _injection_metadata(projector: Projector) -> dict[str, Any]:

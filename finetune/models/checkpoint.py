@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # As in the safetensors format, without the dtypes that no weight of a transformers model has.
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -60,6 +60,16 @@ class TensorEntry:
     def bytes(self) -> int:
         """Size of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def chunks(self, size: int) -> Iterator[Any]:
+        """Yield the tensor's bytes in order, at most `size` at once. Raises UserError if the file is cut short."""
+        with self.file.open("rb") as stream:
+            stream.seek(self.offset)
+            for start in range(0, self.bytes, size):
+                chunk = stream.read(min(size, self.bytes - start))
+                if len(chunk) < min(size, self.bytes - start):
+                    raise UserError(f"{self.file} became shorter while it was read")
+                yield chunk
 
 
 def read_index(directory: Path) -> dict[str, TensorEntry]:
@@ -109,7 +119,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
             start, stop = value["data_offsets"]
             if not all(isinstance(one, int) and 0 <= one < 2**63 for one in (start, stop, *value["shape"])):
                 raise ValueError(key)
-            entries[key] = TensorEntry(file, _DTYPES[value["dtype"]], tuple(value["shape"]), _LENGTH + length + start)
+            entries[key] = TensorEntry(file, DTYPES[value["dtype"]], tuple(value["shape"]), _LENGTH + length + start)
             if stop - start != entries[key].bytes:
                 raise ValueError(key)
             end = max(end, stop)

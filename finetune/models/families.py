@@ -177,11 +177,10 @@ def context_families() -> tuple[str, ...]:
 
 
 COUNTED_FROM_PAD = frozenset(
-    (
-        "altclip_text_model bridgetower_text_model camembert clap_text_model data2vec-text esm ibert "
-        "layoutlmv3 lilt longformer luke markuplm mpnet roberta roberta-prelayernorm xlm-roberta "
-        "xlm-roberta-xl xmod"
-    ).split()
+    """
+    altclip_text_model bridgetower_text_model camembert clap_text_model data2vec-text esm ibert layoutlmv3 lilt
+    longformer luke markuplm mpnet roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod
+    """.split()
 )
 """Model types with a position table of `max_position_embeddings` rows in which the first text token takes the row after
 the pad token's."""
@@ -193,10 +192,10 @@ error."""
 
 
 LEAKS_PACKED = frozenset(
-    (
-        "biogpt bloom falcon_h1 falcon_mamba jamba mamba minimax mpt nemotron_h olmo_hybrid openai-gpt opt "
-        "qwen3_5_text recurrent_gemma rwkv xglm xlstm"
-    ).split()
+    """
+    biogpt bloom falcon_h1 falcon_mamba jamba mamba minimax mpt nemotron_h olmo_hybrid openai-gpt opt qwen3_5_text
+    recurrent_gemma rwkv xglm xlstm
+    """.split()
 )
 """Model types of decoders that take no notice of positions which begin again, so samples of one row see each other.
 What is not here is measured before the first step (`flatshift.finetune.evaluate.packing_check`)."""

@@ -91,12 +91,9 @@ def _file_state(file: Path) -> tuple[int, ...]:
 
 
 def _tensor_digest(entry: TensorEntry) -> str:
-    digest, left = hashlib.sha256(), entry.bytes
-    with entry.file.open("rb") as stream:
-        stream.seek(entry.offset)
-        while left and (part := stream.read(min(left, _CHUNK))):
-            digest.update(part)
-            left -= len(part)
+    digest = hashlib.sha256()
+    for chunk in entry.chunks(_CHUNK):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
