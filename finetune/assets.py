@@ -47,17 +47,17 @@ def sample_path(name: str) -> Path:
     Raises:
         UserError: there is no such sample; the message names the nearest one.
     """
-    known = list_samples()
-    if name in known:
+    names = list_samples()
+    if name in names:
         return _SAMPLES / f"{name}{_SAMPLE_SUFFIX}"
-    splits = [candidate for candidate in known if candidate.startswith(f"{name}/")]
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    splits = [candidate for candidate in names if candidate.startswith(f"{name}/")]
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     if splits:
         hint = f"{name!r} is a target with several files: take one of {', '.join(splits)}"
     elif nearest:
         hint = f"did you mean {nearest[0]!r}?"
     else:
-        hint = f"there are {', '.join(known)}"
+        hint = f"there are {', '.join(names)}"
     raise UserError(f"no shipped sample is called {name!r}; {hint}")
 
 

@@ -682,19 +682,19 @@ def check_bounds(config: Any, **bounds: tuple[float | None, float | None]) -> No
             continue
         # negated comparisons, so that NaN fails too
         if (low is not None and not value >= low) or (high is not None and not value <= high):
-            wanted = (
+            range_text = (
                 f"≥ {low}" if high in (None, math.inf) else f"≤ {high}" if low is None else f"between {low} and {high}"
             )
-            raise ValueError(f"{name} must be {wanted}, got {value}")
+            raise ValueError(f"{name} must be {range_text}, got {value}")
         if high is None and math.isinf(value):
             raise ValueError(f"{name} must be a finite number, got {value}")
 
 
-def check_nonzero(config: Any, **meant: str) -> None:
+def check_nonzero(config: Any, **effects: str) -> None:
     """Reject the value 0 for settings with which nothing would be trained.
 
-    meant: for each field, the effect of 0 and what to write instead. Raises ValueError as `check_bounds`.
+    effects: for each field, the effect of 0 and what to write instead. Raises ValueError as `check_bounds`.
     """
-    for name, told in meant.items():
+    for name, effect in effects.items():
         if getattr(config, name) == 0:
-            raise ValueError(f"{name} must be above 0, got 0: {told}")
+            raise ValueError(f"{name} must be above 0, got 0: {effect}")

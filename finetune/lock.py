@@ -36,22 +36,22 @@ _PATIENCE_S = 0.2  # seconds to retry a lock: its owner may be about to exit
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: str | Path, *, instead: str = "name another --out") -> Iterator[None]:
+def exclusive_lock(path: str | Path, *, alternative: str = "name another --out") -> Iterator[None]:
     """Hold the exclusive lock on `path`, a file or directory that may not exist yet.
 
     Creates the parent directories, and removes them again if they stay empty; removes temporary files that killed
     writes of `path` left next to it. On a file system without locks, print a warning to stderr once and continue.
 
-    instead: the alternative suggested in the error message.
+    alternative: the alternative suggested in the error message.
     Raises UserError that names the process holding the lock, or if the path cannot be written.
     """
     real = Path(os.path.realpath(path))
-    made: list[Path] = []
+    created: list[Path] = []
     try:
-        fd, lock = _acquire(real, path, instead, made)
+        fd, lock = _acquire(real, path, alternative, created)
         try:
             if fd is not None:  # without a lock, the leftovers may belong to a running command
-                remove_leftovers(real.parent, of=real.name)
+                remove_leftovers(real.parent, name=real.name)
             yield
         except Exception as error:
             if not is_disk_full(error):
@@ -63,7 +63,7 @@ def exclusive_lock(path: str | Path, *, instead: str = "name another --out") -> 
                     lock.unlink()  # unlink before unlocking, so that a waiting process sees that its file is stale
                 os.close(fd)
     finally:
-        for folder in made:
+        for folder in created:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -72,10 +72,10 @@ def exclusive_lock(path: str | Path, *, instead: str = "name another --out") -> 
 def temporary_directory(prefix: str) -> Iterator[Path]:
     """Yield a new directory in the system's temporary directory and remove it at the end; first remove those of killed
     processes."""
-    there = Path(tempfile.gettempdir())
-    for left in there.glob(f"{prefix}*"):
-        _remove_abandoned(left)
-    folder = there / f"{prefix}{uuid.uuid4().hex}"
+    root = Path(tempfile.gettempdir())
+    for leftover in root.glob(f"{prefix}*"):
+        _remove_abandoned(leftover)
+    folder = root / f"{prefix}{uuid.uuid4().hex}"
     with exclusive_lock(folder):  # locked before it exists, so no other process finds it without an owner
         folder.mkdir(mode=0o700)
         try:
@@ -113,17 +113,17 @@ def try_lock(fd: int, *, shared: bool = False) -> bool | None:
     return True
 
 
-def _acquire(real: Path, path: str | Path, instead: str, made: list[Path]) -> tuple[int | None, Path]:
+def _acquire(real: Path, path: str | Path, alternative: str, created: list[Path]) -> tuple[int | None, Path]:
     """Open and lock the lock file of `real`; return its descriptor and path. The descriptor is None if the file system
-    has no locks. Directories that had to be created are added to `made`."""
-    patience = time.monotonic() + _PATIENCE_S
+    has no locks. Directories that had to be created are added to `created`."""
+    deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            made[:] = [*make_directory(real.parent), *made]
+            created[:] = [*make_directory(real.parent), *created]
             lock = _lock_path(real)
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:  # a failed command removed the directory it had created
-            if time.monotonic() > patience:
+            if time.monotonic() > deadline:
                 raise
             continue
         except OSError as error:
@@ -135,17 +135,15 @@ def _acquire(real: Path, path: str | Path, instead: str, made: list[Path]) -> tu
                 ) from None
             raise
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or not _OURS.startswith(os.pread(fd, len(_OURS), 0).rstrip(b"\0")):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or not _OURS.startswith(os.pread(fd, len(_OURS), 0).rstrip(b"\0")):
                 raise _foreign_lock_error(
                     lock
                 )  # our own prefix cut short is what a kill left, zeros are what a power cut left
             free = try_lock(fd)
-            if free is False and time.monotonic() > patience:
-                other = f", or {instead}" if instead else ""
-                raise UserError(
-                    f"{path} is in use by another command ({_describe_holder(fd)}); wait for its end{other}"
-                )
+            if free is False and time.monotonic() > deadline:
+                hint = f", or {alternative}" if alternative else ""
+                raise UserError(f"{path} is in use by another command ({_describe_holder(fd)}); wait for its end{hint}")
             if free is None:
                 _warn_unlocked(real)
                 lock.unlink(missing_ok=True)

@@ -53,16 +53,16 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @contextmanager
-def disk_full_interrupts(doing: str) -> Iterator[None]:
-    """Turn a full (or over-quota) or failing disk while `doing` something into Interrupted; other errors pass
+def disk_full_interrupts(activity: str) -> Iterator[None]:
+    """Turn a full (or over-quota) or failing disk while `activity` something into Interrupted; other errors pass
     through."""
     try:
         yield
     except Exception as error:
-        if (trouble := describe_disk_error(error)) is None:
+        if (problem := describe_disk_error(error)) is None:
             raise
-        then = "free some space and resume" if is_disk_full(error) else "resume when it is well again"
-        raise Interrupted(f"{trouble} while {doing}; {then}, everything finished before is kept") from error
+        advice = "free some space and resume" if is_disk_full(error) else "resume when it is well again"
+        raise Interrupted(f"{problem} while {activity}; {advice}, everything finished before is kept") from error
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ def check_empty(path: str | Path, *, resumable: bool = False) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"--out: {path} is a file; name a new or empty directory")
     if path.is_dir() and not has_only_leftovers(path):
-        instead = ", or continue a run with `flatshift train --resume`" if resumable else ""
-        raise UserError(f"--out: {path} is not empty; name another directory{instead}")
+        hint = ", or continue a run with `flatshift train --resume`" if resumable else ""
+        raise UserError(f"--out: {path} is not empty; name another directory{hint}")
 
 
 def check_replaceable(path: str | Path, *, resumable: bool = False) -> None:
@@ -176,8 +176,8 @@ def check_replaceable(path: str | Path, *, resumable: bool = False) -> None:
     check_empty(path, resumable=resumable)
     path = Path(path)
     if path.is_mount() or (path.is_dir() and path.samefile(Path.cwd())):
-        what = "a mount point" if path.is_mount() else "the working directory"
-        raise UserError(f"--out: {path} is {what}, which cannot be replaced; name a directory in it")
+        kind = "a mount point" if path.is_mount() else "the working directory"
+        raise UserError(f"--out: {path} is {kind}, which cannot be replaced; name a directory in it")
 
 
 def resume_command(path: str | Path) -> str:
@@ -212,24 +212,24 @@ def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -
 def add_provenance(directory: Path) -> None:
     """Append this command to command.txt, and to environment.json (`resumed`) when it resumed and what differs from
     before."""
-    before = (directory / COMMAND).read_text(encoding="utf-8")
-    write_text(directory / COMMAND, before + _command_line())
-    known = read_json_object(directory / ENVIRONMENT)
-    first, now = {**known}, collect_environment()
-    first.pop("resumed", None)
-    other = {name: value for name, value in now.items() if name == "created" or first.get(name) != value}
-    write_json(directory / ENVIRONMENT, {**known, "resumed": [*known.get("resumed", []), other]})
+    commands = (directory / COMMAND).read_text(encoding="utf-8")
+    write_text(directory / COMMAND, commands + _command_line())
+    environment = read_json_object(directory / ENVIRONMENT)
+    initial, current = {**environment}, collect_environment()
+    initial.pop("resumed", None)
+    changes = {name: value for name, value in current.items() if name == "created" or initial.get(name) != value}
+    write_json(directory / ENVIRONMENT, {**environment, "resumed": [*environment.get("resumed", []), changes]})
 
 
 def _command_line() -> str:
     name = Path(sys.argv[0]).name
-    called = "flatshift" if name == "__main__.py" else name  # `python -m flatshift` runs the same command
-    return shlex.join([called, *sys.argv[1:]]) + "\n"
+    program = "flatshift" if name == "__main__.py" else name  # `python -m flatshift` runs the same command
+    return shlex.join([program, *sys.argv[1:]]) + "\n"
 
 
 def collect_environment() -> dict[str, Any]:
     """Collect what results may depend on: versions, machine, threads, commit. Memory in bytes."""
-    found: dict[str, Any] = {
+    environment: dict[str, Any] = {
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -245,12 +245,12 @@ def collect_environment() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    found["versions"] = versions
+    environment["versions"] = versions
     torch = sys.modules.get("torch")  # only if already imported: a selection may run without it
     if torch is not None:
-        found["threads"] = torch.get_num_threads()
-        found["gpu"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    return found
+        environment["threads"] = torch.get_num_threads()
+        environment["gpu"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return environment
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -266,11 +266,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     lines: dict[tuple[Any, Any, Any], dict[str, Any]] = {}
-    pieces = path.read_bytes().split(b"\n")
-    for number, piece in enumerate(pieces, start=1):
-        record = parse_metrics_line(piece)
+    texts = path.read_bytes().split(b"\n")
+    for number, text in enumerate(texts, start=1):
+        record = parse_metrics_line(text)
         if record is None:
-            if piece.strip() and number < len(pieces):
+            if text.strip() and number < len(texts):
                 raise UserError(f"{path}:{number}: not a JSON object with a stage and a whole step")
             continue
         drop_rolled_back(lines, record)
@@ -280,18 +280,20 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return list(lines.values())
 
 
-def parse_metrics_line(piece: bytes) -> dict[str, Any] | None:
+def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
     """Parse one line of metrics.jsonl, its `step` an integer ≥ 0; None if it is not such a line."""
     try:
-        record = json.loads(piece)
+        record = json.loads(line)
         if not isinstance(record, dict) or not isinstance(record["stage"], str):
             return None
         if not isinstance(record.get("split", ""), str):  # a trace line has none
             return None
         step, back = record["step"], record.get("rewound_to", 0)
-        if not all(isinstance(one, int) and one >= 0 for one in (step, back)):
+        if not all(isinstance(number, int) and number >= 0 for number in (step, back)):
             return None
-        if any(isinstance(one, int) and abs(one) >= 2**63 for one in record.values()):  # too large for a table's int64
+        if any(
+            isinstance(number, int) and abs(number) >= 2**63 for number in record.values()
+        ):  # too large for a table's int64
             return None
     except (ValueError, KeyError, RecursionError):
         return None
@@ -317,10 +319,10 @@ def _cut_torn_tail(path: Path) -> None:
     if not path.is_file():
         return
     data = path.read_bytes()
-    lost = data.find(b"\0")
-    whole = data.rfind(b"\n", 0, lost if lost >= 0 else len(data)) + 1
-    if whole < len(data):
-        os.truncate(path, whole)
+    zero = data.find(b"\0")
+    end = data.rfind(b"\n", 0, zero if zero >= 0 else len(data)) + 1
+    if end < len(data):
+        os.truncate(path, end)
 
 
 def _append_line(path: Path, text: str) -> None:
@@ -355,7 +357,9 @@ def _source_commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        asked = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        result = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.strip() or None
+    return result.stdout.strip() or None

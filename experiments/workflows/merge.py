@@ -82,7 +82,7 @@ def require_foldable(path: Path, recipe: Recipe) -> None:
             "weights only; use it there, or train without loftq to merge"
         )
     _refuse_quantised(recipe)
-    SavedAdapter.find(str(path), where=str(path))  # refuses an adapter that fits changed frozen weights
+    SavedAdapter.find(str(path), context=str(path))  # refuses an adapter that fits changed frozen weights
 
 
 def merge_into(

@@ -74,8 +74,8 @@ def attach_adapter(
     """
     if adapter.soft_tokens is not None:
         return attach_soft_tokens(backbone, adapter, task=task, seed=seed, dtype=dtype)
-    new = tuple(getattr(backbone, "new_parameters", ()))
-    config = lora_config(backbone, adapter, task=task, new=new)
+    new_parameters = tuple(getattr(backbone, "new_parameters", ()))
+    config = lora_config(backbone, adapter, task=task, new_parameters=new_parameters)
     if initial is not None and adapter.init == "eva":
         config = with_saved_ranks(config, initial)
     deviation = float(getattr(backbone.config, "initializer_range", 0.02))
@@ -84,14 +84,14 @@ def attach_adapter(
     def initialise_by_name(name: str, parameter: nn.Parameter) -> None:
         parameter.copy_(initial_value(name, parameter.shape, seed, deviation))
 
-    for name in new:
+    for name in new_parameters:
         initialise_by_name(name, backbone.get_parameter(name))
     if initial is None and adapter.init in ("corda", "lora-ga"):
         collect_statistics(backbone, config, adapter, require_calibration(adapter, calibration))
     model = _wrap_with_peft(backbone, config)
-    if adapts_head(adapter, new):  # under LoRA it trains too, so that it is saved: no checkpoint has it
+    if adapts_head(adapter, new_parameters):  # under LoRA it trains too, so that it is saved: no checkpoint has it
         for name, parameter in model.named_parameters():
-            if canonical_name(name) in new:
+            if canonical_name(name) in new_parameters:
                 parameter.requires_grad_(True)
     check_patterns(model, adapter)
     for parameter in trainable(model).values():
@@ -171,8 +171,8 @@ def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: Adapter
 
     dtype: of everything that trains.
     """
-    new = tuple(getattr(backbone, "new_parameters", ()))
-    config = lora_config(backbone, adapter, task=task, new=new)
+    new_parameters = tuple(getattr(backbone, "new_parameters", ()))
+    config = lora_config(backbone, adapter, task=task, new_parameters=new_parameters)
     model = _wrap_with_peft(backbone, config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     check_patterns(model, adapter)
     for parameter in trainable(model).values():

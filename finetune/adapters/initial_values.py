@@ -211,8 +211,8 @@ def _initialise_eva(model: PeftModel, calibration: Calibration) -> None:
     tokens = min(int(batch["mask"].sum()) for batch in batches)
     if tokens < directions:  # PEFT skips such batches, and would wait for others for ever
         raise UserError(
-            f"adapter.init: eva needs {directions} tokens in a batch of {calibration.batch_size} rows (twice the rank), "
-            f"and one has {tokens}; take longer rows, other rows, or a smaller adapter.rank"
+            f"adapter.init: eva needs {directions} tokens in a batch of {calibration.batch_size} rows (twice the "
+            f"rank), and one has {tokens}; take longer rows, other rows, or a smaller adapter.rank"
         )
     calls = itertools.count(1)
 

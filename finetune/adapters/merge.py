@@ -227,16 +227,16 @@ def _expert_layers(model: PreTrainedModel, adapter: Path) -> dict[str, tuple[str
 
     config: Any = LoraConfig.from_pretrained(str(adapter))
     wrapped = get_peft_model(copy.deepcopy(model), config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
-    found = {}
+    experts = {}
     for full, layer in wrapped.named_modules():
         if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
             owner = full.removeprefix("base_model.model.")
             stack = owner.split(".base_layer")[0]
             transposed = not layer._did_swap_in_out_features
-            found[canonical_name(owner + ".lora_A").removesuffix(".lora_A")] = (
+            experts[canonical_name(owner + ".lora_A").removesuffix(".lora_A")] = (
                 f"{stack}.{layer.parameter_name}", layer.scaling[ADAPTER], layer.num_experts, transposed,
             )  # fmt: skip
-    return found
+    return experts
 
 
 def _file_changes(model: PreTrainedModel, changes: dict[str, WeightDelta]) -> Iterator[tuple[str, str, WeightDelta]]:
@@ -258,15 +258,15 @@ def _expert_parts(model: PreTrainedModel, name: str, change: WeightDelta) -> Ite
     """Yield the files' own tensors of the parameter `name`, in which transformers stacks the experts and concatenates
     the projections (gate, up), each with its part of the change."""
     checkpoint: Any = model.checkpoint
-    parts = stacked_expert_keys(model, checkpoint, name)
-    if not parts or change.a.ndim != 3 or change.transposed:
+    projections = stacked_expert_keys(model, checkpoint, name)
+    if not projections or change.a.ndim != 3 or change.transposed:
         raise _merge_error(f"the files of this backbone hold {name} in a form that only transformers can make")
-    first = 0
-    for keys in parts:
+    start = 0
+    for keys in projections:
         rows = checkpoint.entries[keys[0]].shape[0]
         for expert, key in enumerate(keys):
-            yield key, WeightDelta(change.a[expert], change.b[expert, first : first + rows], change.scale, False, None)
-        first += rows
+            yield key, WeightDelta(change.a[expert], change.b[expert, start : start + rows], change.scale, False, None)
+        start += rows
 
 
 def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, WeightDelta], *, rows: int = 4) -> float:
@@ -276,23 +276,23 @@ def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, WeightDelta
     """
     checkpoint: Any = model.checkpoint
     written = read_index(out)
-    worst = 0.0
-    for key, there, change in _file_changes(model, changes):
-        before, after = checkpoint.entries[key], written[there]
+    maximum = 0.0
+    for key, target, change in _file_changes(model, changes):
+        before, after = checkpoint.entries[key], written[target]
         scale = _row_scale(before, change) if change.magnitude is not None else None
         for start in {i * (before.shape[0] - 1) // max(rows - 1, 1) for i in range(rows)}:
             exact = change.added_to(before, start, start + 1)
             if scale is not None:
                 exact = exact * (scale if change.transposed else scale[start : start + 1, None]).double()
-            found = _read_rows(after, start, start + 1).double()
-            worst = max(worst, float((found - exact).abs().max() / exact.abs().max().clamp_min(1e-30)))
-    return worst
+            written_rows = _read_rows(after, start, start + 1).double()
+            maximum = max(maximum, float((written_rows - exact).abs().max() / exact.abs().max().clamp_min(1e-30)))
+    return maximum
 
 
 def _names_sharing_tensor(checkpoint: Any, name: str) -> list[str]:
     """Return the names tied to the same tensor of the files as `name`, starting with the one that the tensor is named
     after."""
-    return [other for other, key in checkpoint.keys.items() if key == checkpoint.keys[name]]
+    return [sharing for sharing, key in checkpoint.keys.items() if key == checkpoint.keys[name]]
 
 
 def _unadapted_tensor(entry: TensorEntry, cast: torch.dtype | None) -> _TensorSource:
@@ -306,7 +306,7 @@ def _tied_weights(model: PreTrainedModel, name: str) -> list[str]:
     """Return the weights tied to the weight `name`, itself included; empty if it is not tied."""
     pairs = model.all_tied_weights_keys
     source = pairs.get(name, name)
-    others = [target for target, of in pairs.items() if of == source]
+    others = [target for target, tied_source in pairs.items() if tied_source == source]
     return sorted({source, *others}) if others else []
 
 
@@ -317,7 +317,7 @@ def _untie(model: PreTrainedModel, names: Sequence[str]) -> None:
     tied head).
     """
     config = model.config.get_text_config()
-    ties = any(getattr(one, "tie_word_embeddings", False) for one in (model.config, config))
+    ties = any(getattr(owner, "tie_word_embeddings", False) for owner in (model.config, config))
     if len(names) > 2 or not ties or model.config.is_encoder_decoder:
         raise _merge_error(f"{', '.join(names)} are one tensor in this architecture, and the adapter would part them")
     config.tie_word_embeddings = model.config.tie_word_embeddings = False

@@ -43,33 +43,35 @@ class SavedAdapter:
     """The only quantisation of the weights that it fits, if its run's recipe records one (`adapter.init: loftq`)."""
 
     @classmethod
-    def find(cls, name: str, *, where: str) -> SavedAdapter:
+    def find(cls, name: str, *, context: str) -> SavedAdapter:
         """Return the adapter of the run directory or PEFT directory `name`.
 
         Raises:
-            UserError: starting with `where`: there is none, or one of another kind than LoRA.
+            UserError: starting with `context`: there is none, or one of another kind than LoRA.
         """
         path = user_path(name)
         if (path / "adapter" / SETTINGS).is_file():
             path /= "adapter"
         file = path / SETTINGS
         if not file.is_file():
-            raise UserError(f"{where}: {name} is neither a finished run directory nor a PEFT adapter ({SETTINGS})")
+            raise UserError(f"{context}: {name} is neither a finished run directory nor a PEFT adapter ({SETTINGS})")
         check_adapter(path)
         try:
             settings = read_json_object(file, fix="save the adapter again")
         except UserError as error:
-            raise UserError(f"{where}: {error}") from None
+            raise UserError(f"{context}: {error}") from None
         if settings.get("peft_type") != "LORA":
-            raise UserError(f"{where}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over")
+            raise UserError(
+                f"{context}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over"
+            )
         if settings.get("init_lora_weights", True) not in _PLAIN:
             raise UserError(
-                f"{where}: {name} was begun by {settings['init_lora_weights']} and saved for changed frozen weights; "
+                f"{context}: {name} was begun by {settings['init_lora_weights']} and saved for changed frozen weights; "
                 "save it for the plain backbone (PEFT: path_initial_model_for_weight_conversion)"
             )
         return cls(path, settings, *_read_run_record(path))
 
-    def require_backbone(self, backbone: Backbone, *, where: str, quantization: str | None = None) -> None:
+    def require_backbone(self, backbone: Backbone, *, context: str, quantization: str | None = None) -> None:
         """Raise UserError unless this adapter was trained on `backbone` and fits its weights quantised by
         `quantization` (None: not quantised).
 
@@ -77,28 +79,28 @@ class SavedAdapter:
         directory exists here, else by the full hub name; for directories of which one is missing, by the last part of
         their names.
         """
-        self.require_packing(quantization, where=where)
+        self.require_packing(quantization, context=context)
         name = backbone.name
-        theirs = str(self.settings.get("base_model_name_or_path") or "")
+        recorded_name = str(self.settings.get("base_model_name_or_path") or "")
         if self.backbone is not None:
             same = self.backbone["fingerprint"] == fingerprint(backbone.directory)
-            theirs = self.backbone["name"]
-        elif theirs == name or not theirs:
+            recorded_name = self.backbone["name"]
+        elif recorded_name == name or not recorded_name:
             return
-        elif (Path(theirs) / "config.json").is_file():
-            same = fingerprint(Path(theirs)) == fingerprint(backbone.directory)
+        elif (Path(recorded_name) / "config.json").is_file():
+            same = fingerprint(Path(recorded_name)) == fingerprint(backbone.directory)
         else:
-            local = Path(theirs).is_absolute() or user_path(name).is_dir()
-            same = (Path(theirs).name == Path(name).name) if local else (theirs.lower() == name.lower())
+            local = Path(recorded_name).is_absolute() or user_path(name).is_dir()
+            same = (Path(recorded_name).name == Path(name).name) if local else (recorded_name.lower() == name.lower())
         if not same:
-            raise UserError(f"{where}: {self.path} was trained on {theirs}, which is not the backbone {name}")
+            raise UserError(f"{context}: {self.path} was trained on {recorded_name}, which is not the backbone {name}")
 
-    def require_packing(self, quantization: str | None, *, where: str) -> None:
+    def require_packing(self, quantization: str | None, *, context: str) -> None:
         """Raise UserError if the adapter compensates for one quantisation (loftq) and the weights have another."""
         if self.quantization not in (None, quantization):
             raise UserError(
-                f"{where}: {self.path} was begun by loftq on weights in {self.quantization}, and fits no others; take "
-                "an adapter that was trained without it"
+                f"{context}: {self.path} was begun by loftq on weights in {self.quantization}, and fits no others; "
+                "take an adapter that was trained without it"
             )
 
     def digest(self) -> str:
@@ -140,7 +142,7 @@ def _read_run_record(path: Path) -> tuple[Mapping[str, Any] | None, str | None]:
     return None, None
 
 
-def check_same_settings(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftModel, *, where: str) -> None:
+def check_same_settings(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftModel, *, context: str) -> None:
     """Raise one UserError that lists every setting in which the adapter `saved` differs from that of `model`.
 
     tensors: of `saved` by plain name. model: built from the recipe, on meta or not.
@@ -170,4 +172,4 @@ def check_same_settings(saved: SavedAdapter, tensors: Mapping[str, Tensor], mode
     if bool(saved.settings.get("use_dora")) != config.use_dora:
         problems.append(f"it is {'' if not config.use_dora else 'not '}of DoRA (adapter.dora)")
     if problems:
-        raise UserError(f"{where}: {saved.path} has other settings: {'; '.join(problems)}; set them as it has them")
+        raise UserError(f"{context}: {saved.path} has other settings: {'; '.join(problems)}; set them as it has them")

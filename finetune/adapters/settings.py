@@ -45,10 +45,12 @@ class AdapterTask(Protocol):
     def is_sequence_level(self) -> bool: ...
 
 
-def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: AdapterTask, new: Iterable[str]) -> LoraConfig:
+def lora_config(
+    backbone: PreTrainedModel, adapter: Adapter, *, task: AdapterTask, new_parameters: Iterable[str]
+) -> LoraConfig:
     """Return PEFT's settings for a LoRA adapter with PEFT's default initialisation (`adapter.init` is applied later).
 
-    new: parameters missing from the checkpoint, which train in full.
+    new_parameters: parameters missing from the checkpoint, which train in full.
 
     Raises:
         UserError: a name that no module of the backbone has or that has no effect; incompatible settings.
@@ -72,18 +74,20 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: AdapterTas
         parameters = [f"{name}.weight" for name in names if name.rsplit(".", 1)[-1] in _RENAMED]
         targets = [name for name in names if name.rsplit(".", 1)[-1] not in _RENAMED]
         if adapter.experts is not None:
-            chosen = [name for name in fused if _is_in_layers(name, adapter.layers)]
-            parameters += chosen
-            ranks |= dict.fromkeys(chosen, adapter.experts)
-            alphas |= dict.fromkeys(chosen, adapter.numerator_of(adapter.experts))
+            experts = [name for name in fused if _is_in_layers(name, adapter.layers)]
+            parameters += experts
+            ranks |= dict.fromkeys(experts, adapter.experts)
+            alphas |= dict.fromkeys(experts, adapter.numerator_of(adapter.experts))
         _check_experts(adapter, parameters)
     elif non_language_modules(backbone):
         targets = _language_names(backbone, _linear_names(backbone, adapter, targets, task), adapter.targets)
     elif adapter.layers is not None and targets == "all-linear":
         targets = _linear_names(backbone, adapter, targets, task)
-    whole = _fully_trained_modules(backbone, adapter)
+    full_modules = _fully_trained_modules(backbone, adapter)
     return LoraConfig(
-        task_type=None if adapts_head(adapter, new) else task.peft_type,  # else PEFT would train the head in full
+        task_type=None
+        if adapts_head(adapter, new_parameters)
+        else task.peft_type,  # else PEFT would train the head in full
         r=adapter.rank,
         lora_alpha=adapter.numerator,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,
@@ -93,7 +97,7 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: AdapterTas
         layers_to_transform=list(adapter.layers) if adapter.layers is not None and not fused else None,
         rank_pattern=ranks,
         alpha_pattern=alphas,
-        modules_to_save=[*_new_modules_outside_head(backbone, task, new), *whole] or None,
+        modules_to_save=[*_new_modules_outside_head(backbone, task, new_parameters), *full_modules] or None,
         bias=_BIAS[adapter.bias],  # type: ignore[arg-type]
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
@@ -239,14 +243,14 @@ def _check_not_shared(backbone: nn.Module, name: str, module: nn.Module) -> None
             )
 
 
-def _new_modules_outside_head(backbone: PreTrainedModel, task: AdapterTask, new: Iterable[str]) -> list[str]:
+def _new_modules_outside_head(backbone: PreTrainedModel, task: AdapterTask, new_parameters: Iterable[str]) -> list[str]:
     """Return the modules missing from the checkpoint other than PEFT's own `classifier`/`score` (BERT's pooler): they
     train too.
 
     For a masked-LM head these are the layers before the output layer, whose weight is the tied embedding and whose bias
     stays 0.
     """
-    owners = {name.rsplit(".", 1)[0] for name in new}
+    owners = {name.rsplit(".", 1)[0] for name in new_parameters}
     if not task.is_sequence_level:
         output = backbone.get_output_embeddings()
         modules = {owner: backbone.get_submodule(owner) for owner in owners}
@@ -254,17 +258,17 @@ def _new_modules_outside_head(backbone: PreTrainedModel, task: AdapterTask, new:
     return sorted(o for o in owners if not _HEADS & set(o.split(".")))
 
 
-def adapts_head(adapter: Adapter, new: Iterable[str]) -> bool:
+def adapts_head(adapter: Adapter, new_parameters: Iterable[str]) -> bool:
     """True if `adapter.targets` names the new head itself, which then trains by LoRA."""
     targets = () if isinstance(adapter.targets, str) else adapter.targets
-    heads = {name.rsplit(".", 2)[-2] for name in new} & _HEADS
+    heads = {name.rsplit(".", 2)[-2] for name in new_parameters} & _HEADS
     return any(target.rsplit(".", 1)[-1] in heads for target in targets)
 
 
-def is_fully_trained(module: str, new: Iterable[str]) -> bool:
+def is_fully_trained(module: str, new_parameters: Iterable[str]) -> bool:
     """True if this module of a classification backbone trains in full: it is PEFT's head, or missing from the
     checkpoint."""
-    return bool(_HEADS & set(module.split("."))) or module in {name.rsplit(".", 1)[0] for name in new}
+    return bool(_HEADS & set(module.split("."))) or module in {name.rsplit(".", 1)[0] for name in new_parameters}
 
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")

@@ -67,9 +67,9 @@ def attach_soft_tokens(
     with seeded_rng(0, table.weight.device):  # PEFT initialises values that are replaced below
         config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=count, token_dim=width)
         model: Any = get_peft_model(backbone, config)
-    drawn = torch.randint(0, table.weight.shape[0], (count,), generator=torch_generator(seed, "init", WEIGHT))
+    token_ids = torch.randint(0, table.weight.shape[0], (count,), generator=torch_generator(seed, "init", WEIGHT))
     soft = model.prompt_encoder["default"].embedding
-    soft.weight.data = table.weight.detach()[drawn.to(table.weight.device)].to(dtype).clone()
+    soft.weight.data = table.weight.detach()[token_ids.to(table.weight.device)].to(dtype).clone()
     model.soft_tokens = count
     model.forward = functools.partial(_forward_own_tokens, model)
     # PEFT (0.21) detects the first generation step by the cache, which it only knows by its older name
@@ -210,8 +210,8 @@ class _FeatureForward:
         return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
 
 
-def _hide_first_position(base: Any, layers: list[nn.Module], first: int) -> None:
-    """Make the attention of the blocks below `first` skip the first position of each sequence.
+def _hide_first_position(base: Any, layers: list[nn.Module], block_count: int) -> None:
+    """Make the attention of the blocks below `block_count` skip the first position of each sequence.
 
     Raises:
         UserError: attention is not torch's own, or the position still affects the output of those blocks at the others.
@@ -222,20 +222,20 @@ def _hide_first_position(base: Any, layers: list[nn.Module], first: int) -> None
     config = base.config.get_text_config()
     if config._attn_implementation != "sdpa":
         raise UserError(
-            f"adapter.projector.inject: the blocks below {first} are to leave the features' place out, which is "
+            f"adapter.projector.inject: the blocks below {block_count} are to leave the features' place out, which is "
             f"possible in sdpa attention, and this backbone has {config._attn_implementation}; begin with block 0, or "
             "take first"
         )
     AttentionInterface.register(_ATTENTION, _attention_hiding_positions)
     AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
     config._attn_implementation = _ATTENTION
-    for block in layers[:first]:
+    for block in layers[:block_count]:
         for module in block.modules():
             setattr(module, _HIDDEN, 1)
-    if not _is_position_hidden(base, layers[first]):
+    if not _is_position_hidden(base, layers[block_count]):
         raise UserError(
-            f"adapter.projector.inject: the blocks of this backbone ({config.model_type}) below {first} cannot leave "
-            "the features' place out; begin with block 0, or take first"
+            f"adapter.projector.inject: the blocks of this backbone ({config.model_type}) below {block_count} cannot "
+            "leave the features' place out; begin with block 0, or take first"
         )
 
 

@@ -37,10 +37,10 @@ from .job import (
     resume_hint,
 )
 
-BEAT_SECONDS, LOOK_SECONDS = 2.0, 0.5
-WATCHMEN = 3
-_FIRST_UPDATES = 2
-_FIRST_LIMIT = 600.0
+HEARTBEAT_SECONDS, CHECK_SECONDS = 2.0, 0.5
+WATCHERS = 3
+"""Ranks that watch all others."""
+_FIRST_UPDATES, _FIRST_LIMIT = 2, 600.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Heartbeat:
     left: bool = False
 
     @property
-    def where(self) -> str:
+    def position(self) -> str:
         """Step and phase for a reader."""
         return f"step {self.step}, {self.phase}"
 
@@ -79,7 +79,8 @@ class Watchdog:
         self.numbered = 0
         self.count, self.step, self.phase = 0, 0, "start"
         self.moved, self.longest, self.hurried = time.monotonic(), 0.0, False
-        self.seen: dict[int, tuple[Heartbeat, float]] = {}
+        self.heartbeats: dict[int, tuple[Heartbeat, float]] = {}
+        """Last heartbeat of each rank, and the seconds since it changed."""
         self.silence = 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flatshift-watch", daemon=True)
@@ -115,95 +116,86 @@ class Watchdog:
             self.phase, self.hurried = before
 
     def _run(self) -> None:
-        since_beat, last = 0.0, time.monotonic()
-        while not self._over.wait(LOOK_SECONDS):
+        since_post, last = 0.0, time.monotonic()
+        while not self._over.wait(CHECK_SECONDS):
             now = time.monotonic()
             # capped: after a suspend of this machine all other ranks would seem silent
-            tick, last = min(now - last, 2 * BEAT_SECONDS), now
-            since_beat += tick
+            tick, last = min(now - last, 2 * HEARTBEAT_SECONDS), now
+            since_post += tick
             try:
-                if since_beat >= BEAT_SECONDS:
+                if since_post >= HEARTBEAT_SECONDS:
                     self._post()
-                    since_beat = 0.0
-                self._look(tick)
+                    since_post = 0.0
+                self._check_ranks(tick)
                 self.silence = 0.0
             except RankTimeout:
                 self.silence += max(tick, time.monotonic() - now)
                 if self.silence > self.stall:
-                    self._board_is_gone()
-            self._end_with_an_orphan()
+                    self._report_lost_board()
+            launcher = os.environ.get("FLATSHIFT_LAUNCHER")
+            if launcher is not None and os.getppid() != int(launcher):
+                self.end(3)
 
     def _post(self, *, left: bool = False) -> None:
         self.numbered += 1
-        beat = Heartbeat(
-            self.numbered,
-            socket.gethostname(),
-            os.getpid(),
-            self.count,
-            self.step,
-            self.phase,
-            time.monotonic() - self.moved,
-            self.longest,
-            self.hurried,
-            *_main_thread_position(),
-            left,
-        )
-        self.board.put(f"beat-{self.rank}", json.dumps(asdict(beat)))
+        identity = self.numbered, socket.gethostname(), os.getpid()
+        progress = self.count, self.step, self.phase, time.monotonic() - self.moved, self.longest, self.hurried
+        heartbeat = Heartbeat(*identity, *progress, *_main_thread_position(), left)
+        self.board.put(f"beat-{self.rank}", json.dumps(asdict(heartbeat)))
 
-    def _look(self, tick: float) -> None:
+    def _check_ranks(self, tick: float) -> None:
         cause = read_cause(self.board)
         if cause is not None:
             self._follow(cause)
             return
-        for other in self._watched():
-            text = self.board.get(f"beat-{other}")
+        # all ranks for the first few, and these few for the others: traffic grows with the ranks, not its square
+        for number in range(self.size if self.rank < WATCHERS else min(WATCHERS, self.size)):
+            text = self.board.get(f"beat-{number}")
             if text is None:
                 continue
-            beat = Heartbeat(**json.loads(text))
-            before, still = self.seen.get(other, (None, 0.0))
-            same = before is not None and before.number == beat.number
-            self.seen[other] = (beat, still + tick if same else 0.0)
-        present = {r: entry for r, entry in self.seen.items() if not entry[0].left}
-        for other, (beat, still) in present.items():
-            if other != self.rank and still > self.stall:
-                self._report(other, beat, f"has not answered for {still:.0f} s (it was at {beat.where})")
+            heartbeat = Heartbeat(**json.loads(text))
+            before, still = self.heartbeats.get(number, (None, 0.0))
+            same = before is not None and before.number == heartbeat.number
+            self.heartbeats[number] = (heartbeat, still + tick if same else 0.0)
+        present = {r: entry for r, entry in self.heartbeats.items() if not entry[0].left}
+        for number, (heartbeat, still) in present.items():
+            if number != self.rank and still > self.stall:
+                problem = f"has not answered for {still:.0f} s (it was at {heartbeat.position})"
+                self._report(number, heartbeat, problem)
                 return
-        self._look_for_progress({r: beat for r, (beat, _) in present.items()})
+        self._check_progress({r: heartbeat for r, (heartbeat, _) in present.items()})
 
     def missing(self) -> list[str]:
         """Return the ranks that missed several heartbeats, each with its host and process."""
-        late = [(r, beat) for r, (beat, still) in sorted(self.seen.items()) if still > 3 * BEAT_SECONDS]
+        late = [(r, beat) for r, (beat, still) in sorted(self.heartbeats.items()) if still > 3 * HEARTBEAT_SECONDS]
         return [f"rank {r} ({beat.host}:{beat.pid})" for r, beat in late if not beat.left]
 
-    def _watched(self) -> range:
-        """Return all ranks for the first few ranks, and these few for the others: traffic grows with the ranks, not its
-        square."""
-        return range(self.size) if self.rank < WATCHMEN else range(min(WATCHMEN, self.size))
-
-    def _look_for_progress(self, beats: dict[int, Heartbeat]) -> None:
-        if self.rank >= WATCHMEN or not beats or not all(beat.hurried for beat in beats.values()):
+    def _check_progress(self, heartbeats: dict[int, Heartbeat]) -> None:
+        if self.rank >= WATCHERS or not heartbeats or not all(beat.hurried for beat in heartbeats.values()):
             return
-        idle = min(beat.idle for beat in beats.values())
-        started = all(beat.count > _FIRST_UPDATES for beat in beats.values())
-        longest = max(beat.longest for beat in beats.values())
+        idle = min(beat.idle for beat in heartbeats.values())
+        started = all(beat.count > _FIRST_UPDATES for beat in heartbeats.values())
+        longest = max(beat.longest for beat in heartbeats.values())
         limit = max(self.stall, 10 * longest) if started else max(self.stall, _FIRST_LIMIT)
         if idle <= limit:
             return
         # The rank that others wait for has made less progress, or as much but is outside of any collective.
-        place = {r: (beat.count, beat.waits) for r, beat in beats.items()}
-        behind = min(place, key=place.__getitem__)
-        beat = beats[behind]
-        if len(set(place.values())) == 1:
-            self._report(None, beat, f"no rank has made progress for {idle:.0f} s (all are at {beat.where})")
+        progress = {r: (beat.count, beat.waits) for r, beat in heartbeats.items()}
+        behind = min(progress, key=progress.__getitem__)
+        slowest = heartbeats[behind]
+        if len(set(progress.values())) == 1:
+            problem = f"no rank has made progress for {idle:.0f} s (all are at {slowest.position})"
+            self._report(None, slowest, problem)
         else:
-            self._report(behind, beat, f"hangs at {beat.line} ({beat.where}): no rank got on for {idle:.0f} s")
+            problem = f"hangs at {slowest.line} ({slowest.position}): no rank got on for {idle:.0f} s"
+            self._report(behind, slowest, problem)
 
-    def _report(self, who: int | None, beat: Heartbeat, what: str) -> None:
-        place = f"rank {who} ({beat.host}:{beat.pid}) " if who is not None else ""
-        message = f"flatshift: interrupted: {place}{what}; {resume_hint()}"
-        claim_cause(self.board, FailureReason(3, message, who, grace=0.0))
-        if who is not None and beat.host == socket.gethostname():
-            _kill_sibling(beat.pid)
+    def _report(self, rank: int | None, heartbeat: Heartbeat, problem: str) -> None:
+        subject = f"rank {rank} ({heartbeat.host}:{heartbeat.pid}) " if rank is not None else ""
+        message = f"flatshift: interrupted: {subject}{problem}; {resume_hint()}"
+        claim_cause(self.board, FailureReason(3, message, rank, grace=0.0))
+        if rank is not None and heartbeat.host == socket.gethostname():
+            _kill_sibling(heartbeat.pid)
 
     def _follow(self, cause: FailureReason) -> None:
         if cause.rank == self.rank and cause.grace:
@@ -211,7 +203,7 @@ class Watchdog:
         if not self._over.wait(cause.grace):
             self.end(cause.code)
 
-    def _board_is_gone(self) -> None:
+    def _report_lost_board(self) -> None:
         # rank 1 prints for all: rank 0 is gone, or the launcher is
         if not self.board.local and self.rank == 1:
             host = "the launcher" if is_store_hosted_by_agent() else "rank 0"
@@ -221,11 +213,6 @@ class Watchdog:
                 flush=True,
             )
         self.end(3)
-
-    def _end_with_an_orphan(self) -> None:
-        launcher = os.environ.get("FLATSHIFT_LAUNCHER")
-        if launcher is not None and os.getppid() != int(launcher):
-            self.end(3)
 
 
 def _main_thread_position() -> tuple[str, bool]:

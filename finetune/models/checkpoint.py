@@ -85,8 +85,8 @@ def read_index(directory: Path) -> dict[str, TensorEntry]:
     if not index.is_file():
         raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}, so its weights cannot be read in slices")
     try:
-        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(places.values()))
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index} is damaged ({type(error).__name__}); fetch the backbone again") from error
     if any(Path(file).name != file for file in files):  # only names in the same directory, never a path out of it
@@ -96,10 +96,10 @@ def read_index(directory: Path) -> dict[str, TensorEntry]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"{directory / missing[0]}{more} is missing, though {INDEX} names it; fetch the backbone again")
     headers = {file: _read_header(directory / file) for file in files}
-    for key, file in places.items():
+    for key, file in weight_map.items():
         if key not in headers[file]:
             raise UserError(f"{directory / file} lacks {key}, which {INDEX} says is in it; fetch the backbone again")
-    return {key: headers[file][key] for key, file in places.items()}
+    return {key: headers[file][key] for key, file in weight_map.items()}
 
 
 def _read_header(file: Path) -> dict[str, TensorEntry]:
@@ -117,7 +117,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
             if key == "__metadata__":
                 continue
             start, stop = value["data_offsets"]
-            if not all(isinstance(one, int) and 0 <= one < 2**63 for one in (start, stop, *value["shape"])):
+            if not all(isinstance(number, int) and 0 <= number < 2**63 for number in (start, stop, *value["shape"])):
                 raise ValueError(key)
             entries[key] = TensorEntry(file, DTYPES[value["dtype"]], tuple(value["shape"]), _LENGTH + length + start)
             if stop - start != entries[key].bytes:
@@ -173,9 +173,9 @@ class CheckpointFiles:
         keys, converted = _match_names(model, sorted(entries, key=_natural_sort_key), state)
         _untie_different(model, keys, entries)
         for target, source in model.all_tied_weights_keys.items():
-            for name, other in ((target, source), (source, target)):
-                if name in state and name not in keys and other in keys:
-                    keys[name] = keys[other]
+            for name, tied in ((target, source), (source, target)):
+                if name in state and name not in keys and tied in keys:
+                    keys[name] = keys[tied]
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         mismatched = {name for name, key in keys.items() if entries[key].shape != shapes[name]}
         optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
@@ -202,55 +202,52 @@ def _natural_sort_key(key: str) -> list[tuple[int, int | str]]:
 
 def _match_names(model: PreTrainedModel, names: list[str], state: dict[str, Any]) -> tuple[dict[str, str], set[str]]:
     """Return model name → file name, and the model names that need a conversion."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import rename_source_key
 
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings, converters = _conversion_rules(model)
     targets = {pattern: rule.target_patterns for rule in converters for pattern in rule.source_patterns}
-    prefix = model.base_model_prefix
     keys: dict[str, str] = {}
     converted: set[str] = set()
     for key in names:
-        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
-            name, pattern = rename_source_key(key, [], [], prefix, state)
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
         if pattern is not None:
             # one source may become several tensors, one name per target pattern
-            made = {name.replace(targets[pattern][0], target) for target in targets[pattern]}
-            converted |= made & state.keys()
+            built = {name.replace(targets[pattern][0], target) for target in targets[pattern]}
+            converted |= built & state.keys()
         elif name in state:
             keys.setdefault(name, key)
     return {name: key for name, key in keys.items() if name not in converted}, converted
 
 
-def stacked_expert_keys(model: PreTrainedModel, checkpoint: CheckpointFiles, name: str) -> list[list[str]]:
-    """Return the files' keys of the parameter `name` (E, out, in) that transformers stacks: for each projection in it,
-    top to bottom, the keys of its experts in order. Empty if it is built in any other way."""
+def _conversion_rules(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
+    """Return transformers' renamings and converters of the model's checkpoints."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        Concatenate,
-        MergeModulelist,
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+
+def stacked_expert_keys(model: PreTrainedModel, checkpoint: CheckpointFiles, name: str) -> list[list[str]]:
+    """Return the files' keys of the parameter `name` (E, out, in) that transformers stacks: for each projection in it,
+    top to bottom, the keys of its experts in order. Empty if it is built in any other way."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist, rename_source_key
+
+    renamings, converters = _conversion_rules(model)
     state = model.state_dict()
     keys: dict[str, list[str]] = {}
     for key in sorted(checkpoint.entries, key=_natural_sort_key):
-        made, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if made == name and pattern is not None:
+        renamed, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if renamed == name and pattern is not None:
             keys.setdefault(pattern, []).append(key)
     for rule in converters:
         if keys and set(rule.source_patterns) == set(keys):
             steps = [(type(step), step.dim) for step in rule.operations if hasattr(step, "dim")]
-            whole = len(steps) == len(rule.operations)
-            if whole and steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+            is_complete = len(steps) == len(rule.operations)
+            if is_complete and steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
                 return [keys[pattern] for pattern in rule.source_patterns]
     return []
 
@@ -268,8 +265,8 @@ def weight_reader(model: PreTrainedModel) -> Callable[[str], Tensor]:
 
     def tensor(key: str) -> Tensor:
         with safe_open(checkpoint.entries[key].file, "pt") as file:
-            found: Tensor = file.get_tensor(key)
-        return found
+            value: Tensor = file.get_tensor(key)
+        return value
 
     def read(name: str) -> Tensor:
         if name in checkpoint.keys:
@@ -295,18 +292,18 @@ def _untie_different(model: PreTrainedModel, keys: dict[str, str], entries: dict
             del model.all_tied_weights_keys[target]
 
 
-def _are_tensors_equal(one: str, other: str, entries: dict[str, TensorEntry]) -> bool:
+def _are_tensors_equal(key_a: str, key_b: str, entries: dict[str, TensorEntry]) -> bool:
     """True if two tensors of the files have the same values, compared a few rows at a time."""
     from safetensors import safe_open
 
-    a, b = entries[one], entries[other]
+    a, b = entries[key_a], entries[key_b]
     if a.shape != b.shape:
         return False
-    with safe_open(a.file, "pt") as first, safe_open(b.file, "pt") as second:
-        left, right = first.get_slice(one), second.get_slice(other)
+    with safe_open(a.file, "pt") as file_a, safe_open(b.file, "pt") as file_b:
+        rows_a, rows_b = file_a.get_slice(key_a), file_b.get_slice(key_b)
         rows = max(1, (4 << 20) // max(1, a.bytes // max(1, a.shape[0])))
         starts = range(0, a.shape[0], rows)
-        return all(torch.equal(left[s : s + rows], right[s : s + rows]) for s in starts)
+        return all(torch.equal(rows_a[s : s + rows], rows_b[s : s + rows]) for s in starts)
 
 
 def canonical_name(name: str) -> str:

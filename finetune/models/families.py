@@ -119,13 +119,13 @@ _T5 = (
 )
 
 
-def _decoder_family(about: str, *, context: bool = True) -> Family:
-    plan = TensorPlan(about, "layers.*", _LLAMA, ("embed_tokens",), "norm")
+def _decoder_family(description: str, *, context: bool = True) -> Family:
+    plan = TensorPlan(description, "layers.*", _LLAMA, ("embed_tokens",), "norm")
     return Family(plan, (BlockStack("layers", ("embed_tokens",), ("norm",)),), context)
 
 
-def _encoder_family(about: str) -> Family:
-    plan = TensorPlan(about, "encoder.layer.*", _BERT, ("word_embeddings",))
+def _encoder_family(description: str) -> Family:
+    plan = TensorPlan(description, "encoder.layer.*", _BERT, ("word_embeddings",))
     return Family(plan, (BlockStack("encoder.layer", ("embeddings",), ("pooler",)),))
 
 
@@ -177,10 +177,11 @@ def context_families() -> tuple[str, ...]:
 
 
 COUNTED_FROM_PAD = frozenset(
-    """
-    altclip_text_model bridgetower_text_model camembert clap_text_model data2vec-text esm ibert layoutlmv3 lilt
-    longformer luke markuplm mpnet roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod
-    """.split()
+    [
+        *("altclip_text_model", "bridgetower_text_model", "camembert", "clap_text_model", "data2vec-text"),
+        *("esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet", "roberta"),
+        *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    ]
 )
 """Model types with a position table of `max_position_embeddings` rows in which the first text token takes the row after
 the pad token's."""
@@ -192,10 +193,10 @@ error."""
 
 
 LEAKS_PACKED = frozenset(
-    """
-    biogpt bloom falcon_h1 falcon_mamba jamba mamba minimax mpt nemotron_h olmo_hybrid openai-gpt opt qwen3_5_text
-    recurrent_gemma rwkv xglm xlstm
-    """.split()
+    [
+        *("biogpt", "bloom", "falcon_h1", "falcon_mamba", "jamba", "mamba", "minimax", "mpt", "nemotron_h"),
+        *("olmo_hybrid", "openai-gpt", "opt", "qwen3_5_text", "recurrent_gemma", "rwkv", "xglm", "xlstm"),
+    ]
 )
 """Model types of decoders that take no notice of positions which begin again, so samples of one row see each other.
 What is not here is measured before the first step (`flatshift.finetune.evaluate.packing_check`)."""
@@ -208,11 +209,15 @@ def usable_positions(config: Any) -> int | None:
     """
     if not isinstance(config, Mapping):
         config = vars(config.get_text_config()) | {"model_type": config.get_text_config().model_type}
-    found = next((config[name] for name in _POSITIONS if isinstance(config.get(name), int)), None)
-    if found is None or found < 1:  # XLNet has -1
+    positions = next((config[name] for name in _POSITIONS if isinstance(config.get(name), int)), None)
+    if positions is None or positions < 1:  # XLNet has -1
         return None
     pad = config.get("pad_token_id")
-    return found - (pad if isinstance(pad, int) else 1) - 1 if config.get("model_type") in COUNTED_FROM_PAD else found
+    return (
+        positions - (pad if isinstance(pad, int) else 1) - 1
+        if config.get("model_type") in COUNTED_FROM_PAD
+        else positions
+    )
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")

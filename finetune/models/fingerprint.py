@@ -43,51 +43,51 @@ def fingerprint(directory: Path) -> str:
         UserError: as `flatshift.finetune.models.checkpoint.read_index`.
     """
     index = read_index(directory)
-    by_file: dict[Path, dict[str, TensorEntry]] = {}
-    for name, entry in index.items():
-        by_file.setdefault(entry.file, {})[name] = entry
-    found: dict[str, str] = {}
-    for file, entries in by_file.items():
-        found |= _tensor_digests(Path(os.path.realpath(file)), entries)
-    whole = hashlib.sha256()
+    digests: dict[str, str] = {}
+    for file in {entry.file for entry in index.values()}:
+        entries = {name: entry for name, entry in index.items() if entry.file == file}
+        digests |= _tensor_digests(Path(os.path.realpath(file)), entries)
+    total = hashlib.sha256()
     for name, entry in sorted(index.items()):
-        whole.update(f"{name}{entry.dtype}{tuple(entry.shape)}{found[name]}".encode())
-    return whole.hexdigest()
+        total.update(f"{name}{entry.dtype}{tuple(entry.shape)}{digests[name]}".encode())
+    return total.hexdigest()
 
 
 def text_digests(directory: Path) -> dict[str, str]:
     """Return the SHA-256, by name, of the files other than weights that define the model and its tokenization:
     configuration, generation settings, tokenizer and chat templates."""
-    read = [file for file in non_weight_files(directory) if any(fnmatch(file.name, name) for name in _READ)]
-    return file_digests(directory, read)
+    files = [file for file in non_weight_files(directory) if any(fnmatch(file.name, name) for name in _READ)]
+    return file_digests(directory, files)
 
 
 def _tensor_digests(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return the SHA-256 of each tensor of a weight file, from memory, from the cache or from the file."""
     state = _file_state(file)
     key = (str(file), state)
-    about = {"file": str(file), "state": list(state)}
-    place = cache_root() / f"weights-{hashlib.sha256(str(file).encode()).hexdigest()[:32]}.json"
-    if (known := _known.get(key) or _read_cached_digests(place, about)) is not None and known.keys() == entries.keys():
+    identity = {"file": str(file), "state": list(state)}
+    cache_file = cache_root() / f"weights-{hashlib.sha256(str(file).encode()).hexdigest()[:32]}.json"
+    if (
+        known := _known.get(key) or _read_cached_digests(cache_file, identity)
+    ) is not None and known.keys() == entries.keys():
         _known[key] = known
         return known
-    began = time.time_ns()
+    started = time.time_ns()
     names = sorted(entries)
     with ThreadPoolExecutor(min(8, count_cores())) as pool:  # hashing releases the GIL
-        found = dict(zip(names, pool.map(_tensor_digest, (entries[name] for name in names)), strict=True))
+        digests = dict(zip(names, pool.map(_tensor_digest, (entries[name] for name in names)), strict=True))
     # cache only if the file did not change while it was read, or shortly before
-    if _file_state(file) == state and max(state[2:]) < began - _YOUNG_NS:
-        _known[key] = found
-        told = {**about, "tensors": found}
-        write_cached_json(place, {**told, "self": record_digest(told)})
-    return found
+    if _file_state(file) == state and max(state[2:]) < started - _YOUNG_NS:
+        _known[key] = digests
+        record = {**identity, "tensors": digests}
+        write_cached_json(cache_file, {**record, "self": record_digest(record)})
+    return digests
 
 
 def _file_state(file: Path) -> tuple[int, ...]:
     """Return the file's size, inode, and times of last content and metadata change (ns), one of which changes with
     every write."""
-    seen = file.stat()
-    return seen.st_size, seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns
+    status = file.stat()
+    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _tensor_digest(entry: TensorEntry) -> str:
@@ -97,13 +97,13 @@ def _tensor_digest(entry: TensorEntry) -> str:
     return digest.hexdigest()
 
 
-def _read_cached_digests(place: Path, about: Mapping[str, object]) -> dict[str, str] | None:
+def _read_cached_digests(cache_file: Path, identity: Mapping[str, object]) -> dict[str, str] | None:
     """Return the digests in a cache file; None if it is torn, or belongs to another file or another state."""
     try:
-        told = json.loads(place.read_bytes())
-        if told.pop("self") != record_digest(told) or {name: told[name] for name in about} != about:
+        record = json.loads(cache_file.read_bytes())
+        if record.pop("self") != record_digest(record) or {name: record[name] for name in identity} != identity:
             return None
-        return {str(name): str(value) for name, value in told["tensors"].items()}
+        return {str(name): str(value) for name, value in record["tensors"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

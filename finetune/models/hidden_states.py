@@ -34,7 +34,7 @@ def hidden_state_encoder(
     """
     from transformers import AutoModel
 
-    place = resolve_device(device)
+    target_device = resolve_device(device)
     backbone = open_backbone(name)
     tokenizer = backbone.tokenizer
     try:
@@ -46,16 +46,17 @@ def hidden_state_encoder(
         raise UserError(f"encoder {str(name)!r} cannot be loaded: {first_error_line(error)}") from error
     if getattr(model.config, "is_encoder_decoder", False):
         model = model.get_encoder()
-    model.requires_grad_(False).eval().to(place)
+    model.requires_grad_(False).eval().to(target_device)
 
-    readable = _readable_tokens(model, tokenizer)
-    if readable < max_length:
+    # its positions, minus those its family reserves for padding; else the tokenizer's limit
+    limit = position_limit(model) or usable_positions(model.config) or int(tokenizer.model_max_length)
+    if limit < max_length:
         warnings.warn(
-            f"encoder {str(name)!r} reads no more than {readable} tokens: texts are cut there, not at {max_length}",
+            f"encoder {str(name)!r} reads no more than {limit} tokens: texts are cut there, not at {max_length}",
             UserWarning,
             stacklevel=2,
         )
-        max_length = readable
+        max_length = limit
 
     @torch.no_grad()
     def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -67,21 +68,15 @@ def hidden_state_encoder(
             max_length=max_length,
             return_tensors="pt",
             return_token_type_ids=False,
-        ).to(place)
+        ).to(target_device)
         if not batch["input_ids"].shape[1]:  # an empty batch has no states: run one token for their width
-            one = torch.full((1, 1), tokenizer.pad_token_id, device=place)
+            one = torch.full((1, 1), tokenizer.pad_token_id, device=target_device)
             width = model(input_ids=one, attention_mask=torch.ones_like(one)).last_hidden_state.shape[2]
             return np.zeros((len(texts), 0, width), np.float32), np.zeros((len(texts), 0), np.int64)
         states = model(**batch).last_hidden_state
         return states.float().cpu().numpy(), batch["attention_mask"].cpu().numpy()
 
     return encode
-
-
-def _readable_tokens(model: Any, tokenizer: Any) -> int:
-    """Return the maximum number of text tokens of `model`: its positions, minus those its family reserves for padding;
-    if the configuration does not specify them, the tokenizer's limit."""
-    return position_limit(model) or usable_positions(model.config) or int(tokenizer.model_max_length)
 
 
 def model_fingerprint(directory: str | Path) -> str:

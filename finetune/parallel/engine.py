@@ -371,7 +371,7 @@ class Engine:
             UserError: starting with `where`, if the names or a shape differ.
         """
         if self.world.size == 1:
-            return copy_tensors(wholes, tensors, where=where)
+            return copy_tensors(wholes, tensors, context=where)
         self.reshard()
         present = {name for part in self._gather_objects(sorted(tensors), "pp") for name in part}
         if odd := sorted(present ^ wholes.keys()):

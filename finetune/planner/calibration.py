@@ -111,10 +111,10 @@ def calibrate(row: str | None, kind: str, ranks: int) -> tuple[RooflineConstants
         )
         record["slack"] = asdict(overhead)
     write_cached_json(_cache_path(row), {**record, "measured": lines})
-    shares = ", ".join(
+    rates_text = ", ".join(
         f"{name} {value:.3g} (published {getattr(PUBLISHED, name):.3g})" for name, value in asdict(constants).items()
     )
-    return constants, [*lines, f"plans for {row} take from now on: {shares}", f"kept in {_cache_path(row)}"]
+    return constants, [*lines, f"plans for {row} take from now on: {rates_text}", f"kept in {_cache_path(row)}"]
 
 
 def _fit_constants(

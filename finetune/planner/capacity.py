@@ -72,16 +72,16 @@ class Capacity:
     def line(self) -> str:
         """Format both numbers in one line."""
         counted = "target tokens" if self.counted == "tokens" else self.counted
-        held, asked = BITS_OF_PARAMETER * self.parameters, self.each * self.labels
-        said = (
-            f"capacity: {self.parameters:,} trained numbers hold some {_format_bits(held)} ({BITS_OF_PARAMETER:g} "
-            f"each); to memorise the run's {self.labels:,} {counted} takes up to {_format_bits(asked)} "
+        stored, required = BITS_OF_PARAMETER * self.parameters, self.each * self.labels
+        text = (
+            f"capacity: {self.parameters:,} trained numbers hold some {_format_bits(stored)} ({BITS_OF_PARAMETER:g} "
+            f"each); to memorise the run's {self.labels:,} {counted} takes up to {_format_bits(required)} "
             f"({self.each:.3g} each)"
         )
         if self.enough is None:
-            return said
+            return text
         holds = "holds" if self.ratio >= 1 else "would hold"
-        return f"{said}, what adapter.rank {self.enough:,} {holds} (now {self.rank:,})"
+        return f"{text}, what adapter.rank {self.enough:,} {holds} (now {self.rank:,})"
 
 
 def _format_bits(count: float) -> str:

@@ -449,10 +449,10 @@ def resolve_mesh(
         for option in allowed
     ]
     chosen = _choose_layout(layouts, few=devices.kind == "cpu")
-    here = devices if processes is None else None
+    local_devices = devices if processes is None else None
     reasons = [
         _describe_devices(devices, processes, node),
-        *_explain_axes(chosen, layouts, given=mesh, rows=rows, devices=here),
+        *_explain_axes(chosen, layouts, given=mesh, rows=rows, devices=local_devices),
     ]
     return dataclasses.replace(chosen.mesh, auto=False), [f"mesh.auto: {reason}" for reason in reasons]
 
@@ -498,8 +498,8 @@ def _explain_axes(
         yield f"replicate {mesh.replicate}: further copies of {copied} exchange adapter gradients only"
     if devices is not None:
         yield from _explain_idle_devices(chosen, layouts, devices)
-    room = "" if chosen.room is None else f" of {format_bytes(chosen.room)}"
-    yield f"{mesh_name(mesh) or 'one process'} needs {format_bytes(chosen.needs.total)} a rank{room} ({chosen.needs})"
+    limit = "" if chosen.room is None else f" of {format_bytes(chosen.room)}"
+    yield f"{mesh_name(mesh) or 'one process'} needs {format_bytes(chosen.needs.total)} a rank{limit} ({chosen.needs})"
     if not chosen.fits:
         yield (
             "by this estimate it does not fit: take more or larger devices, train.precision: bf16, "

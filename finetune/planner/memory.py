@@ -296,12 +296,12 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
     world, sharding = engine.world, engine.sharding
     lines = []
     if sharding is not None and sharding.units:
-        n = world.width("dp", "cp")
+        ranks = world.width("dp", "cp")
         axes = " × ".join(axis for axis in ("dp", "cp") if world.width(axis) > 1)
         gathers = 2 if mesh.reshard and mesh.pp == 1 else 1
-        gathered = gathers * train.accumulate * sharding.sharded_bytes * (n - 1) // n
+        gathered = gathers * train.accumulate * sharding.sharded_bytes * (ranks - 1) // ranks
         # in a ring each rank passes on all shards but its own: once for a reduce-scatter, twice for an all-reduce
-        reduced = adapter * (n - 1) if mesh.adapters == "shard" else 2 * adapter * (n - 1) // n
+        reduced = adapter * (ranks - 1) if mesh.adapters == "shard" else 2 * adapter * (ranks - 1) // ranks
         lines.append(
             f"{format_bytes(gathered)} of weights gathered along {axes}, {format_bytes(reduced)} of adapter "
             "gradients reduced"

@@ -114,22 +114,22 @@ class BackboneSizes:
         config: dict[str, Any],
         shapes: Mapping[str, tuple[int, ...]],
         adapter: Adapter,
-        where: str = "the backbone",
+        context: str = "the backbone",
     ) -> BackboneSizes:
         """Return the sizes of a backbone with this configuration and these tensors (name → shape)."""
         blocks: dict[tuple[str | None, int], int] = {}
         ends, trained, inputs, multiplied, gated, adapted, normed = [], [0, 0], 0, 0, False, set(), False
         ranks, routed, layers, output = [0, 0], 0, [], []
         for name, shape in shapes.items():
-            place = _BLOCK.match(name)
-            if place is None:
+            match = _BLOCK.match(name)
+            if match is None:
                 ends.append(math.prod(shape))
                 if _OUTPUT.match(name):
                     output.append(math.prod(shape))
                 continue
             if len(shape) > 3:  # causal masks stored in older GPT-2 files
                 continue
-            key = (place["stack"], int(place["number"]))
+            key = (match["stack"], int(match["number"]))
             blocks[key] = blocks.get(key, 0) + math.prod(shape)
             if _EXPERT.search(name):
                 routed += math.prod(shape)
@@ -147,7 +147,7 @@ class BackboneSizes:
                 layers.append((shape[0], shape[1]))
                 adapted.add(key[1])
         if not blocks:
-            raise UserError(f"{where}: its weights show no blocks, so nobody can tell what fits")
+            raise UserError(f"{context}: its weights show no blocks, so nobody can tell what fits")
         experts = max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0)
         chosen = _first_integer(config, *_ROUTED) if routed else 0
         hidden = _first_integer(config, "hidden_size", "n_embd", "d_model")
@@ -211,8 +211,8 @@ def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
     Raises UserError for a name that is none of these, and for a config.json that lacks required keys.
     """
     name = str(model)
-    maker, _, last = name.lower().rpartition("/")
-    key = last.removesuffix("-hf").removesuffix("-instruct").replace("meta-llama-", "llama-")
+    maker, _, model_name = name.lower().rpartition("/")
+    key = model_name.removesuffix("-hf").removesuffix("-instruct").replace("meta-llama-", "llama-")
     path = Path(name).expanduser()
     if path.is_file():
         path = path.parent if path.name == "config.json" else path
@@ -235,7 +235,7 @@ def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
         raise UserError(f"{hint}{error}; shapes known without it: {', '.join(KNOWN)}") from None
 
 
-def _sizes_from_config(config: dict[str, Any], adapter: Adapter, where: str) -> BackboneSizes:
+def _sizes_from_config(config: dict[str, Any], adapter: Adapter, context: str) -> BackboneSizes:
     """Return the shapes of the model that a configuration describes, built on the meta device."""
     import torch
     import transformers
@@ -245,37 +245,38 @@ def _sizes_from_config(config: dict[str, Any], adapter: Adapter, where: str) -> 
 
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
-        raise UserError(f"{where}: config.json names no model_type that transformers knows ({kind!r})")
+        raise UserError(f"{context}: config.json names no model_type that transformers knows ({kind!r})")
     try:
-        made = transformers.CONFIG_MAPPING[kind].from_dict(config)
-        inner = made.get_text_config()
-        check_sizes(made, Path(where) / "config.json")
-        written = {**config, **(config.get("text_config") or {})}
-        lacks = [
+        config_object = transformers.CONFIG_MAPPING[kind].from_dict(config)
+        text_config = config_object.get_text_config()
+        check_sizes(config_object, Path(context) / "config.json")
+        given_keys = {**config, **(config.get("text_config") or {})}
+        missing = [
             name
             for name in _NEEDED
-            if getattr(inner, name, None) is not None and not {name, inner.attribute_map.get(name)} & written.keys()
+            if getattr(text_config, name, None) is not None
+            and not {name, text_config.attribute_map.get(name)} & given_keys.keys()
         ]
         with torch.device("meta"):
             auto: Any = transformers.AutoModelForCausalLM
-            if type(made) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            if type(config_object) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
                 auto = transformers.AutoModel
-            model = auto.from_config(made)
+            model = auto.from_config(config_object)
     except StrictDataclassError as error:  # sizes that contradict each other, possibly through a default
         names = transformers.CONFIG_MAPPING[kind].attribute_map
         absent = [name for name in _NEEDED if not {name, names.get(name)} & config.keys()]
         hint = f"; it lacks {absent[0]}" if absent else ""
         raise UserError(
-            f"{where}: its config.json does not describe a model ({error.__cause__ or error}){hint}"
+            f"{context}: its config.json does not describe a model ({error.__cause__ or error}){hint}"
         ) from None
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError, ImportError) as error:
-        raise UserError(f"{where}: its config.json does not describe a model ({first_error_line(error)})") from None
-    if lacks:
-        raise UserError(f"{where}: config.json lacks {lacks[0]}, and a default would be a guess; write it there")
+        raise UserError(f"{context}: its config.json does not describe a model ({first_error_line(error)})") from None
+    if missing:
+        raise UserError(f"{context}: config.json lacks {missing[0]}, and a default would be a guess; write it there")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return BackboneSizes.of(made.to_dict() | config, shapes, adapter)
+    return BackboneSizes.of(config_object.to_dict() | config, shapes, adapter)
 
 
 def _feed_forward_width(config: Mapping[str, Any], hidden: int, routed: int) -> int:
@@ -284,11 +285,11 @@ def _feed_forward_width(config: Mapping[str, Any], hidden: int, routed: int) -> 
     dense = _first_integer(config, "intermediate_size", "n_inner", "d_ff", default=4 * hidden)
     if not routed:
         return dense
-    each = _first_integer(config, "moe_intermediate_size", default=dense)
-    shared = _first_integer(config, "shared_expert_intermediate_size", default=0) or each * _first_integer(
+    expert_width = _first_integer(config, "moe_intermediate_size", default=dense)
+    shared = _first_integer(config, "shared_expert_intermediate_size", default=0) or expert_width * _first_integer(
         config, "n_shared_experts", default=0
     )
-    return routed * each + shared
+    return routed * expert_width + shared
 
 
 def _is_adapted(name: str, adapter: Adapter) -> bool:
@@ -299,8 +300,8 @@ def _is_adapted(name: str, adapter: Adapter) -> bool:
         return False
     if adapter.targets == "all-linear":
         return True
-    wanted = (adapter.targets,) if isinstance(adapter.targets, str) else adapter.targets
-    return any(f".{module}".endswith(f".{suffix}") for suffix in wanted)
+    suffixes = (adapter.targets,) if isinstance(adapter.targets, str) else adapter.targets
+    return any(f".{module}".endswith(f".{suffix}") for suffix in suffixes)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -326,7 +327,7 @@ def _read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 def _first_integer(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     values = (config.get(name) for name in names)  # Gemma 3n lists one value per layer: take the largest
     numbers = (max(value) if isinstance(value, list) and value else value for value in values)
-    found = next((number for number in numbers if isinstance(number, int) and number > 0), default)
-    if found is None:
+    number_found = next((number for number in numbers if isinstance(number, int) and number > 0), default)
+    if number_found is None:
         raise UserError(f"config.json says nothing of {names[0]}, so mesh.auto cannot tell what fits; set the axes")
-    return found
+    return number_found

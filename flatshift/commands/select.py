@@ -126,7 +126,7 @@ def run(argv: list[str]) -> int:
         check_multiprocess_selection(resolved.recipe)
         command = ["-m", "flatshift", "select", *argv]
         with pause_heartbeat():
-            return spawn.spawn(command, ranks=flags.processes, threads=1, again=AGAIN)
+            return spawn.spawn(command, ranks=flags.processes, threads=1, resume_hint=AGAIN)
     with force_exit_on_signal():
         from flatshift.experiments.select.select import select
 

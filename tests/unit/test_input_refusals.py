@@ -272,7 +272,7 @@ def test_a_step_of_metrics_is_a_whole_number(tmp_path: Path, step: str) -> None:
 def test_settings_of_an_adapter_are_an_object(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(UserError, match=r"--add: .*adapter_config\.json: not a JSON object"):
-        SavedAdapter.find(str(tmp_path), where="--add")
+        SavedAdapter.find(str(tmp_path), context="--add")
 
 
 # ------------------------------------------------------------------------------------------------------- backbones
