@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
-    from .config import Adapter, Data, Evaluate, Mesh, Optimizer, Train
+    from .config import Adapter, Evaluate, Mesh, Optimizer, Train
+    from .data.config import Data
     from .errors import Interrupted, UserError
     from .models.backbone import Backbone, open_backbone
     from .models.fingerprint import checksum
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "adapters.adapter": ("attach_adapter", "load_adapter", "save_adapter", "trainable"),
     "models.backbone": ("Backbone", "open_backbone"),
-    "config": ("Adapter", "Data", "Evaluate", "Mesh", "Optimizer", "Train"),
+    "config": ("Adapter", "Evaluate", "Mesh", "Optimizer", "Train"),
+    "data.config": ("Data",),
     "errors": ("Interrupted", "UserError"),
     "models.fingerprint": ("checksum",),
     "models.load": ("load_backbone",),

@@ -56,7 +56,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UserError(f"{path} is {_file_kind(path)} and is not replaced; name a plain file, or move it away")
+        raise _replacement_error(path, "a plain file")
     make_directory(path.parent)
     temporary = _temporary_path(path)
     try:
@@ -68,9 +68,10 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _file_kind(path: Path) -> str:
-    plain = "a directory" if path.is_dir() else "a file" if path.is_file() else "a special file"
-    return "a link" if path.is_symlink() else plain
+def _replacement_error(path: Path, expected: str) -> UserError:
+    kind = "a directory" if path.is_dir() else "a file" if path.is_file() else "a special file"
+    kind = "a link" if path.is_symlink() else kind
+    return UserError(f"{path} is {kind} and is not replaced; name {expected}, or move it away")
 
 
 @contextlib.contextmanager
@@ -85,7 +86,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise UserError(f"{path} is {_file_kind(path)} and is not replaced; name a directory, or move it away")
+        raise _replacement_error(path, "a directory")
     path = Path(os.path.realpath(path))
     with _staging_directory(path) as temporary:
         yield temporary
@@ -194,11 +195,10 @@ def json_text(value: Any, **options: Any) -> str:
     options: keyword arguments of `json.dumps`.
     """
     text = json.dumps(value, ensure_ascii=False, **options)
-    if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            return json.dumps(value, ensure_ascii=True, **options)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value, ensure_ascii=True, **options)
     return text
 
 

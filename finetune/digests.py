@@ -70,13 +70,16 @@ def verify_sealed(file: Path, record: Mapping[str, Any], *, fix: str) -> dict[st
         raise UserError(f"{file}: {_SEAL!r} is not a mapping of names to SHA-256; {fix}")
     for name, expected in seal.items():
         path = file.parent / name
-        try:
-            actual = record_digest(plain) if name == file.name else file_sha256(path)
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}, but {file.name} lists it; {fix}") from None
-        if actual != expected:
+        if (record_digest(plain) if name == file.name else _listed_digest(path, file.name, fix)) != expected:
             raise UserError(f"{path} is not what was saved (SHA-256 in {file.name}); {fix}")
     return plain
+
+
+def _listed_digest(file: Path, record: str, fix: str) -> str:
+    try:
+        return file_sha256(file)
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}, but {record} lists it; {fix}") from None
 
 
 def check_files(folder: Path, is_required: Callable[[str], bool] = lambda name: True) -> None:
@@ -95,15 +98,11 @@ def check_files(folder: Path, is_required: Callable[[str], bool] = lambda name: 
     for name, expected in recorded.items():
         if not is_required(name):
             continue
-        file = folder / name
-        try:
-            actual = file_sha256(file)
-        except OSError as error:
-            raise UserError(f"{file}: {error.strerror}, but {DONE} lists it; restore it, or make it again") from None
+        actual = _listed_digest(folder / name, DONE, fix="restore it, or make it again")
         if actual != expected:
             raise UserError(
-                f"{file} is not what was saved (SHA-256 {actual[:12]}…, in {DONE} {expected[:12]}…); restore it, or make "
-                "it again"
+                f"{folder / name} is not what was saved (SHA-256 {actual[:12]}…, in {DONE} {expected[:12]}…); restore "
+                "it, or make it again"
             )
 
 
@@ -121,8 +120,5 @@ def check_adapter(directory: Path) -> None:
     (`check_files`)."""
     resolved = directory.resolve()
     if resolved.name == "adapter":
-        check_files(directory.parent if directory.name == "adapter" else resolved.parent, _is_adapter_file)
-
-
-def _is_adapter_file(name: str) -> bool:
-    return name.startswith("adapter/")
+        run = directory.parent if directory.name == "adapter" else resolved.parent
+        check_files(run, lambda name: name.startswith("adapter/"))

@@ -130,9 +130,8 @@ def _acquire(real: Path, path: str | Path, alternative: str, created: list[Path]
             if error.errno == errno.ELOOP:
                 raise _foreign_lock_error(lock) from None
             if error.errno in _UNWRITABLE:
-                raise UserError(
-                    f"{path} cannot be written ({error.filename}: {error.strerror}); change that, or take another place"
-                ) from None
+                problem = f"{error.filename}: {error.strerror}"
+                raise UserError(f"{path} cannot be written ({problem}); change that, or take another place") from None
             raise
         try:
             status = os.fstat(fd)
@@ -188,14 +187,12 @@ def _describe_holder(fd: int) -> str:
     return f"process {words[1]}" + (f" on {words[2]}" if words[2] != socket.gethostname() else "")
 
 
-_said: set[int] = set()
+_warned_devices: set[int] = set()
 
 
 def _warn_unlocked(real: Path) -> None:
     device = real.parent.stat().st_dev
-    if device not in _said:
-        _said.add(device)
-        print(
-            f"warning: the file system of {real.parent} keeps no locks: nothing stops a second command on {real.name}",
-            file=sys.stderr,
-        )
+    if device not in _warned_devices:
+        _warned_devices.add(device)
+        message = f"the file system of {real.parent} keeps no locks: nothing stops a second command on {real.name}"
+        print(f"warning: {message}", file=sys.stderr)

@@ -37,15 +37,8 @@ from .digests import check_files
 from .errors import Interrupted, UserError, describe_disk_error, is_disk_full
 from .machine import count_cores, cpu_info
 
-ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, TRACE, LOG = (
-    "environment.json",
-    "command.txt",
-    "recipe.resolved.yaml",
-    "manifest.json",
-    "metrics.jsonl",
-    "trace.jsonl",
-    "log.txt",
-)
+ENVIRONMENT, COMMAND, RECIPE, MANIFEST = "environment.json", "command.txt", "recipe.resolved.yaml", "manifest.json"
+METRICS, TRACE, LOG = "metrics.jsonl", "trace.jsonl", "log.txt"
 SPIKE = "spike"
 """Split of the metrics lines that report a loss spike and the rollback for it."""
 _PACKAGES = ("flatshift", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "scikit-learn")
@@ -286,18 +279,15 @@ def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
         if not isinstance(record, dict) or not isinstance(record["stage"], str):
             return None
-        if not isinstance(record.get("split", ""), str):  # a trace line has none
-            return None
-        step, back = record["step"], record.get("rewound_to", 0)
-        if not all(isinstance(number, int) and number >= 0 for number in (step, back)):
-            return None
-        if any(
-            isinstance(number, int) and abs(number) >= 2**63 for number in record.values()
-        ):  # too large for a table's int64
-            return None
+        steps = record["step"], record.get("rewound_to", 0)
+        is_line = (
+            isinstance(record.get("split", ""), str)  # a trace line has none
+            and all(isinstance(step, int) and step >= 0 for step in steps)
+            and all(abs(value) < 2**63 for value in record.values() if isinstance(value, int))  # a table's int64
+        )
+        return record if is_line else None
     except (ValueError, KeyError, RecursionError):
         return None
-    return record
 
 
 def drop_rolled_back(lines: dict[Any, dict[str, Any]], record: dict[str, Any]) -> None:
@@ -343,12 +333,9 @@ def _append_line(path: Path, text: str) -> None:
 
 
 def _format_line(stage: str, fields: dict[str, Any]) -> str:
-    line = {"stage": stage, **{key: _finite_or_none(value) for key, value in fields.items()}}
+    line = {"stage": stage, **fields}
+    line |= {key: None for key, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
     return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _source_commit() -> str | None:

@@ -67,8 +67,8 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     from flatshift.experiments.recipe.tree import parse, parse_file
     from flatshift.experiments.results.run import read_metrics as read_back
     from flatshift.experiments.studies.sweep.axes import count_points, generate_points, parse_grid
-    from flatshift.finetune.config import Columns
     from flatshift.finetune.data.chat.conversation import read_conversation
+    from flatshift.finetune.data.config import Columns
     from flatshift.finetune.data.rows import read_rows
     from flatshift.finetune.models.checkpoint import SINGLE, read_index
     from flatshift.finetune.run_directory import read_metrics

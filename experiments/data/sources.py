@@ -15,9 +15,10 @@ import numpy as np
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, split_holdout
 from flatshift.experiments.recipe.resolve import Resolved
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.finetune.config import MOST_STEPS, Columns, Data, Train
+from flatshift.finetune.config import MOST_STEPS, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.columns import ColumnarExamples
+from flatshift.finetune.data.config import Columns, Data
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.mixture import Mixture, SampleProportions
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows

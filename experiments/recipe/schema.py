@@ -14,10 +14,7 @@ from flatshift.experiments.recipe.tree import setting_key
 from flatshift.finetune.config import (
     MOST_STEPS,
     Adapter,
-    Columns,
-    Data,
     Evaluate,
-    Files,
     Mesh,
     Optimizer,
     TraceRecording,
@@ -26,6 +23,7 @@ from flatshift.finetune.config import (
     check_bounds,
     check_nonzero,
 )
+from flatshift.finetune.data.config import Columns, Data, Files
 from flatshift.finetune.models.families import LEAKS_PACKED
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 from flatshift.regularizers.config import Plain, RegularizerConfig

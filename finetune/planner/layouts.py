@@ -299,6 +299,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster,
     work = StepLayout(
         layers=blocks,
         hidden=sizes.hidden,
+        heads=sizes.heads,
         products=sizes.products + sizes.adapter / blocks,
         head=sizes.outputs * sizes.hidden,
         sequence=sequence,

@@ -80,7 +80,6 @@ class BackboneSizes:
     ends: tuple[int, ...]  # elements of each tensor outside the blocks: embeddings, head, norms
     adapter: int  # elements of the adapter
     inputs: int  # input channels of all adapted layers of a block
-    below: int  # blocks below the lowest adapted one
     products: int = 0  # elements of the matrices in a block that one token is multiplied with
     experts: int = 0  # experts per block; 0: not a mixture of experts
     routed: int = 0  # experts that a token is routed to
@@ -118,7 +117,7 @@ class BackboneSizes:
     ) -> BackboneSizes:
         """Return the sizes of a backbone with this configuration and these tensors (name → shape)."""
         blocks: dict[tuple[str | None, int], int] = {}
-        ends, trained, inputs, multiplied, gated, adapted, normed = [], [0, 0], 0, 0, False, set(), False
+        ends, trained, inputs, multiplied, gated, normed = [], [0, 0], 0, 0, False, False
         ranks, routed, layers, output = [0, 0], 0, [], []
         for name, shape in shapes.items():
             match = _BLOCK.match(name)
@@ -145,7 +144,6 @@ class BackboneSizes:
                 ranks[outside] += rank
                 inputs += shape[1]
                 layers.append((shape[0], shape[1]))
-                adapted.add(key[1])
         if not blocks:
             raise UserError(f"{context}: its weights show no blocks, so nobody can tell what fits")
         experts = max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0)
@@ -164,7 +162,6 @@ class BackboneSizes:
             ends=tuple(sorted(ends, reverse=True)),
             adapter=sum(trained),
             inputs=inputs // len(blocks),
-            below=min(adapted, default=0),
             products=(multiplied + routed * chosen // max(experts, 1)) // len(blocks),
             head=_first_integer(config, "head_dim", default=hidden // heads),
             normed=normed,
