@@ -334,8 +334,8 @@ class Train:
         check_bounds(
             self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), threads=(1, None), max_dropped=(0, 1), max_cut=(0, 1)
         )
-        check_bounds(self, backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), steps=(None, MOST_STEPS))
-        check_bounds(self, max_length=(None, LONGEST), threads=(None, 4096), epochs=(0, None))
+        check_bounds(self, backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), steps=(None, MAX_STEPS))
+        check_bounds(self, max_length=(None, MAX_LENGTH), threads=(None, 4096), epochs=(0, None))
         check_nonzero(self, epochs="nothing would be trained; give how often to go through the rows, as 3 or 0.5")
         if self.eval_every > 1 and self.eval_every != int(self.eval_every):
             raise ValueError(f"eval_every must be whole steps, or a share of the steps below 1, got {self.eval_every}")
@@ -491,9 +491,9 @@ def match_pattern(patterns: Mapping[str, Value] | None, layer: str, default: Val
     return default
 
 
-MOST_STEPS = 10**9
+MAX_STEPS = 10**9
 """Maximum steps of a stage: at a millisecond each they take twelve days."""
-LONGEST = 2**24
+MAX_LENGTH = 2**24
 """Maximum tokens of a sequence."""
 
 

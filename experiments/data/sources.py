@@ -15,7 +15,7 @@ import numpy as np
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, split_holdout
 from flatshift.experiments.recipe.resolve import Resolved
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.finetune.config import MOST_STEPS, Train
+from flatshift.finetune.config import MAX_STEPS, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.config import Columns, Data
@@ -351,8 +351,8 @@ def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) 
     each = recipe.train.batch_size * recipe.train.accumulate
     steps = math.ceil(Fraction(repr(epochs)) * rows / each)  # exact, from the number as written: 1.1 · 10 rows are 11
     said = f"train.epochs {epochs:g} of {rows:,} {'packed ' if packed else ''}rows"
-    if steps > MOST_STEPS:
-        raise UserError(f"{said} are {steps:,} steps, above the {MOST_STEPS:,} that a stage may have; give fewer")
+    if steps > MAX_STEPS:
+        raise UserError(f"{said} are {steps:,} steps, above the {MAX_STEPS:,} that a stage may have; give fewer")
     settled = dataclasses.replace(recipe.train, steps=steps, epochs=None)
     origins = {**resolved.origins, "train.steps": said, "train.epochs": "counted as train.steps"}
     return Resolved(dataclasses.replace(recipe, train=settled), resolved.name, origins)

@@ -12,7 +12,7 @@ from typing import Literal
 from flatshift.experiments.recipe.studies import Comparison
 from flatshift.experiments.recipe.tree import setting_key
 from flatshift.finetune.config import (
-    MOST_STEPS,
+    MAX_STEPS,
     Adapter,
     Evaluate,
     Mesh,
@@ -102,7 +102,7 @@ class WarmUp:
 
     def __post_init__(self) -> None:
         check_bounds(self, steps=(1, None), lr=(0, None), batch_size=(1, None), accumulate=(1, None))
-        check_bounds(self, steps=(None, MOST_STEPS))
+        check_bounds(self, steps=(None, MAX_STEPS))
         check_nonzero(self, lr="the warm-up would train nothing; to go without one, leave the `warmup` block out")
 
 

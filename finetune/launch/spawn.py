@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS, _KILL_SECONDS = 0.05, 5.0
 _RANK_BYTES = 1 << 28  # memory of a rank before it has a model: the interpreter and torch
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _SECONDARY_SIGNALS = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 """Signals by which a rank more often ends because of another than by its own fault."""
 
@@ -148,7 +148,7 @@ def _start_ranks(
     share = threads or max(1, count_cores() // ranks)
     environment = {
         **os.environ,
-        **{name: str(threads or os.environ.get(name, share)) for name in THREADS},
+        **{name: str(threads or os.environ.get(name, share)) for name in THREAD_VARIABLES},
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         **expandable_segments_env(os.environ),
         **({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if sys.platform == "linux" else {}),

@@ -143,7 +143,7 @@ def _select_on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> 
             f"--processes {flags.processes}: the launcher started {started}; leave --processes out under a launcher"
         )
     job.set_resume_hint(AGAIN)
-    os.environ.update(dict.fromkeys(spawn.THREADS, "1"))
+    os.environ.update(dict.fromkeys(spawn.THREAD_VARIABLES, "1"))
     from flatshift.experiments.select.ranks import select_on_ranks
 
     assert flags.out is not None
