@@ -203,11 +203,8 @@ def json_text(value: Any, **options: Any) -> str:
 
 
 def read_json_object(path: Path, *keys: str, fix: str = "restore it, or make the run again") -> dict[str, Any]:
-    """Return the JSON object in `path`, which must have `keys`.
-
-    Raises:
-        UserError: the file is missing or unreadable, is not a JSON object, or lacks one of `keys`; ends with `fix`.
-    """
+    """Return the JSON object in `path`, which must have `keys`. Raises UserError: the file is missing or unreadable, is
+    not a JSON object, or lacks one of `keys`; ends with `fix`."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:

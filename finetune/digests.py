@@ -59,11 +59,8 @@ def write_sealed(file: Path, record: Mapping[str, object], siblings: Iterable[Pa
 
 
 def verify_sealed(file: Path, record: Mapping[str, Any], *, fix: str) -> dict[str, Any]:
-    """Return `record`, as read from `file`, without its seal; a record that has none passes.
-
-    Raises:
-        UserError: the record, or a file next to it, differs from what `write_sealed` wrote; ends with `fix`.
-    """
+    """Return `record`, as read from `file`, without its seal; a record that has none passes. Raises UserError: the
+    record, or a file next to it, differs from what `write_sealed` wrote; ends with `fix`."""
     plain = {key: value for key, value in record.items() if key != _SEAL}
     seal = record.get(_SEAL, {file.name: record_digest(plain)})
     if not isinstance(seal, dict) or file.name not in seal:

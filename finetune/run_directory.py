@@ -252,8 +252,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     A torn last line (the process was killed while writing) is skipped. A line with `rewound_to` (the stage rolled back
     for a loss spike) removes the stage's earlier lines of later steps.
 
-    Raises:
-        UserError: any other line is not a metrics row.
+    Raises UserError: any other line is not a metrics row.
     """
     path = Path(path)
     if not path.is_file():

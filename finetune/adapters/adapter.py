@@ -69,8 +69,7 @@ def attach_adapter(
             and A and B.
         calibration: training examples, for an `adapter.init` that needs them and has no `initial`.
 
-    Raises:
-        UserError: a target suffix that no module has, a setting PEFT rejects, an `initial` with other settings.
+    Raises UserError: a target suffix that no module has, a setting PEFT rejects, an `initial` with other settings.
     """
     if adapter.soft_tokens is not None:
         return attach_soft_tokens(backbone, adapter, task=task, seed=seed, dtype=dtype)
@@ -133,9 +132,8 @@ def read_adapter_under(name: str, model: PeftModel) -> dict[str, LowRankOffset]:
     The layer then computes W + s_u·B_u A_u + s·BA, of which A and B train; the saved adapter is the sum of both as one
     adapter of rank r_u + r, which does not depend on `name`.
 
-    Raises:
-        UserError: no such adapter, one of another backbone, one that is more than a sum (DoRA, a head), or layers that
-            `model` does not adapt.
+    Raises UserError: no such adapter, one of another backbone, one that is more than a sum (DoRA, a head), or layers
+    that `model` does not adapt.
     """
     context = "adapter.under"
     saved = SavedAdapter.find(name, context=context)
@@ -223,9 +221,8 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     Parts folded into the frozen weights (`flatshift.finetune.adapters.offsets`) are written too, as further rows of A
     and columns of B: the file fits the backbone as it is on disk.
 
-    Raises:
-        UserError: a value is NaN or infinite; nothing is written to `directory`.
-        RuntimeError: the file misses a tensor, differs from a live one, or would be empty; nothing is written either.
+    Raises UserError: a value is NaN or infinite; nothing is written to `directory`. Raises RuntimeError: the file
+    misses a tensor, differs from a live one, or would be empty; nothing is written either.
     """
     directory = Path(directory)
     if folded_offsets(model):
@@ -253,9 +250,8 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
     Writes the same files as `save_adapter`, but the tensors need not be in this process's model. Read back and
     compared.
 
-    Raises:
-        UserError: a value is NaN or infinite; nothing is written to `directory`.
-        RuntimeError: the file differs from the tensors, or would be empty; nothing is written either.
+    Raises UserError: a value is NaN or infinite; nothing is written to `directory`. Raises RuntimeError: the file
+    differs from the tensors, or would be empty; nothing is written either.
     """
     import copy
 
@@ -295,12 +291,8 @@ def peft_tensor_name(name: str, layers: Mapping[str, Any]) -> str:
 
 
 def read_adapter(directory: str | Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a saved adapter by plain name (as `trainable`).
-
-    Raises:
-        UserError: no such file, not safetensors, not what its run saved (`flatshift.finetune.digests`), or a value that
-            is NaN or infinite.
-    """
+    """Return the tensors of a saved adapter by plain name (as `trainable`). Raises UserError: no such file, not
+    safetensors, not what its run saved (`flatshift.finetune.digests`), or a value that is NaN or infinite."""
     check_adapter(Path(directory))
     tensors = _read_tensors(directory)
     _require_finite(tensors, str(Path(directory) / WEIGHTS), "take another adapter")
@@ -355,8 +347,7 @@ def load_adapter(model: PeftModel, directory: str | Path, *, partial: bool = Fal
 
     partial: LoRA tensors only; a head that only one side has is skipped (a warm-up continued by another task).
 
-    Raises:
-        UserError: no adapter in `directory`, or one of another shape or whose features enter elsewhere.
+    Raises UserError: no adapter in `directory`, or one of another shape or whose features enter elsewhere.
     """
     source, target = read_adapter(directory), dict[str, torch.Tensor](trainable(model))
     check_projector(model, directory)

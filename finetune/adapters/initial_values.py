@@ -141,8 +141,7 @@ def initialise(
 
     weights: directory of the backbone's unquantised weight files (loftq).
 
-    Raises:
-        UserError: settings or layers that PEFT rejects.
+    Raises UserError: settings or layers that PEFT rejects.
     """
     if adapter.init == "eva":
         _initialise_eva(model, require_calibration(adapter, calibration))

@@ -127,9 +127,8 @@ def merge_files(
         dtype: of the tensors that the checkpoint lacked.
         cast: dtype for all floating-point tensors, instead of their own.
 
-    Raises:
-        UserError: the adapter has tensors that the model has not, changes one that the files store in another form or
-            that the architecture ties, or produces weights that are not finite.
+    Raises UserError: the adapter has tensors that the model has not, changes one that the files store in another form
+    or that the architecture ties, or produces weights that are not finite.
     """
     checkpoint: Any = model.checkpoint
     changes, replaced = read_changes(model, adapter)
@@ -399,9 +398,8 @@ def combine_adapters(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) 
 
     A head, a bias or another module trained in full is taken from the first adapter; only that one may have any.
 
-    Raises:
-        UserError: DoRA, adapters on experts, soft tokens, or a fully trained module outside the first adapter.
-        RuntimeError: the file differs from the tensors.
+    Raises UserError: DoRA, adapters on experts, soft tokens, or a fully trained module outside the first adapter.
+    Raises RuntimeError: the file differs from the tensors.
     """
     from safetensors.torch import save_file
 

@@ -60,11 +60,8 @@ def folded_offsets(model: nn.Module) -> dict[str, LowRankOffset]:
 @torch.no_grad()
 def fold_offsets(model: PeftModel, offsets: Mapping[str, LowRankOffset], *, context: str) -> None:
     """Fold `offsets` into the frozen weights of `model`, in float32, rounded once to their dtype, and record them for
-    `folded_offsets`.
-
-    Raises:
-        UserError: a weight that is quantised or shared with another layer; starting with `context`.
-    """
+    `folded_offsets`. Raises UserError: a weight that is quantised or shared with another layer; starting with
+    `context`."""
     layers = lora_layers(model)
     holders = Counter(p.data_ptr() for m in model.modules() for p in m._parameters.values() if p is not None)
     for name in offsets:

@@ -44,11 +44,8 @@ class SavedAdapter:
 
     @classmethod
     def find(cls, name: str, *, context: str) -> SavedAdapter:
-        """Return the adapter of the run directory or PEFT directory `name`.
-
-        Raises:
-            UserError: starting with `context`: there is none, or one of another kind than LoRA.
-        """
+        """Return the adapter of the run directory or PEFT directory `name`. Raises UserError: starting with `context`:
+        there is none, or one of another kind than LoRA."""
         path = user_path(name)
         if (path / "adapter" / SETTINGS).is_file():
             path /= "adapter"

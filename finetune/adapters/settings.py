@@ -52,8 +52,7 @@ def lora_config(
 
     new_parameters: parameters missing from the checkpoint, which train in full.
 
-    Raises:
-        UserError: a name that no module of the backbone has or that has no effect; incompatible settings.
+    Raises UserError: a name that no module of the backbone has or that has no effect; incompatible settings.
     """
     from peft import LoraConfig
 

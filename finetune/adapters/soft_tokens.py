@@ -52,8 +52,7 @@ def attach_soft_tokens(
 
     They are initialised with the embeddings of tokens drawn with `seed`, as the paper advises.
 
-    Raises:
-        UserError: a task (`flatshift.finetune.planner.rules`) or a backbone that does not support them.
+    Raises UserError: a task (`flatshift.finetune.planner.rules`) or a backbone that does not support them.
     """
     from peft import PromptTuningConfig, get_peft_model
 
@@ -115,8 +114,7 @@ def attach_projector(model: PeftModel, projector: Projector, *, seed: int, dtype
 
     It is initialised like torch's own linear layers, from `seed`.
 
-    Raises:
-        UserError: `projector.inject` names a block that does not exist, or the blocks below cannot skip a position.
+    Raises UserError: `projector.inject` names a block that does not exist, or the blocks below cannot skip a position.
     """
     owner: Any = model
     soft = owner.prompt_encoder["default"].embedding.weight
@@ -211,11 +209,8 @@ class _FeatureForward:
 
 
 def _hide_first_position(base: Any, layers: list[nn.Module], block_count: int) -> None:
-    """Make the attention of the blocks below `block_count` skip the first position of each sequence.
-
-    Raises:
-        UserError: attention is not torch's own, or the position still affects the output of those blocks at the others.
-    """
+    """Make the attention of the blocks below `block_count` skip the first position of each sequence. Raises UserError:
+    attention is not torch's own, or the position still affects the output of those blocks at the others."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -316,10 +311,7 @@ def _injection_metadata(projector: Projector) -> dict[str, Any]:
 
 def read_projector(directory: str | Path) -> dict[str, Tensor]:
     """Return the projector in `directory` by plain name (`projector.weight`, `projector.bias`); empty if there is none.
-
-    Raises:
-        UserError: the file is not a valid safetensors file.
-    """
+    Raises UserError: the file is not a valid safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -39,11 +39,8 @@ def collect_job_facts(recipe: Any, **facts: str) -> dict[str, str]:
 
 
 def check_ranks_agree(world: ProcessMesh, facts: Mapping[str, str]) -> None:
-    """Compare `facts` over all ranks. Collective.
-
-    Raises:
-        UserError: they differ; the same sentence on every rank, with the first difference from rank 0.
-    """
+    """Compare `facts` over all ranks. Collective. Raises UserError: they differ; the same sentence on every rank, with
+    the first difference from rank 0."""
     import torch
     import torch.distributed as dist
 
@@ -69,11 +66,7 @@ def check_ranks_agree(world: ProcessMesh, facts: Mapping[str, str]) -> None:
 
 def broadcast_from_main(name: str, text: str) -> str:
     """Return rank 0's `text` on every rank of the job, before any process group exists; `text` itself in a single
-    process.
-
-    Raises:
-        UserError: rank 0 did not provide it in time.
-    """
+    process. Raises UserError: rank 0 did not provide it in time."""
     if not is_multi_rank():
         return text
     board = require_board()

@@ -295,8 +295,7 @@ def join_mesh(mesh: Mesh, device: str) -> ProcessMesh:
     device: `train.device`; on CUDA each rank takes the device of its local number. A process that no launcher started
     as one of several is its own mesh.
 
-    Raises:
-        UserError: the axes do not multiply to the number of processes, a device is not available, ranks are missing.
+    Raises UserError: the axes do not multiply to the number of processes, a device is not available, ranks are missing.
     """
     import torch
     import torch.distributed as dist

@@ -131,11 +131,7 @@ class ModelParts:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelParts:
-        """Find the parts of a model, with or without a PEFT wrapper.
-
-        Raises:
-            UserError: its family is not supported.
-        """
+        """Find the parts of a model, with or without a PEFT wrapper. Raises UserError: its family is not supported."""
         causal = unwrap_peft(model)
         kind = causal.config.model_type
         if kind not in pipeline_families():

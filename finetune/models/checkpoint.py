@@ -73,12 +73,9 @@ class TensorEntry:
 
 
 def read_index(directory: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of `model.safetensors`, or of the files in `model.safetensors.index.json`, by name.
-
-    Raises:
-        UserError: neither exists; a file of the index is missing, cut short or not a safetensors file; a file lacks a
-            tensor that the index assigns to it.
-    """
+    """Return the tensors of `model.safetensors`, or of the files in `model.safetensors.index.json`, by name. Raises
+    UserError: neither exists; a file of the index is missing, cut short or not a safetensors file; a file lacks a
+    tensor that the index assigns to it."""
     if (directory / SINGLE).is_file():
         return _read_header(directory / SINGLE)
     index = directory / INDEX
@@ -165,8 +162,7 @@ class CheckpointFiles:
 
         Weights that are tied in `model` but have different values in the files are untied, as in transformers.
 
-        Raises:
-            UserError: as `read_index`.
+        Raises UserError as `read_index`.
         """
         entries = read_index(directory)
         state = model.state_dict()

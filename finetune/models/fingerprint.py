@@ -39,8 +39,7 @@ def fingerprint(directory: Path) -> str:
     A fine-tuned copy of a model has a different fingerprint; the same weights split into shards have the same one.
     Digests are cached by path, size, inode and modification times of the weight file, so a file is read once.
 
-    Raises:
-        UserError: as `flatshift.finetune.models.checkpoint.read_index`.
+    Raises UserError as `flatshift.finetune.models.checkpoint.read_index`.
     """
     index = read_index(directory)
     digests: dict[str, str] = {}

@@ -28,8 +28,7 @@ def hidden_state_encoder(
     to the model's maximum (with a UserWarning if that is shorter), and padded on the right. T is 0 if no text has a
     token.
 
-    Raises:
-        UserError: as `open_backbone` and `resolve_device`.
+    Raises UserError as `open_backbone` and `resolve_device`.
     """
     from transformers import AutoModel
 

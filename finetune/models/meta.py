@@ -50,8 +50,7 @@ def build_skeleton(
     other tensor to its file (`flatshift.finetune.parallel.weights.load_weights`). The global random state is not
     touched.
 
-    Raises:
-        UserError: as `load_backbone`; or a weight file is missing or cut short; or the backbone is already quantised.
+    Raises UserError as `load_backbone`; or a weight file is missing or cut short; or the backbone is already quantised.
     """
     backbone = open_backbone(name)
     auto, options = auto_class(task, num_labels=num_labels, label_names=label_names)

@@ -100,8 +100,7 @@ def loading_options(
         skeleton: the model on meta (`flatshift.finetune.models.meta.build_skeleton`).
         dtype: of the computation, and of everything not quantised.
 
-    Raises:
-        UserError: no layer of the model can be quantised.
+    Raises UserError: no layer of the model can be quantised.
     """
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.quantizers_utils import should_convert_module

@@ -412,8 +412,7 @@ def resolve_mesh(
         node: ranks per node, under a launcher; by default all.
         devices: devices of one node; by default those of this machine.
 
-    Raises:
-        UserError: no layout has this many ranks; the message has the reason.
+    Raises UserError: no layout has this many ranks; the message has the reason.
     """
     if processes is not None and processes % mesh.size:
         raise UserError(

@@ -100,11 +100,8 @@ class BackboneSizes:
 
     @classmethod
     def read(cls, directory: Path, adapter: Adapter) -> BackboneSizes:
-        """Read the sizes of the backbone in `directory` under `adapter`.
-
-        Raises:
-            UserError: config.json or the header of a weight file is missing or damaged.
-        """
+        """Read the sizes of the backbone in `directory` under `adapter`. Raises UserError: config.json or the header of
+        a weight file is missing or damaged."""
         return cls.of(_read_config(directory / "config.json"), _read_shapes(directory), adapter, str(directory))
 
     @classmethod
