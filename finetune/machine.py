@@ -32,12 +32,12 @@ def without_cwd_imports() -> Iterator[None]:
     """Keep Python processes started inside from importing from the current directory, where a user's `finetune.py` or
     `random.py` may shadow a module: as `python -P`, which multiprocessing does not pass to its children."""
     variable = "PYTHONSAFEPATH"
-    before = os.environ.get(variable)
+    previous = os.environ.get(variable)
     os.environ[variable] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[variable]
         else:
-            os.environ[variable] = before
+            os.environ[variable] = previous

@@ -69,10 +69,10 @@ class RoundingStatistics:
     def add(self, exact: Tensor, stored: Tensor) -> None:
         """Add some rows of a tensor before and after rounding. Raises UserError if a value is not finite."""
         statistics = self.by_dtype.setdefault(stored.dtype, {"largest": 0.0, "relative": 0.0})
-        before = exact.double().reshape(exact.shape[0] if exact.ndim else 1, -1)
-        after = stored.to(torch.float64, copy=True).reshape(before.shape)
-        error = torch.linalg.vector_norm(after.sub_(before), torch.inf, dim=1)
-        row = torch.linalg.vector_norm(before, torch.inf, dim=1).clamp_min_(1e-300)
+        exact_rows = exact.double().reshape(exact.shape[0] if exact.ndim else 1, -1)
+        stored_rows = stored.to(torch.float64, copy=True).reshape(exact_rows.shape)
+        error = torch.linalg.vector_norm(stored_rows.sub_(exact_rows), torch.inf, dim=1)
+        row = torch.linalg.vector_norm(exact_rows, torch.inf, dim=1).clamp_min_(1e-300)
         statistics["largest"] = max(statistics["largest"], float(error.max()))
         statistics["relative"] = max(statistics["relative"], float((error / row).max()))
         if not error.isfinite().all():
@@ -277,13 +277,13 @@ def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, WeightDelta
     written = read_index(out)
     maximum = 0.0
     for key, target, change in _file_changes(model, changes):
-        before, after = checkpoint.entries[key], written[target]
-        scale = _row_scale(before, change) if change.magnitude is not None else None
-        for start in {i * (before.shape[0] - 1) // max(rows - 1, 1) for i in range(rows)}:
-            exact = change.added_to(before, start, start + 1)
+        source, written_entry = checkpoint.entries[key], written[target]
+        scale = _row_scale(source, change) if change.magnitude is not None else None
+        for start in {i * (source.shape[0] - 1) // max(rows - 1, 1) for i in range(rows)}:
+            exact = change.added_to(source, start, start + 1)
             if scale is not None:
                 exact = exact * (scale if change.transposed else scale[start : start + 1, None]).double()
-            written_rows = _read_rows(after, start, start + 1).double()
+            written_rows = _read_rows(written_entry, start, start + 1).double()
             maximum = max(maximum, float((written_rows - exact).abs().max() / exact.abs().max().clamp_min(1e-30)))
     return maximum
 

@@ -150,7 +150,7 @@ class _FeatureForward:
         """(B, K, D) of the current forward pass, read by the blocks of `inject`."""
 
     def __call__(
-        self, *, input_ids: Tensor, attention_mask: Tensor | None = None, features: Tensor | None = None, **more: Any
+        self, *, input_ids: Tensor, attention_mask: Tensor | None = None, features: Tensor | None = None, **options: Any
     ) -> Any:
         """Run the backbone on features, soft tokens and text.
 
@@ -178,7 +178,7 @@ class _FeatureForward:
             attention_mask = F.pad(attention_mask, (prefix, 0), value=1)
         self._entering = None if is_front else projected
         try:
-            output = base(inputs_embeds=torch.cat([front, soft, text], dim=1), attention_mask=attention_mask, **more)
+            output = base(inputs_embeds=torch.cat([front, soft, text], dim=1), attention_mask=attention_mask, **options)
         finally:
             self._entering = None
         output.logits = output.logits[:, prefix:]

@@ -55,11 +55,11 @@ def check_ranks_agree(world: ProcessMesh, facts: Mapping[str, str]) -> None:
         return
     texts: list[Any] = [None] * world.size
     dist.all_gather_object(texts, facts)
-    main, other = texts[0], texts[different[0]]
-    key = min(key for key in main.keys() | other.keys() if main.get(key) != other.get(key))
+    main, differing = texts[0], texts[different[0]]
+    key = min(key for key in main.keys() | differing.keys() if main.get(key) != differing.get(key))
     more = f" ({len(different) - 1} more ranks differ too)" if len(different) > 1 else ""
     raise UserError(
-        f"rank {different[0]} runs {key}: {other.get(key)}, rank 0 {key}: {main.get(key)}{more}; start every rank with "
+        f"rank {different[0]} runs {key}: {differing.get(key)}, rank 0 {key}: {main.get(key)}{more}; start every rank with "
         "the same recipe, flags and installation"
     )
 

@@ -159,14 +159,14 @@ def _start_ranks(
     }
     processes: list[subprocess.Popen[bytes]] = []
     for number in range(ranks):
-        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+        rank_variables = {"RANK": str(number), "LOCAL_RANK": str(number)}
         if number == 0:
-            own["FLATSHIFT_STORE_FD"] = str(port.fileno())
+            rank_variables["FLATSHIFT_STORE_FD"] = str(port.fileno())
         with _output_file(folder, number).open("wb") as output:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-P", *command],  # -P: the user's directory must not shadow modules
-                    env={**environment, **own},
+                    env={**environment, **rank_variables},
                     stdin=subprocess.DEVNULL,
                     stdout=None if number == 0 else output,
                     stderr=None if number == 0 else output,
@@ -190,11 +190,11 @@ def _forward_stop_signals(job: _Job) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    handlers = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

@@ -55,10 +55,10 @@ class Heartbeat:
     phase: str
     idle: float  # seconds since the last of them
     longest: float  # seconds of the longest wait between two of them so far
-    hurried: bool  # True in a phase with a progress timeout (steps), False in one that may take any time
+    has_timeout: bool  # True in a phase with a progress timeout (steps), False in one that may take any time
     line: str = ""  # innermost Python line of the main thread
-    waits: bool = False  # True if that line is in torch, as in a collective or a backward pass
-    left: bool = False
+    is_in_torch: bool = False  # True if that line is in torch, as in a collective or a backward pass
+    has_left: bool = False
 
     @property
     def position(self) -> str:
@@ -78,7 +78,7 @@ class Watchdog:
         self.board, self.rank, self.size, self.stall, self.end = board, rank, size, stall, end
         self.numbered = 0
         self.count, self.step, self.phase = 0, 0, "start"
-        self.moved, self.longest, self.hurried = time.monotonic(), 0.0, False
+        self.moved, self.longest, self.has_timeout = time.monotonic(), 0.0, False
         self.heartbeats: dict[int, tuple[Heartbeat, float]] = {}
         """Last heartbeat of each rank, and the seconds since it changed."""
         self.silence = 0.0
@@ -95,7 +95,7 @@ class Watchdog:
         self._over.set()
         self._thread.join(timeout=5)
         with contextlib.suppress(RankTimeout):
-            self._post(left=True)
+            self._post(has_left=True)
 
     def progress(self, step: int, phase: str) -> None:
         """Record progress of the main thread. Costs a few assignments."""
@@ -105,15 +105,15 @@ class Watchdog:
         self.count, self.step, self.phase, self.moved = self.count + 1, step, phase, now
 
     @contextlib.contextmanager
-    def pace(self, phase: str, *, hurried: bool) -> Iterator[None]:
-        """Put this rank into `phase` inside; progress is required of the job while every rank is in a hurried one."""
-        before = self.phase, self.hurried
-        self.moved, self.phase, self.hurried = time.monotonic(), phase, hurried
+    def pace(self, phase: str, *, has_timeout: bool) -> Iterator[None]:
+        """Put this rank into `phase` inside; progress is required of the job while every rank is in one with a timeout."""
+        previous = self.phase, self.has_timeout
+        self.moved, self.phase, self.has_timeout = time.monotonic(), phase, has_timeout
         try:
             yield
         finally:
             self.moved = time.monotonic()
-            self.phase, self.hurried = before
+            self.phase, self.has_timeout = previous
 
     def _run(self) -> None:
         since_post, last = 0.0, time.monotonic()
@@ -136,11 +136,11 @@ class Watchdog:
             if launcher is not None and os.getppid() != int(launcher):
                 self.end(3)
 
-    def _post(self, *, left: bool = False) -> None:
+    def _post(self, *, has_left: bool = False) -> None:
         self.numbered += 1
         identity = self.numbered, socket.gethostname(), os.getpid()
-        progress = self.count, self.step, self.phase, time.monotonic() - self.moved, self.longest, self.hurried
-        heartbeat = Heartbeat(*identity, *progress, *_main_thread_position(), left)
+        progress = self.count, self.step, self.phase, time.monotonic() - self.moved, self.longest, self.has_timeout
+        heartbeat = Heartbeat(*identity, *progress, *_main_thread_position(), has_left)
         self.board.put(f"beat-{self.rank}", json.dumps(asdict(heartbeat)))
 
     def _check_ranks(self, tick: float) -> None:
@@ -154,33 +154,41 @@ class Watchdog:
             if text is None:
                 continue
             heartbeat = Heartbeat(**json.loads(text))
-            before, still = self.heartbeats.get(number, (None, 0.0))
+            before, unchanged = self.heartbeats.get(number, (None, 0.0))
             same = before is not None and before.number == heartbeat.number
-            self.heartbeats[number] = (heartbeat, still + tick if same else 0.0)
-        present = {r: entry for r, entry in self.heartbeats.items() if not entry[0].left}
-        for number, (heartbeat, still) in present.items():
-            if number != self.rank and still > self.stall:
-                problem = f"has not answered for {still:.0f} s (it was at {heartbeat.position})"
+            self.heartbeats[number] = (heartbeat, unchanged + tick if same else 0.0)
+        present = {r: entry for r, entry in self.heartbeats.items() if not entry[0].has_left}
+        for number, (heartbeat, unchanged) in present.items():
+            if number != self.rank and unchanged > self.stall:
+                problem = f"has not answered for {unchanged:.0f} s (it was at {heartbeat.position})"
                 self._report(number, heartbeat, problem)
                 return
         self._check_progress({r: heartbeat for r, (heartbeat, _) in present.items()})
 
     def missing(self) -> list[str]:
         """Return the ranks that missed several heartbeats, each with its host and process."""
-        late = [(r, beat) for r, (beat, still) in sorted(self.heartbeats.items()) if still > 3 * HEARTBEAT_SECONDS]
-        return [f"rank {r} ({beat.host}:{beat.pid})" for r, beat in late if not beat.left]
+        late = [
+            (r, heartbeat)
+            for r, (heartbeat, unchanged) in sorted(self.heartbeats.items())
+            if unchanged > 3 * HEARTBEAT_SECONDS
+        ]
+        return [f"rank {r} ({heartbeat.host}:{heartbeat.pid})" for r, heartbeat in late if not heartbeat.has_left]
 
     def _check_progress(self, heartbeats: dict[int, Heartbeat]) -> None:
-        if self.rank >= WATCHERS or not heartbeats or not all(beat.hurried for beat in heartbeats.values()):
+        if (
+            self.rank >= WATCHERS
+            or not heartbeats
+            or not all(heartbeat.has_timeout for heartbeat in heartbeats.values())
+        ):
             return
-        idle = min(beat.idle for beat in heartbeats.values())
-        started = all(beat.count > _FIRST_UPDATES for beat in heartbeats.values())
-        longest = max(beat.longest for beat in heartbeats.values())
+        idle = min(heartbeat.idle for heartbeat in heartbeats.values())
+        started = all(heartbeat.count > _FIRST_UPDATES for heartbeat in heartbeats.values())
+        longest = max(heartbeat.longest for heartbeat in heartbeats.values())
         limit = max(self.stall, 10 * longest) if started else max(self.stall, _FIRST_LIMIT)
         if idle <= limit:
             return
         # The rank that others wait for has made less progress, or as much but is outside of any collective.
-        progress = {r: (beat.count, beat.waits) for r, beat in heartbeats.items()}
+        progress = {r: (heartbeat.count, heartbeat.is_in_torch) for r, heartbeat in heartbeats.items()}
         behind = min(progress, key=progress.__getitem__)
         slowest = heartbeats[behind]
         if len(set(progress.values())) == 1:
@@ -267,10 +275,10 @@ def missing_ranks() -> list[str]:
 def progress_timeout(phase: str) -> contextlib.AbstractContextManager[None]:
     """Return the context of a phase that calls `report_progress` repeatedly (steps): if the calls stop, the job
     hangs."""
-    return _watch.pace(phase, hurried=True) if _watch is not None else contextlib.nullcontext()
+    return _watch.pace(phase, has_timeout=True) if _watch is not None else contextlib.nullcontext()
 
 
 def no_progress_timeout(phase: str) -> contextlib.AbstractContextManager[None]:
     """Return the context of a phase that may take any time, on every rank or on one that the others wait for (a report,
     a save)."""
-    return _watch.pace(phase, hurried=False) if _watch is not None else contextlib.nullcontext()
+    return _watch.pace(phase, has_timeout=False) if _watch is not None else contextlib.nullcontext()

@@ -31,7 +31,7 @@ class TensorParallelRegion:
 class TensorPlan:
     """Tensor-parallel plan of a family. Names are suffixes of module names in the backbone; `*` is a number."""
 
-    about: str
+    description: str
     blocks: str
     regions: tuple[TensorParallelRegion, ...]
     embeddings: tuple[str, ...] = ()  # embeddings over the vocabulary; a linear output head over it is split as well
@@ -163,7 +163,7 @@ FAMILIES = {
 
 def tensor_plans() -> dict[str, str]:
     """Return the model types that tensor parallelism can split, with a sentence about each."""
-    return {kind: family.tensor.about for kind, family in FAMILIES.items()}
+    return {kind: family.tensor.description for kind, family in FAMILIES.items()}
 
 
 def pipeline_families() -> tuple[str, ...]:

@@ -201,15 +201,15 @@ def _new_parameters(
     prefix = model.base_model_prefix + "."
     required = [n for n in missing if not task.new_head or (n.startswith(prefix) and ".pooler." not in n)]
     if required:
-        more = f" and {len(required) - 1} more" if len(required) > 1 else ""
+        others = f" and {len(required) - 1} more" if len(required) > 1 else ""
         for entry in report["mismatched_keys"]:
             if isinstance(entry, tuple | list) and entry[0] in required and len(entry) == 3:
                 stored, expected = (list(shape) for shape in entry[1:])
                 raise UserError(
-                    f"{context}: config.json makes {entry[0]} {expected} and the weights have {stored}{more}; one of "
+                    f"{context}: config.json makes {entry[0]} {expected} and the weights have {stored}{others}; one of "
                     "the two is of another model, fetch the backbone again"
                 )
         raise UserError(
-            f"{context}: its weights lack {required[0]}{more}; the checkpoint is not complete or not of this kind"
+            f"{context}: its weights lack {required[0]}{others}; the checkpoint is not complete or not of this kind"
         )
     return tuple(missing)

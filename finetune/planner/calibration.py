@@ -193,12 +193,12 @@ def _measure_overhead_bytes(
     # a first small step, so that everything loaded on first use counts as libraries
     _build_model_step("cpu", _ProbeSizes(64, 32), 1, precision)()
     gc.collect()
-    libraries, before = process_bytes("VmRSS"), malloc_bytes()
+    libraries, allocated_before = process_bytes("VmRSS"), malloc_bytes()
     step = _build_model_step("cpu", _ProbeSizes(256, 1024), blocks, precision, recompute, words=20_000)
     resident, allocated = measure_peaks(lambda: [step() for _ in range(_TURNS + 1)])
-    if libraries is None or resident is None or before is None or allocated is None:
+    if libraries is None or resident is None or allocated_before is None or allocated is None:
         return None
-    return libraries, allocated - before, max(0, resident - libraries - (allocated - before))
+    return libraries, allocated - allocated_before, max(0, resident - libraries - (allocated - allocated_before))
 
 
 def _shortest_run(call: Callable[[], object], kind: str) -> float:

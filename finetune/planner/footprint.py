@@ -180,15 +180,15 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
     """
     hidden, heads, attends = backbone.hidden, backbone.heads, train.checkpointing != "selective"
     width = WIDTHS[train.precision]
-    whole = 8.0 + 2 * width + (8 + width * (backbone.ranks[0] * attends + backbone.ranks[1])) / hidden
-    cut = backbone.wide * backbone.feed_forward / hidden * width
+    unsplit = 8.0 + 2 * width + (8 + width * (backbone.ranks[0] * attends + backbone.ranks[1])) / hidden
+    split = backbone.wide * backbone.feed_forward / hidden * width
     if attends:
-        cut += (2 * width * (heads + backbone.groups) * backbone.head + 4 * heads) / hidden
-        cut += 4 * (heads + backbone.groups) * (backbone.head + 1) / hidden if backbone.normed else 0
-    whole += 2 * width * backbone.routed  # tokens as dispatched to experts, and the experts' outputs
+        split += (2 * width * (heads + backbone.groups) * backbone.head + 4 * heads) / hidden
+        split += 4 * (heads + backbone.groups) * (backbone.head + 1) / hidden if backbone.normed else 0
+    unsplit += 2 * width * backbone.routed  # tokens as dispatched to experts, and the experts' outputs
     if adapter.dropout > 0:
-        whole += (width + 1) * backbone.inputs / backbone.hidden
-    return (whole + cut) / mesh.tp if mesh.sequence_parallel else whole + cut / mesh.tp
+        unsplit += (width + 1) * backbone.inputs / backbone.hidden
+    return (unsplit + split) / mesh.tp if mesh.sequence_parallel else unsplit + split / mesh.tp
 
 
 def work_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train, rows: int, device: str) -> int:

@@ -175,20 +175,22 @@ def enumerate_layouts(
     The examples per step, `train.batch_size × train.accumulate`, are kept. Axes that are set are kept.
     Raises UserError with the reason if there is none.
     """
-    given, train = settings.mesh, settings.train
+    requested, train = settings.mesh, settings.train
     check_supported(sizes, settings)
-    _check_axes_divide(sizes, given)
+    _check_axes_divide(sizes, requested)
     rows = train.batch_size * train.accumulate
-    if cluster.count % given.size:
-        raise UserError(f"mesh: {given.size} ranks of the axes that are set do not divide {cluster.count} devices")
-    free = [axis for axis in ("replicate", "dp", "tp", "pp") if getattr(given, axis) == 1]
+    if cluster.count % requested.size:
+        raise UserError(f"mesh: {requested.size} ranks of the axes that are set do not divide {cluster.count} devices")
+    free = [axis for axis in ("replicate", "dp", "tp", "pp") if getattr(requested, axis) == 1]
     best: dict[tuple[int, ...], Layout] = {}
-    for mesh in enumerate_meshes(given, cluster.count, free):
+    for mesh in enumerate_meshes(requested, cluster.count, free):
         for accumulate in _divisors(rows):
             if (rows // accumulate) % (mesh.replicate * mesh.dp):
                 continue
             batch = dataclasses.replace(train, batch_size=rows // accumulate, accumulate=accumulate)
-            if not is_allowed(mesh, given, dataclasses.replace(settings, mesh=mesh, train=batch), sizes, cluster.node):
+            if not is_allowed(
+                mesh, requested, dataclasses.replace(settings, mesh=mesh, train=batch), sizes, cluster.node
+            ):
                 continue
             for checkpointing, (variant, sharing) in itertools.product(recompute, list(_mesh_variants(mesh, sizes))):
                 trained = dataclasses.replace(batch, checkpointing=checkpointing)  # type: ignore[arg-type]
@@ -200,7 +202,7 @@ def enumerate_layouts(
                     best[key] = layout
     if not best:
         # a broken rule, if there is one, is the better message
-        check_settings(dataclasses.replace(settings, mesh=given))
+        check_settings(dataclasses.replace(settings, mesh=requested))
         raise UserError(
             f"no mesh of {cluster.count} devices goes with {rows} rows per step, {sizes.heads} heads in "
             f"{sizes.groups} groups and {len(sizes.blocks)} blocks; raise train.batch_size or train.accumulate to a "
@@ -209,23 +211,23 @@ def enumerate_layouts(
     return sorted(best.values(), key=lambda layout: layout.order)
 
 
-def _check_axes_divide(sizes: BackboneSizes, given: Mesh) -> None:
+def _check_axes_divide(sizes: BackboneSizes, requested: Mesh) -> None:
     for axis, families in (("tp", tuple(FAMILIES)), ("pp", pipeline_families())):
-        if getattr(given, axis) > 1 and sizes.kind not in families:
+        if getattr(requested, axis) > 1 and sizes.kind not in families:
             raise UserError(
                 f"mesh.{axis}: {sizes.kind} is none of {', '.join(families)}; leave it out, mesh.dp shards any"
             )
     widths = _split_widths(sizes)
-    if any(width % given.tp for width in widths):
-        near = max(n for n in _divisors(math.gcd(*widths)) if n <= given.tp)
+    if any(width % requested.tp for width in widths):
+        nearest = max(n for n in _divisors(math.gcd(*widths)) if n <= requested.tp)
         raise UserError(
-            f"mesh.tp: {given.tp} does not divide {sizes.heads} heads in {sizes.groups} groups, a feed-forward "
-            f"of {sizes.feed_forward} and {sizes.vocabulary:,} words of this backbone; nearest that does: {near}"
+            f"mesh.tp: {requested.tp} does not divide {sizes.heads} heads in {sizes.groups} groups, a feed-forward "
+            f"of {sizes.feed_forward} and {sizes.vocabulary:,} words of this backbone; nearest that does: {nearest}"
         )
-    if given.pp > 1 and given.pp * (given.virtual or 1) > len(sizes.blocks):
+    if requested.pp > 1 and requested.pp * (requested.virtual or 1) > len(sizes.blocks):
         raise UserError(
-            f"mesh.pp: {given.pp} × {given.virtual or 1} stages are more than the {len(sizes.blocks)} blocks of "
-            f"this backbone; take at most {len(sizes.blocks) // (given.virtual or 1)}"
+            f"mesh.pp: {requested.pp} × {requested.virtual or 1} stages are more than the {len(sizes.blocks)} blocks of "
+            f"this backbone; take at most {len(sizes.blocks) // (requested.virtual or 1)}"
         )
 
 
@@ -345,19 +347,19 @@ def enumerate_meshes(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Me
             yield dataclasses.replace(mesh, **axes)
 
 
-def is_allowed(option: Mesh, given: Mesh, settings: RuleSettings, sizes: BackboneSizes, node: int) -> bool:
+def is_allowed(option: Mesh, requested: Mesh, settings: RuleSettings, sizes: BackboneSizes, node: int) -> bool:
     """True if settings and backbone allow a mesh; axes that are set are only checked against the settings."""
     if broken_rule(dataclasses.replace(settings, mesh=option)) is not None:
         return False
     splits_widths = sizes.kind in FAMILIES and not any(width % option.tp for width in (*_split_widths(sizes), node))
     splits_blocks = sizes.kind in pipeline_families() and option.pp * (option.virtual or 1) <= len(sizes.blocks)
-    if (option.tp > given.tp and not splits_widths) or (option.pp > given.pp and not splits_blocks):
+    if (option.tp > requested.tp and not splits_widths) or (option.pp > requested.pp and not splits_blocks):
         return False
     # A is (rank × inputs): if the shards divide neither dimension, every adapter is padded to a multiple of their
     # number
     shards = option.dp * option.cp
     pads = option.adapters == "shard" and settings.adapter.rank % shards and sizes.hidden % shards
-    return not (option.dp > given.dp and pads)
+    return not (option.dp > requested.dp and pads)
 
 
 def _divisors(number: int) -> list[int]:
@@ -452,7 +454,7 @@ def resolve_mesh(
     local_devices = devices if processes is None else None
     reasons = [
         _describe_devices(devices, processes, node),
-        *_explain_axes(chosen, layouts, given=mesh, rows=rows, devices=local_devices),
+        *_explain_axes(chosen, layouts, requested=mesh, rows=rows, devices=local_devices),
     ]
     return dataclasses.replace(chosen.mesh, auto=False), [f"mesh.auto: {reason}" for reason in reasons]
 
@@ -479,21 +481,21 @@ def _describe_devices(devices: Devices, processes: int | None, node: int) -> str
 
 
 def _explain_axes(
-    chosen: Layout, layouts: Sequence[Layout], *, given: Mesh, rows: int, devices: Devices | None
+    chosen: Layout, layouts: Sequence[Layout], *, requested: Mesh, rows: int, devices: Devices | None
 ) -> Iterator[str]:
     """Yield the reasons for the chosen axes. devices: None under a launcher."""
     mesh = chosen.mesh
-    if wide := [f"{axis} {width}" for axis, width in wide_axes(given).items()]:
+    if wide := [f"{axis} {width}" for axis, width in wide_axes(requested).items()]:
         yield f"{', '.join(wide)} as set"
     for axis in ("pp", "tp", "dp"):
-        if getattr(mesh, axis) > getattr(given, axis):
+        if getattr(mesh, axis) > getattr(requested, axis):
             peers = [layout for layout in layouts if layout.mesh.size == mesh.size]
             if axis == "dp":
                 peers = [
                     o for o in layouts if (o.mesh.tp, o.mesh.pp) == (mesh.tp, mesh.pp) and o.mesh.size <= mesh.size
                 ]
             yield f"{axis} {getattr(mesh, axis)}: {_explain_axis_width(chosen, peers, axis, rows)}"
-    if mesh.replicate > given.replicate:
+    if mesh.replicate > requested.replicate:
         copied = "the shards" if mesh.dp > 1 else "the backbone"
         yield f"replicate {mesh.replicate}: further copies of {copied} exchange adapter gradients only"
     if devices is not None:

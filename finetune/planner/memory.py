@@ -258,10 +258,10 @@ def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: Me
     return _format_plan(train, f"{next(model.parameters()).device}, {train.precision}", rows)
 
 
-def _format_plan(train: Train, place: str, rows: Sequence[tuple[str, int, str]]) -> list[str]:
+def _format_plan(train: Train, device: str, rows: Sequence[tuple[str, int, str]]) -> list[str]:
     """Format rows of cause, bytes and note under the plan's first line."""
     width = max(len(name) for name, _, _ in rows)
-    head = f"plan: {train.steps} steps × {train.accumulate} × {train.batch_size} rows on {place}"
+    head = f"plan: {train.steps} steps × {train.accumulate} × {train.batch_size} rows on {device}"
     return [head, *(f"  {name.ljust(width)}  {format_bytes(count):>11}  {note}" for name, count, note in rows)]
 
 

@@ -157,7 +157,7 @@ def test_the_fastest_that_fits_by_the_constants_that_were_measured_here(
     devices = Devices("cuda", 8, 78 * GIB, row="H100-80")
     assert pick(large, devices=devices, train={"batch_size": 2})[0] == {"replicate": 2, "tp": 4}
     slow = {"H100-80": RooflineConstants(fast_link=1e-3)}
-    monkeypatch.setattr(devices, "cached_constants", slow.get)
+    monkeypatch.setattr(planner_devices, "cached_constants", slow.get)
     axes, why = pick(large, devices=devices, train={"batch_size": 2})
     assert axes["pp"] > 1 and "tp" not in axes, why
 
