@@ -59,8 +59,8 @@ def check_ranks_agree(world: ProcessMesh, facts: Mapping[str, str]) -> None:
     key = min(key for key in main.keys() | differing.keys() if main.get(key) != differing.get(key))
     more = f" ({len(different) - 1} more ranks differ too)" if len(different) > 1 else ""
     raise UserError(
-        f"rank {different[0]} runs {key}: {differing.get(key)}, rank 0 {key}: {main.get(key)}{more}; start every rank with "
-        "the same recipe, flags and installation"
+        f"rank {different[0]} runs {key}: {differing.get(key)}, rank 0 {key}: {main.get(key)}{more}; start every rank "
+        "with the same recipe, flags and installation"
     )
 
 

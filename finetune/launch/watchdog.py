@@ -106,7 +106,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def pace(self, phase: str, *, has_timeout: bool) -> Iterator[None]:
-        """Put this rank into `phase` inside; progress is required of the job while every rank is in one with a timeout."""
+        """Put this rank into `phase` inside; the job must make progress while every rank is in one with a timeout."""
         previous = self.phase, self.has_timeout
         self.moved, self.phase, self.has_timeout = time.monotonic(), phase, has_timeout
         try:
@@ -138,9 +138,21 @@ class Watchdog:
 
     def _post(self, *, has_left: bool = False) -> None:
         self.numbered += 1
-        identity = self.numbered, socket.gethostname(), os.getpid()
-        progress = self.count, self.step, self.phase, time.monotonic() - self.moved, self.longest, self.has_timeout
-        heartbeat = Heartbeat(*identity, *progress, *_main_thread_position(), has_left)
+        line, is_in_torch = _main_thread_position()
+        heartbeat = Heartbeat(
+            number=self.numbered,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            count=self.count,
+            step=self.step,
+            phase=self.phase,
+            idle=time.monotonic() - self.moved,
+            longest=self.longest,
+            has_timeout=self.has_timeout,
+            line=line,
+            is_in_torch=is_in_torch,
+            has_left=has_left,
+        )
         self.board.put(f"beat-{self.rank}", json.dumps(asdict(heartbeat)))
 
     def _check_ranks(self, tick: float) -> None:

@@ -152,12 +152,11 @@ def prepare_quantized(model: nn.Module) -> None:
     for module in model.modules():
         if _is_quantized(module):
             logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-            layer: Any = module
-            if hasattr(layer, "support_avx512bf16_for_cpu"):
-                layer.support_avx512bf16_for_cpu = False
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                vars(module)["support_avx512bf16_for_cpu"] = False
 
 
-def _is_quantized(module: nn.Module) -> bool:
+def _is_quantized(module: Any) -> bool:
     return type(module).__module__.startswith("bitsandbytes.")
 
 

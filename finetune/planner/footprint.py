@@ -73,8 +73,8 @@ class Footprint:
 
     def __str__(self) -> str:
         is_training = self.activations + self.work > self.logits
-        causes = ("weights", "gathered", "adapter", "regularizer")
-        causes += ("activations", "work") if is_training else ("logits",)
+        causes = ["weights", "gathered", "adapter", "regularizer"]
+        causes += ["activations", "work"] if is_training else ["logits"]
         return " + ".join(f"{format_bytes(getattr(self, cause))} {cause}" for cause in causes if getattr(self, cause))
 
 

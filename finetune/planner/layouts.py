@@ -226,8 +226,8 @@ def _check_axes_divide(sizes: BackboneSizes, requested: Mesh) -> None:
         )
     if requested.pp > 1 and requested.pp * (requested.virtual or 1) > len(sizes.blocks):
         raise UserError(
-            f"mesh.pp: {requested.pp} × {requested.virtual or 1} stages are more than the {len(sizes.blocks)} blocks of "
-            f"this backbone; take at most {len(sizes.blocks) // (requested.virtual or 1)}"
+            f"mesh.pp: {requested.pp} × {requested.virtual or 1} stages are more than the {len(sizes.blocks)} blocks "
+            f"of this backbone; take at most {len(sizes.blocks) // (requested.virtual or 1)}"
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 from flatshift.finetune import assets
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.planner import devices as planner_devices
 from flatshift.finetune.planner.devices import Devices, visible_memory
 from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.layouts import AXES, resolve_mesh
