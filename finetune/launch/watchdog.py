@@ -1,10 +1,10 @@
 """Watchdog thread of every rank, which notices what blocked main threads cannot: a rank that stopped, hangs, or failed.
 
-Each rank posts a heartbeat on the job's board. If a rank's heartbeat stands still for `mesh.stall` seconds, the rank is
-stopped or its machine is gone. If all ranks are in a phase with a progress timeout (`progress_timeout`), post
-heartbeats, and none has made progress for that long (at least ten times the longest step so far), the one furthest
-behind is named. The finder reports it once, and every rank exits by `os._exit`: the main threads are inside collectives
-that will never return, and files are only ever put in place whole.
+Each rank posts a heartbeat on the job's board. If one stands still for `mesh.stall` seconds, its rank is stopped or its
+machine is gone. If all ranks are in a phase with a progress timeout and none has made progress for that long (at least
+ten times the longest step so far), the one furthest behind is named. The finder reports it once, and every rank exits
+by `os._exit`: the main threads are inside collectives that will never return, and files are only ever put in place
+whole.
 
 Clocks are never compared: each watcher counts its own time since a rank's heartbeat last changed, in ticks that a pause
 of the watcher itself (a sleeping laptop) cannot stretch.

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..compute.cuda_status import resolve_device
+from ..digests import file_sha256
 from ..errors import UserError, first_error_line
 from .anatomy import position_limit
 from .backbone import REFUSED, open_backbone, quiet_transformers
@@ -84,7 +85,5 @@ def model_fingerprint(directory: str | Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*")):
         if file.is_file() and file.suffix in (".safetensors", ".json", ".txt", ".model"):
-            digest.update(str(file.relative_to(root)).encode())
-            with file.open("rb") as handle:
-                digest.update(hashlib.file_digest(handle, "sha256").digest())
+            digest.update(str(file.relative_to(root)).encode() + bytes.fromhex(file_sha256(file)))
     return digest.hexdigest()

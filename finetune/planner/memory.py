@@ -1,12 +1,11 @@
 """Memory of a stage by cause, and on a mesh its communication, printed before step 1.
 
-Weights, gradients and optimizer state are counted; activations are measured: a short sequence is run forward in
-training mode while autograd's saved tensors are summed, at the run's own length if that is short, else at two lengths,
-and the line through them is evaluated at the run's sequence length and batch size. Temporaries of the loss and the
-backward pass, dense masks of packed rows and a regularizer's state come from the closed forms of
+Weights, gradients and optimizer state are counted; activations are measured: autograd's saved tensors are summed in a
+forward pass over a sequence of the run's own length if that is short, else of two short lengths, and extended along the
+line through them. Temporaries, dense masks of packed rows and a regularizer's state come from the closed forms of
 `flatshift.finetune.planner.footprint`. Not included: the allocator's overhead and the libraries. On a mesh everything
-is counted on the split model, without activations; communication volumes are those of ring collectives: a rank sends (n
-− 1)/n of the data gathered or reduced.
+is counted on the split model, without activations; in a ring collective a rank sends (n − 1)/n of the data gathered or
+reduced.
 """
 
 from __future__ import annotations

@@ -50,14 +50,6 @@ class CompatibilityRule:
     broken: Callable[[RuleSettings], bool]
 
 
-def _data_ranks(s: RuleSettings) -> int:
-    return s.mesh.replicate * s.mesh.dp
-
-
-def _schedule_is_looped(s: RuleSettings) -> bool:
-    return s.mesh.schedule in ("interleaved", "zero-bubble", "zbv")
-
-
 _BESIDE_WEIGHTS = ("default", "orthogonal", "eva")  # values of `adapter.init` that leave the frozen weights unchanged
 REQUIRES, INCOMPATIBLE = "requires", "incompatible with"
 
@@ -76,7 +68,7 @@ RULES: tuple[CompatibilityRule, ...] = (
     CompatibilityRule(
         "train.batch_size", REQUIRES, "a multiple of mesh.replicate × mesh.dp",
         "every data rank takes as many rows of a micro-batch", "round it up",
-        lambda s: s.train.batch_size % _data_ranks(s) != 0,
+        lambda s: s.train.batch_size % (s.mesh.replicate * s.mesh.dp) != 0,
     ),
     CompatibilityRule(
         "mesh.zero: 1 or 2", REQUIRES, "mesh.dp or mesh.cp > 1", "there is nothing to shard on one rank",
@@ -123,12 +115,12 @@ RULES: tuple[CompatibilityRule, ...] = (
     CompatibilityRule(
         "mesh.microbatches", REQUIRES, "as many rows on a data rank", "a piece of a micro-batch holds at least one row",
         "lower it or raise train.batch_size",
-        lambda s: (s.mesh.microbatches or 1) > max(s.train.batch_size // _data_ranks(s), 1),
+        lambda s: (s.mesh.microbatches or 1) > max(s.train.batch_size // (s.mesh.replicate * s.mesh.dp), 1),
     ),
     CompatibilityRule(
         "mesh.virtual > 1", REQUIRES, "mesh.schedule: interleaved, zero-bubble or zbv",
         "gpipe and 1f1b hold one stage a rank", "set mesh.schedule: interleaved",
-        lambda s: (s.mesh.virtual or 1) > 1 and not _schedule_is_looped(s),
+        lambda s: (s.mesh.virtual or 1) > 1 and s.mesh.schedule in ("gpipe", "1f1b"),
     ),
     CompatibilityRule(
         "mesh.schedule: zbv", REQUIRES, "mesh.virtual: 2", "its stages form a V", "leave mesh.virtual out",
@@ -306,8 +298,5 @@ def check_settings(settings: RuleSettings) -> None:
     """Raise UserError for the first rule that `settings` break, with what, why and the nearest valid setting."""
     rule = broken_rule(settings)
     if rule is not None:
-        raise UserError(f"{rule.setting} {_relation_verb(rule.kind)} {rule.other}: {rule.why}; {rule.fix}")
-
-
-def _relation_verb(kind: str) -> str:
-    return "needs" if kind == REQUIRES else "does not go with"
+        verb = "needs" if rule.kind == REQUIRES else "does not go with"
+        raise UserError(f"{rule.setting} {verb} {rule.other}: {rule.why}; {rule.fix}")
