@@ -255,7 +255,7 @@ def resume(
     check_recipe(resolved.recipe)
     check_evaluation_changes(path, resolved.recipe, before)
     said: list[str] = []
-    with _join_mesh(resolved.recipe, path=path) as world, _lock_run(path, world, instead=""):
+    with _join_mesh(resolved.recipe, path=path) as world, _lock_run(path, world, alternative=""):
         resolved = resolve_auto(resolved, say=said.append)
         # The recipe was read before the lock was held: another command may have changed it since.
         if world.is_main:
