@@ -23,8 +23,7 @@ def list_backbones() -> list[str]:
 
 
 def backbone_directory(name: str) -> Path | None:
-    """Return the directory of the shipped backbone `name`; None for any other name (a hub name or a user's
-    directory)."""
+    """Return the directory of the shipped backbone `name`; None for a hub name or a user's directory."""
     return _BACKBONES / name if name in list_backbones() else None
 
 
@@ -35,8 +34,7 @@ def non_weight_files(directory: Path) -> list[Path]:
 
 
 def list_samples() -> list[str]:
-    """Return the names of the shipped samples, sorted: `pool`, and `TARGET/train`, `TARGET/dev`, `TARGET/test` per
-    target."""
+    """Return the shipped samples, sorted: `pool`, and `TARGET/train`, `TARGET/dev`, `TARGET/test` per target."""
     files = _SAMPLES.rglob(f"*{_SAMPLE_SUFFIX}")
     return sorted(file.relative_to(_SAMPLES).as_posix().removesuffix(_SAMPLE_SUFFIX) for file in files)
 

@@ -30,8 +30,7 @@ def file_sha256(file: Path) -> str:
 
 
 def adapter_digest(run: Path) -> str:
-    """Return the SHA-256 of a run's adapter weights, or "" if there are none; identifies the adapter that was
-    measured."""
+    """Return the SHA-256 of a run's adapter weights, to identify a measured adapter; "" if there are none."""
     file = run / "adapter" / "adapter_model.safetensors"
     return file_sha256(file) if file.is_file() else ""
 
@@ -52,8 +51,7 @@ def adapter_file_digests(folder: Path) -> dict[str, str]:
 
 
 def write_sealed(file: Path, record: Mapping[str, object], siblings: Iterable[Path] = ()) -> None:
-    """Write the JSON `record` with checksums of its own values and of sibling files, to be verified by
-    `verify_sealed`."""
+    """Write the JSON `record` with checksums of its own values and of sibling files, for `verify_sealed`."""
     plain = json.loads(json_text(record, allow_nan=False))
     write_json(file, {**plain, _SEAL: {**file_digests(file.parent, siblings), file.name: record_digest(plain)}})
 
@@ -104,8 +102,7 @@ def check_files(folder: Path, is_required: Callable[[str], bool] = lambda name: 
 
 
 def copy_recorded_files(folder: Path, target: Path) -> None:
-    """Copy the files listed in `folder`/done.json, and done.json, to the directory `target`. Raises UserError as
-    `check_files`."""
+    """Copy the files in `folder`/done.json, and it, to the directory `target`. Raises UserError as `check_files`."""
     check_files(folder)
     for name in (*read_json_object(folder / DONE, FILES)[FILES], DONE):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -113,8 +110,7 @@ def copy_recorded_files(folder: Path, target: Path) -> None:
 
 
 def check_adapter(directory: Path) -> None:
-    """Raise UserError if the adapter in `directory` belongs to a run and differs from what that run saved
-    (`check_files`)."""
+    """Raise UserError if the adapter in `directory` is of a run and differs from what that run saved."""
     resolved = directory.resolve()
     if resolved.name == "adapter":
         run = directory.parent if directory.name == "adapter" else resolved.parent

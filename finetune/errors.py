@@ -11,8 +11,7 @@ from pathlib import Path
 SENTENCE = 300
 """Maximum length of an error message shown to the user, in characters."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask a command to save and exit with code 3: Ctrl-C, and those that schedulers send before a time
-limit."""
+"""Signals that ask a command to save and exit with code 3: Ctrl-C, and a scheduler's before a time limit."""
 _DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EREMOTEIO),
     *(errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.ECOMM, errno.EBUSY),
@@ -41,8 +40,7 @@ class OutOfMemory(MemoryError):
 
 
 def system_errno(error: BaseException) -> int | None:
-    """Return the errno of `error`, parsed from the message for safetensors and tokenizers, which raise no OSError; else
-    None."""
+    """Return the errno of `error`, parsed from the messages of safetensors and tokenizers; None if it has none."""
     if isinstance(error, OSError):
         return error.errno
     if type(error).__name__ not in ("SafetensorError", "Exception"):  # tokenizers raises a bare Exception

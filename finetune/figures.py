@@ -24,8 +24,7 @@ def format_rate(rate: float, unit: str) -> str:
 
 
 def format_interval(figure: Mapping[str, Any], form: str) -> str:
-    """Format `{value, low, high}` as `0.52 [0.49, 0.55]`; without an interval the value alone, without a value a
-    dash."""
+    """Format `{value, low, high}` as `0.52 [0.49, 0.55]`; the value alone without an interval, a dash without one."""
     if figure["value"] is None:
         return "–"
     if figure["low"] is None:

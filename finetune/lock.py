@@ -70,8 +70,7 @@ def exclusive_lock(path: str | Path, *, alternative: str = "name another --out")
 
 @contextlib.contextmanager
 def temporary_directory(prefix: str) -> Iterator[Path]:
-    """Yield a new directory in the system's temporary directory and remove it at the end; first remove those of killed
-    processes."""
+    """Yield a new temporary directory and remove it at the end; first remove those of killed processes."""
     root = Path(tempfile.gettempdir())
     for leftover in root.glob(f"{prefix}*"):
         _remove_abandoned(leftover)
@@ -100,8 +99,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool | None:
-    """Try to lock the open file `fd`; return True on success, False if it is held, None if its file system has no
-    locks."""
+    """Try to lock the open file `fd`; return True on success, False if it is held, None without locks there."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

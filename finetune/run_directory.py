@@ -47,8 +47,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 @contextmanager
 def disk_full_interrupts(activity: str) -> Iterator[None]:
-    """Turn a full (or over-quota) or failing disk while `activity` something into Interrupted; other errors pass
-    through."""
+    """Turn a full (or over-quota) or failing disk during `activity` into Interrupted; other errors pass through."""
     try:
         yield
     except Exception as error:
@@ -203,8 +202,7 @@ def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -
 
 
 def add_provenance(directory: Path) -> None:
-    """Append this command to command.txt, and to environment.json (`resumed`) when it resumed and what differs from
-    before."""
+    """Append this command to command.txt, and to environment.json (`resumed`) what differs from before."""
     commands = (directory / COMMAND).read_text(encoding="utf-8")
     write_text(directory / COMMAND, commands + _command_line())
     environment = read_json_object(directory / ENVIRONMENT)

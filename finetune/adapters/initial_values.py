@@ -83,8 +83,7 @@ def require_calibration(adapter: Adapter, calibration: Calibration | None) -> Ca
 def collect_statistics(
     backbone: PreTrainedModel, config: LoraConfig, adapter: Adapter, calibration: Calibration
 ) -> None:
-    """Store on each layer of the bare `backbone` the statistics that PEFT's corda_init or lora_ga_init will read
-    there."""
+    """Store on each layer of `backbone` the statistics that PEFT's corda_init or lora_ga_init will read there."""
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     # PEFT's functions for bare models need the layers of all-linear by name
@@ -205,7 +204,9 @@ def _initialise_eva(model: PeftModel, calibration: Calibration) -> None:
     config: Any = model.peft_config[ADAPTER]
     config.init_lora_weights, config.eva_config = "eva", EvaConfig()
     device = next(model.parameters()).device
-    batches = [_with_mask(micro) for micro in calibration.batches(device)]
+    batches = [dict(micro.inputs) for micro in calibration.batches(device)]
+    for batch in batches:
+        batch["mask"] = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     directions = max(round(layer.r[ADAPTER] * config.eva_config.rho) for layer in lora_layers(model).values())
     tokens = min(int(batch["mask"].sum()) for batch in batches)
     if tokens < directions:  # PEFT skips such batches, and would wait for others for ever
@@ -239,14 +240,8 @@ def _initialise_eva(model: PeftModel, calibration: Calibration) -> None:
     config.init_lora_weights, config.eva_config = True, None
 
 
-def _with_mask(micro: MicroBatch) -> dict[str, Tensor]:
-    ids = micro.inputs["input_ids"]
-    return {**micro.inputs, "mask": micro.inputs.get("attention_mask", torch.ones_like(ids)).bool()}
-
-
 def _real_tokens(states: Any, mask: Tensor, name: str) -> Tensor:
-    """Return a layer's inputs at real tokens, without padding (n, D); all of them for a layer that gets one state per
-    sequence."""
+    """Return a layer's inputs at real tokens (n, D); all of them for a layer that gets one state per sequence."""
     first: Tensor = states[0] if isinstance(states, tuple | list) else states
     return first[mask] if first.shape[:2] == mask.shape else first.reshape(-1, first.shape[-1])
 

@@ -60,8 +60,7 @@ class WeightDelta:
 
 
 class RoundingStatistics:
-    """Rounding error of the merged values by dtype: `largest` absolute, and `relative` to the largest value of its
-    row."""
+    """Rounding error of the merged values by dtype: `largest` absolute, and `relative` to the row's largest value."""
 
     def __init__(self) -> None:
         self.by_dtype: dict[torch.dtype, dict[str, float]] = {}
@@ -289,8 +288,7 @@ def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, WeightDelta
 
 
 def _names_sharing_tensor(checkpoint: Any, name: str) -> list[str]:
-    """Return the names tied to the same tensor of the files as `name`, starting with the one that the tensor is named
-    after."""
+    """Return the names tied to the same tensor of the files as `name`, the one the tensor is named after first."""
     return [sharing for sharing, key in checkpoint.keys.items() if key == checkpoint.keys[name]]
 
 

@@ -96,8 +96,7 @@ def append_offsets(tensors: Mapping[str, Tensor], model: PeftModel) -> dict[str,
 def split_offsets(
     tensors: Mapping[str, Tensor], model: PeftModel
 ) -> tuple[dict[str, Tensor], dict[str, LowRankOffset]]:
-    """Split file tensors, reversing `append_offsets`: the factors up to the ranks of `model`, and the parts beyond
-    them."""
+    """Reverse `append_offsets`: split file tensors into the factors up to the ranks of `model` and the parts beyond."""
     factors, offsets = dict(tensors), {}
     for name, layer in lora_layers(model).items():
         a, b = factor_names(layer, name)
@@ -109,8 +108,7 @@ def split_offsets(
 
 
 def saved_config(model: PeftModel) -> LoraConfig:
-    """Return the PEFT settings of an adapter written by `append_offsets`: wider factors, each layer with its current
-    scale."""
+    """Return the PEFT settings of an adapter from `append_offsets`: wider factors, each layer with its scale."""
     config: Any = copy.deepcopy(model.peft_config[ADAPTER])
     sizes: dict[str, tuple[int, float]] = {}
     for name, layer in lora_layers(model).items():

@@ -56,7 +56,14 @@ def lora_config(
     """
     from peft import LoraConfig
 
-    targets: str | list[str] = _resolve_targets(backbone, adapter.targets)
+    targets: str | list[str] = [adapter.targets] if isinstance(adapter.targets, str) else list(adapter.targets)
+    if not targets:
+        raise UserError("adapter.targets is empty; name module suffixes or all-linear")
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    else:
+        for suffix in targets:
+            _require_module(backbone, suffix, "adapter.targets", linear=True, hint=", or all-linear")
     _check_layers(backbone, adapter)
     for suffix in adapter.exclude or ():
         _require_module(backbone, suffix, "adapter.exclude", linear=True)
@@ -106,8 +113,7 @@ def lora_config(
 
 
 def with_saved_ranks(config: LoraConfig, directory: str | Path) -> LoraConfig:
-    """Return `config` with the layers and the per-layer ranks and alphas of the adapter in `directory` (chosen by
-    EVA)."""
+    """Return `config` with the layers, ranks and alphas of the adapter in `directory` (chosen by EVA)."""
     from peft import LoraConfig
 
     saved = LoraConfig.from_pretrained(str(directory))
@@ -135,17 +141,6 @@ def check_patterns(model: PeftModel, adapter: Adapter) -> None:
                     f"adapter.{setting}: {names[0]!r} and {second!r} both name {layer}, with {values[names[0]]:g} and "
                     f"{values[second]:g} (where only a rank is given, alpha follows it); let each layer have one name"
                 )
-
-
-def _resolve_targets(backbone: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
-    suffixes = [targets] if isinstance(targets, str) else list(targets)
-    if suffixes == ["all-linear"]:
-        return "all-linear"
-    if not suffixes:
-        raise UserError("adapter.targets is empty; name module suffixes or all-linear")
-    for suffix in suffixes:
-        _require_module(backbone, suffix, "adapter.targets", linear=True, hint=", or all-linear")
-    return suffixes
 
 
 def _require_module(backbone: nn.Module, suffix: str, setting: str, *, linear: bool, hint: str = "") -> None:
@@ -220,8 +215,7 @@ def _check_layers(backbone: PreTrainedModel, adapter: Adapter) -> None:
 
 
 def _fully_trained_modules(backbone: PreTrainedModel, adapter: Adapter) -> list[str]:
-    """Return the full names of the modules in `adapter.train_whole`: by suffix, PEFT would match `input_layernorm` for
-    `norm`."""
+    """Return the full names for `adapter.train_whole`: by suffix, PEFT would match `input_layernorm` for `norm`."""
     names = []
     for suffix in adapter.train_whole or ():
         _require_module(backbone, suffix, "adapter.train_whole", linear=False)
@@ -265,8 +259,7 @@ def adapts_head(adapter: Adapter, new_parameters: Iterable[str]) -> bool:
 
 
 def is_fully_trained(module: str, new_parameters: Iterable[str]) -> bool:
-    """True if this module of a classification backbone trains in full: it is PEFT's head, or missing from the
-    checkpoint."""
+    """True if a module of a classification backbone trains in full: PEFT's head, or missing from the checkpoint."""
     return bool(_HEADS & set(module.split("."))) or module in {name.rsplit(".", 1)[0] for name in new_parameters}
 
 

@@ -185,8 +185,7 @@ class _FeatureForward:
         return output
 
     def enter_at(self, inject: tuple[int, ...]) -> None:
-        """Register hooks that replace the hidden state at the first position by the k-th vector when the k-th block of
-        `inject` starts."""
+        """Register hooks: the k-th vector replaces the first hidden state when the k-th block of `inject` starts."""
 
         base = self.model.get_base_model()
         layers = transformer_blocks(base)

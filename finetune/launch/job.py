@@ -357,8 +357,7 @@ def end_rank(code: int) -> NoReturn:
 
 
 def sign_off(seconds: float = _LEAVE_SECONDS) -> None:
-    """Sign off from the board. The rank that hosts the store waits until the others have left too, at most
-    `seconds`."""
+    """Sign off from the board. The rank that hosts the store waits at most `seconds` for the others to leave."""
     board = job_board() if is_multi_rank() else None
     if board is None:
         return

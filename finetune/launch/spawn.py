@@ -63,8 +63,7 @@ _SECONDARY_SIGNALS = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 
 
 def is_launched_rank() -> bool:
-    """Return True if a launcher (torchrun, accelerate launch, ours) started this process as a rank, even the only
-    one."""
+    """Return True if a launcher (torchrun, accelerate launch, ours) started this process as a rank."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
@@ -179,8 +178,7 @@ def _start_ranks(
 
 @contextlib.contextmanager
 def _forward_stop_signals(job: _Job) -> Iterator[None]:
-    """Forward a stop request to every rank: the first asks for a stop at a checkpoint, a second for an immediate
-    one."""
+    """Forward a stop request to every rank: the first asks for a stop at a checkpoint, a second for one at once."""
 
     def forward(_number: int, _frame: FrameType | None) -> None:
         job.signals += 1
@@ -205,8 +203,7 @@ def _signal_ranks(job: _Job, number: signal.Signals) -> None:
 
 
 def _supervise_ranks(job: _Job) -> None:
-    """Notice the first failure, claim the cause for a rank that cannot, and end the ranks that outlive its grace
-    period."""
+    """Notice the first failure, claim the cause for a rank that cannot, and end ranks after its grace period."""
     cause = read_cause(job.board)
     failed = [rank for rank, process in enumerate(job.ranks) if process.poll()]
     if failed and cause is None:

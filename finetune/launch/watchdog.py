@@ -285,12 +285,10 @@ def missing_ranks() -> list[str]:
 
 
 def progress_timeout(phase: str) -> contextlib.AbstractContextManager[None]:
-    """Return the context of a phase that calls `report_progress` repeatedly (steps): if the calls stop, the job
-    hangs."""
+    """Return the context of a phase of `report_progress` calls (steps): if the calls stop, the job hangs."""
     return _watch.pace(phase, has_timeout=True) if _watch is not None else contextlib.nullcontext()
 
 
 def no_progress_timeout(phase: str) -> contextlib.AbstractContextManager[None]:
-    """Return the context of a phase that may take any time, on every rank or on one that the others wait for (a report,
-    a save)."""
+    """Return the context of a phase that may take any time on a rank, as others wait for it (a report, a save)."""
     return _watch.pace(phase, has_timeout=False) if _watch is not None else contextlib.nullcontext()

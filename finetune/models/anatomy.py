@@ -86,8 +86,7 @@ _TABLES = ("wpe", "position_embedding", "position_embeddings", "embed_positions"
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return the maximum sequence length, in tokens, of a learned position table; None if positions are computed
-    (rotary, …)."""
+    """Return the rows of a learned position table that are for text tokens; None if positions are computed (rotary)."""
     other_prefixes = tuple(f"{name}." for name in non_language_modules(model))  # an image's patches are not text tokens
     tables = [
         module
@@ -107,8 +106,7 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def describe_prefix(model: Any) -> str:
-    """Describe the positions before the text of every sequence, as `2 soft tokens and 3 places of features`; empty if
-    none."""
+    """Describe the positions before every text, as `2 soft tokens and 3 places of features`; empty if none."""
     soft_tokens = getattr(model, "soft_tokens", 0)
     projector = getattr(model, "features_before", None)
     feature_places = 0 if projector is None else projector.places
@@ -168,8 +166,7 @@ NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 @functools.cache
 def cache_name() -> str:
-    """Return the name of the model's cache argument in the installed transformers, which is also the field of its
-    output."""
+    """Return the name of a model's cache argument in the installed transformers, also the field of its output."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     fields = CausalLMOutputWithPast.__dataclass_fields__

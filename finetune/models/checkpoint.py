@@ -143,8 +143,7 @@ class CheckpointFiles:
     entries: dict[str, TensorEntry]
     """Tensors of the files, by their name there."""
     keys: dict[str, str]
-    """Model name → name in the files, for every tensor that can be read as is; tied weights have an entry for every
-    name."""
+    """Model name → name in the files of tensors that can be read as is; every name of tied weights has an entry."""
     converted: tuple[str, ...]
     """Model names whose tensors transformers builds from several or from parts of one; these need `from_pretrained`."""
     missing: tuple[str, ...]

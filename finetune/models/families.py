@@ -188,8 +188,7 @@ the pad token's."""
 
 
 BOUNDED = frozenset({"codegen", "ctrl", "gptj", "mpt"})
-"""Model types whose positions are precomputed for the length in config.json: a longer sequence raises an index
-error."""
+"""Model types with precomputed positions for the length in config.json: beyond it they raise an index error."""
 
 
 LEAKS_PACKED = frozenset(

@@ -1,5 +1,4 @@
-"""Fingerprints of a backbone's files, with cached digests of its weights, and a checksum of frozen weights in
-memory."""
+"""Fingerprints of a backbone's files, with cached digests, and a checksum of frozen weights in memory."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ _READ = (
 )
 _CHUNK = 1 << 22
 _YOUNG_NS = 2_000_000_000
-"""Minimum age of a file for its digests to be cached: right after a change, its timestamps may not reveal the next
-one."""
+"""Minimum age of a file whose digests are cached: right after a change, the next may keep the timestamps."""
 _known: dict[tuple[str, tuple[int, ...]], dict[str, str]] = {}
 """Digests computed by this process: (file, its state) → digest of each tensor."""
 
@@ -83,8 +81,7 @@ def _tensor_digests(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str,
 
 
 def _file_state(file: Path) -> tuple[int, ...]:
-    """Return the file's size, inode, and times of last content and metadata change (ns), one of which changes with
-    every write."""
+    """Return size, inode, and times of last content and metadata change (ns); every write changes one of them."""
     status = file.stat()
     return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
@@ -109,8 +106,7 @@ def _read_cached_digests(cache_file: Path, identity: Mapping[str, object]) -> di
 
 @torch.no_grad()
 def checksum(model: torch.nn.Module) -> str:
-    """Return a SHA-256 over the bytes of every frozen parameter, every buffer and every scale of quantised weights, in
-    name order."""
+    """Return a SHA-256 of all frozen parameters, buffers and scales of quantised weights, in name order."""
     digest = hashlib.sha256()
     tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     tensors |= dict(model.named_buffers()) | quantization_scales(model)

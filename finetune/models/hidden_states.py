@@ -79,8 +79,7 @@ def hidden_state_encoder(
 
 
 def model_fingerprint(directory: str | Path) -> str:
-    """Return a SHA-256 of a model directory's weights, configuration and tokenizer, which determine its hidden
-    states."""
+    """Return a SHA-256 of a directory's weights, configuration and tokenizer, which determine hidden states."""
     root = Path(directory)
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*")):

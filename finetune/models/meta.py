@@ -194,8 +194,7 @@ def _set_pad_token(model: Any, backbone: Backbone) -> None:
 def _new_parameters(
     model: PreTrainedModel, report: dict[str, Any], task: BackboneTask, context: str
 ) -> tuple[str, ...]:
-    """Return the names of the parameters missing from the checkpoint; only those of a task's own head may be
-    missing."""
+    """Return the parameters missing from the checkpoint; only those of a task's own head may be missing."""
     mismatched = {entry[0] if isinstance(entry, tuple | list) else entry for entry in report["mismatched_keys"]}
     missing = sorted({*report["missing_keys"], *mismatched})
     prefix = model.base_model_prefix + "."

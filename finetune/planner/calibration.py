@@ -93,7 +93,8 @@ def calibrate(row: str | None, kind: str, ranks: int) -> tuple[RooflineConstants
     rate = _measure_product_rate(kind, probe)
     block = _measure_block_seconds(kind, probe)
     launch = _measure_launch_seconds() if kind == "cuda" else PUBLISHED.launch
-    link = _measure_link_rate(kind, min(ranks, 8 if kind == "cuda" else 2), probe)
+    ranks = min(ranks, 8 if kind == "cuda" else 2)
+    link = None if ranks < 2 else float(_spawn(_time_all_reduce, ranks, kind, ranks, probe.reduced_bytes))
     lines = [
         f"matrix products: {rate / 1e9:,.4g} GFLOP/s in {'bf16' if kind == 'cuda' else 'fp32, one core'}",
         f"a LoRA block of width {probe.hidden} over {probe.tokens:,} tokens: {block * 1e3:.3g} ms forward and backward",
@@ -181,8 +182,7 @@ def _write_measured(rank: int, measure: Callable[..., Any], folder: str, *argume
 def _measure_overhead_bytes(
     _rank: int, _folder: str, precision: str, recompute: Literal["none", "full"], blocks: int
 ) -> tuple[int, int, int] | None:
-    """Return the bytes of libraries, of tensors at the peak, and resident beyond both, of training steps in this
-    process."""
+    """Return the bytes of libraries, of tensors at the peak, and resident beyond both, of steps in this process."""
     import gc
 
     import torch
@@ -202,8 +202,7 @@ def _measure_overhead_bytes(
 
 
 def _shortest_run(call: Callable[[], object], kind: str) -> float:
-    """Return the shortest of a few runs in seconds; on a CPU in this thread's CPU time, which a busy machine does not
-    lengthen."""
+    """Return the shortest of a few runs in seconds; on a CPU in CPU time, which a busy machine does not lengthen."""
     import torch
 
     clock = time.perf_counter if kind == "cuda" else time.thread_time
@@ -230,8 +229,7 @@ def _measure_product_rate(kind: str, probe: _ProbeSizes) -> float:
 
 
 def _measure_launch_seconds() -> float:
-    """Return the host's time per kernel, from many small additions that the device finishes faster than they are
-    launched."""
+    """Return the host's seconds per kernel, from many additions that the device ends faster than they are launched."""
     import torch
 
     value, launches = torch.zeros(1, device="cuda"), 1000
@@ -301,12 +299,8 @@ def _build_model_step(
     return step
 
 
-def _measure_link_rate(kind: str, ranks: int, probe: _ProbeSizes) -> float | None:
-    """Return the bytes/s that a rank of a ring sends in one direction in an all-reduce; None with one rank."""
-    return None if ranks < 2 else float(_spawn(_time_all_reduce, ranks, kind, ranks, probe.reduced_bytes))
-
-
 def _time_all_reduce(rank: int, folder: str, kind: str, ranks: int, size: int) -> float:
+    """Return the bytes/s that a rank of a ring sends in one direction in an all-reduce of `size` bytes."""
     import torch
     import torch.distributed as dist
 

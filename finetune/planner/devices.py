@@ -65,8 +65,7 @@ def detect_devices(device: str = "auto") -> Devices:
 
 
 def _cuda_devices() -> tuple[list[int | None], str | None]:
-    """Return the free bytes of each CUDA device visible to this process, in its order, None for one that cannot be
-    queried; and the table row of the machine's first device."""
+    """Return each visible CUDA device's free bytes, None if unknown; and the table row of the machine's first one."""
     if "+cpu" in importlib.metadata.version("torch"):
         return [], None
     try:

@@ -42,8 +42,7 @@ _LOGITS_BYTES = 1 << 30  # upper bound on the bytes of logits in evaluation (`fl
 _PACKED_BYTES = {"nf4": 0.5 + 4 / 64, "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 """Bytes per value of a quantised block, scales included."""
 _STATE_BYTES = 16
-"""Bytes per adapter parameter: weight, gradient, two moments, and the float32 master if weight and gradient are
-bf16."""
+"""Bytes per adapter parameter: weight, gradient, two moments, and the master of a bf16 adapter."""
 _ROW, _COLUMN = 40, 16
 """Bytes per row of a GGPO layer: its owner and the key of its signs (int64), row norm, averaged gradient and its form,
 two shares of power, and scale (float32); per column: the keys of its signs in noise and probe columns (int64)."""
@@ -221,8 +220,7 @@ def recomputed_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, trai
 
 
 def _cast_bytes(backbone: BackboneSizes, mesh: Mesh, train: Train) -> int:
-    """Return the bytes of the lower-precision copies that autocast keeps of float32 adapters, independent of the batch
-    size."""
+    """Return the bytes of autocast's lower-precision copies of float32 adapters, whatever the batch size."""
     if train.precision == "fp32" or train.adapter_precision == "bf16":
         return 0
     attention, other = backbone.trained

@@ -184,6 +184,11 @@ def enumerate_layouts(
     free = [axis for axis in ("replicate", "dp", "tp", "pp") if getattr(requested, axis) == 1]
     best: dict[tuple[int, ...], Layout] = {}
     for mesh in enumerate_meshes(requested, cluster.count, free):
+        variants = [mesh]
+        if mesh.tp > 1 and not mesh.sequence_parallel:
+            variants.append(dataclasses.replace(mesh, sequence_parallel=True))
+        # data ranks that share the experts
+        shares = [e for e in _divisors(mesh.dp) if e == 1 or (sizes.experts > 1 and sizes.experts % e == 0)]
         for accumulate in _divisors(rows):
             if (rows // accumulate) % (mesh.replicate * mesh.dp):
                 continue
@@ -192,7 +197,7 @@ def enumerate_layouts(
                 mesh, requested, dataclasses.replace(settings, mesh=mesh, train=batch), sizes, cluster.node
             ):
                 continue
-            for checkpointing, (variant, sharing) in itertools.product(recompute, list(_mesh_variants(mesh, sizes))):
+            for checkpointing, variant, sharing in itertools.product(recompute, variants, shares):
                 trained = dataclasses.replace(batch, checkpointing=checkpointing)  # type: ignore[arg-type]
                 read = dataclasses.replace(settings, mesh=variant, train=settings.task.as_read(trained))
                 layout = price_layout(read, sizes, cluster, expert_parallel=sharing)
@@ -236,15 +241,6 @@ def _split_widths(sizes: BackboneSizes) -> tuple[int, ...]:
     return sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary
 
 
-def _mesh_variants(mesh: Mesh, sizes: BackboneSizes) -> Iterator[tuple[Mesh, int]]:
-    """Yield a mesh with and without sequence parallelism, and with each number of data ranks sharing its experts."""
-    meshes = [mesh]
-    if mesh.tp > 1 and not mesh.sequence_parallel:
-        meshes.append(dataclasses.replace(mesh, sequence_parallel=True))
-    sharing = [e for e in _divisors(mesh.dp) if e == 1 or (sizes.experts > 1 and sizes.experts % e == 0)]
-    yield from itertools.product(meshes, sharing)
-
-
 def check_supported(sizes: BackboneSizes, settings: RuleSettings) -> None:
     """Raise UserError for settings that the formulas leave out, rather than plan on a guess."""
     adapter, longest = settings.adapter, settings.train.max_length
@@ -260,8 +256,7 @@ def check_supported(sizes: BackboneSizes, settings: RuleSettings) -> None:
 
 
 def step_seconds(sizes: BackboneSizes, cluster: Cluster, settings: RuleSettings) -> float | None:
-    """Return the seconds of a step with these settings on `cluster`; None for settings the formulas do not cover, and
-    for float32 products."""
+    """Return a step's seconds with these settings; None if the formulas do not cover them, and for float32 products."""
     if settings.train.precision not in ("bf16", "fp16"):
         return None
     try:

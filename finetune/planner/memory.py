@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 _PROBE = (SHORT + 8, SHORT + 24)
 """Probe lengths in tokens: on a CPU, attention takes another path for shorter sequences."""
 QUANTISED_BLOCK, QUANTISED_FROM = 256, 4096
-"""Block size of 8-bit moments (bitsandbytes): values that share a scale; and the smallest tensor whose moments are
-quantised, in values."""
+"""Values of 8-bit moments that share a scale (bitsandbytes), and of the smallest tensor with such moments."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +218,7 @@ def _one_row(model: Any, tokens: int, train: Train) -> Iterator[Callable[[], Ten
 
 
 def count_saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
-    """Return the bytes of the storages that autograd keeps while the output of `forward` is alive, the model's own
-    excluded."""
+    """Return the bytes that autograd keeps while the output of `forward` is alive, the model's own excluded."""
     weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     storages: dict[int, int] = {}
 
@@ -238,8 +236,7 @@ def count_saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
 
 
 def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: MemoryPlan | None = None) -> list[str]:
-    """Format the plan as lines, one per cause, for printing before step 1. plan: computed before; None: computed
-    here."""
+    """Format the plan as lines, one per cause, for printing before step 1; computed here if `plan` is None."""
     plan = plan or memory_plan(model, train=train, kind=optimizer.kind)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     dtypes = "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in frozen}))

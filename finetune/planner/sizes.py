@@ -102,7 +102,10 @@ class BackboneSizes:
     def read(cls, directory: Path, adapter: Adapter) -> BackboneSizes:
         """Read the sizes of the backbone in `directory` under `adapter`. Raises UserError: config.json or the header of
         a weight file is missing or damaged."""
-        return cls.of(_read_config(directory / "config.json"), _read_shapes(directory), adapter, str(directory))
+        config = read_json_object(directory / "config.json", fix="fetch the backbone again")
+        text = config.get("text_config")
+        config |= text if isinstance(text, dict) else {}
+        return cls.of(config, _read_shapes(directory), adapter, str(directory))
 
     @classmethod
     def of(
@@ -274,8 +277,7 @@ def _sizes_from_config(config: dict[str, Any], adapter: Adapter, context: str) -
 
 
 def _feed_forward_width(config: Mapping[str, Any], hidden: int, routed: int) -> int:
-    """Return the channels between a block's two feed-forward maps; with experts, of all that a token is routed to plus
-    the shared ones."""
+    """Return the channels between a block's feed-forward maps; with experts, of all a token meets, shared ones too."""
     dense = _first_integer(config, "intermediate_size", "n_inner", "d_ff", default=4 * hidden)
     if not routed:
         return dense
@@ -296,12 +298,6 @@ def _is_adapted(name: str, adapter: Adapter) -> bool:
         return True
     suffixes = (adapter.targets,) if isinstance(adapter.targets, str) else adapter.targets
     return any(f".{module}".endswith(f".{suffix}") for suffix in suffixes)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    config = read_json_object(path, fix="fetch the backbone again")
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
 
 
 def _read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -25,8 +25,7 @@ class RooflineConstants:
     fast_link: float = 0.64
     """Fraction of the nominal bandwidth inside a node (one direction) that collectives reach: 192 of 300 GB/s."""
     shards: float = 0.63
-    """Fraction of the nominal bandwidth between nodes that gathers of weights reach: 15.7 of 25 GB/s (ZeRO-3,
-    2104.04473)."""
+    """Fraction of the bandwidth between nodes that gathers of weights reach: 15.7 of 25 GB/s (ZeRO-3, 2104.04473)."""
     launch: float = 1e-5  # host seconds to launch a GPU kernel; assumed, not fitted: 5 to 25 µs are usual in eager mode
 
 
