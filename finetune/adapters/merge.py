@@ -1,4 +1,5 @@
-"""Merge an adapter into its backbone's weight files, a few rows at a time: the whole model is never in memory.
+"""Merge an adapter into its backbone's weight files, a few rows at a time: the whole model is never in memory. Or
+combine several adapters into one (`combine_adapters`).
 
 Each safetensors file becomes one of the same name with the same keys and dtypes. A tensor without an adapter is copied
 byte by byte; an adapted one becomes round(W + s·B·A), computed in float64 and rounded to the nearest value of its own
@@ -393,6 +394,9 @@ _ENDS = (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embeddin
 
 def combine_adapters(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) -> None:
     """Write Σ weight · adapter as a PEFT adapter into the existing directory `out`, read it back and compare.
+
+    The sum of the weight changes is exact: Σ w_i s_i B_i A_i = [w_1 s_1 B_1, w_2 s_2 B_2, …] [A_1; A_2; …]. PEFT calls
+    this combination `cat`; its `linear` sums factors instead, whose product is not the sum of the products.
 
     A head, a bias or another module trained in full is taken from the first adapter; only that one may have any.
 
