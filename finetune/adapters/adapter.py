@@ -229,9 +229,9 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
         return write_adapter(model, append_offsets(trainable(model), model), directory)
     layers = lora_layers(model)
     config: Any = model.peft_config[ADAPTER]
-    head = any(f"{layer}.weight" in trainable(model) for layer in layers)  # a head under LoRA is skipped by PEFT
-    biases = getattr(config, "bias", "none") != "none" and config.modules_to_save  # PEFT writes the modules' twice
-    if head or biases:
+    has_head = any(f"{layer}.weight" in trainable(model) for layer in layers)  # a head under LoRA is skipped by PEFT
+    has_biases = getattr(config, "bias", "none") != "none" and config.modules_to_save  # PEFT writes the modules' twice
+    if has_head or has_biases:
         return write_adapter(model, trainable(model), directory)
     with atomic_directory(directory) as temporary:
         vars(model)["create_or_update_model_card"] = lambda folder: None  # PEFT's empty card, 50 ms of template

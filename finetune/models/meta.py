@@ -53,11 +53,11 @@ def build_skeleton(
     Raises UserError as `load_backbone`; or a weight file is missing or cut short; or the backbone is already quantised.
     """
     backbone = open_backbone(name)
-    auto, options = auto_class(task, num_labels=num_labels, label_names=label_names)
+    model_class, options = auto_class(task, num_labels=num_labels, label_names=label_names)
     context = backbone.where
     dtype = DTYPES[precision]
     try:
-        model: Any = empty_model(auto, backbone, dtype=dtype, dropout=dropout, **options)
+        model: Any = empty_model(model_class, backbone, dtype=dtype, dropout=dropout, **options)
     except UserError:
         raise
     except REFUSED as error:

@@ -99,19 +99,19 @@ def predict_footprint(
         regularizer: the regularizer whose state is included; None: none.
     """
     width = WIDTHS[train.precision]
-    stored = 2 if train.backbone_precision == "bf16" else width
-    each = _PACKED_BYTES.get(train.quantization or "", stored)
+    weight_width = 2 if train.backbone_precision == "bf16" else width
+    block_width = _PACKED_BYTES.get(train.quantization or "", weight_width)
     shards = mesh.dp * mesh.cp
-    block, end = max(backbone.blocks) * each, max(backbone.ends, default=0) * stored
-    others = backbone.expert_elements * (1 - 1 / expert_parallel) * each
-    unit = int(max(block - others, end)) // mesh.tp
+    block, end = max(backbone.blocks) * block_width, max(backbone.ends, default=0) * weight_width
+    absent_experts = backbone.expert_elements * (1 - 1 / expert_parallel) * block_width
+    unit = int(max(block - absent_experts, end)) // mesh.tp
     layers = math.ceil(len(backbone.blocks) / mesh.pp)
-    outside = sum(backbone.ends) * stored if mesh.pp == 1 else end
-    stage = int(layers * block + outside) // mesh.tp
+    outer = sum(backbone.ends) * weight_width if mesh.pp == 1 else end
+    stage = int(layers * block + outer) // mesh.tp
     gathered = 0
     if shards > 1 and mesh.zero == 3:
-        whole = stage - int(layers * others) // mesh.tp
-        gathered = whole + unit if mesh.pp > 1 or not mesh.reshard else 2 * unit
+        stage_share = stage - int(layers * absent_experts) // mesh.tp
+        gathered = stage_share + unit if mesh.pp > 1 or not mesh.reshard else 2 * unit
     adapter_shards = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
     rows = rows or math.ceil(train.batch_size / (mesh.replicate * mesh.dp))
     tokens = rows * train.max_length
@@ -130,7 +130,7 @@ def predict_footprint(
         adapter=backbone.adapter,
         shards=adapter_shards,
         tokens=tokens / mesh.cp / (layers if train.checkpointing == "full" else 1),
-        weight_width=stored,
+        weight_width=weight_width,
         width=width,
     )
     casts = _cast_bytes(backbone, mesh, train)
@@ -342,14 +342,14 @@ def plan_evaluation(
     beams = (task.num_beams or 1) if writes else 1
     new = task.max_new_tokens if writes else 0
     block = width * (3 * sizes.hidden + 3 * sizes.feed_forward + 2 * (sizes.heads + sizes.groups) * sizes.head)
-    work = batch * longest * (block + 8 * sizes.hidden) + width * batch * longest**2
-    whole = batch if sizes.whole_rows else min(batch * longest, slice_rows(sizes.outputs, device, width))
-    reading = work + whole * sizes.outputs * (4 + width)
+    block_bytes = batch * longest * (block + 8 * sizes.hidden) + width * batch * longest**2
+    logit_rows = batch if sizes.whole_rows else min(batch * longest, slice_rows(sizes.outputs, device, width))
+    reading = block_bytes + logit_rows * sizes.outputs * (4 + width)
     caching = 0
     if writes:
-        caching = batch * beams * ((longest + new) * token_cache + sizes.outputs * (8 + width)) + work
+        caching = batch * beams * ((longest + new) * token_cache + sizes.outputs * (8 + width)) + block_bytes
     elif classes:
-        caching = batch * classes * (longest * token_cache + sizes.outputs * (4 + width)) + work
+        caching = batch * classes * (longest * token_cache + sizes.outputs * (4 + width)) + block_bytes
     read = tokens * (1 + (writes or bool(classes)) + task.has_reference)
     steps = -(-rows // batch) * new
     return EvaluationPlan(

@@ -135,30 +135,29 @@ def predict_seconds(
     work: StepLayout, device: DeviceSpec, *, network: float, constants: RooflineConstants = PUBLISHED
 ) -> StepSeconds:
     """Predict the seconds of one step. network: bytes/s of one device between nodes."""
-    at = constants
     b, s, h, t, p = work.rows, work.sequence, work.hidden, work.tp, work.pp
     passes = (3 if work.whole else 2) + (work.recompute == "full")
     core = 4 * b * s * s * h * (3 if work.recompute == "none" else 4)  # selective recomputes the attention scores, too
     multiplied = 2 * work.products * b * s * passes + core
     layers = math.ceil(work.layers / p)  # of the fullest stage, which all others wait for
-    products = layers * multiplied / t / (device.flops * at.products)
+    products = layers * multiplied / t / (device.flops * constants.products)
     scores = 0.0 if work.fused_attention else 5 * work.heads * s / (h * t)
     saved = (34 / t if work.sequence_parallel else 10 + 24 / t) + scores
-    elements = layers * at.elements * b * s * h * saved * passes / device.bandwidth
+    elements = layers * constants.elements * b * s * h * saved * passes / device.bandwidth
     reduces = 6 if work.recompute == "full" else 4
-    inner = device.link * at.fast_link
+    inner = device.link * constants.fast_link
     tensor = (
         0.0 if t == 1 else layers * reduces * 2 * (t - 1) / t * 2 * b * s * h / (inner if work.tp_inside else network)
     )
-    head = (6 if work.whole else 4) * b * s * work.head / t / (device.flops * at.products)
+    head = (6 if work.whole else 4) * b * s * work.head / t / (device.flops * constants.products)
     exchange = layers * work.exchanged / (inner if work.exchanged_inside else network)
     head /= 1 if p == 1 else max(1.0, p / 2)
     stage = products + elements + tensor + exchange + head
     gathers = 0.0
     if work.gathered:
-        gather = work.gathered / (inner if work.gathered_inside else network * at.shards)
+        gather = work.gathered / (inner if work.gathered_inside else network * constants.shards)
         gathers = (stage**_OVERLAP + gather**_OVERLAP) ** (1 / _OVERLAP) - stage
-    host = max(0.0, layers * work.kernels * at.launch - stage - gathers)
+    host = max(0.0, layers * work.kernels * constants.launch - stage - gathers)
     sent = 0.0 if p == 1 else 2 * work.virtual * 2 * b * s * h * 2 / t / network
     return StepSeconds(
         products=products * work.micro,
