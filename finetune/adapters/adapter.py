@@ -24,7 +24,7 @@ from ..models.backbone import open_backbone
 from ..models.checkpoint import canonical_name
 from ..seeds import torch_generator
 from . import soft_tokens
-from .initial_values import TAKES_OUT, Calibration, collect_statistics, initialise, require_calibration
+from .initial_values import SUBTRACTED_INITS, Calibration, collect_statistics, initialise, require_calibration
 from .offsets import (
     ADAPTER,
     LowRankOffset,
@@ -109,7 +109,7 @@ def _apply_init(
     dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
     if initial is not None:
         factors, offsets = split_offsets(read_adapter(initial), model)
-        if not offsets and (adapter.init in TAKES_OUT or adapter.under is not None):
+        if not offsets and (adapter.init in SUBTRACTED_INITS or adapter.under is not None):
             setting = "adapter.under" if adapter.under is not None else f"adapter.init: {adapter.init}"
             raise UserError(f"{initial}: this adapter does not hold what {setting} folded into the frozen weights")
         copy_tensors(lora_only(factors), lora_only(trainable(model)), context=str(initial))

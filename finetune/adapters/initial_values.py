@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..data.example import Example
 
 ROWS = 64
-TAKES_OUT = ("pissa", "olora", "corda", "lora-ga")
+SUBTRACTED_INITS = ("pissa", "olora", "corda", "lora-ga")
 """Initialisations whose BA is not zero, so that it is subtracted from the frozen weight."""
 _PASSES = 30  # maximum passes of EVA over the examples before its directions must have converged
 
@@ -155,7 +155,7 @@ def initialise(
             draws = seeded_rng(derive_seed(seed, "init", name), layer.get_base_layer().weight.device)
             with draws, _translate_peft_errors(adapter.init):
                 a, b = _initial_factors(layer, adapter)
-            if adapter.init in TAKES_OUT:
+            if adapter.init in SUBTRACTED_INITS:
                 offsets[name] = LowRankOffset(a.clone(), -b)
         if offsets:
             fold_offsets(model, offsets, context=f"adapter.init: {adapter.init}")
@@ -172,7 +172,7 @@ def _check_rank(adapter: Adapter, name: str, layer: Any) -> None:
         )
     if adapter.init == "orthogonal" and rank % 2:
         raise UserError(f"adapter.init: orthogonal needs even ranks, and {name} has {rank}")
-    if adapter.init in TAKES_OUT and rank > maximum:
+    if adapter.init in SUBTRACTED_INITS and rank > maximum:
         raise UserError(
             f"adapter.init: {adapter.init} takes at most {maximum} directions out of {name}, and its rank is {rank}; "
             f"lower adapter.rank, or set adapter.ranks.{name.rsplit('.', 1)[-1]}: {maximum}"

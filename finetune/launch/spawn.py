@@ -72,7 +72,7 @@ def must_spawn_ranks(mesh: Mesh) -> bool:
     return mesh.size > 1 and not is_launched_rank()
 
 
-def was_restarted() -> bool:
+def is_restarted() -> bool:
     """Return True if torchrun restarted this job after a failure."""
     return restart_count() > 0
 

@@ -53,8 +53,8 @@ class Heartbeat:
     count: int  # calls of `report_progress` so far
     step: int
     phase: str
-    idle: float  # seconds since the last of them
-    longest: float  # seconds of the longest wait between two of them so far
+    idle: float  # seconds since the last of those calls
+    longest: float  # seconds of the longest wait between two calls so far
     has_timeout: bool  # True in a phase with a progress timeout (steps), False in one that may take any time
     line: str = ""  # innermost Python line of the main thread
     is_in_torch: bool = False  # True if that line is in torch, as in a collective or a backward pass
