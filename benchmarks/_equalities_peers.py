@@ -33,7 +33,7 @@ from benchmarks._equalities import (
     regularizer,
 )
 from flatshift.finetune.models.backbone import quiet_transformers
-from flatshift.finetune.models.weight_names import canonical_name
+from flatshift.finetune.models.checkpoint import canonical_name
 from flatshift.finetune.seeds import derive_seed
 
 

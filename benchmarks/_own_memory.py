@@ -219,8 +219,8 @@ def held(folder: str, case: dict[str, Any]) -> dict[str, float]:
 
 def predicted(folder: str | Path, case: Case) -> int:
     """The plan's bytes of the fullest rank in an update, without the logits of an evaluation."""
-    from flatshift.finetune.planner.cluster import read_sizes
     from flatshift.finetune.planner.footprint import predict_footprint
+    from flatshift.finetune.planner.sizes import read_sizes
 
     mesh, adapter, train = settings(case)
     needs = predict_footprint(read_sizes(folder, adapter), mesh=mesh, adapter=adapter, train=train, device="cpu")

@@ -222,7 +222,7 @@ def shared(bench: Benchmark, folder: Path) -> None:
     """Four worked examples, with and without what contexts share; the model is loaded before."""
     from flatshift.experiments.workflows.few_shot import FewShot, rank_rows, read_prompt, read_shots
     from flatshift.finetune.compute.numerics import evaluation_mode
-    from flatshift.finetune.config import Columns
+    from flatshift.finetune.data.config import Columns
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.data.rows import read_rows
     from flatshift.finetune.evaluate import candidates

@@ -82,7 +82,7 @@ def static_directory(root: Path, dim: int = 256) -> Path:
 
 def view_rows(bench: Benchmark, folder: Path, documents: list[str]) -> None:
     """What a pool on disk costs: CPU and memory to read it, and to go through its texts."""
-    from flatshift.finetune.config import Columns
+    from flatshift.finetune.data.config import Columns
     from flatshift.finetune.data.rows import read_rows
     from flatshift.finetune.data.view import spill_rows
 

@@ -21,7 +21,7 @@ from flatshift.finetune.compute.process_memory import process_bytes
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble_fraction
 from flatshift.finetune.planner.calibration import MemoryOverhead, measure_overhead
-from flatshift.finetune.planner.cluster import read_sizes
+from flatshift.finetune.planner.sizes import read_sizes
 from flatshift.finetune.planner.throughput import DEVICES, StepLayout, predict_seconds
 
 A100 = DEVICES["A100-80"]

@@ -13,23 +13,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
-    from .config import Adapter, Data, Evaluate, Mesh, Optimizer, Train
-    from .errors import Interrupted, UserError
-    from .models.backbone import Backbone, open_backbone
-    from .models.fingerprint import checksum
-    from .models.load import load_backbone
-    from .planner.memory import memory_plan, plan_lines
-    from .run_directory import RunDirectory, read_metrics
-    from .tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq, Task
-    from .train.divergence import Diverged
-    from .train.stage import StageResult, TrainingStage
-    from .train.trainer import Trainer
+    from .adapters.adapter import attach_adapter as attach_adapter
+    from .adapters.adapter import load_adapter as load_adapter
+    from .adapters.adapter import save_adapter as save_adapter
+    from .adapters.adapter import trainable as trainable
+    from .config import Adapter as Adapter
+    from .config import Evaluate as Evaluate
+    from .config import Mesh as Mesh
+    from .config import Optimizer as Optimizer
+    from .config import Train as Train
+    from .data.config import Data as Data
+    from .errors import Interrupted as Interrupted
+    from .errors import UserError as UserError
+    from .models.backbone import Backbone as Backbone
+    from .models.backbone import open_backbone as open_backbone
+    from .models.fingerprint import checksum as checksum
+    from .models.load import load_backbone as load_backbone
+    from .planner.memory import memory_plan as memory_plan
+    from .planner.memory import plan_lines as plan_lines
+    from .run_directory import RunDirectory as RunDirectory
+    from .run_directory import read_metrics as read_metrics
+    from .tasks import Chat as Chat
+    from .tasks import Classify as Classify
+    from .tasks import Completion as Completion
+    from .tasks import LanguageModel as LanguageModel
+    from .tasks import MaskedLM as MaskedLM
+    from .tasks import Preference as Preference
+    from .tasks import Regress as Regress
+    from .tasks import Seq2Seq as Seq2Seq
+    from .tasks import Task as Task
+    from .train.divergence import Diverged as Diverged
+    from .train.stage import StageResult as StageResult
+    from .train.stage import TrainingStage as TrainingStage
+    from .train.trainer import Trainer as Trainer
 
 _HOMES = {
     "adapters.adapter": ("attach_adapter", "load_adapter", "save_adapter", "trainable"),
     "models.backbone": ("Backbone", "open_backbone"),
-    "config": ("Adapter", "Data", "Evaluate", "Mesh", "Optimizer", "Train"),
+    "config": ("Adapter", "Evaluate", "Mesh", "Optimizer", "Train"),
+    "data.config": ("Data",),
     "errors": ("Interrupted", "UserError"),
     "models.fingerprint": ("checksum",),
     "models.load": ("load_backbone",),
@@ -52,41 +74,7 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "Adapter",
-    "Backbone",
-    "Chat",
-    "Classify",
-    "Completion",
-    "Data",
-    "Diverged",
-    "Evaluate",
-    "Interrupted",
-    "LanguageModel",
-    "MaskedLM",
-    "Mesh",
-    "Optimizer",
-    "Preference",
-    "Regress",
-    "RunDirectory",
-    "Seq2Seq",
-    "StageResult",
-    "Task",
-    "Train",
-    "Trainer",
-    "TrainingStage",
-    "UserError",
-    "attach_adapter",
-    "checksum",
-    "load_adapter",
-    "load_backbone",
-    "memory_plan",
-    "open_backbone",
-    "plan_lines",
-    "read_metrics",
-    "save_adapter",
-    "trainable",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -23,8 +23,7 @@ def list_backbones() -> list[str]:
 
 
 def backbone_directory(name: str) -> Path | None:
-    """Return the directory of the shipped backbone `name`; None for any other name (a hub name or a user's
-    directory)."""
+    """Return the directory of the shipped backbone `name`; None for a hub name or a user's directory."""
     return _BACKBONES / name if name in list_backbones() else None
 
 
@@ -35,29 +34,25 @@ def non_weight_files(directory: Path) -> list[Path]:
 
 
 def list_samples() -> list[str]:
-    """Return the names of the shipped samples, sorted: `pool`, and `TARGET/train`, `TARGET/dev`, `TARGET/test` per
-    target."""
+    """Return the shipped samples, sorted: `pool`, and `TARGET/train`, `TARGET/dev`, `TARGET/test` per target."""
     files = _SAMPLES.rglob(f"*{_SAMPLE_SUFFIX}")
     return sorted(file.relative_to(_SAMPLES).as_posix().removesuffix(_SAMPLE_SUFFIX) for file in files)
 
 
 def sample_path(name: str) -> Path:
-    """Return the file of the shipped sample `name` (see `list_samples`).
-
-    Raises:
-        UserError: there is no such sample; the message names the nearest one.
-    """
-    known = list_samples()
-    if name in known:
+    """Return the file of the shipped sample `name` (see `list_samples`). Raises UserError: there is no such sample; the
+    message names the nearest one."""
+    names = list_samples()
+    if name in names:
         return _SAMPLES / f"{name}{_SAMPLE_SUFFIX}"
-    splits = [candidate for candidate in known if candidate.startswith(f"{name}/")]
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    splits = [candidate for candidate in names if candidate.startswith(f"{name}/")]
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     if splits:
         hint = f"{name!r} is a target with several files: take one of {', '.join(splits)}"
     elif nearest:
         hint = f"did you mean {nearest[0]!r}?"
     else:
-        hint = f"there are {', '.join(known)}"
+        hint = f"there are {', '.join(names)}"
     raise UserError(f"no shipped sample is called {name!r}; {hint}")
 
 

@@ -33,9 +33,9 @@ def make_directory(path: str | Path) -> list[Path]:
     while not folder.is_dir() and folder != folder.parent:
         missing.append(folder)
         folder = folder.parent
-    for one in reversed(missing):
-        one.mkdir(exist_ok=True)
-        fsync_directory(one.parent)
+    for created in reversed(missing):
+        created.mkdir(exist_ok=True)
+        fsync_directory(created.parent)
     return missing
 
 
@@ -56,7 +56,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UserError(f"{path} is {_file_kind(path)} and is not replaced; name a plain file, or move it away")
+        raise _replacement_error(path, "a plain file")
     make_directory(path.parent)
     temporary = _temporary_path(path)
     try:
@@ -68,9 +68,10 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _file_kind(path: Path) -> str:
-    plain = "a directory" if path.is_dir() else "a file" if path.is_file() else "a special file"
-    return "a link" if path.is_symlink() else plain
+def _replacement_error(path: Path, expected: str) -> UserError:
+    kind = "a directory" if path.is_dir() else "a file" if path.is_file() else "a special file"
+    kind = "a link" if path.is_symlink() else kind
+    return UserError(f"{path} is {kind} and is not replaced; name {expected}, or move it away")
 
 
 @contextlib.contextmanager
@@ -85,7 +86,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise UserError(f"{path} is {_file_kind(path)} and is not replaced; name a directory, or move it away")
+        raise _replacement_error(path, "a directory")
     path = Path(os.path.realpath(path))
     with _staging_directory(path) as temporary:
         yield temporary
@@ -137,26 +138,26 @@ def _staging_directory(path: Path) -> Iterator[Path]:
 
 
 def _fsync_tree(directory: Path) -> None:
-    for found in directory.rglob("*"):
-        if found.is_dir():
-            fsync_directory(found)
-        elif found.is_file():
-            _fsync_file(found)
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            fsync_directory(path)
+        elif path.is_file():
+            _fsync_file(path)
     fsync_directory(directory)
 
 
-def remove_leftovers(directory: str | Path, *, of: str | None = None) -> None:
-    """Remove the temporary files that a killed process left directly in `directory`, for the name `of` or for all
+def remove_leftovers(directory: str | Path, *, name: str | None = None) -> None:
+    """Remove the temporary files that a killed process left directly in `directory`, for the name `name` or for all
     names; restore the name of a directory that was moved aside but not replaced."""
     directory = Path(directory)
     if not directory.is_dir():
         return
-    named = f".{glob.escape(of)}.{'[0-9a-f]' * 8}" if of is not None else ".*"
-    for leftover in sorted({*directory.glob(f"{named}.tmp"), *directory.glob(f"{named}{_OLD}.tmp")}):
+    pattern = f".{glob.escape(name)}.{'[0-9a-f]' * 8}" if name is not None else ".*"
+    for leftover in sorted({*directory.glob(f"{pattern}.tmp"), *directory.glob(f"{pattern}{_OLD}.tmp")}):
         if leftover.name.endswith(f"{_OLD}.tmp"):
-            before = directory / leftover.name[1 : -len(f".12345678{_OLD}.tmp")]
-            if not before.exists():
-                leftover.replace(before)
+            original = directory / leftover.name[1 : -len(f".12345678{_OLD}.tmp")]
+            if not original.exists():
+                leftover.replace(original)
                 continue
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -164,21 +165,21 @@ def remove_leftovers(directory: str | Path, *, of: str | None = None) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def has_only_leftovers(directory: str | Path, *, but: Iterable[str] = ()) -> bool:
-    """True if a directory holds nothing but leftovers of killed writes and the names in `but`."""
-    named = set(but)
+def has_only_leftovers(directory: str | Path, *, allowed: Iterable[str] = ()) -> bool:
+    """True if a directory holds nothing but leftovers of killed writes and the names `allowed`."""
+    names = set(allowed)
     return all(
-        entry.name in named or (entry.name.startswith(".") and entry.name.endswith(".tmp"))
+        entry.name in names or (entry.name.startswith(".") and entry.name.endswith(".tmp"))
         for entry in Path(directory).iterdir()
     )
 
 
 def sync_files(*paths: Path) -> None:
     """Make data appended to those of `paths` that exist durable, including their directory entries."""
-    there = [path for path in paths if path.is_file()]
-    for path in there:
+    existing = [path for path in paths if path.is_file()]
+    for path in existing:
         _fsync_file(path)
-    for folder in {path.parent for path in there}:
+    for folder in {path.parent for path in existing}:
         fsync_directory(folder)
 
 
@@ -194,20 +195,16 @@ def json_text(value: Any, **options: Any) -> str:
     options: keyword arguments of `json.dumps`.
     """
     text = json.dumps(value, ensure_ascii=False, **options)
-    if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            return json.dumps(value, ensure_ascii=True, **options)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value, ensure_ascii=True, **options)
     return text
 
 
 def read_json_object(path: Path, *keys: str, fix: str = "restore it, or make the run again") -> dict[str, Any]:
-    """Return the JSON object in `path`, which must have `keys`.
-
-    Raises:
-        UserError: the file is missing or unreadable, is not a JSON object, or lacks one of `keys`; ends with `fix`.
-    """
+    """Return the JSON object in `path`, which must have `keys`. Raises UserError: the file is missing or unreadable, is
+    not a JSON object, or lacks one of `keys`; ends with `fix`."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
@@ -217,8 +214,8 @@ def read_json_object(path: Path, *keys: str, fix: str = "restore it, or make the
         raise UserError(f"{path}:{line}: not valid JSON; {fix}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object but {shorten(json.dumps(value), 40)}; {fix}")
-    if lacks := [key for key in keys if key not in value]:
-        raise UserError(f"{path}: has no {lacks[0]!r}; {fix}")
+    if missing := [key for key in keys if key not in value]:
+        raise UserError(f"{path}: has no {missing[0]!r}; {fix}")
     return value
 
 

@@ -27,9 +27,9 @@ class CacheEntry(NamedTuple):
 
 def cache_root() -> Path:
     """Return `$FLATSHIFT_CACHE`, else `flatshift` in the user's cache directory (XDG)."""
-    own = os.environ.get(PLACE)
-    if own:
-        return Path(own).expanduser()
+    configured = os.environ.get(PLACE)
+    if configured:
+        return Path(configured).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "flatshift"
 
@@ -37,13 +37,13 @@ def cache_root() -> Path:
 def cache_limit() -> int:
     """Return the size limit of a cache in bytes: `$FLATSHIFT_CACHE_GIB`, by default 20 GiB. Raises UserError if it is
     not a number."""
-    given = os.environ.get(LIMIT)
+    text = os.environ.get(LIMIT)
     try:
-        gib = float(given) if given else _LIMIT_GIB
+        gib = float(text) if text else _LIMIT_GIB
         if not 0 <= gib < 1e9:
             raise ValueError
     except ValueError:
-        raise UserError(f"{LIMIT}: {given!r} is not a size in GiB; give a number, for example 20") from None
+        raise UserError(f"{LIMIT}: {text!r} is not a size in GiB; give a number, for example 20") from None
     return int(gib * 2**30)
 
 
@@ -54,7 +54,7 @@ def write_cached_json(path: Path, value: Any) -> None:
     write.
     """
     try:
-        remove_leftovers(path.parent, of=path.name)
+        remove_leftovers(path.parent, name=path.name)
         write_json(path, value)
     except (OSError, ValueError):
         return
@@ -62,29 +62,29 @@ def write_cached_json(path: Path, value: Any) -> None:
 
 def list_cache_entries(root: Path) -> list[CacheEntry]:
     """Return the entries in `root`, most recently used last."""
-    found = []
+    entries = []
     for path in root.glob(f"{ENTRY}*") if root.is_dir() else ():
         try:
             used = (path / ABOUT).stat().st_mtime
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         except OSError:
             continue  # another process is just removing it
-        found.append(CacheEntry(path, size, used))
-    return sorted(found, key=lambda entry: entry.used)
+        entries.append(CacheEntry(path, size, used))
+    return sorted(entries, key=lambda entry: entry.used)
 
 
-def prune_cache(root: Path, *, limit: int, keep: Path) -> int:
-    """Remove entries, least recently used first, until `root` holds at most `limit` bytes; never remove `keep`.
+def prune_cache(root: Path, *, limit: int, current: Path) -> int:
+    """Remove entries, least recently used first, until `root` holds at most `limit` bytes; never remove `current`.
 
     Returns the number of removed entries. A process that has one open can still read it (POSIX).
     """
     entries = list_cache_entries(root)
-    total, gone = sum(entry.bytes for entry in entries), 0
+    total, removed = sum(entry.bytes for entry in entries), 0
     for entry in entries:
         if total <= limit:
             break
-        if entry.path != keep:
+        if entry.path != current:
             shutil.rmtree(entry.path, ignore_errors=True)
             total -= entry.bytes
-            gone += 1
-    return gone
+            removed += 1
+    return removed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, TypeVar
 
@@ -334,8 +334,8 @@ class Train:
         check_bounds(
             self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), threads=(1, None), max_dropped=(0, 1), max_cut=(0, 1)
         )
-        check_bounds(self, backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), steps=(None, MOST_STEPS))
-        check_bounds(self, max_length=(None, LONGEST), threads=(None, 4096), epochs=(0, None))
+        check_bounds(self, backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), steps=(None, MAX_STEPS))
+        check_bounds(self, max_length=(None, MAX_LENGTH), threads=(None, 4096), epochs=(0, None))
         check_nonzero(self, epochs="nothing would be trained; give how often to go through the rows, as 3 or 0.5")
         if self.eval_every > 1 and self.eval_every != int(self.eval_every):
             raise ValueError(f"eval_every must be whole steps, or a share of the steps below 1, got {self.eval_every}")
@@ -349,179 +349,6 @@ class Train:
         """Steps between dev evaluations; 0: only at the end."""
         every = self.eval_every
         return max(1, round(every * self.steps)) if 0 < every < 1 else int(every)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """Examples from JSONL (.gz .xz .zst), CSV, Parquet, a saved `datasets` directory, or a hub data set."""
-
-    files: tuple[str, ...] = ()
-    """Paths, globs (sorted), `sample:NAME` for a file shipped with Flatshift, or `hub:NAME[CONFIG]@REVISION:SPLIT`."""
-    limit: int | None = None
-    """Use this many examples: the first of a shuffle keyed by `train.seed`, so larger limits contain smaller ones."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, limit=(1, None))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Column names of the input files."""
-
-    text: str = "text"
-    """The text, or the first text of a pair."""
-    text2: str = "text2"
-    """The second text of a pair."""
-    label: str = "label"
-    """The class, a name or a number."""
-    messages: str = "messages"
-    """The turns of a conversation (task.kind: chat)."""
-    tools: str = "tools"
-    """Definitions of the functions that the assistant of a conversation may call (task.kind: chat)."""
-    system: str = "system"
-    """The system turn of a conversation that has none among its turns (task.kind: chat)."""
-    id: str = "id"
-    """Identifier of the example."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """One of several sources of training examples."""
-
-    files: tuple[str, ...] = ()
-    """Same formats as `data.train.files`."""
-    weight: float = 1.0
-    """Share of the training examples (`weigh: tokens`: of their tokens), relative to the weights of the other sources;
-    0: not read."""
-    first: int | None = None
-    """Read at most this many rows; null: all."""
-    limit: int | None = None
-    """Use this many of the rows, as `data.train.limit`."""
-    when_over: Literal["repeat", "refuse"] = "repeat"
-    """If the run needs more examples than there are: repeat them in another order (counted), or refuse the run."""
-    columns: Columns | None = None
-    """Column names of this source; null: `data.columns`."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, weight=(0, 1e12), first=(1, None), limit=(1, None))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainFiles(Files):
-    """Training examples: from `files`, or from several sources mixed by weight."""
-
-    first: int | None = None
-    """Read at most this many rows (of a hub stream: fetch no more); null: all."""
-    sources: dict[str, Source] | None = None
-    """Name → source, instead of `files`: examples are interleaved in proportion to the weights, to within one example
-    in every prefix of the run."""
-    weigh: Literal["rows", "tokens"] = "rows"
-    """Unit of the sources' weights: examples (`rows`), or all their tokens, target or not (`tokens`)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_bounds(self, first=(1, None))
-        if self.sources is None:
-            if self.weigh != "rows":
-                raise ValueError(f"weigh: {self.weigh} is of the weights of sources, and there are none; leave it out")
-            return
-        if self.files:
-            raise ValueError("sources and data.train.files cannot both be set; move the files to a source of their own")
-        for name in ("first", "limit"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} is of data.train.files alone; give each source its own {name}")
-        if not sum(source.weight for source in self.sources.values()):
-            raise ValueError("sources have no weight above 0, so there is nothing to train on")
-        for name, source in self.sources.items():
-            if not source.files:
-                raise ValueError(f"sources.{name}.files is empty: name the rows of this source")
-
-    @property
-    def all_files(self) -> tuple[str, ...]:
-        """Return `files`, or those of every source that has a weight."""
-        if self.sources is None:
-            return self.files
-        return tuple(name for source in self.sources.values() if source.weight for name in source.files)
-
-
-Severity = Literal["refuse", "warn", "off"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataChecks:
-    """Checks of the data before step 1. Each kind stops the run above the share `most` (`refuse`), is only reported
-    (`warn`), or is skipped (`off`)."""
-
-    copies: Severity = "refuse"
-    """Dev or test examples that are also training examples, ignoring white space and Unicode form (NFKC)."""
-    near: Severity = "off"
-    """Dev or test examples that are nearly training examples: a Jaccard similarity of character 5-grams of 0.8 or more,
-    estimated by MinHash."""
-    conflicts: Severity = "warn"
-    """Texts that occur under several classes."""
-    class_names: Severity = "warn"
-    """Classes whose names differ only in case, white space or Unicode form."""
-    empty_classes: Severity = "warn"
-    """Classes without a training example."""
-    same_answers: Severity = "warn"
-    """Pairs whose two answers are the same (task.kind: preference)."""
-    repeated_prompts: Severity = "warn"
-    """Answers that start with their prompt, which would then appear twice."""
-    unknown_tokens: Severity = "warn"
-    """Answers that contain the tokenizer's unknown token, which the model would learn to write."""
-    control_tokens: Severity = "warn"
-    """Examples whose text spells out a special token, which the tokenizer parses as that token."""
-    unread: Severity = "warn"
-    """Columns of the rows, and keys of their turns, that are never read."""
-    most: float = 0.1
-    """Largest share of examples that `refuse` tolerates, with a warning; 0: none. Classes, columns and keys are never
-    tolerated."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, most=(0, 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """Data sources and the treatment of bad rows."""
-
-    train: TrainFiles = field(default_factory=TrainFiles)
-    """Training examples."""
-    dev: Files = field(default_factory=Files)
-    """Examples that select the best step; may be empty."""
-    test: Files = field(default_factory=Files)
-    """Examples evaluated once, at the end; may be empty."""
-    columns: Columns = field(default_factory=Columns)
-    """Column names."""
-    holdout: float = 0.0
-    """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files;
-    one row each at least. Copies of one text (after NFKC, blanks folded) go to one side, and classes keep their
-    shares. Of documents too few for that, the end of each is set apart. The draw does not depend on `train.seed`, so
-    every seed is evaluated on the same rows. In a selection that names no training rows: of the target's files, so that
-    its target is what a run on the same files trains on. It is 0.1 where training rows of your own take the place of
-    a shipped recipe's sample, whose dev and test sets then do not apply, unless dev, test or this is named; so it is
-    for a target of your own."""
-    label_noise: float = 0.0
-    """Share of training examples given a wrong label, drawn by seed and written to `label_noise.json`; larger shares
-    contain smaller ones. The draw is over all training examples before any limit: an example that is wrong under one
-    limit is wrong under every other, and a limited subset holds this share up to chance. A class becomes another one; a
-    completion or seq2seq target is replaced by that of an example with a different answer; the tokens of a plain
-    language-model example are shuffled."""
-    bad_rows: Literal["refuse", "skip"] = "refuse"
-    """Malformed rows stop the run with file:line (`refuse`), or are skipped and counted (`skip`)."""
-    checks: DataChecks = field(default_factory=DataChecks)
-    """Checks of the data before step 1."""
-    cache: str | None = "auto"
-    """Directory that keeps encoded examples for later runs, keyed by the content they were made from. `auto`: for
-    inputs above 8 MB, under FLATSHIFT_CACHE or the user's cache directory; null: nothing is kept."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, label_noise=(0, 1), holdout=(0, 0.4))
-        if self.holdout and self.dev.files and self.test.files:
-            raise ValueError(
-                f"holdout {self.holdout:g} would set nothing apart: dev and test name files; set it to 0, or clear "
-                f"one of them: --data.test.files '[]'"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -664,12 +491,9 @@ def match_pattern(patterns: Mapping[str, Value] | None, layer: str, default: Val
     return default
 
 
-# --------------------------------------------------------------------------------------------------------------- bounds
-
-
-MOST_STEPS = 10**9
+MAX_STEPS = 10**9
 """Maximum steps of a stage: at a millisecond each they take twelve days."""
-LONGEST = 2**24
+MAX_LENGTH = 2**24
 """Maximum tokens of a sequence."""
 
 
@@ -685,19 +509,19 @@ def check_bounds(config: Any, **bounds: tuple[float | None, float | None]) -> No
             continue
         # negated comparisons, so that NaN fails too
         if (low is not None and not value >= low) or (high is not None and not value <= high):
-            wanted = (
+            range_text = (
                 f"≥ {low}" if high in (None, math.inf) else f"≤ {high}" if low is None else f"between {low} and {high}"
             )
-            raise ValueError(f"{name} must be {wanted}, got {value}")
+            raise ValueError(f"{name} must be {range_text}, got {value}")
         if high is None and math.isinf(value):
             raise ValueError(f"{name} must be a finite number, got {value}")
 
 
-def check_nonzero(config: Any, **meant: str) -> None:
+def check_nonzero(config: Any, **effects: str) -> None:
     """Reject the value 0 for settings with which nothing would be trained.
 
-    meant: for each field, the effect of 0 and what to write instead. Raises ValueError as `check_bounds`.
+    effects: for each field, the effect of 0 and what to write instead. Raises ValueError as `check_bounds`.
     """
-    for name, told in meant.items():
+    for name, effect in effects.items():
         if getattr(config, name) == 0:
-            raise ValueError(f"{name} must be above 0, got 0: {told}")
+            raise ValueError(f"{name} must be above 0, got 0: {effect}")

@@ -30,8 +30,7 @@ def file_sha256(file: Path) -> str:
 
 
 def adapter_digest(run: Path) -> str:
-    """Return the SHA-256 of a run's adapter weights, or "" if there are none; identifies the adapter that was
-    measured."""
+    """Return the SHA-256 of a run's adapter weights, to identify a measured adapter; "" if there are none."""
     file = run / "adapter" / "adapter_model.safetensors"
     return file_sha256(file) if file.is_file() else ""
 
@@ -51,78 +50,68 @@ def adapter_file_digests(folder: Path) -> dict[str, str]:
     return file_digests(folder, [file for file in (folder / "adapter").glob("*") if file.is_file()])
 
 
-def write_sealed(file: Path, record: Mapping[str, object], beside: Iterable[Path] = ()) -> None:
-    """Write the JSON `record` with checksums of its own values and of sibling files, to be verified by
-    `verify_sealed`."""
+def write_sealed(file: Path, record: Mapping[str, object], siblings: Iterable[Path] = ()) -> None:
+    """Write the JSON `record` with checksums of its own values and of sibling files, for `verify_sealed`."""
     plain = json.loads(json_text(record, allow_nan=False))
-    write_json(file, {**plain, _SEAL: {**file_digests(file.parent, beside), file.name: record_digest(plain)}})
+    write_json(file, {**plain, _SEAL: {**file_digests(file.parent, siblings), file.name: record_digest(plain)}})
 
 
 def verify_sealed(file: Path, record: Mapping[str, Any], *, fix: str) -> dict[str, Any]:
-    """Return `record`, as read from `file`, without its seal; a record that has none passes.
-
-    Raises:
-        UserError: the record, or a file next to it, differs from what `write_sealed` wrote; ends with `fix`.
-    """
+    """Return `record`, as read from `file`, without its seal; a record that has none passes. Raises UserError: the
+    record, or a file next to it, differs from what `write_sealed` wrote; ends with `fix`."""
     plain = {key: value for key, value in record.items() if key != _SEAL}
     seal = record.get(_SEAL, {file.name: record_digest(plain)})
     if not isinstance(seal, dict) or file.name not in seal:
         raise UserError(f"{file}: {_SEAL!r} is not a mapping of names to SHA-256; {fix}")
-    for name, before in seal.items():
-        place = file.parent / name
-        try:
-            now = record_digest(plain) if name == file.name else file_sha256(place)
-        except OSError as error:
-            raise UserError(f"{place}: {error.strerror}, but {file.name} lists it; {fix}") from None
-        if now != before:
-            raise UserError(f"{place} is not what was saved (SHA-256 in {file.name}); {fix}")
+    for name, expected in seal.items():
+        path = file.parent / name
+        if (record_digest(plain) if name == file.name else _listed_digest(path, file.name, fix)) != expected:
+            raise UserError(f"{path} is not what was saved (SHA-256 in {file.name}); {fix}")
     return plain
 
 
-def check_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
+def _listed_digest(file: Path, record: str, fix: str) -> str:
+    try:
+        return file_sha256(file)
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}, but {record} lists it; {fix}") from None
+
+
+def check_files(folder: Path, is_required: Callable[[str], bool] = lambda name: True) -> None:
     """Raise UserError if a file of `folder` is missing or differs from `folder`/done.json; without done.json all pass.
 
-    wanted: predicate on names; only these files are checked.
+    is_required: predicate on names; only these files are checked.
     """
     record = folder / DONE
     if not record.is_file():
         if record.exists() or record.is_symlink():
             raise UserError(f"{record} is no plain file; restore it, or make the run again")
         return
-    noted = read_json_object(record, FILES)[FILES]
-    if not isinstance(noted, dict) or not all(isinstance(value, str) for value in noted.values()):
+    recorded = read_json_object(record, FILES)[FILES]
+    if not isinstance(recorded, dict) or not all(isinstance(value, str) for value in recorded.values()):
         raise UserError(f"{record}: {FILES!r} is not a mapping of names to SHA-256; restore it, or make the run again")
-    for name, before in noted.items():
-        if not wanted(name):
+    for name, expected in recorded.items():
+        if not is_required(name):
             continue
-        file = folder / name
-        try:
-            now = file_sha256(file)
-        except OSError as error:
-            raise UserError(f"{file}: {error.strerror}, but {DONE} lists it; restore it, or make it again") from None
-        if now != before:
+        actual = _listed_digest(folder / name, DONE, fix="restore it, or make it again")
+        if actual != expected:
             raise UserError(
-                f"{file} is not what was saved (SHA-256 {now[:12]}…, in {DONE} {before[:12]}…); restore it, or make it "
-                "again"
+                f"{folder / name} is not what was saved (SHA-256 {actual[:12]}…, in {DONE} {expected[:12]}…); restore "
+                "it, or make it again"
             )
 
 
-def copy_recorded_files(folder: Path, to: Path) -> None:
-    """Copy the files listed in `folder`/done.json, and done.json, to the directory `to`. Raises UserError as
-    `check_files`."""
+def copy_recorded_files(folder: Path, target: Path) -> None:
+    """Copy the files in `folder`/done.json, and it, to the directory `target`. Raises UserError as `check_files`."""
     check_files(folder)
     for name in (*read_json_object(folder / DONE, FILES)[FILES], DONE):
-        (to / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / name, to / name)
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, target / name)
 
 
 def check_adapter(directory: Path) -> None:
-    """Raise UserError if the adapter in `directory` belongs to a run and differs from what that run saved
-    (`check_files`)."""
-    place = directory.resolve()
-    if place.name == "adapter":
-        check_files(directory.parent if directory.name == "adapter" else place.parent, _is_adapter_file)
-
-
-def _is_adapter_file(name: str) -> bool:
-    return name.startswith("adapter/")
+    """Raise UserError if the adapter in `directory` is of a run and differs from what that run saved."""
+    resolved = directory.resolve()
+    if resolved.name == "adapter":
+        run = directory.parent if directory.name == "adapter" else resolved.parent
+        check_files(run, lambda name: name.startswith("adapter/"))

@@ -11,8 +11,7 @@ from pathlib import Path
 SENTENCE = 300
 """Maximum length of an error message shown to the user, in characters."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask a command to save and exit with code 3: Ctrl-C, and those that schedulers send before a time
-limit."""
+"""Signals that ask a command to save and exit with code 3: Ctrl-C, and a scheduler's before a time limit."""
 _DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EREMOTEIO),
     *(errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.ECOMM, errno.EBUSY),
@@ -41,16 +40,15 @@ class OutOfMemory(MemoryError):
 
 
 def system_errno(error: BaseException) -> int | None:
-    """Return the errno of `error`, parsed from the message for safetensors and tokenizers, which raise no OSError; else
-    None."""
+    """Return the errno of `error`, parsed from the messages of safetensors and tokenizers; None if it has none."""
     if isinstance(error, OSError):
         return error.errno
     if type(error).__name__ not in ("SafetensorError", "Exception"):  # tokenizers raises a bare Exception
         return None
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    if found is None and "No space left" in str(error):
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    if match is None and "No space left" in str(error):
         return errno.ENOSPC
-    return int(found[1]) if found is not None else errno.EDQUOT if "quota" in str(error) else None
+    return int(match[1]) if match is not None else errno.EDQUOT if "quota" in str(error) else None
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -58,14 +56,14 @@ def is_disk_full(error: BaseException) -> bool:
     return system_errno(error) in (errno.ENOSPC, errno.EDQUOT)
 
 
-def disk_full_error(error: Exception, place: Path) -> Exception:
+def disk_full_error(error: Exception, target: Path) -> Exception:
     """Return a disk-full error that names the path without room: the path in `error` (the destination of a copy), or
-    `place` if the error names no path or a temporary file of `place`."""
+    `target` if the error names no path or a temporary file of `target`."""
     code = system_errno(error)
     assert code is not None
-    named = getattr(error, "filename2", None) or getattr(error, "filename", None)
-    own = named is None or f"{os.sep}.{place.name}." in str(named)
-    return OSError(code, os.strerror(code), str(place) if own else str(named))
+    path_named = getattr(error, "filename2", None) or getattr(error, "filename", None)
+    is_target = path_named is None or f"{os.sep}.{target.name}." in str(path_named)
+    return OSError(code, os.strerror(code), str(target) if is_target else str(path_named))
 
 
 def describe_disk_error(error: BaseException) -> str | None:
@@ -79,8 +77,8 @@ def describe_disk_error(error: BaseException) -> str | None:
 
 def is_remote(name: str | Path) -> bool:
     """True if `name` is the address of a store (`s3://bucket/key`); `Path` has collapsed its two slashes to one."""
-    form = _ADDRESS_PATH if isinstance(name, Path) else _ADDRESS
-    return form.match(str(name)) is not None and not str(name).startswith("file:")
+    pattern = _ADDRESS_PATH if isinstance(name, Path) else _ADDRESS
+    return pattern.match(str(name)) is not None and not str(name).startswith("file:")
 
 
 def store_address(name: str | Path) -> str:
@@ -116,10 +114,10 @@ def first_error_line(error: BaseException) -> str:
     return shorten(text.splitlines()[0], 160) if text else type(error).__name__
 
 
-def shorten(text: str, most: int = 60) -> str:
-    """Return `text` cut to at most `most` characters, with an ellipsis in the middle."""
-    head = (most - 1) * 2 // 3
-    return text if len(text) <= most else f"{text[:head]}…{text[head + 1 - most :]}"
+def shorten(text: str, maximum: int = 60) -> str:
+    """Return `text` cut to at most `maximum` characters, with an ellipsis in the middle."""
+    head = (maximum - 1) * 2 // 3
+    return text if len(text) <= maximum else f"{text[:head]}…{text[head + 1 - maximum :]}"
 
 
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -133,17 +131,17 @@ def escape_control_characters(text: str) -> str:
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def format_error_message(text: str, most: int = SENTENCE) -> str:
-    """Return `text` on one line of at most `most` characters, control characters escaped.
+def format_error_message(text: str, maximum: int = SENTENCE) -> str:
+    """Return `text` on one line of at most `maximum` characters, control characters escaped.
 
     In a longer text the longest words (a path, a value) lose their middles first, so the message stays readable.
     """
     line = " ".join("".join(c if c.isprintable() or c.isspace() else ascii(c)[1:-1] for c in text).split())
-    for room in (120, 80, 50):
-        if len(line) <= most:
+    for width in (120, 80, 50):
+        if len(line) <= maximum:
             return line
-        line = " ".join(shorten(word, room) for word in line.split(" "))
-    return shorten(line, most)
+        line = " ".join(shorten(word, width) for word in line.split(" "))
+    return shorten(line, maximum)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -24,8 +24,7 @@ def format_rate(rate: float, unit: str) -> str:
 
 
 def format_interval(figure: Mapping[str, Any], form: str) -> str:
-    """Format `{value, low, high}` as `0.52 [0.49, 0.55]`; without an interval the value alone, without a value a
-    dash."""
+    """Format `{value, low, high}` as `0.52 [0.49, 0.55]`; the value alone without an interval, a dash without one."""
     if figure["value"] is None:
         return "–"
     if figure["low"] is None:
@@ -37,20 +36,19 @@ def compare_plan(plan: Mapping[str, Any]) -> str:
     """Compare predicted and measured memory and time of a stage (`plan` of its done.json), for example `memory of an
     update 80.0 MiB predicted, 84.0 MiB measured (+5 %)`; empty if nothing was measured."""
     parts = []
-    allocated = plan.get("what") == "allocated"
+    is_allocated = plan.get("what") == "allocated"
     if plan.get("measured"):
-        name = "memory allocated" if allocated else "memory of a step"
+        name = "memory allocated" if is_allocated else "memory of a step"
         change = plan["measured"] / plan["predicted"] - 1 if plan["predicted"] else 0.0
-        parts.append(
-            f"{name} {format_bytes(plan['predicted'])} predicted, {format_bytes(plan['measured'])} measured "
-            f"({change:+.0%})"
-        )
+        predicted, measured = (format_bytes(plan[key]) for key in ("predicted", "measured"))
+        parts.append(f"{name} {predicted} predicted, {measured} measured ({change:+.0%})")
     if plan.get("reserved"):
-        told = format_bytes(plan["reserved"])
-        parts.append(f"{told} reserved" if allocated else f"the process grew by {told} in steps")
+        reserved = format_bytes(plan["reserved"])
+        parts.append(f"{reserved} reserved" if is_allocated else f"the process grew by {reserved} in steps")
     if plan.get("measured_s"):
-        told = f"{plan['predicted_s']:.3g} s predicted" if plan.get("predicted_s") else "not predicted on this device"
-        parts.append(f"a step {told}, {plan['measured_s']:.3g} s measured")
+        seconds = plan.get("predicted_s")
+        predicted = f"{seconds:.3g} s predicted" if seconds else "not predicted on this device"
+        parts.append(f"a step {predicted}, {plan['measured_s']:.3g} s measured")
     return "; ".join(parts)
 
 

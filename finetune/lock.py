@@ -30,30 +30,28 @@ from .errors import UserError, disk_full_error, is_disk_full
 INSIDE = ".lock"
 """Name of the lock where it has to be inside the directory itself."""
 _NONE_KEPT = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-"""Error numbers of file systems without locks."""
 _OURS = b"flatshift "
 _UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
-_PATIENCE_S = 0.2
-"""Seconds to retry a lock: its owner may be about to exit."""
+_PATIENCE_S = 0.2  # seconds to retry a lock: its owner may be about to exit
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: str | Path, *, instead: str = "name another --out") -> Iterator[None]:
+def exclusive_lock(path: str | Path, *, alternative: str = "name another --out") -> Iterator[None]:
     """Hold the exclusive lock on `path`, a file or directory that may not exist yet.
 
     Creates the parent directories, and removes them again if they stay empty; removes temporary files that killed
     writes of `path` left next to it. On a file system without locks, print a warning to stderr once and continue.
 
-    instead: the alternative suggested in the error message.
+    alternative: the alternative suggested in the error message.
     Raises UserError that names the process holding the lock, or if the path cannot be written.
     """
     real = Path(os.path.realpath(path))
-    made: list[Path] = []
+    created: list[Path] = []
     try:
-        fd, lock = _acquire(real, path, instead, made)
+        fd, lock = _acquire(real, path, alternative, created)
         try:
             if fd is not None:  # without a lock, the leftovers may belong to a running command
-                remove_leftovers(real.parent, of=real.name)
+                remove_leftovers(real.parent, name=real.name)
             yield
         except Exception as error:
             if not is_disk_full(error):
@@ -65,19 +63,18 @@ def exclusive_lock(path: str | Path, *, instead: str = "name another --out") -> 
                     lock.unlink()  # unlink before unlocking, so that a waiting process sees that its file is stale
                 os.close(fd)
     finally:
-        for folder in made:
+        for folder in created:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
 @contextlib.contextmanager
 def temporary_directory(prefix: str) -> Iterator[Path]:
-    """Yield a new directory in the system's temporary directory and remove it at the end; first remove those of killed
-    processes."""
-    there = Path(tempfile.gettempdir())
-    for left in there.glob(f"{prefix}*"):
-        _remove_abandoned(left)
-    folder = there / f"{prefix}{uuid.uuid4().hex}"
+    """Yield a new temporary directory and remove it at the end; first remove those of killed processes."""
+    root = Path(tempfile.gettempdir())
+    for leftover in root.glob(f"{prefix}*"):
+        _remove_abandoned(leftover)
+    folder = root / f"{prefix}{uuid.uuid4().hex}"
     with exclusive_lock(folder):  # locked before it exists, so no other process finds it without an owner
         folder.mkdir(mode=0o700)
         try:
@@ -102,8 +99,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool | None:
-    """Try to lock the open file `fd`; return True on success, False if it is held, None if its file system has no
-    locks."""
+    """Try to lock the open file `fd`; return True on success, False if it is held, None without locks there."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -115,39 +111,36 @@ def try_lock(fd: int, *, shared: bool = False) -> bool | None:
     return True
 
 
-def _acquire(real: Path, path: str | Path, instead: str, made: list[Path]) -> tuple[int | None, Path]:
+def _acquire(real: Path, path: str | Path, alternative: str, created: list[Path]) -> tuple[int | None, Path]:
     """Open and lock the lock file of `real`; return its descriptor and path. The descriptor is None if the file system
-    has no locks. Directories that had to be created are added to `made`."""
-    patience = time.monotonic() + _PATIENCE_S
+    has no locks. Directories that had to be created are added to `created`."""
+    deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            made[:] = [*make_directory(real.parent), *made]
+            created[:] = [*make_directory(real.parent), *created]
             lock = _lock_path(real)
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:  # a failed command removed the directory it had created
-            if time.monotonic() > patience:
+            if time.monotonic() > deadline:
                 raise
             continue
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise _foreign_lock_error(lock) from None
             if error.errno in _UNWRITABLE:
-                raise UserError(
-                    f"{path} cannot be written ({error.filename}: {error.strerror}); change that, or take another place"
-                ) from None
+                problem = f"{error.filename}: {error.strerror}"
+                raise UserError(f"{path} cannot be written ({problem}); change that, or take another place") from None
             raise
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or not _OURS.startswith(os.pread(fd, len(_OURS), 0).rstrip(b"\0")):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or not _OURS.startswith(os.pread(fd, len(_OURS), 0).rstrip(b"\0")):
                 raise _foreign_lock_error(
                     lock
                 )  # our own prefix cut short is what a kill left, zeros are what a power cut left
             free = try_lock(fd)
-            if free is False and time.monotonic() > patience:
-                other = f", or {instead}" if instead else ""
-                raise UserError(
-                    f"{path} is in use by another command ({_describe_holder(fd)}); wait for its end{other}"
-                )
+            if free is False and time.monotonic() > deadline:
+                hint = f", or {alternative}" if alternative else ""
+                raise UserError(f"{path} is in use by another command ({_describe_holder(fd)}); wait for its end{hint}")
             if free is None:
                 _warn_unlocked(real)
                 lock.unlink(missing_ok=True)
@@ -192,14 +185,12 @@ def _describe_holder(fd: int) -> str:
     return f"process {words[1]}" + (f" on {words[2]}" if words[2] != socket.gethostname() else "")
 
 
-_said: set[int] = set()
+_warned_devices: set[int] = set()
 
 
 def _warn_unlocked(real: Path) -> None:
     device = real.parent.stat().st_dev
-    if device not in _said:
-        _said.add(device)
-        print(
-            f"warning: the file system of {real.parent} keeps no locks: nothing stops a second command on {real.name}",
-            file=sys.stderr,
-        )
+    if device not in _warned_devices:
+        _warned_devices.add(device)
+        message = f"the file system of {real.parent} keeps no locks: nothing stops a second command on {real.name}"
+        print(f"warning: {message}", file=sys.stderr)

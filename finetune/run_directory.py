@@ -35,17 +35,10 @@ from .atomic import (
 )
 from .digests import check_files
 from .errors import Interrupted, UserError, describe_disk_error, is_disk_full
-from .processor import cpu_info
+from .machine import count_cores, cpu_info
 
-ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, TRACE, LOG = (
-    "environment.json",
-    "command.txt",
-    "recipe.resolved.yaml",
-    "manifest.json",
-    "metrics.jsonl",
-    "trace.jsonl",
-    "log.txt",
-)
+ENVIRONMENT, COMMAND, RECIPE, MANIFEST = "environment.json", "command.txt", "recipe.resolved.yaml", "manifest.json"
+METRICS, TRACE, LOG = "metrics.jsonl", "trace.jsonl", "log.txt"
 SPIKE = "spike"
 """Split of the metrics lines that report a loss spike and the rollback for it."""
 _PACKAGES = ("flatshift", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "scikit-learn")
@@ -53,16 +46,15 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @contextmanager
-def disk_full_interrupts(doing: str) -> Iterator[None]:
-    """Turn a full (or over-quota) or failing disk while `doing` something into Interrupted; other errors pass
-    through."""
+def disk_full_interrupts(activity: str) -> Iterator[None]:
+    """Turn a full (or over-quota) or failing disk during `activity` into Interrupted; other errors pass through."""
     try:
         yield
     except Exception as error:
-        if (trouble := describe_disk_error(error)) is None:
+        if (problem := describe_disk_error(error)) is None:
             raise
-        then = "free some space and resume" if is_disk_full(error) else "resume when it is well again"
-        raise Interrupted(f"{trouble} while {doing}; {then}, everything finished before is kept") from error
+        advice = "free some space and resume" if is_disk_full(error) else "resume when it is well again"
+        raise Interrupted(f"{problem} while {activity}; {advice}, everything finished before is kept") from error
 
 
 @dataclass(frozen=True)
@@ -166,8 +158,8 @@ def check_empty(path: str | Path, *, resumable: bool = False) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"--out: {path} is a file; name a new or empty directory")
     if path.is_dir() and not has_only_leftovers(path):
-        instead = ", or continue a run with `flatshift train --resume`" if resumable else ""
-        raise UserError(f"--out: {path} is not empty; name another directory{instead}")
+        hint = ", or continue a run with `flatshift train --resume`" if resumable else ""
+        raise UserError(f"--out: {path} is not empty; name another directory{hint}")
 
 
 def check_replaceable(path: str | Path, *, resumable: bool = False) -> None:
@@ -176,8 +168,8 @@ def check_replaceable(path: str | Path, *, resumable: bool = False) -> None:
     check_empty(path, resumable=resumable)
     path = Path(path)
     if path.is_mount() or (path.is_dir() and path.samefile(Path.cwd())):
-        what = "a mount point" if path.is_mount() else "the working directory"
-        raise UserError(f"--out: {path} is {what}, which cannot be replaced; name a directory in it")
+        kind = "a mount point" if path.is_mount() else "the working directory"
+        raise UserError(f"--out: {path} is {kind}, which cannot be replaced; name a directory in it")
 
 
 def resume_command(path: str | Path) -> str:
@@ -210,31 +202,30 @@ def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -
 
 
 def add_provenance(directory: Path) -> None:
-    """Append this command to command.txt, and to environment.json (`resumed`) when it resumed and what differs from
-    before."""
-    before = (directory / COMMAND).read_text(encoding="utf-8")
-    write_text(directory / COMMAND, before + _command_line())
-    known = read_json_object(directory / ENVIRONMENT)
-    first, now = {**known}, collect_environment()
-    first.pop("resumed", None)
-    other = {name: value for name, value in now.items() if name == "created" or first.get(name) != value}
-    write_json(directory / ENVIRONMENT, {**known, "resumed": [*known.get("resumed", []), other]})
+    """Append this command to command.txt, and to environment.json (`resumed`) what differs from before."""
+    commands = (directory / COMMAND).read_text(encoding="utf-8")
+    write_text(directory / COMMAND, commands + _command_line())
+    environment = read_json_object(directory / ENVIRONMENT)
+    initial, current = {**environment}, collect_environment()
+    initial.pop("resumed", None)
+    changes = {name: value for name, value in current.items() if name == "created" or initial.get(name) != value}
+    write_json(directory / ENVIRONMENT, {**environment, "resumed": [*environment.get("resumed", []), changes]})
 
 
 def _command_line() -> str:
     name = Path(sys.argv[0]).name
-    called = "flatshift" if name == "__main__.py" else name  # `python -m flatshift` runs the same command
-    return shlex.join([called, *sys.argv[1:]]) + "\n"
+    program = "flatshift" if name == "__main__.py" else name  # `python -m flatshift` runs the same command
+    return shlex.join([program, *sys.argv[1:]]) + "\n"
 
 
 def collect_environment() -> dict[str, Any]:
     """Collect what results may depend on: versions, machine, threads, commit. Memory in bytes."""
-    found: dict[str, Any] = {
+    environment: dict[str, Any] = {
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": cpu_info()[0],
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": count_cores(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "commit": _source_commit(),
         "variables": {name: os.environ[name] for name in _THREADS if name in os.environ},
@@ -245,12 +236,12 @@ def collect_environment() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    found["versions"] = versions
+    environment["versions"] = versions
     torch = sys.modules.get("torch")  # only if already imported: a selection may run without it
     if torch is not None:
-        found["threads"] = torch.get_num_threads()
-        found["gpu"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    return found
+        environment["threads"] = torch.get_num_threads()
+        environment["gpu"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return environment
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -259,18 +250,17 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     A torn last line (the process was killed while writing) is skipped. A line with `rewound_to` (the stage rolled back
     for a loss spike) removes the stage's earlier lines of later steps.
 
-    Raises:
-        UserError: any other line is not a metrics row.
+    Raises UserError: any other line is not a metrics row.
     """
     path = Path(path)
     if not path.is_file():
         return []
     lines: dict[tuple[Any, Any, Any], dict[str, Any]] = {}
-    pieces = path.read_bytes().split(b"\n")
-    for number, piece in enumerate(pieces, start=1):
-        record = parse_metrics_line(piece)
+    texts = path.read_bytes().split(b"\n")
+    for number, text in enumerate(texts, start=1):
+        record = parse_metrics_line(text)
         if record is None:
-            if piece.strip() and number < len(pieces):
+            if text.strip() and number < len(texts):
                 raise UserError(f"{path}:{number}: not a JSON object with a stage and a whole step")
             continue
         drop_rolled_back(lines, record)
@@ -280,22 +270,21 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return list(lines.values())
 
 
-def parse_metrics_line(piece: bytes) -> dict[str, Any] | None:
+def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
     """Parse one line of metrics.jsonl, its `step` an integer ≥ 0; None if it is not such a line."""
     try:
-        record = json.loads(piece)
+        record = json.loads(line)
         if not isinstance(record, dict) or not isinstance(record["stage"], str):
             return None
-        if not isinstance(record.get("split", ""), str):  # a trace line has none
-            return None
-        step, back = record["step"], record.get("rewound_to", 0)
-        if not all(isinstance(one, int) and one >= 0 for one in (step, back)):
-            return None
-        if any(isinstance(one, int) and abs(one) >= 2**63 for one in record.values()):  # too large for a table's int64
-            return None
+        steps = record["step"], record.get("rewound_to", 0)
+        is_line = (
+            isinstance(record.get("split", ""), str)  # a trace line has none
+            and all(isinstance(step, int) and step >= 0 for step in steps)
+            and all(abs(value) < 2**63 for value in record.values() if isinstance(value, int))  # a table's int64
+        )
+        return record if is_line else None
     except (ValueError, KeyError, RecursionError):
         return None
-    return record
 
 
 def drop_rolled_back(lines: dict[Any, dict[str, Any]], record: dict[str, Any]) -> None:
@@ -317,10 +306,10 @@ def _cut_torn_tail(path: Path) -> None:
     if not path.is_file():
         return
     data = path.read_bytes()
-    lost = data.find(b"\0")
-    whole = data.rfind(b"\n", 0, lost if lost >= 0 else len(data)) + 1
-    if whole < len(data):
-        os.truncate(path, whole)
+    zero = data.find(b"\0")
+    end = data.rfind(b"\n", 0, zero if zero >= 0 else len(data)) + 1
+    if end < len(data):
+        os.truncate(path, end)
 
 
 def _append_line(path: Path, text: str) -> None:
@@ -341,12 +330,9 @@ def _append_line(path: Path, text: str) -> None:
 
 
 def _format_line(stage: str, fields: dict[str, Any]) -> str:
-    line = {"stage": stage, **{key: _finite_or_none(value) for key, value in fields.items()}}
+    line = {"stage": stage, **fields}
+    line |= {key: None for key, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
     return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _source_commit() -> str | None:
@@ -355,7 +341,9 @@ def _source_commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        asked = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        result = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.strip() or None
+    return result.stdout.strip() or None

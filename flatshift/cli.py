@@ -99,7 +99,7 @@ def _escape_output(argv: Sequence[str]) -> contextlib.AbstractContextManager[Any
 def _report_os_error(error: Exception, argv: Sequence[str]) -> int:
     """Report trouble with the disk or with a path the user named; anything else as our bug."""
     from flatshift.finetune.errors import describe_disk_error, format_error_message, is_disk_full
-    from flatshift.finetune.launch import failure, watchdog
+    from flatshift.finetune.launch import job, watchdog
 
     path = (error.filename2 or error.filename) if isinstance(error, OSError) else None  # for a copy, its target
     if (trouble := describe_disk_error(error)) is not None:
@@ -111,15 +111,15 @@ def _report_os_error(error: Exception, argv: Sequence[str]) -> int:
     elif isinstance(error, OSError) and error.errno in _PATH_ERRORS and path:
         message, code = f"error: {path}: {error.strerror}", 2
     else:
-        return failure.report_error(error, watchdog.missing_ranks)
+        return job.report_error(error, watchdog.missing_ranks)
     return _report_exit(format_error_message(message), code)
 
 
 def _report_exit(message: str, code: int, *, patient: bool = False) -> int:
     """Report a failure and return `code`; on several ranks only the first prints."""
-    from flatshift.finetune.launch import failure
+    from flatshift.finetune.launch import job
 
-    return failure.report_failure(f"flatshift: {message}", code, patient=patient)
+    return job.report_failure(f"flatshift: {message}", code, patient=patient)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -209,12 +209,12 @@ def main() -> None:
         if code == _INTERRUPTED:  # all is saved; the libraries' own shutdown would take a CPU-second more
             os._exit(code)
         raise SystemExit(code)
-    from flatshift.finetune.launch import failure, spawn
+    from flatshift.finetune.launch import job, spawn
 
     spawn.tie_to_launcher()
     with _with_heartbeat(sys.argv[1:]) if os.environ["RANK"] == "0" else contextlib.nullcontext():
         code = run(sys.argv[1:])
-    if failure.is_multi_rank():
-        failure.end_rank(code)
+    if job.is_multi_rank():
+        job.end_rank(code)
     sys.stdout.flush()
     raise SystemExit(code)

@@ -22,7 +22,7 @@ import tyro
 from flatshift.experiments.recipe import from_override, refuse_contradictions
 from flatshift.experiments.recipe.schema import Recipe, find_keys_ending_with
 from flatshift.experiments.run.console import pause_heartbeat
-from flatshift.finetune.config import LONGEST
+from flatshift.finetune.config import MAX_LENGTH
 from flatshift.finetune.errors import UserError, shorten
 from flatshift.finetune.launch import spawn
 from flatshift.finetune.models.quantize import check_available
@@ -37,8 +37,8 @@ _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     **dict.fromkeys(("batch_size", "harness_batch_size", "harness_limit", "sharpness_batches"), (1, None)),
     **dict.fromkeys(("top_k", "num_beams", "pass_at", "node", "draws", "jobs", "max_cells", "processes"), (1, None)),
     **dict.fromkeys(("shots", "harness_shots", "samples", "overlap", "more", "temperature"), (0, None)),
-    "max_new_tokens": (1, LONGEST),
-    "window": (2, LONGEST),
+    "max_new_tokens": (1, MAX_LENGTH),
+    "window": (2, MAX_LENGTH),
     "top_p": (1e-6, 1),
     "lease": (1, 86_400),
     "every": (1, 86_400),

@@ -17,7 +17,7 @@ from flatshift.finetune.tasks import KINDS
 
 if TYPE_CHECKING:
     from flatshift.experiments.results.run import RunResults
-    from flatshift.finetune.config import Columns
+    from flatshift.finetune.data.config import Columns
     from flatshift.finetune.tasks import Task
 
 NEW_ROWS = "NEW_ROWS.jsonl"

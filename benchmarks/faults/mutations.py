@@ -67,10 +67,10 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     from flatshift.experiments.recipe.tree import parse, parse_file
     from flatshift.experiments.results.run import read_metrics as read_back
     from flatshift.experiments.studies.sweep.axes import count_points, generate_points, parse_grid
-    from flatshift.finetune.config import Columns
     from flatshift.finetune.data.chat.conversation import read_conversation
+    from flatshift.finetune.data.config import Columns
     from flatshift.finetune.data.rows import read_rows
-    from flatshift.finetune.models.safetensors_index import SINGLE, read_index
+    from flatshift.finetune.models.checkpoint import SINGLE, read_index
     from flatshift.finetune.run_directory import read_metrics
     from flatshift.selection.features.matrix import load_features
 
@@ -143,7 +143,7 @@ _SOURCES = {
     "parquet": _ROWS,
     "chat": (*_ROWS, "finetune/data/chat/conversation.py"),
     "npy": ("selection/features/matrix.py",),
-    "safetensors": ("finetune/models/safetensors_index.py",),
+    "safetensors": ("finetune/models/checkpoint.py",),
     "metrics": ("finetune/run_directory.py", "experiments/results/run.py"),
     "grid": ("experiments/studies/sweep/axes.py",),
 }
@@ -271,7 +271,7 @@ def led_by_coverage(name: str, runs: int, seed: int) -> None:
         "flatshift.selection.features.matrix",
         "yaml",
     ]
-    with atheris.instrument_imports(include=[*parsers, "flatshift.finetune.models.safetensors_index"]):
+    with atheris.instrument_imports(include=[*parsers, "flatshift.finetune.models.checkpoint"]):
         folder = Path(tempfile.mkdtemp(prefix="flatshift-atheris-"))
         (folder / "corpus").mkdir()
         parser, mutator = _parsers(folder)[name], Mutator(name)

@@ -337,10 +337,10 @@ def _planned(case: Case, device: str, mine: Seen) -> Figures:
     if mine.reason is not None:
         return {figure: {"reason": mine.reason} for figure in ("memory_plan", "seconds_plan")}
     from flatshift.finetune.config import Adapter, Mesh
-    from flatshift.finetune.planner.cluster import Cluster, read_sizes
-    from flatshift.finetune.planner.devices import detect_devices
+    from flatshift.finetune.planner.devices import Cluster, detect_devices
     from flatshift.finetune.planner.layouts import price_layout
     from flatshift.finetune.planner.rules import RuleSettings
+    from flatshift.finetune.planner.sizes import read_sizes
     from flatshift.finetune.tasks import LanguageModel
 
     task, adapter = LanguageModel(pack=False), Adapter(rank=case.rank)

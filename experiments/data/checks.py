@@ -20,8 +20,8 @@ import numpy as np
 from flatshift.experiments.data.holdout import SPLITS, Split, normalize_text
 from flatshift.experiments.data.sources import list_source_files
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.finetune.config import DataChecks
 from flatshift.finetune.data.columns import ColumnarExamples
+from flatshift.finetune.data.config import DataChecks
 from flatshift.finetune.data.example import EncodedRows, Example
 from flatshift.finetune.data.preference import CHOSEN, REJECTED
 from flatshift.finetune.data.rows import Row, form_columns

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from flatshift.finetune.config import Columns
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.rows import Row, canonical_label
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed, numpy_generator

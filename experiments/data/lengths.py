@@ -39,7 +39,7 @@ def check_positions(recipe: Recipe) -> None:
     (`flatshift.finetune.train.stage.check_length`).
     """
     from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.planner.footprint import BackboneSizes
+    from flatshift.finetune.planner.sizes import BackboneSizes
     from flatshift.finetune.train.stage import positions_left
 
     try:
@@ -78,7 +78,8 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
     from flatshift.finetune.figures import format_bytes
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.planner.devices import machine_memory
-    from flatshift.finetune.planner.footprint import BackboneSizes, predict_footprint
+    from flatshift.finetune.planner.footprint import predict_footprint
+    from flatshift.finetune.planner.sizes import BackboneSizes
 
     settings, memory = recipe.train, machine_memory()
     update = settings.batch_size * settings.accumulate
@@ -127,8 +128,8 @@ def format_evaluation_plan(
     share: ranks that have different rows. seconds: predicted time of an optimizer step, if known.
     """
     from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.planner.evaluation import plan_evaluation
-    from flatshift.finetune.planner.footprint import BackboneSizes
+    from flatshift.finetune.planner.footprint import plan_evaluation
+    from flatshift.finetune.planner.sizes import BackboneSizes
 
     task, train = recipe.task, recipe.train
     train_rows, cold_rows = sample_train_for_eval(recipe, splits["train"]), splits["test"] or splits["dev"]

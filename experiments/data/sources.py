@@ -14,9 +14,10 @@ import numpy as np
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, split_holdout
 from flatshift.experiments.recipe.resolve import Resolved
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.finetune.config import MOST_STEPS, Columns, Data, Train
+from flatshift.finetune.config import MAX_STEPS, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.columns import ColumnarExamples
+from flatshift.finetune.data.config import Columns, Data
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.mixture import Mixture, SampleProportions
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
@@ -356,8 +357,8 @@ def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) 
     each = recipe.train.batch_size * recipe.train.accumulate
     steps = math.ceil(Fraction(repr(epochs)) * rows / each)  # exact, from the number as written: 1.1 · 10 rows are 11
     origin = f"train.epochs {epochs:g} of {rows:,} {'packed ' if packed else ''}rows"
-    if steps > MOST_STEPS:
-        raise UserError(f"{origin} are {steps:,} steps, above the {MOST_STEPS:,} that a stage may have; give fewer")
+    if steps > MAX_STEPS:
+        raise UserError(f"{origin} are {steps:,} steps, above the {MAX_STEPS:,} that a stage may have; give fewer")
     settled = dataclasses.replace(recipe.train, steps=steps, epochs=None)
     origins = {**resolved.origins, "train.steps": origin, "train.epochs": "counted as train.steps"}
     return Resolved(dataclasses.replace(recipe, train=settled), resolved.name, origins)

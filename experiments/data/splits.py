@@ -39,8 +39,8 @@ from flatshift.experiments.data.sources import (
 )
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.atomic import read_json_object
-from flatshift.finetune.config import Columns
 from flatshift.finetune.data.columns import ColumnarExamples, ExampleWriter, open_examples
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.formats import SAMPLE

@@ -19,9 +19,8 @@ from flatshift.experiments.recipe.tree import Branch, Tree, from_override, merge
 from flatshift.finetune import assets
 from flatshift.finetune.config import Mesh, Precision, Train
 from flatshift.finetune.errors import UserError, user_path
-from flatshift.finetune.launch import consistency, failure, spawn
-from flatshift.finetune.planner.auto_mesh import resolve_mesh
-from flatshift.finetune.planner.layouts import AXES
+from flatshift.finetune.launch import consistency, job, spawn
+from flatshift.finetune.planner.layouts import AXES, resolve_mesh
 
 PRECISION, BACKBONE = "precision", "backbone_precision"
 
@@ -132,7 +131,7 @@ def _choose_precision(
     from flatshift.finetune.compute.precision import feed_forward_shape, resolve_precision
     from flatshift.finetune.models.backbone import open_backbone
 
-    if failure.rank() != 0:
+    if job.rank() != 0:
         return {}
     # Rows are padded to the longest of their micro-batch, which is seldom as long as allowed: hence tokens // 2 below.
     try:
@@ -150,8 +149,9 @@ def _choose_backbone_precision(recipe: Recipe) -> tuple[str, str]:
     """Return `train.backbone_precision` for `auto`, and the reason: bf16 weights only where float32 ones do not fit."""
     from flatshift.finetune.figures import format_bytes
     from flatshift.finetune.planner.devices import detect_devices
-    from flatshift.finetune.planner.footprint import BackboneSizes, predict_footprint
+    from flatshift.finetune.planner.footprint import predict_footprint
     from flatshift.finetune.planner.rules import RuleSettings, broken_rule
+    from flatshift.finetune.planner.sizes import BackboneSizes
 
     train = recipe.train
     narrow = dataclasses.replace(train, backbone_precision="bf16")
@@ -244,7 +244,7 @@ def mesh_flags(recipe: Recipe, *, set_axes: Collection[str] | None = None) -> li
     if set_axes is not None:
         free: dict[str, Any] = {axis: 1 for axis in AXES if axis not in set_axes}
         requested = dataclasses.replace(requested, **free)
-    if failure.rank() == 0:
+    if job.rank() == 0:
         processes = node = None
         if spawn.is_launched_rank():
             processes = int(os.environ["WORLD_SIZE"])

@@ -29,8 +29,8 @@ from flatshift.experiments.recipe.tree import (
     setting_key,
 )
 from flatshift.finetune.atomic import read_json_object
-from flatshift.finetune.config import Files, Source, TrainFiles
 from flatshift.finetune.data.chat.template import AUTO, list_shipped_templates, read_template
+from flatshift.finetune.data.config import Files, Source, TrainFiles
 from flatshift.finetune.errors import UserError, is_remote, shorten, user_path
 from flatshift.finetune.launch.consistency import flatten_settings
 from flatshift.finetune.run_directory import resume_command

@@ -18,12 +18,9 @@ from typing import Any, Literal
 
 from flatshift.experiments.recipe.tree import setting_key
 from flatshift.finetune.config import (
-    MOST_STEPS,
+    MAX_STEPS,
     Adapter,
-    Columns,
-    Data,
     Evaluate,
-    Files,
     Mesh,
     Optimizer,
     TraceRecording,
@@ -32,6 +29,7 @@ from flatshift.finetune.config import (
     check_bounds,
     check_nonzero,
 )
+from flatshift.finetune.data.config import Columns, Data, Files
 from flatshift.finetune.models.families import LEAKS_PACKED
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 from flatshift.regularizers.config import Plain, RegularizerConfig
@@ -110,7 +108,7 @@ class WarmUp:
 
     def __post_init__(self) -> None:
         check_bounds(self, steps=(1, None), lr=(0, None), batch_size=(1, None), accumulate=(1, None))
-        check_bounds(self, steps=(None, MOST_STEPS))
+        check_bounds(self, steps=(None, MAX_STEPS))
         check_nonzero(self, lr="the warm-up would train nothing; to go without one, leave the `warmup` block out")
 
 

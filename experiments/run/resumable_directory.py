@@ -78,7 +78,7 @@ def open_resumable(out: Path, recipe_yaml: str, *, command: str = "the same comm
 
 def _is_bare_state(out: Path, state: Path) -> bool:
     """Return True if `out` holds only a state that names no recipe yet, as after a kill in the first moment."""
-    return state.is_dir() and has_only_leftovers(out, but=(_STATE,)) and has_only_leftovers(state)
+    return state.is_dir() and has_only_leftovers(out, allowed=(_STATE,)) and has_only_leftovers(state)
 
 
 def _holds_files(directory: Path) -> bool:
@@ -86,7 +86,7 @@ def _holds_files(directory: Path) -> bool:
 
 
 def _check_same_recipe(out: Path, recipe_yaml: str) -> None:
-    if not has_only_leftovers(out, but=(_STATE,)):
+    if not has_only_leftovers(out, allowed=(_STATE,)):
         check_empty(out)
     if not _holds_files(out / _STATE / _DATA):  # another command may take over: nothing is lost
         return

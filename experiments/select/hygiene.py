@@ -16,7 +16,7 @@ from flatshift.experiments.data.splits import read_splits
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.atomic import json_text
-from flatshift.finetune.config import Columns, Files
+from flatshift.finetune.data.config import Columns, Files
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from flatshift.finetune.data.view import RowView
 from flatshift.finetune.errors import UserError

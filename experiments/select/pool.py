@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
-from flatshift.finetune.config import Files
+from flatshift.finetune.data.config import Files
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from flatshift.finetune.data.view import RowView, spill_rows
 from flatshift.finetune.errors import UserError

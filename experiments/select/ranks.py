@@ -26,7 +26,7 @@ from flatshift.experiments.run.console import Draw
 from flatshift.experiments.select.select import select
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.launch import consistency, failure, spawn, watchdog
+from flatshift.finetune.launch import consistency, job, spawn, watchdog
 from flatshift.selection import Pool, SelectionError
 from flatshift.selection.features import sendable_rows
 from flatshift.selection.methods.base import Progress, Selector
@@ -127,7 +127,7 @@ class _RankSolver:
             try:
                 fitted, _ = self._map(self._handed(None), None)
             except SelectionError:  # raised on all ranks, and rank 0 knows the records
-                failure.wait_for_cause()
+                job.wait_for_cause()
                 raise
         for part in (fitted.scores_, fitted.potentials_.f, fitted.nearest_target_):
             self._send(np.ascontiguousarray(part))

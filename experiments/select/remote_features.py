@@ -61,7 +61,7 @@ def _copy_array(address: str, root: Path, flag: str, console: Console) -> LocalC
     key = hashlib.sha256(json.dumps([address, source.size, version], sort_keys=True).encode()).hexdigest()[:40]
     folder = root / f"features-{key}"
     to = folder / source.name
-    with exclusive_lock(folder, instead="another select.cache"):
+    with exclusive_lock(folder, alternative="another select.cache"):
         make_directory(folder)
         if not (version and to.is_file() and (folder / _SOURCE).is_file()):  # no version: a copy cannot be recognised
             (folder / f".{to.name}.part").unlink(missing_ok=True)  # nothing identifies the source of a partial copy
@@ -83,7 +83,7 @@ def _copy_shard_directory(address: str, root: Path, flag: str, console: Console)
         told = handle.read()
     sha256 = hashlib.sha256(told).hexdigest()
     folder = root / f"features-{sha256[:40]}"
-    with exclusive_lock(folder, instead="another select.cache"):
+    with exclusive_lock(folder, alternative="another select.cache"):
         make_directory(folder)
         whole = (folder / MANIFEST).is_file()
         manifest = folder / (MANIFEST if whole else f".{MANIFEST}.part")

@@ -19,7 +19,7 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.pool import Records, read_records
 from flatshift.finetune.atomic import read_json_object
-from flatshift.finetune.config import Columns, Data
+from flatshift.finetune.data.config import Columns, Data
 from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.rows import Row, limit_rows
 from flatshift.finetune.errors import UserError

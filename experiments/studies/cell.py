@@ -126,7 +126,7 @@ def _backbone_digests(name: str) -> list[list[str]]:
 def _adapter_digest(name: str, where: str) -> str:
     from flatshift.finetune.adapters.saved import SavedAdapter
 
-    return SavedAdapter.find(name, where=where).digest()
+    return SavedAdapter.find(name, context=where).digest()
 
 
 @functools.cache
@@ -244,7 +244,7 @@ def finish_cell(directory: Path, cell: Cell, result: CellResult) -> None:
             "flatshift": flatshift_version(),
             "code": source_digest(),
         },
-        beside=_record_files(directory),
+        siblings=_record_files(directory),
     )
 
 

@@ -31,9 +31,9 @@ from flatshift.experiments.studies.directory import await_orphans, read_results,
 from flatshift.experiments.studies.leases import Leases
 from flatshift.experiments.studies.progress import CellProgress
 from flatshift.finetune.atomic import remove_leftovers
-from flatshift.finetune.child_process import without_cwd_imports
 from flatshift.finetune.errors import Interrupted
-from flatshift.finetune.launch.spawn import THREADS
+from flatshift.finetune.launch.spawn import THREAD_VARIABLES
+from flatshift.finetune.machine import without_cwd_imports
 from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
 
 RunCell = Callable[[Path, Cell, int | None], bool]
@@ -345,7 +345,7 @@ def init_worker(parent: int, threads: int) -> None:
     The share must be in the environment before torch and BLAS are imported: pools of all cores in every worker wait for
     each other (evaluation was eight times slower). An orphan must not write into a study that has been restarted.
     """
-    os.environ.update(dict.fromkeys(THREADS, str(threads)))
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -115,7 +115,7 @@ def claim_study(out: Path, recipe_yaml: str, what: str) -> None:
     if (
         out.exists()
         and not marker.is_file()
-        and not (out.is_dir() and has_only_leftovers(out, but=("cells", INSIDE, WORKERS)))
+        and not (out.is_dir() and has_only_leftovers(out, allowed=("cells", INSIDE, WORKERS)))
     ):
         raise UserError(f"{out} is not empty and is not a {what}'s directory; name another --out")
     remove_leftovers(out)

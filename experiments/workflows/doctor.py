@@ -165,7 +165,7 @@ def _is_only_for_extra(requirement: Requirement, extra: str) -> bool:
 def describe_cpu() -> dict[str, Any]:
     """Return the model, usable cores (affinity and container quota), and the fast bf16 instructions of the CPU.
 
-    Does not use `flatshift.finetune.processor`, so that it works in a broken installation.
+    Does not use `flatshift.finetune.machine`, so that it works in a broken installation.
     """
     info: dict[str, str] = {}
     try:

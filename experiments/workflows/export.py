@@ -83,7 +83,7 @@ def _write_export(
         output_directory(out) as temporary,
     ):
         if added:
-            from flatshift.finetune.adapters.combine import combine_adapters
+            from flatshift.finetune.adapters.merge import combine_adapters
 
             assert own is not None  # `_open_run_adapter` refuses soft tokens here
             combine_adapters([(own, 1.0), *added], temporary)
@@ -140,9 +140,9 @@ def _open_run_adapter(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapte
         if not alone:
             raise UserError(f"--add: {path} holds soft tokens, which are no LoRA adapter; export it without --add")
         return None
-    own = SavedAdapter.find(str(path), where=str(path))
+    own = SavedAdapter.find(str(path), context=str(path))
     if not alone:
-        own.require_packing(None, where="--add")
+        own.require_packing(None, context="--add")
     return own
 
 
@@ -157,11 +157,11 @@ def _parse_weighted_adapter(text: str, recipe: Recipe) -> tuple[SavedAdapter, fl
         weight = math.nan
     if not math.isfinite(weight):
         raise UserError(f"--add {text}: {number!r} is no weight; write DIR=0.5, or DIR alone for 1")
-    saved = SavedAdapter.find(name, where="--add")
+    saved = SavedAdapter.find(name, context="--add")
     run = saved.path.parent
     if (run / RECIPE).is_file() and not (run / DONE).exists() and not awaits_evaluation(run, resume_recipe(run).recipe):
         raise UserError(f"--add: {run} is not finished, it has no {DONE}; finish it, or restore that")
-    saved.require_backbone(open_backbone(recipe.backbone), where="--add")
+    saved.require_backbone(open_backbone(recipe.backbone), context="--add")
     return saved, weight
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.tree import parse_file
-from flatshift.finetune.config import Columns
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.encoding import SpecialTokens
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows, require_rows

@@ -408,7 +408,7 @@ def _logit_margins(model: Any, prompt: list[int], answer: list[int], start: int 
 
 def _fits_in_memory(recipe: Recipe) -> bool:
     """Return True if half of the free memory holds the backbone in float32."""
-    from flatshift.finetune.models.safetensors_index import read_index
+    from flatshift.finetune.models.checkpoint import read_index
 
     entries = read_index(open_backbone(recipe.backbone).directory).values()
     return 4 * sum(math.prod(entry.shape) for entry in entries) <= available_memory() * _MEMORY_SHARE
@@ -427,8 +427,8 @@ def load_streamed(
     from flatshift.experiments.workflows.plain_check import stream_weights
     from flatshift.finetune.adapters.adapter import read_adapter
     from flatshift.finetune.adapters.merge import read_changes
+    from flatshift.finetune.models.checkpoint import canonical_name, weight_reader
     from flatshift.finetune.models.meta import build_skeleton
-    from flatshift.finetune.models.weight_names import canonical_name, weight_reader
 
     skeleton: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=labels)
     checkpoint = skeleton.checkpoint

@@ -79,8 +79,8 @@ def check_start_adapters(recipe: Recipe) -> dict[str, dict[str, str]]:
         if name is None:
             continue
         where = f"adapter.{setting}"
-        saved = SavedAdapter.find(name, where=where)
-        saved.require_backbone(open_backbone(recipe.backbone), where=where, quantization=recipe.train.quantization)
+        saved = SavedAdapter.find(name, context=where)
+        saved.require_backbone(open_backbone(recipe.backbone), context=where, quantization=recipe.train.quantization)
         if setting == "start":
             import torch
 
@@ -88,7 +88,7 @@ def check_start_adapters(recipe: Recipe) -> dict[str, dict[str, str]]:
             labels = tuple(str(i) for i in range(2)) if task.has_classes else None
             skeleton = build_skeleton(recipe.backbone, task=task, label_names=labels)
             model = attach_on_meta(skeleton, recipe.adapter, task=task, dtype=torch.float32)
-            check_same_settings(saved, read_adapter(saved.path), model, where=where)
+            check_same_settings(saved, read_adapter(saved.path), model, context=where)
         found[setting] = {"path": str(saved.path.resolve()), "sha256": saved.digest()}
     return found
 
@@ -100,7 +100,7 @@ def check_adapters_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str
     if (path / INITIAL).is_dir():
         return
     for setting, before in adapters.items():
-        if SavedAdapter.find(before["path"], where=f"adapter.{setting}").digest() != before["sha256"]:
+        if SavedAdapter.find(before["path"], context=f"adapter.{setting}").digest() != before["sha256"]:
             raise UserError(f"{before['path']} changed since the run began; restore it or start a new run")
 
 
@@ -151,7 +151,7 @@ def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, say: Callab
 
     if engine.is_main and not directory.is_dir():
         check_start_adapters(recipe)
-        saved = SavedAdapter.find(recipe.adapter.start, where="adapter.start")
+        saved = SavedAdapter.find(recipe.adapter.start, context="adapter.start")
         with atomic_directory(directory) as temporary:
             for file in ("adapter_config.json", "adapter_model.safetensors"):
                 shutil.copy2(saved.path / file, temporary / file)

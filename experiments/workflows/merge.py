@@ -82,7 +82,7 @@ def require_foldable(path: Path, recipe: Recipe) -> None:
             "weights only; use it there, or train without loftq to merge"
         )
     _refuse_quantised(recipe)
-    SavedAdapter.find(str(path), where=str(path))  # refuses an adapter that fits changed frozen weights
+    SavedAdapter.find(str(path), context=str(path))  # refuses an adapter that fits changed frozen weights
 
 
 def merge_into(
@@ -154,8 +154,8 @@ def _merge_by_files(
     import torch
 
     from flatshift.finetune.adapters.merge import merge_files, read_changes, spot_check
+    from flatshift.finetune.models.checkpoint import read_index
     from flatshift.finetune.models.meta import build_skeleton
-    from flatshift.finetune.models.safetensors_index import read_index
 
     model: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=labels)
     changes, _ = read_changes(model, adapter)
@@ -204,7 +204,7 @@ def _refuse_quantised(recipe: Recipe) -> None:
 
 def stored_dtype(recipe: Recipe) -> Any:
     """Return the dtype of most values in the backbone's own weight files."""
-    from flatshift.finetune.models.safetensors_index import read_index
+    from flatshift.finetune.models.checkpoint import read_index
 
     sizes: dict[Any, int] = {}
     for entry in read_index(open_backbone(recipe.backbone).directory).values():

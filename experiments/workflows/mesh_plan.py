@@ -19,12 +19,11 @@ from flatshift.finetune.data.formats import SAMPLE
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.figures import format_duration
 from flatshift.finetune.planner.calibration import cached_overhead, calibrate
-from flatshift.finetune.planner.cluster import Cluster, read_sizes
-from flatshift.finetune.planner.devices import detect_devices
-from flatshift.finetune.planner.evaluation import plan_evaluation
-from flatshift.finetune.planner.footprint import BackboneSizes
+from flatshift.finetune.planner.devices import Cluster, detect_devices
+from flatshift.finetune.planner.footprint import plan_evaluation
 from flatshift.finetune.planner.layouts import Layout, best_layout, enumerate_layouts, format_table
 from flatshift.finetune.planner.rules import RuleSettings
+from flatshift.finetune.planner.sizes import BackboneSizes, read_sizes
 from flatshift.finetune.planner.throughput import DEVICES, PUBLISHED
 
 _THOUSAND = 1000

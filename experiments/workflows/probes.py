@@ -22,7 +22,7 @@ from flatshift.experiments.workflows.evaluation_target import AdapterSwitcher, E
 from flatshift.experiments.workflows.samples import Sampling, SavedSamples, build_generation_records, write_samples
 from flatshift.finetune.atomic import atomic_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
-from flatshift.finetune.config import Columns
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.probes import (

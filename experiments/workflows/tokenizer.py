@@ -14,7 +14,7 @@ import numpy as np
 
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.atomic import atomic_directory, write_json
-from flatshift.finetune.config import Columns
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError, first_error_line
 from flatshift.finetune.evaluate.bootstrap import ratio_interval

@@ -23,7 +23,7 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.run.resumable_directory import open_resumable
 from flatshift.experiments.statistics.intervals import paired_test, t_interval
 from flatshift.finetune.atomic import write_json
-from flatshift.finetune.config import Columns
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.data.tokenizer_schemes import LEAST, SCHEMES, Scheme, train_tokenizer

@@ -108,11 +108,11 @@ from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.planner.capacity import Capacity, bits_per_label
-from flatshift.finetune.planner.cluster import Cluster
-from flatshift.finetune.planner.footprint import BackboneSizes
+from flatshift.finetune.planner.devices import Cluster
 from flatshift.finetune.planner.layouts import step_seconds
 from flatshift.finetune.planner.memory import condense_plan, memory_plan, mesh_plan_lines, plan_lines, token_seconds
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
+from flatshift.finetune.planner.sizes import BackboneSizes
 from flatshift.finetune.planner.throughput import find_device
 from flatshift.finetune.run_directory import (
     RunDirectory,
@@ -255,7 +255,7 @@ def resume(
     check_recipe(resolved.recipe)
     check_evaluation_changes(path, resolved.recipe, before)
     said: list[str] = []
-    with _join_mesh(resolved.recipe, path=path) as world, _lock_run(path, world, instead=""):
+    with _join_mesh(resolved.recipe, path=path) as world, _lock_run(path, world, alternative=""):
         resolved = resolve_auto(resolved, log=said.append)
         # The recipe was read before the lock was held: another command may have changed it since.
         if world.is_main:

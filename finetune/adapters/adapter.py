@@ -22,34 +22,30 @@ from ..config import Adapter
 from ..digests import check_adapter
 from ..errors import UserError
 from ..models.backbone import open_backbone
-from ..models.weight_names import canonical_name
+from ..models.checkpoint import canonical_name
 from ..seeds import torch_generator
 from . import soft_tokens
-from .initial_values import TAKES_OUT, Calibration, collect_statistics, initialise, require_calibration
+from .initial_values import SUBTRACTED_INITS, Calibration, collect_statistics, initialise, require_calibration
 from .offsets import (
     ADAPTER,
     LowRankOffset,
     append_offsets,
+    factor_names,
     fold_offsets,
     folded_offsets,
     lora_layers,
     saved_config,
     split_offsets,
 )
-from .projector import check_projector, read_projector, write_projector
 from .saved import SavedAdapter
 from .settings import adapts_head, check_patterns, lora_config, with_saved_ranks
-from .soft_tokens import attach_soft_tokens
+from .soft_tokens import attach_soft_tokens, check_projector, read_projector, write_projector
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
 WEIGHTS = "adapter_model.safetensors"
-_SMALLER = "the adapter is not saved; take a smaller optimizer.lr"
-
-
-# --------------------------------------------------------------------------------------------- attaching
 
 
 def attach_adapter(
@@ -74,58 +70,53 @@ def attach_adapter(
             and A and B.
         calibration: training examples, for an `adapter.init` that needs them and has no `initial`.
 
-    Raises:
-        UserError: a target suffix that no module has, a setting PEFT rejects, an `initial` with other settings.
+    Raises UserError: a target suffix that no module has, a setting PEFT rejects, an `initial` with other settings.
     """
     if adapter.soft_tokens is not None:
         return attach_soft_tokens(backbone, adapter, task=task, seed=seed, dtype=dtype)
-    new = tuple(getattr(backbone, "new_parameters", ()))
-    config = lora_config(backbone, adapter, task=task, new=new)
+    new_parameters = tuple(getattr(backbone, "new_parameters", ()))
+    config = lora_config(backbone, adapter, task=task, new_parameters=new_parameters)
     if initial is not None and adapter.init == "eva":
         config = with_saved_ranks(config, initial)
-    deviation = _initializer_range(backbone)
-    for name in new:
-        _copy_value(
-            backbone.get_parameter(name), initial_value(name, backbone.get_parameter(name).shape, seed, deviation)
-        )
+    deviation = float(getattr(backbone.config, "initializer_range", 0.02))
+
+    @torch.no_grad()
+    def initialise_by_name(name: str, parameter: nn.Parameter) -> None:
+        parameter.copy_(initial_value(name, parameter.shape, seed, deviation))
+
+    for name in new_parameters:
+        initialise_by_name(name, backbone.get_parameter(name))
     if initial is None and adapter.init in ("corda", "lora-ga"):
         collect_statistics(backbone, config, adapter, require_calibration(adapter, calibration))
     model = _wrap_with_peft(backbone, config)
-    if adapts_head(adapter, new):
-        _make_head_trainable(model, new)
+    if adapts_head(adapter, new_parameters):  # under LoRA it trains too, so that it is saved: no checkpoint has it
+        for name, parameter in model.named_parameters():
+            if canonical_name(name) in new_parameters:
+                parameter.requires_grad_(True)
     check_patterns(model, adapter)
     for parameter in trainable(model).values():
         parameter.data = parameter.data.to(dtype)
     for name, parameter in trainable(model).items():
         if ".lora_" in name and ".lora_magnitude_vector" not in name:  # a magnitude starts as the backbone's row norm
-            _copy_value(parameter, initial_value(name, parameter.shape, seed, deviation))
+            initialise_by_name(name, parameter)
     if adapter.init != "default" or adapter.under is not None:
         _apply_init(model, adapter, seed=seed, initial=initial, calibration=calibration)
     return model
 
 
-def _make_head_trainable(model: nn.Module, new: Iterable[str]) -> None:
-    """Make a newly initialised head under LoRA trainable, so that it is saved: no checkpoint has it."""
-    names = set(new)
-    for name, parameter in model.named_parameters():
-        if canonical_name(name) in names:
-            parameter.requires_grad_(True)
-
-
 def _apply_init(
     model: PeftModel, adapter: Adapter, *, seed: int, initial: str | Path | None, calibration: Calibration | None
 ) -> None:
-    """Apply the values and folded parts of `adapter.init` or `adapter.under`, or load those of `initial`."""
     dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
     if initial is not None:
-        kept, beyond = split_offsets(read_adapter(initial), model)
-        if not beyond and (adapter.init in TAKES_OUT or adapter.under is not None):
-            what = "adapter.under" if adapter.under is not None else f"adapter.init: {adapter.init}"
-            raise UserError(f"{initial}: this adapter does not hold what {what} folded into the frozen weights")
-        copy_tensors(lora_only(kept), lora_only(trainable(model)), where=str(initial))
-        fold_offsets(model, beyond, why=str(initial))
+        factors, offsets = split_offsets(read_adapter(initial), model)
+        if not offsets and (adapter.init in SUBTRACTED_INITS or adapter.under is not None):
+            setting = "adapter.under" if adapter.under is not None else f"adapter.init: {adapter.init}"
+            raise UserError(f"{initial}: this adapter does not hold what {setting} folded into the frozen weights")
+        copy_tensors(lora_only(factors), lora_only(trainable(model)), context=str(initial))
+        fold_offsets(model, offsets, context=str(initial))
     elif adapter.under is not None:
-        fold_offsets(model, read_adapter_under(adapter.under, model), why="adapter.under")
+        fold_offsets(model, read_adapter_under(adapter.under, model), context="adapter.under")
     else:
         weights = None
         if adapter.init == "loftq":
@@ -142,34 +133,35 @@ def read_adapter_under(name: str, model: PeftModel) -> dict[str, LowRankOffset]:
     The layer then computes W + s_u·B_u A_u + s·BA, of which A and B train; the saved adapter is the sum of both as one
     adapter of rank r_u + r, which does not depend on `name`.
 
-    Raises:
-        UserError: no such adapter, one of another backbone, one that is more than a sum (DoRA, a head), or layers that
-            `model` does not adapt.
+    Raises UserError: no such adapter, one of another backbone, one that is more than a sum (DoRA, a head), or layers
+    that `model` does not adapt.
     """
-    where = "adapter.under"
-    saved = SavedAdapter.find(name, where=where)
-    saved.require_backbone(open_backbone(str(model.get_base_model().name_or_path)), where=where)
+    context = "adapter.under"
+    saved = SavedAdapter.find(name, context=context)
+    saved.require_backbone(open_backbone(str(model.get_base_model().name_or_path)), context=context)
     tensors = read_adapter(saved.path)
     if saved.settings.get("use_dora"):
-        raise UserError(f"{where}: {name} is of DoRA, whose weight change is no sum; merge it into the backbone first")
+        raise UserError(
+            f"{context}: {name} is of DoRA, whose weight change is no sum; merge it into the backbone first"
+        )
     if whole := sorted(tensor for tensor in tensors if ".lora_" not in tensor):
-        raise UserError(f"{where}: {name} also holds {whole[0]}, which is no adapter; take one without a head")
-    layers, offsets = lora_layers(model), {}
+        raise UserError(f"{context}: {name} also holds {whole[0]}, which is no adapter; take one without a head")
+    layers, live, offsets = lora_layers(model), trainable(model), {}
     for layer, (_, scale) in saved.scales(tensors).items():
         if layer not in layers:
             raise UserError(
-                f"{where}: {name} adapts {layer}, and this recipe does not; add {layer.rsplit('.', 1)[-1]} to "
+                f"{context}: {name} adapts {layer}, and this recipe does not; add {layer.rsplit('.', 1)[-1]} to "
                 "adapter.targets"
             )
-        embedded = ADAPTER in layers[layer].lora_embedding_A
-        ends = ("lora_embedding_A", "lora_embedding_B") if embedded else ("lora_A.weight", "lora_B.weight")
-        a, b = (tensors[f"{layer}.{end}"].float() for end in ends)
-        place = layers[layer].get_base_layer().weight
-        live = layers[layer].lora_embedding_A[ADAPTER] if embedded else layers[layer].lora_A[ADAPTER].weight
-        if a.shape[1] != live.shape[1] or b.shape[0] not in place.shape:
-            raise UserError(f"{where}: {layer} of {name} has the shape {tuple(a.shape)}, which is of another backbone")
-        ratio = scale / layers[layer].scaling[ADAPTER]
-        offsets[layer] = LowRankOffset(a.to(place.device, live.dtype), (ratio * b).to(place.device, live.dtype))
+        names = factor_names(layers[layer], layer)
+        a, b = (tensors[factor].float() for factor in names)
+        weight, factor = layers[layer].get_base_layer().weight, live[names[0]]
+        if a.shape[1] != factor.shape[1] or b.shape[0] not in weight.shape:
+            raise UserError(
+                f"{context}: {layer} of {name} has the shape {tuple(a.shape)}, which is of another backbone"
+            )
+        b = b * (scale / layers[layer].scaling[ADAPTER])
+        offsets[layer] = LowRankOffset(a.to(weight.device, factor.dtype), b.to(weight.device, factor.dtype))
     return offsets
 
 
@@ -178,8 +170,8 @@ def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: TraitsT
 
     dtype: of everything that trains.
     """
-    new = tuple(getattr(backbone, "new_parameters", ()))
-    config = lora_config(backbone, adapter, task=task, new=new)
+    new_parameters = tuple(getattr(backbone, "new_parameters", ()))
+    config = lora_config(backbone, adapter, task=task, new_parameters=new_parameters)
     model = _wrap_with_peft(backbone, config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     check_patterns(model, adapter)
     for parameter in trainable(model).values():
@@ -197,10 +189,6 @@ def _wrap_with_peft(backbone: PreTrainedModel, config: LoraConfig, **options: An
             return get_peft_model(backbone, config, **options)
     except ValueError as error:
         raise UserError(f"adapter: PEFT refuses these settings: {str(error).splitlines()[0]}") from error
-
-
-def _initializer_range(backbone: PreTrainedModel) -> float:
-    return float(getattr(backbone.config, "initializer_range", 0.02))
 
 
 def initial_value(name: str, shape: torch.Size | tuple[int, ...], seed: int, deviation: float) -> torch.Tensor:
@@ -223,17 +211,9 @@ def initial_value(name: str, shape: torch.Size | tuple[int, ...], seed: int, dev
     return value
 
 
-@torch.no_grad()
-def _copy_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    parameter.copy_(value)
-
-
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by plain name: as in the backbone, without PEFT's wrappers and adapter name."""
     return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-
-
-# --------------------------------------------------------------------------------------------- saving and loading
 
 
 def save_adapter(model: PeftModel, directory: str | Path) -> Path:
@@ -242,18 +222,17 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     Parts folded into the frozen weights (`flatshift.finetune.adapters.offsets`) are written too, as further rows of A
     and columns of B: the file fits the backbone as it is on disk.
 
-    Raises:
-        UserError: a value is NaN or infinite; nothing is written to `directory`.
-        RuntimeError: the file misses a tensor, differs from a live one, or would be empty; nothing is written either.
+    Raises UserError: a value is NaN or infinite; nothing is written to `directory`. Raises RuntimeError: the file
+    misses a tensor, differs from a live one, or would be empty; nothing is written either.
     """
     directory = Path(directory)
     if folded_offsets(model):
         return write_adapter(model, append_offsets(trainable(model), model), directory)
     layers = lora_layers(model)
     config: Any = model.peft_config[ADAPTER]
-    head = any(f"{layer}.weight" in trainable(model) for layer in layers)  # a head under LoRA is skipped by PEFT
-    biases = getattr(config, "bias", "none") != "none" and config.modules_to_save  # PEFT writes the modules' twice
-    if head or biases:
+    has_head = any(f"{layer}.weight" in trainable(model) for layer in layers)  # a head under LoRA is skipped by PEFT
+    has_biases = getattr(config, "bias", "none") != "none" and config.modules_to_save  # PEFT writes the modules' twice
+    if has_head or has_biases:
         return write_adapter(model, trainable(model), directory)
     with atomic_directory(directory) as temporary:
         vars(model)["create_or_update_model_card"] = lambda folder: None  # PEFT's empty card, 50 ms of template
@@ -262,8 +241,7 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
         finally:
             del vars(model)["create_or_update_model_card"]
         write_projector(model, temporary)
-        check_saved(_read_tensors(temporary), trainable(model))
-        _require_finite(trainable(model), str(directory), _SMALLER)
+        _check_written(temporary, trainable(model), directory)
     return directory
 
 
@@ -273,9 +251,8 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
     Writes the same files as `save_adapter`, but the tensors need not be in this process's model. Read back and
     compared.
 
-    Raises:
-        UserError: a value is NaN or infinite; nothing is written to `directory`.
-        RuntimeError: the file differs from the tensors, or would be empty; nothing is written either.
+    Raises UserError: a value is NaN or infinite; nothing is written to `directory`. Raises RuntimeError: the file
+    differs from the tensors, or would be empty; nothing is written either.
     """
     import copy
 
@@ -291,9 +268,13 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
     with atomic_directory(directory) as temporary:
         config.save_pretrained(str(temporary))
         save_file(host, temporary / WEIGHTS, metadata={"format": "pt"})
-        check_saved(_read_tensors(temporary), tensors)
-        _require_finite(tensors, str(directory), _SMALLER)
+        _check_written(temporary, tensors, directory)
     return directory
+
+
+def _check_written(temporary: Path, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+    check_saved(_read_tensors(temporary), tensors)
+    _require_finite(tensors, str(directory), "the adapter is not saved; take a smaller optimizer.lr")
 
 
 def peft_tensor_name(name: str, layers: Mapping[str, Any]) -> str:
@@ -311,12 +292,8 @@ def peft_tensor_name(name: str, layers: Mapping[str, Any]) -> str:
 
 
 def read_adapter(directory: str | Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a saved adapter by plain name (as `trainable`).
-
-    Raises:
-        UserError: no such file, not safetensors, not what its run saved (`flatshift.finetune.digests`), or a value that
-            is NaN or infinite.
-    """
+    """Return the tensors of a saved adapter by plain name (as `trainable`). Raises UserError: no such file, not
+    safetensors, not what its run saved (`flatshift.finetune.digests`), or a value that is NaN or infinite."""
     check_adapter(Path(directory))
     tensors = _read_tensors(directory)
     _require_finite(tensors, str(Path(directory) / WEIGHTS), "take another adapter")
@@ -353,11 +330,10 @@ def check_saved(saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tens
             raise RuntimeError(f"the saved adapter differs from the live one in {name}")
 
 
-def _require_finite(tensors: Mapping[str, torch.Tensor], where: str, fix: str) -> None:
-    """Raise UserError, starting with `where` and ending with `fix`, for a value that is NaN or infinite."""
+def _require_finite(tensors: Mapping[str, torch.Tensor], context: str, fix: str) -> None:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise UserError(f"{where}: {name} has values that are NaN or infinite; {fix}")
+            raise UserError(f"{context}: {name} has values that are NaN or infinite; {fix}")
 
 
 def _is_bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -372,28 +348,22 @@ def load_adapter(model: PeftModel, directory: str | Path, *, partial: bool = Fal
 
     partial: LoRA tensors only; a head that only one side has is skipped (a warm-up continued by another task).
 
-    Raises:
-        UserError: no adapter in `directory`, or one of another shape or whose features enter elsewhere.
+    Raises UserError: no adapter in `directory`, or one of another shape or whose features enter elsewhere.
     """
     source, target = read_adapter(directory), dict[str, torch.Tensor](trainable(model))
     check_projector(model, directory)
-    if folded_offsets(model):
-        source, beyond = split_offsets(source, model)
-        _require_same_offsets(beyond, model, str(directory))
+    if live := folded_offsets(model):
+        source, offsets = split_offsets(source, model)
+        if offsets.keys() != live.keys() or not all(
+            _is_bit_equal(offset.a, live[name].a) and _is_bit_equal(offset.b, live[name].b)
+            for name, offset in offsets.items()
+        ):
+            raise UserError(
+                f"{directory}: this adapter was begun with other parts folded into the frozen weights than the model"
+            )
     if partial:
         source, target = shared_lora(source, target, present=target)
-    copy_tensors(source, target, where=str(directory))
-
-
-def _require_same_offsets(beyond: Mapping[str, LowRankOffset], model: PeftModel, where: str) -> None:
-    live = folded_offsets(model)
-    same = beyond.keys() == live.keys() and all(
-        _is_bit_equal(found.a, live[name].a) and _is_bit_equal(found.b, live[name].b) for name, found in beyond.items()
-    )
-    if not same:
-        raise UserError(
-            f"{where}: this adapter was begun with other parts folded into the frozen weights than the model"
-        )
+    copy_tensors(source, target, context=str(directory))
 
 
 def lora_only(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -411,31 +381,28 @@ def shared_lora(
 
     present: names of the live adapter over all ranks.
     """
-    present = set(present)
 
-    def kept(tensors: Mapping[str, torch.Tensor], other: Iterable[str]) -> dict[str, torch.Tensor]:
-        known = set(other)
-        return {n: t for n, t in lora_only(tensors).items() if n in known or _is_in_block(n)}
+    def select(tensors: Mapping[str, torch.Tensor], known: set[str]) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor
+            for name, tensor in lora_only(tensors).items()
+            if name in known or any(part.isdecimal() for part in name.split("."))
+        }
 
-    return kept(source, present), kept(target, source)
-
-
-def _is_in_block(name: str) -> bool:
-    return any(part.isdecimal() for part in name.split("."))
+    return select(source, set(present)), select(target, set(source))
 
 
 @torch.no_grad()
-def copy_tensors(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], *, where: str) -> None:
-    """Copy tensors by name; names and shapes must agree, else UserError that starts with `where`."""
-    odd = sorted(source.keys() ^ target.keys())
-    if odd:
+def copy_tensors(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], *, context: str) -> None:
+    """Copy tensors by name; names and shapes must agree, else UserError that starts with `context`."""
+    if unmatched := sorted(source.keys() ^ target.keys()):
         raise UserError(
-            f"{where}: this adapter belongs to other settings or another backbone ({odd[0]} has no partner)"
+            f"{context}: this adapter belongs to other settings or another backbone ({unmatched[0]} has no partner)"
         )
     for name, tensor in target.items():
         if source[name].shape != tensor.shape:
             raise UserError(
-                f"{where}: {name} has the shape {tuple(source[name].shape)} and the model wants {tuple(tensor.shape)}"
+                f"{context}: {name} has the shape {tuple(source[name].shape)} and the model wants {tuple(tensor.shape)}"
             )
     for name, tensor in target.items():
         tensor.copy_(source[name])

@@ -7,7 +7,9 @@ is folded out of it by `flatshift.finetune.adapters.offsets`, in the same way as
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from ..compute.numerics import seeded_rng
 from ..compute.task import LossTask
 from ..config import DATA_INITS, Adapter
 from ..errors import UserError
-from ..models.safetensors_index import read_index
+from ..models.checkpoint import read_index
 from ..seeds import derive_seed
 from .offsets import ADAPTER, LowRankOffset, fold_offsets, lora_layers
 
@@ -32,11 +34,9 @@ if TYPE_CHECKING:
     from ..data.example import Example
 
 ROWS = 64
-"""Default of `adapter.init_rows`."""
-TAKES_OUT = ("pissa", "olora", "corda", "lora-ga")
+SUBTRACTED_INITS = ("pissa", "olora", "corda", "lora-ga")
 """Initialisations whose BA is not zero, so that it is subtracted from the frozen weight."""
-_PASSES = 30
-"""Maximum passes of EVA over the examples before its directions must have converged."""
+_PASSES = 30  # maximum passes of EVA over the examples before its directions must have converged
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,8 @@ class Calibration:
         """Return all examples once as padded batches of `rows` examples."""
         from ..data.eval_batching import EvalBatching
 
-        size = rows or self.batch_size
-        batches = EvalBatching(size, self.pad_id).batches(self.rows, self.task)
-        return [batch.to(device) for batch in batches]
+        batching = EvalBatching(rows or self.batch_size, self.pad_id)
+        return [batch.to(device) for batch in batching.batches(self.rows, self.task)]
 
 
 @dataclass(frozen=True)
@@ -76,18 +75,16 @@ def require_calibration(adapter: Adapter, calibration: Calibration | None) -> Ca
     return calibration
 
 
-# --------------------------------------------------------------------------------------------- before PEFT wraps
-
-
 def collect_statistics(
     backbone: PreTrainedModel, config: LoraConfig, adapter: Adapter, calibration: Calibration
 ) -> None:
-    """Store on each layer of the bare `backbone` the statistics that PEFT's corda_init or lora_ga_init will read
-    there."""
-    if adapter.init == "corda":
-        _prepare_corda(backbone, config, calibration)
-    elif adapter.init == "lora-ga":
-        _prepare_lora_ga(backbone, config, calibration)
+    """Store on each layer of `backbone` the statistics that PEFT's corda_init or lora_ga_init will read there."""
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+
+    # PEFT's functions for bare models need the layers of all-linear by name
+    resolved: Any = _maybe_include_all_linear_layers(copy.deepcopy(config), backbone)
+    with _restore_state(backbone), _translate_peft_errors(adapter.init):
+        (_prepare_corda if adapter.init == "corda" else _prepare_lora_ga)(backbone, resolved, calibration)
 
 
 def _prepare_corda(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibration) -> None:
@@ -105,11 +102,8 @@ def _prepare_corda(backbone: PreTrainedModel, config: LoraConfig, calibration: C
             with calibration.precision():
                 backbone(**micro.inputs)
 
-    settings = dataclasses.replace(
-        _resolve_layers(backbone, config), init_lora_weights="corda", corda_config=CordaConfig()
-    )
-    with _restore_state(backbone), _translate_peft_errors("corda"):
-        preprocess_corda(backbone, settings, run_model=run)
+    settings = dataclasses.replace(config, init_lora_weights="corda", corda_config=CordaConfig())
+    preprocess_corda(backbone, settings, run_model=run)
 
 
 def _prepare_lora_ga(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibration) -> None:
@@ -129,22 +123,9 @@ def _prepare_lora_ga(backbone: PreTrainedModel, config: LoraConfig, calibration:
                 loss = batch_loss(backbone, micro, task=calibration.task, head=None) / count
             loss.backward()
 
-    settings: Any = dataclasses.replace(_resolve_layers(backbone, config), lora_ga_config=LoraGAConfig())
+    settings: Any = dataclasses.replace(config, lora_ga_config=LoraGAConfig())
     settings.init_lora_weights = "lora_ga"
-    with _restore_state(backbone), _translate_peft_errors("lora-ga"):
-        preprocess_loraga(backbone, settings, step)
-
-
-def _resolve_layers(backbone: PreTrainedModel, config: LoraConfig) -> LoraConfig:
-    """Return `config` with the layers of all-linear by name, as PEFT's functions for bare models need them."""
-    import copy
-
-    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
-
-    return _maybe_include_all_linear_layers(copy.deepcopy(config), backbone)  # type: ignore[return-value]
-
-
-# --------------------------------------------------------------------------------------------- after PEFT wrapped
+    preprocess_loraga(backbone, settings, step)
 
 
 def initialise(
@@ -154,8 +135,7 @@ def initialise(
 
     weights: directory of the backbone's unquantised weight files (loftq).
 
-    Raises:
-        UserError: settings or layers that PEFT rejects.
+    Raises UserError: settings or layers that PEFT rejects.
     """
     if adapter.init == "eva":
         _initialise_eva(model, require_calibration(adapter, calibration))
@@ -167,18 +147,19 @@ def initialise(
             if ADAPTER not in layer.lora_A:  # embeddings keep the default initialisation
                 continue
             _check_rank(adapter, name, layer)
-            with _seeded_draws(seed, name, layer), _translate_peft_errors(adapter.init):
-                start = _initial_factors(layer, adapter)
-            if adapter.init in TAKES_OUT:
-                offsets[name] = LowRankOffset(start[0].clone(), -start[1])
+            draws = seeded_rng(derive_seed(seed, "init", name), layer.get_base_layer().weight.device)
+            with draws, _translate_peft_errors(adapter.init):
+                a, b = _initial_factors(layer, adapter)
+            if adapter.init in SUBTRACTED_INITS:
+                offsets[name] = LowRankOffset(a.clone(), -b)
         if offsets:
-            fold_offsets(model, offsets, why=f"adapter.init: {adapter.init}")
+            fold_offsets(model, offsets, context=f"adapter.init: {adapter.init}")
 
 
 def _check_rank(adapter: Adapter, name: str, layer: Any) -> None:
-    rank, most = layer.r[ADAPTER], min(layer.in_features, layer.out_features)
+    rank, maximum = layer.r[ADAPTER], min(layer.in_features, layer.out_features)
     if adapter.init == "lora-ga":
-        most //= 2
+        maximum //= 2
     if adapter.init == "olora" and layer.fan_in_fan_out:
         raise UserError(
             f"adapter.init: olora does not work on {name}, a Conv1D whose weight PEFT would decompose the wrong way "
@@ -186,10 +167,10 @@ def _check_rank(adapter: Adapter, name: str, layer: Any) -> None:
         )
     if adapter.init == "orthogonal" and rank % 2:
         raise UserError(f"adapter.init: orthogonal needs even ranks, and {name} has {rank}")
-    if adapter.init in TAKES_OUT and rank > most:
+    if adapter.init in SUBTRACTED_INITS and rank > maximum:
         raise UserError(
-            f"adapter.init: {adapter.init} takes at most {most} directions out of {name}, and its rank is {rank}; "
-            f"lower adapter.rank, or set adapter.ranks.{name.rsplit('.', 1)[-1]}: {most}"
+            f"adapter.init: {adapter.init} takes at most {maximum} directions out of {name}, and its rank is {rank}; "
+            f"lower adapter.rank, or set adapter.ranks.{name.rsplit('.', 1)[-1]}: {maximum}"
         )
 
 
@@ -202,17 +183,8 @@ def _initial_factors(layer: Any, adapter: Adapter) -> tuple[Tensor, Tensor]:
     dtype, weight = a.weight.dtype, base.weight.data
     base.weight.data = weight.clone()  # some methods subtract in place
     try:
-        if adapter.init == "pissa":
-            layer.pissa_init(ADAPTER, "pissa")
-        elif adapter.init == "olora":
-            layer.olora_init(ADAPTER)
-        elif adapter.init == "orthogonal":
-            layer.orthogonal_init(ADAPTER)
-        elif adapter.init == "corda":
-            layer.corda_init(ADAPTER, "corda")
-        else:
-            assert adapter.init == "lora-ga", adapter.init
-            layer.lora_ga_init(ADAPTER, LoraGAConfig())
+        options = {"pissa": ("pissa",), "corda": ("corda",), "lora-ga": (LoraGAConfig(),)}.get(adapter.init, ())
+        getattr(layer, f"{adapter.init.replace('-', '_')}_init")(ADAPTER, *options)
     finally:
         base.weight.data = weight
     for factor in (a, b):
@@ -227,19 +199,20 @@ def _initialise_eva(model: PeftModel, calibration: Calibration) -> None:
     config: Any = model.peft_config[ADAPTER]
     config.init_lora_weights, config.eva_config = "eva", EvaConfig()
     device = next(model.parameters()).device
-    batches = [_with_mask(micro) for micro in calibration.batches(device)]
-    widest = max(round(layer.r[ADAPTER] * config.eva_config.rho) for layer in lora_layers(model).values())
-    fewest = min(int(batch["mask"].sum()) for batch in batches)
-    if fewest < widest:  # PEFT skips such batches, and would wait for others for ever
+    batches = [dict(micro.inputs) for micro in calibration.batches(device)]
+    for batch in batches:
+        batch["mask"] = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    directions = max(round(layer.r[ADAPTER] * config.eva_config.rho) for layer in lora_layers(model).values())
+    tokens = min(int(batch["mask"].sum()) for batch in batches)
+    if tokens < directions:  # PEFT skips such batches, and would wait for others for ever
         raise UserError(
-            f"adapter.init: eva needs {widest} tokens in a batch of {calibration.batch_size} rows (twice the rank), "
-            f"and one has {fewest}; take longer rows, other rows, or a smaller adapter.rank"
+            f"adapter.init: eva needs {directions} tokens in a batch of {calibration.batch_size} rows (twice the "
+            f"rank), and one has {tokens}; take longer rows, other rows, or a smaller adapter.rank"
         )
-    passes = [0]
+    calls = itertools.count(1)
 
     def forward(peft_model: nn.Module, batch: dict[str, Tensor]) -> None:
-        passes[0] += 1
-        if passes[0] > _PASSES * len(batches):
+        if next(calls) > _PASSES * len(batches):
             raise UserError(
                 f"adapter.init: the directions of eva still move after {_PASSES} passes over {len(calibration.rows)} "
                 "rows; raise adapter.init_rows"
@@ -262,14 +235,8 @@ def _initialise_eva(model: PeftModel, calibration: Calibration) -> None:
     config.init_lora_weights, config.eva_config = True, None
 
 
-def _with_mask(micro: MicroBatch) -> dict[str, Tensor]:
-    ids = micro.inputs["input_ids"]
-    return {**micro.inputs, "mask": micro.inputs.get("attention_mask", torch.ones_like(ids)).bool()}
-
-
 def _real_tokens(states: Any, mask: Tensor, name: str) -> Tensor:
-    """Return a layer's inputs at real tokens, without padding (n, D); all of them for a layer that gets one state per
-    sequence."""
+    """Return a layer's inputs at real tokens (n, D); all of them for a layer that gets one state per sequence."""
     first: Tensor = states[0] if isinstance(states, tuple | list) else states
     return first[mask] if first.shape[:2] == mask.shape else first.reshape(-1, first.shape[-1])
 
@@ -288,13 +255,13 @@ def _initialise_loftq(model: PeftModel, directory: Path | None) -> None:
         raise UserError("adapter.init: loftq found no 4-bit layer among the adapted ones; set train.quantization: nf4")
     prefix = getattr(model.get_base_model(), "base_model_prefix", "")
     for name, layer in packed.items():
-        kept = dequantize_module_weight(layer.get_base_layer()).float()
-        weight = _read_file_weight(directory, f"{name}.weight", prefix).to(kept)
+        dequantized = dequantize_module_weight(layer.get_base_layer()).float()
+        weight = _read_file_weight(directory, f"{name}.weight", prefix).to(dequantized)
         # bitsandbytes may store the transpose of a Conv1D's weight
-        fitting = [w for w in (weight, weight.T) if w.shape == kept.shape]
-        weight = min(fitting, key=lambda w: float((w - kept).norm()))
+        fitting = [w for w in (weight, weight.T) if w.shape == dequantized.shape]
+        weight = min(fitting, key=lambda w: float((w - dequantized).norm()))
         rank, scale = layer.r[ADAPTER], layer.scaling[ADAPTER]
-        u, s, v = torch.linalg.svd((weight - kept) / scale, full_matrices=False)
+        u, s, v = torch.linalg.svd((weight - dequantized) / scale, full_matrices=False)
         root = s[:rank].sqrt()
         for factor, value in ((layer.lora_A, root[:, None] * v[:rank]), (layer.lora_B, u[:, :rank] * root)):
             factor[ADAPTER].weight.copy_(value)
@@ -311,32 +278,21 @@ def _read_file_weight(directory: Path, name: str, prefix: str) -> Tensor:
         return tensors.get_tensor(key)
 
 
-# --------------------------------------------------------------------------------------------- around PEFT's code
-
-
-@contextlib.contextmanager
-def _seeded_draws(seed: int, name: str, layer: Any) -> Iterator[None]:
-    """Seed the global generators that PEFT draws from, by seed and layer, and restore them afterwards."""
-    with seeded_rng(derive_seed(seed, "init", name), layer.get_base_layer().weight.device):
-        yield
-
-
 @contextlib.contextmanager
 def _restore_state(model: nn.Module) -> Iterator[None]:
     """Restore the model's mode, requires_grad flags and the global random state at the end."""
-    training, trains = model.training, {p: p.requires_grad for p in model.parameters()}
+    training, trainable = model.training, {p: p.requires_grad for p in model.parameters()}
     with seeded_rng(0, next(model.parameters()).device):
         try:
             yield
         finally:
             model.train(training)
-            for parameter, needs in trains.items():
-                parameter.requires_grad_(needs)
+            for parameter, requires_grad in trainable.items():
+                parameter.requires_grad_(requires_grad)
 
 
 @contextlib.contextmanager
 def _translate_peft_errors(kind: str) -> Iterator[None]:
-    """Turn PEFT's errors about a layer or these examples into UserError."""
     import warnings
 
     try:

@@ -1,4 +1,5 @@
-"""Merge an adapter into its backbone's weight files, a few rows at a time: the whole model is never in memory.
+"""Merge an adapter into its backbone's weight files, a few rows at a time: the whole model is never in memory. Or
+combine several adapters into one (`combine_adapters`).
 
 Each safetensors file becomes one of the same name with the same keys and dtypes. A tensor without an adapter is copied
 byte by byte; an adapted one becomes round(W + s·B·A), computed in float64 and rounded to the nearest value of its own
@@ -12,42 +13,29 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..atomic import write_json
-from ..config import match_pattern
 from ..errors import UserError
 from ..models.anatomy import is_conv1d
-from ..models.safetensors_index import INDEX, SINGLE, TensorEntry, read_index
-from ..models.weight_names import canonical_name, stacked_expert_keys
-from .adapter import read_adapter
+from ..models.checkpoint import DTYPES, INDEX, SINGLE, TensorEntry, canonical_name, read_index, stacked_expert_keys
+from .adapter import WEIGHTS, check_saved, peft_tensor_name, read_adapter
 from .offsets import ADAPTER
+from .saved import SETTINGS, SavedAdapter, saved_scale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CHUNK = 2 << 20  # bytes of float64 rows processed at once
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Rows = Callable[[int, int], Tensor]
 
 
@@ -55,15 +43,11 @@ Rows = Callable[[int, int], Tensor]
 class WeightDelta:
     """Change of one weight by an adapter, in the layout of the file."""
 
-    a: Tensor
-    """(r, n): n indexes the file's columns, or its rows if `transposed`; for experts in one tensor (E, r, n)."""
-    b: Tensor
-    """(m, r); for experts in one tensor (E, m, r)."""
+    a: Tensor  # (r, n): n indexes the file's columns, or its rows if `transposed`; for experts in one tensor (E, r, n)
+    b: Tensor  # (m, r); for experts in one tensor (E, m, r)
     scale: float
-    transposed: bool
-    """True if the file stores the transpose of B·A (Conv1D, embeddings)."""
-    magnitude: Tensor | None
-    """Trained norms of DoRA (m,)."""
+    transposed: bool  # True if the file stores the transpose of B·A (Conv1D, embeddings)
+    magnitude: Tensor | None  # trained norms of DoRA (m,)
 
     def added_to(self, entry: TensorEntry, start: int, stop: int) -> Tensor:
         """Return the file's rows `start:stop` of W + s·B·A, float64, before DoRA's scaling."""
@@ -77,43 +61,38 @@ class WeightDelta:
 
 
 class RoundingStatistics:
-    """Rounding error of the merged values by dtype: `largest` absolute, and `relative` to the largest value of its
-    row."""
+    """Rounding error of the merged values by dtype: `largest` absolute, and `relative` to the row's largest value."""
 
     def __init__(self) -> None:
         self.by_dtype: dict[torch.dtype, dict[str, float]] = {}
 
     def add(self, exact: Tensor, stored: Tensor) -> None:
         """Add some rows of a tensor before and after rounding. Raises UserError if a value is not finite."""
-        found = self.by_dtype.setdefault(stored.dtype, {"largest": 0.0, "relative": 0.0})
-        before = exact.double().reshape(exact.shape[0] if exact.ndim else 1, -1)
-        after = stored.to(torch.float64, copy=True).reshape(before.shape)
-        moved = torch.linalg.vector_norm(after.sub_(before), torch.inf, dim=1)
-        row = torch.linalg.vector_norm(before, torch.inf, dim=1).clamp_min_(1e-300)
-        found["largest"] = max(found["largest"], float(moved.max()))
-        found["relative"] = max(found["relative"], float((moved / row).max()))
-        if not moved.isfinite().all():
+        statistics = self.by_dtype.setdefault(stored.dtype, {"largest": 0.0, "relative": 0.0})
+        exact_rows = exact.double().reshape(exact.shape[0] if exact.ndim else 1, -1)
+        stored_rows = stored.to(torch.float64, copy=True).reshape(exact_rows.shape)
+        error = torch.linalg.vector_norm(stored_rows.sub_(exact_rows), torch.inf, dim=1)
+        row = torch.linalg.vector_norm(exact_rows, torch.inf, dim=1).clamp_min_(1e-300)
+        statistics["largest"] = max(statistics["largest"], float(error.max()))
+        statistics["relative"] = max(statistics["relative"], float((error / row).max()))
+        if not error.isfinite().all():
             kind = str(stored.dtype).removeprefix("torch.")
             raise UserError(f"the adapter makes weights that are not finite numbers in {kind}; it cannot be merged")
 
     def as_json(self) -> dict[str, dict[str, float]]:
         """Return the errors by the dtype's plain name."""
-        return {str(dtype).removeprefix("torch."): found for dtype, found in self.by_dtype.items()}
+        return {str(dtype).removeprefix("torch."): statistics for dtype, statistics in self.by_dtype.items()}
 
 
-@dataclass(frozen=True)
-class MergeResult:
-    """Result of a merge."""
+class MergeResult(NamedTuple):
+    """Key of each changed or added tensor → its file's name and its number of rows; and the rounding."""
 
     changed: dict[str, tuple[str, int]]
-    """Key of each changed or added tensor → its file's name and its number of rows."""
     rounding: RoundingStatistics
 
 
 @dataclass(frozen=True)
 class _TensorSource:
-    """One tensor to write: copied from `entry`, or computed by `rows`."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     rows: Rows | None = None
@@ -126,14 +105,14 @@ class _TensorSource:
     def chunks(self, rounding: RoundingStatistics) -> Iterator[bytes | memoryview]:
         """Yield the tensor's bytes in order, in chunks; rounding errors are added to `rounding`."""
         if self.entry is not None:
-            yield from _copy_chunks(self.entry)
+            yield from self.entry.chunks(_CHUNK)
             return
         assert self.rows is not None
         for start, stop in _row_spans(self.shape):
             exact = self.rows(start, stop)
-            part = exact.to(self.dtype).contiguous()
-            rounding.add(exact, part)
-            yield part.flatten().view(torch.uint8).numpy().data
+            stored = exact.to(self.dtype).contiguous()
+            rounding.add(exact, stored)
+            yield stored.flatten().view(torch.uint8).numpy().data
 
 
 def merge_files(
@@ -148,44 +127,49 @@ def merge_files(
         dtype: of the tensors that the checkpoint lacked.
         cast: dtype for all floating-point tensors, instead of their own.
 
-    Raises:
-        UserError: the adapter has tensors that the model has not, changes one that the files store in another form or
-            that the architecture ties, or produces weights that are not finite.
+    Raises UserError: the adapter has tensors that the model has not, changes one that the files store in another form
+    or that the architecture ties, or produces weights that are not finite.
     """
     checkpoint: Any = model.checkpoint
-    changes, whole = read_changes(model, adapter)
+    changes, replaced = read_changes(model, adapter)
     keys = dict(checkpoint.keys)
-    pieces = _unchanged_tensors(checkpoint, cast)
+    # others (a language head under a classifier) are dropped, unless conversions hide which those are
+    unchanged = set(checkpoint.entries) if checkpoint.converted else set(keys.values())
+    pieces: dict[str, dict[str, _TensorSource]] = {}
+    for key, entry in checkpoint.entries.items():
+        if key in unchanged:
+            pieces.setdefault(entry.file.name, {})[key] = _unadapted_tensor(entry, cast)
     added: dict[str, _TensorSource] = {}
     for names in sorted({tuple(_tied_weights(model, name)) for name in changes} - {()}):
         _untie(model, names)
         shared = checkpoint.entries[keys[names[0]]]
         added |= {other: _unadapted_tensor(shared, cast) for other in _names_sharing_tensor(checkpoint, names[0])[1:]}
-    for source, there, change in _file_changes(model, changes):
+    for source, target, change in _file_changes(model, changes):
         entry = checkpoint.entries[source]
         piece = _TensorSource(cast or entry.dtype, entry.shape, rows=_merged_rows(entry, change))
-        if there == source:
+        if target == source:
             pieces[entry.file.name][source] = piece
         else:
-            added[there] = piece
-    for name, tensor in whole.items():
+            added[target] = piece
+    for name, tensor in replaced.items():
         if name in checkpoint.converted:
             raise _merge_error(f"{name} is trained whole, and the files of this backbone hold it in another form")
-        kept = cast or (checkpoint.entries[keys[name]].dtype if name in keys else dtype)
-        piece = _TensorSource(kept, tuple(tensor.shape), rows=partial(_slice_rows, tensor))
+        own_dtype = checkpoint.entries[keys[name]].dtype if name in keys else dtype
+        rows = partial(lambda tensor, start, stop: tensor[start:stop], tensor)
+        piece = _TensorSource(cast or own_dtype, tuple(tensor.shape), rows=rows)
         if name not in keys:
             added[name] = piece
-        for other in _tied_weights(model, name) or [name]:  # tied weights trained in full remain one tensor
-            if other in keys:
-                pieces[checkpoint.entries[keys[other]].file.name][keys[other]] = piece
+        for tied in _tied_weights(model, name) or [name]:  # tied weights trained in full remain one tensor
+            if tied in keys:
+                pieces[checkpoint.entries[keys[tied]].file.name][keys[tied]] = piece
     pieces[max(pieces)].update(added)  # to the last file
     rounding = RoundingStatistics()
     for file, content in pieces.items():
         _write_file(out / file, content, rounding)
     if len(pieces) > 1 or SINGLE not in pieces:
-        places = {key: file for file, content in pieces.items() for key in content}
+        files = {key: file for file, content in pieces.items() for key in content}
         total = sum(piece.size for content in pieces.values() for piece in content.values())
-        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))})
     changed = {
         key: (file, piece.shape[0])
         for file, content in pieces.items()
@@ -228,8 +212,7 @@ def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Weigh
             transposed = is_conv1d(kind)
         if not (isinstance(kind, nn.Linear | nn.Embedding) or transposed):
             raise _merge_error(f"{owner} is a {type(kind).__name__}, neither a linear layer nor an embedding")
-        rank, alpha = a.shape[0], match_pattern(settings.get("alpha_pattern"), owner, settings["lora_alpha"])
-        scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        scale = saved_scale(settings, owner, a.shape[0])
         changes[f"{owner}.weight"] = WeightDelta(a, b, scale, transposed, magnitude)
     return changes, {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
 
@@ -243,16 +226,16 @@ def _expert_layers(model: PreTrainedModel, adapter: Path) -> dict[str, tuple[str
 
     config: Any = LoraConfig.from_pretrained(str(adapter))
     wrapped = get_peft_model(copy.deepcopy(model), config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
-    found = {}
+    experts = {}
     for full, layer in wrapped.named_modules():
         if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
             owner = full.removeprefix("base_model.model.")
             stack = owner.split(".base_layer")[0]
             transposed = not layer._did_swap_in_out_features
-            found[canonical_name(owner + ".lora_A").removesuffix(".lora_A")] = (
+            experts[canonical_name(owner + ".lora_A").removesuffix(".lora_A")] = (
                 f"{stack}.{layer.parameter_name}", layer.scaling[ADAPTER], layer.num_experts, transposed,
             )  # fmt: skip
-    return found
+    return experts
 
 
 def _file_changes(model: PreTrainedModel, changes: dict[str, WeightDelta]) -> Iterator[tuple[str, str, WeightDelta]]:
@@ -274,15 +257,15 @@ def _expert_parts(model: PreTrainedModel, name: str, change: WeightDelta) -> Ite
     """Yield the files' own tensors of the parameter `name`, in which transformers stacks the experts and concatenates
     the projections (gate, up), each with its part of the change."""
     checkpoint: Any = model.checkpoint
-    parts = stacked_expert_keys(model, checkpoint, name)
-    if not parts or change.a.ndim != 3 or change.transposed:
+    projections = stacked_expert_keys(model, checkpoint, name)
+    if not projections or change.a.ndim != 3 or change.transposed:
         raise _merge_error(f"the files of this backbone hold {name} in a form that only transformers can make")
-    first = 0
-    for keys in parts:
+    start = 0
+    for keys in projections:
         rows = checkpoint.entries[keys[0]].shape[0]
         for expert, key in enumerate(keys):
-            yield key, WeightDelta(change.a[expert], change.b[expert, first : first + rows], change.scale, False, None)
-        first += rows
+            yield key, WeightDelta(change.a[expert], change.b[expert, start : start + rows], change.scale, False, None)
+        start += rows
 
 
 def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, WeightDelta], *, rows: int = 4) -> float:
@@ -292,23 +275,22 @@ def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, WeightDelta
     """
     checkpoint: Any = model.checkpoint
     written = read_index(out)
-    worst = 0.0
-    for key, there, change in _file_changes(model, changes):
-        before, after = checkpoint.entries[key], written[there]
-        scale = _row_scale(before, change) if change.magnitude is not None else None
-        for start in {i * (before.shape[0] - 1) // max(rows - 1, 1) for i in range(rows)}:
-            exact = change.added_to(before, start, start + 1)
+    maximum = 0.0
+    for key, target, change in _file_changes(model, changes):
+        source, written_entry = checkpoint.entries[key], written[target]
+        scale = _row_scale(source, change) if change.magnitude is not None else None
+        for start in {i * (source.shape[0] - 1) // max(rows - 1, 1) for i in range(rows)}:
+            exact = change.added_to(source, start, start + 1)
             if scale is not None:
                 exact = exact * (scale if change.transposed else scale[start : start + 1, None]).double()
-            found = _read_rows(after, start, start + 1).double()
-            worst = max(worst, float((found - exact).abs().max() / exact.abs().max().clamp_min(1e-30)))
-    return worst
+            written_rows = _read_rows(written_entry, start, start + 1).double()
+            maximum = max(maximum, float((written_rows - exact).abs().max() / exact.abs().max().clamp_min(1e-30)))
+    return maximum
 
 
 def _names_sharing_tensor(checkpoint: Any, name: str) -> list[str]:
-    """Return the names tied to the same tensor of the files as `name`, starting with the one that the tensor is named
-    after."""
-    return [other for other, key in checkpoint.keys.items() if key == checkpoint.keys[name]]
+    """Return the names tied to the same tensor of the files as `name`, the one the tensor is named after first."""
+    return [sharing for sharing, key in checkpoint.keys.items() if key == checkpoint.keys[name]]
 
 
 def _unadapted_tensor(entry: TensorEntry, cast: torch.dtype | None) -> _TensorSource:
@@ -318,22 +300,11 @@ def _unadapted_tensor(entry: TensorEntry, cast: torch.dtype | None) -> _TensorSo
     return _TensorSource(cast, entry.shape, rows=lambda start, stop: _read_rows(entry, start, stop).double())
 
 
-def _unchanged_tensors(checkpoint: Any, cast: torch.dtype | None) -> dict[str, dict[str, _TensorSource]]:
-    """Return, by file, every tensor that the model reads, to be copied. Others (a language head under a classifier) are
-    dropped, unless conversions hide which those are."""
-    wanted = set(checkpoint.entries) if checkpoint.converted else set(checkpoint.keys.values())
-    pieces: dict[str, dict[str, _TensorSource]] = {}
-    for key, entry in checkpoint.entries.items():
-        if key in wanted:
-            pieces.setdefault(entry.file.name, {})[key] = _unadapted_tensor(entry, cast)
-    return pieces
-
-
 def _tied_weights(model: PreTrainedModel, name: str) -> list[str]:
     """Return the weights tied to the weight `name`, itself included; empty if it is not tied."""
     pairs = model.all_tied_weights_keys
     source = pairs.get(name, name)
-    others = [target for target, of in pairs.items() if of == source]
+    others = [target for target, tied_source in pairs.items() if tied_source == source]
     return sorted({source, *others}) if others else []
 
 
@@ -344,7 +315,7 @@ def _untie(model: PreTrainedModel, names: Sequence[str]) -> None:
     tied head).
     """
     config = model.config.get_text_config()
-    ties = any(getattr(one, "tie_word_embeddings", False) for one in (model.config, config))
+    ties = any(getattr(owner, "tie_word_embeddings", False) for owner in (model.config, config))
     if len(names) > 2 or not ties or model.config.is_encoder_decoder:
         raise _merge_error(f"{', '.join(names)} are one tensor in this architecture, and the adapter would part them")
     config.tie_word_embeddings = model.config.tie_word_embeddings = False
@@ -354,10 +325,6 @@ def _merge_error(reason: str) -> UserError:
     return UserError(
         f"this adapter cannot be folded into the weights: {reason}; hand on the adapter as it is (`flatshift export`)"
     )
-
-
-def _slice_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
-    return tensor[start:stop]
 
 
 def _merged_rows(entry: TensorEntry, change: WeightDelta) -> Rows:
@@ -386,7 +353,6 @@ def _row_scale(entry: TensorEntry, change: WeightDelta) -> Tensor:
 
 
 def _read_rows(entry: TensorEntry, start: int, stop: int) -> Tensor:
-    """Read rows `start:stop` of a tensor of the files into new memory."""
     width = entry.bytes // entry.shape[0]
     data = bytearray((stop - start) * width)
     with entry.file.open("rb") as stream:
@@ -402,18 +368,6 @@ def _row_spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, shape[0])
 
 
-def _copy_chunks(entry: TensorEntry) -> Iterator[bytes]:
-    with entry.file.open("rb") as stream:
-        stream.seek(entry.offset)
-        left = entry.bytes
-        while left:
-            part = stream.read(min(left, _CHUNK))
-            if not part:
-                raise UserError(f"{entry.file} became shorter while it was read")
-            left -= len(part)
-            yield part
-
-
 def _write_file(file: Path, pieces: dict[str, _TensorSource], rounding: RoundingStatistics) -> None:
     """Write a safetensors file: length of the header, header, tensors, wider types first so that each is aligned."""
     order = sorted(pieces, key=lambda key: (-pieces[key].dtype.itemsize, key))
@@ -421,11 +375,8 @@ def _write_file(file: Path, pieces: dict[str, _TensorSource], rounding: Rounding
     end = 0
     for key in order:
         piece = pieces[key]
-        header[key] = {
-            "dtype": _NAMES[piece.dtype],
-            "shape": list(piece.shape),
-            "data_offsets": [end, end + piece.size],
-        }
+        span = [end, end + piece.size]
+        header[key] = {"dtype": _DTYPE_NAMES[piece.dtype], "shape": list(piece.shape), "data_offsets": span}
         end += piece.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the header's end is aligned to 8 bytes
@@ -436,3 +387,53 @@ def _write_file(file: Path, pieces: dict[str, _TensorSource], rounding: Rounding
             for part in pieces[key].chunks(rounding):
                 stream.write(part)
         assert stream.tell() == 8 + len(text) + end, file
+
+
+_ENDS = (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B"))
+
+
+def combine_adapters(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) -> None:
+    """Write Σ weight · adapter as a PEFT adapter into the existing directory `out`, read it back and compare.
+
+    The sum of the weight changes is exact: Σ w_i s_i B_i A_i = [w_1 s_1 B_1, w_2 s_2 B_2, …] [A_1; A_2; …]. PEFT calls
+    this combination `cat`; its `linear` sums factors instead, whose product is not the sum of the products.
+
+    A head, a bias or another module trained in full is taken from the first adapter; only that one may have any.
+
+    Raises UserError: DoRA, adapters on experts, soft tokens, or a fully trained module outside the first adapter.
+    Raises RuntimeError: the file differs from the tensors.
+    """
+    from safetensors.torch import save_file
+
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    combined: dict[str, Tensor] = {}
+    ends: dict[str, tuple[str, str]] = {}
+    for index, (saved, weight) in enumerate(adapters):
+        tensors = read_adapter(saved.path)
+        if saved.settings.get("use_dora") or saved.settings.get("target_parameters"):
+            raise UserError(f"{saved.path}: only plain LoRA on linear layers and embeddings can be summed")
+        for layer, (_, scale) in saved.scales(tensors).items():
+            a, b = ends[layer] = next(pair for pair in _ENDS if f"{layer}.{pair[0]}" in tensors)
+            down, up = tensors.pop(f"{layer}.{a}").float(), tensors.pop(f"{layer}.{b}").float()
+            parts.setdefault(layer, []).append((down, weight * scale * up))
+        if tensors and index:
+            raise UserError(f"{saved.path} also holds {min(tensors)}, which is no sum; put this adapter first")
+        combined |= tensors
+    for layer, factors in parts.items():
+        shapes = {(a.shape[1], b.shape[0]) for a, b in factors}
+        if len(shapes) > 1:
+            raise UserError(f"{layer} has different shapes in these adapters: they are of different backbones")
+        combined[f"{layer}.{ends[layer][0]}"] = torch.cat([a for a, _ in factors])
+        combined[f"{layer}.{ends[layer][1]}"] = torch.cat([b for _, b in factors], dim=1)
+    host = {peft_tensor_name(name, parts): tensor.contiguous() for name, tensor in combined.items()}
+    save_file(host, out / WEIGHTS, metadata={"format": "pt"})
+    check_saved(read_adapter(out), combined)
+    ranks = {layer: sum(len(a) for a, _ in factors) for layer, factors in parts.items()}
+    common = Counter(ranks.values()).most_common(1)[0][0]
+    others = {layer: rank for layer, rank in ranks.items() if rank != common}
+    changes = {  # every layer by name, with its rank, at the scale 1
+        **{"r": common, "lora_alpha": common, "rank_pattern": others, "alpha_pattern": others, "use_rslora": False},
+        **{"init_lora_weights": True, "target_modules": sorted(ranks), "exclude_modules": None},
+        "layers_to_transform": None,
+    }
+    write_json(out / SETTINGS, {**adapters[0][0].settings, **changes})

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..models.weight_names import canonical_name
+from ..models.checkpoint import canonical_name
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -31,10 +31,8 @@ ADAPTER = "default"
 class LowRankOffset:
     """Low-rank part folded into one layer, without the layer's scale."""
 
-    a: Tensor
-    """(k, n) in the layout of PEFT's file: `lora_A.weight`, or `lora_embedding_A`."""
-    b: Tensor
-    """(m, k)"""
+    a: Tensor  # (k, n) in the layout of PEFT's file: `lora_A.weight`, or `lora_embedding_A`
+    b: Tensor  # (m, k)
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:
@@ -55,27 +53,24 @@ def factor_names(layer: Any, name: str) -> tuple[str, str]:
 
 def folded_offsets(model: nn.Module) -> dict[str, LowRankOffset]:
     """Return, by layer, the parts folded into the frozen weights of `model`; empty for most models."""
-    found: dict[str, LowRankOffset] = getattr(model, "offsets", {})
-    return found
+    offsets: dict[str, LowRankOffset] = getattr(model, "offsets", {})
+    return offsets
 
 
 @torch.no_grad()
-def fold_offsets(model: PeftModel, offsets: Mapping[str, LowRankOffset], *, why: str) -> None:
+def fold_offsets(model: PeftModel, offsets: Mapping[str, LowRankOffset], *, context: str) -> None:
     """Fold `offsets` into the frozen weights of `model`, in float32, rounded once to their dtype, and record them for
-    `folded_offsets`.
-
-    Raises:
-        UserError: a weight that is quantised or shared with another layer; starting with `why`.
-    """
+    `folded_offsets`. Raises UserError: a weight that is quantised or shared with another layer; starting with
+    `context`."""
     layers = lora_layers(model)
     holders = Counter(p.data_ptr() for m in model.modules() for p in m._parameters.values() if p is not None)
     for name in offsets:
         weight = layers[name].get_base_layer().weight
         if not weight.is_floating_point():
-            raise UserError(f"{why}: the weight of {name} is quantised and cannot be changed")
+            raise UserError(f"{context}: the weight of {name} is quantised and cannot be changed")
         if holders[weight.data_ptr()] > 1:
             raise UserError(
-                f"{why}: {name} shares its weight with another layer, which would change too; take it out of "
+                f"{context}: {name} shares its weight with another layer, which would change too; take it out of "
                 "adapter.targets"
             )
     for name, offset in offsets.items():
@@ -101,21 +96,19 @@ def append_offsets(tensors: Mapping[str, Tensor], model: PeftModel) -> dict[str,
 def split_offsets(
     tensors: Mapping[str, Tensor], model: PeftModel
 ) -> tuple[dict[str, Tensor], dict[str, LowRankOffset]]:
-    """Split file tensors, reversing `append_offsets`: the factors up to the ranks of `model`, and the parts beyond
-    them."""
-    kept, beyond = dict(tensors), {}
+    """Reverse `append_offsets`: split file tensors into the factors up to the ranks of `model` and the parts beyond."""
+    factors, offsets = dict(tensors), {}
     for name, layer in lora_layers(model).items():
         a, b = factor_names(layer, name)
         rank = layer.r[ADAPTER]
         if a in tensors and b in tensors and tensors[a].shape[0] > rank:
-            beyond[name] = LowRankOffset(tensors[a][rank:].clone(), tensors[b][:, rank:].clone())
-            kept[a], kept[b] = tensors[a][:rank].clone(), tensors[b][:, :rank].clone()
-    return kept, beyond
+            offsets[name] = LowRankOffset(tensors[a][rank:].clone(), tensors[b][:, rank:].clone())
+            factors[a], factors[b] = tensors[a][:rank].clone(), tensors[b][:, :rank].clone()
+    return factors, offsets
 
 
 def saved_config(model: PeftModel) -> LoraConfig:
-    """Return the PEFT settings of an adapter written by `append_offsets`: wider factors, each layer with its current
-    scale."""
+    """Return the PEFT settings of an adapter from `append_offsets`: wider factors, each layer with its scale."""
     config: Any = copy.deepcopy(model.peft_config[ADAPTER])
     sizes: dict[str, tuple[int, float]] = {}
     for name, layer in lora_layers(model).items():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..atomic import read_json_object
 from ..config import match_pattern
-from ..digests import check_adapter, check_files
+from ..digests import check_adapter, check_files, file_sha256
 from ..errors import UserError, user_path
 from ..models.fingerprint import fingerprint
 from .offsets import ADAPTER, lora_layers
@@ -43,32 +43,32 @@ class SavedAdapter:
     """The only quantisation of the weights that it fits, if its run's recipe records one (`adapter.init: loftq`)."""
 
     @classmethod
-    def find(cls, name: str, *, where: str) -> SavedAdapter:
-        """Return the adapter of the run directory or PEFT directory `name`.
-
-        Raises:
-            UserError: starting with `where`: there is none, or one of another kind than LoRA.
-        """
-        given = user_path(name)
-        path = given / "adapter" if (given / "adapter" / SETTINGS).is_file() else given
+    def find(cls, name: str, *, context: str) -> SavedAdapter:
+        """Return the adapter of the run directory or PEFT directory `name`. Raises UserError: starting with `context`:
+        there is none, or one of another kind than LoRA."""
+        path = user_path(name)
+        if (path / "adapter" / SETTINGS).is_file():
+            path /= "adapter"
         file = path / SETTINGS
         if not file.is_file():
-            raise UserError(f"{where}: {name} is neither a finished run directory nor a PEFT adapter ({SETTINGS})")
+            raise UserError(f"{context}: {name} is neither a finished run directory nor a PEFT adapter ({SETTINGS})")
         check_adapter(path)
         try:
             settings = read_json_object(file, fix="save the adapter again")
         except UserError as error:
-            raise UserError(f"{where}: {error}") from None
+            raise UserError(f"{context}: {error}") from None
         if settings.get("peft_type") != "LORA":
-            raise UserError(f"{where}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over")
+            raise UserError(
+                f"{context}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over"
+            )
         if settings.get("init_lora_weights", True) not in _PLAIN:
             raise UserError(
-                f"{where}: {name} was begun by {settings['init_lora_weights']} and saved for changed frozen weights; "
+                f"{context}: {name} was begun by {settings['init_lora_weights']} and saved for changed frozen weights; "
                 "save it for the plain backbone (PEFT: path_initial_model_for_weight_conversion)"
             )
         return cls(path, settings, *_read_run_record(path))
 
-    def require_backbone(self, backbone: Backbone, *, where: str, quantization: str | None = None) -> None:
+    def require_backbone(self, backbone: Backbone, *, context: str, quantization: str | None = None) -> None:
         """Raise UserError unless this adapter was trained on `backbone` and fits its weights quantised by
         `quantization` (None: not quantised).
 
@@ -76,106 +76,97 @@ class SavedAdapter:
         directory exists here, else by the full hub name; for directories of which one is missing, by the last part of
         their names.
         """
-        self.require_packing(quantization, where=where)
+        self.require_packing(quantization, context=context)
         name = backbone.name
-        theirs = str(self.settings.get("base_model_name_or_path") or "")
+        recorded_name = str(self.settings.get("base_model_name_or_path") or "")
         if self.backbone is not None:
             same = self.backbone["fingerprint"] == fingerprint(backbone.directory)
-            theirs = self.backbone["name"]
-        elif theirs == name or not theirs:
+            recorded_name = self.backbone["name"]
+        elif recorded_name == name or not recorded_name:
             return
-        elif (Path(theirs) / "config.json").is_file():
-            same = fingerprint(Path(theirs)) == fingerprint(backbone.directory)
+        elif (Path(recorded_name) / "config.json").is_file():
+            same = fingerprint(Path(recorded_name)) == fingerprint(backbone.directory)
         else:
-            local = Path(theirs).is_absolute() or user_path(name).is_dir()
-            same = (Path(theirs).name == Path(name).name) if local else (theirs.lower() == name.lower())
+            local = Path(recorded_name).is_absolute() or user_path(name).is_dir()
+            same = (Path(recorded_name).name == Path(name).name) if local else (recorded_name.lower() == name.lower())
         if not same:
-            raise UserError(f"{where}: {self.path} was trained on {theirs}, which is not the backbone {name}")
+            raise UserError(f"{context}: {self.path} was trained on {recorded_name}, which is not the backbone {name}")
 
-    def require_packing(self, quantization: str | None, *, where: str) -> None:
+    def require_packing(self, quantization: str | None, *, context: str) -> None:
         """Raise UserError if the adapter compensates for one quantisation (loftq) and the weights have another."""
         if self.quantization not in (None, quantization):
             raise UserError(
-                f"{where}: {self.path} was begun by loftq on weights in {self.quantization}, and fits no others; take "
-                "an adapter that was trained without it"
+                f"{context}: {self.path} was begun by loftq on weights in {self.quantization}, and fits no others; "
+                "take an adapter that was trained without it"
             )
 
     def digest(self) -> str:
         """Return the SHA-256 of its settings and its weights."""
-        found = hashlib.sha256()
-        for name in (SETTINGS, "adapter_model.safetensors"):
-            if (self.path / name).is_file():
-                with (self.path / name).open("rb") as file:
-                    found.update(hashlib.file_digest(file, "sha256").digest())
-        return found.hexdigest()
+        files = [self.path / name for name in (SETTINGS, "adapter_model.safetensors")]
+        digests = (bytes.fromhex(file_sha256(file)) for file in files if file.is_file())
+        return hashlib.sha256(b"".join(digests)).hexdigest()
 
     def scales(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, float]]:
         """Return (rank, scale) of each adapted layer by plain name."""
-        ranks = {}
+        scales: dict[str, tuple[int, float]] = {}
         for name, tensor in tensors.items():
             if name.endswith((".lora_A.weight", ".lora_embedding_A")):
-                ranks[name.split(".lora_")[0]] = tensor.shape[0]
-        found: dict[str, tuple[int, float]] = {}
-        for layer, rank in ranks.items():
-            alpha = match_pattern(self.settings.get("alpha_pattern"), layer, self.settings["lora_alpha"])
-            found[layer] = rank, alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
-        return found
+                layer, rank = name.split(".lora_")[0], tensor.shape[0]
+                scales[layer] = rank, saved_scale(self.settings, layer, rank)
+        return scales
+
+
+def saved_scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:
+    """Return the scale of B·A in a layer of rank `rank` by PEFT's `settings` (adapter_config.json)."""
+    alpha = match_pattern(settings.get("alpha_pattern"), layer, settings["lora_alpha"])
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
 def _read_run_record(path: Path) -> tuple[Mapping[str, Any] | None, str | None]:
     """Return (backbone, quantization) of the adapter in `path`, from the run directory that contains it, if any."""
-    for place in path.resolve().parents[:3]:  # RUN/adapter, RUN/initial, RUN/stages/NAME/adapter
-        manifest, recipe = place / "manifest.json", place / "recipe.resolved.yaml"
+    for run in path.resolve().parents[:3]:  # RUN/adapter, RUN/initial, RUN/stages/NAME/adapter
+        manifest, recipe = run / "manifest.json", run / "recipe.resolved.yaml"
         if not recipe.is_file():
             continue
-        check_files(place, {manifest.name, recipe.name}.__contains__)
+        check_files(run, {manifest.name, recipe.name}.__contains__)
         try:
-            told = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-            begun, train = (told.get("adapter") or {}).get("init"), told.get("train") or {}
+            settings = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+            init, train = (settings.get("adapter") or {}).get("init"), settings.get("train") or {}
         except (OSError, ValueError, RecursionError, AttributeError, yaml.YAMLError):
             raise UserError(f"{recipe}: not a run's recipe; restore it, or take the adapter's own folder") from None
-        known = read_json_object(manifest).get("backbone") if manifest.is_file() else None
-        return known, train.get("quantization") if begun == "loftq" else None
+        backbone = read_json_object(manifest).get("backbone") if manifest.is_file() else None
+        return backbone, train.get("quantization") if init == "loftq" else None
     return None, None
 
 
-def check_same_settings(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftModel, *, where: str) -> None:
+def check_same_settings(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftModel, *, context: str) -> None:
     """Raise one UserError that lists every setting in which the adapter `saved` differs from that of `model`.
 
     tensors: of `saved` by plain name. model: built from the recipe, on meta or not.
     """
     live = {name: (layer.r[ADAPTER], layer.scaling[ADAPTER]) for name, layer in lora_layers(model).items()}
-    theirs = saved.scales(tensors)
+    stored = saved.scales(tensors)
     if any(name.endswith(".lora_A.weight") and ".experts." in name for name in tensors):
-        theirs = {name: live.get(name, value) for name, value in theirs.items()}  # r·E rows; shapes are compared later
-    odds: list[str] = []
-    if theirs.keys() != live.keys():
-        odds.append(
-            f"it adapts {_count_layer_names(theirs)} and the recipe {_count_layer_names(live)} (adapter.targets)"
-        )
-    both = sorted(theirs.keys() & live.keys())
-    if any(theirs[name][0] != live[name][0] for name in both):
-        odds.append(
-            f"its rank is {_format_range(theirs, both, 0)} and the recipe's {_format_range(live, both, 0)} "
-            "(adapter.rank)"
-        )
-    elif any(not math.isclose(theirs[name][1], live[name][1], rel_tol=1e-6) for name in both):
-        odds.append(
-            f"its scale is {_format_range(theirs, both, 1)} and the recipe's {_format_range(live, both, 1)} "
-            "(adapter.alpha)"
-        )
-    mine: Any = model.peft_config[ADAPTER]
-    if bool(saved.settings.get("use_dora")) != mine.use_dora:
-        odds.append(f"it is {'' if not mine.use_dora else 'not '}of DoRA (adapter.dora)")
-    if odds:
-        raise UserError(f"{where}: {saved.path} has other settings: {'; '.join(odds)}; set them as it has them")
+        stored = {name: live.get(name, value) for name, value in stored.items()}  # r·E rows; shapes are compared later
+    shared = sorted(stored.keys() & live.keys())
 
+    def names(layers: Mapping[str, Any]) -> str:
+        counts = Counter(name.rsplit(".", 1)[-1] for name in layers)
+        return ", ".join(f"{leaf} ({count})" for leaf, count in sorted(counts.items())) or "nothing"
 
-def _count_layer_names(layers: Mapping[str, Any]) -> str:
-    counts = Counter(name.rsplit(".", 1)[-1] for name in layers)
-    return ", ".join(f"{leaf} ({count})" for leaf, count in sorted(counts.items())) or "nothing"
+    def span(layers: Mapping[str, tuple[int, float]], index: int) -> str:
+        values = sorted({layers[name][index] for name in shared})
+        return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
 
-
-def _format_range(layers: Mapping[str, tuple[int, float]], names: list[str], place: int) -> str:
-    values = sorted({layers[name][place] for name in names})
-    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
+    problems: list[str] = []
+    if stored.keys() != live.keys():
+        problems.append(f"it adapts {names(stored)} and the recipe {names(live)} (adapter.targets)")
+    if any(stored[name][0] != live[name][0] for name in shared):
+        problems.append(f"its rank is {span(stored, 0)} and the recipe's {span(live, 0)} (adapter.rank)")
+    elif any(not math.isclose(stored[name][1], live[name][1], rel_tol=1e-6) for name in shared):
+        problems.append(f"its scale is {span(stored, 1)} and the recipe's {span(live, 1)} (adapter.alpha)")
+    config: Any = model.peft_config[ADAPTER]
+    if bool(saved.settings.get("use_dora")) != config.use_dora:
+        problems.append(f"it is {'' if not config.use_dora else 'not '}of DoRA (adapter.dora)")
+    if problems:
+        raise UserError(f"{context}: {saved.path} has other settings: {'; '.join(problems)}; set them as it has them")

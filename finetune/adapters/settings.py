@@ -24,14 +24,14 @@ from ..compute.task import TraitsTask
 from ..config import Adapter, match_pattern
 from ..errors import UserError
 from ..models.anatomy import is_conv1d, is_linear, non_language_modules
+from .offsets import lora_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
 
-_HEADS = {"classifier", "score"}
-"""Heads that PEFT trains in full by itself (its task type SEQ_CLS)."""
+_HEADS = {"classifier", "score"}  # heads that PEFT trains in full by itself (its task type SEQ_CLS)
 _PEFT_TYPES = {
     "AutoModelForCausalLM": "CAUSAL_LM",
     "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
@@ -42,43 +42,54 @@ _BIAS = {None: "none", "all": "all", "adapted": "lora_only"}
 _BLOCK_LISTS = ("layers", "h", "layer", "block", "blocks")
 
 
-def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: TraitsTask, new: Iterable[str]) -> LoraConfig:
+def lora_config(
+    backbone: PreTrainedModel, adapter: Adapter, *, task: TraitsTask, new_parameters: Iterable[str]
+) -> LoraConfig:
     """Return PEFT's settings for a LoRA adapter with PEFT's default initialisation (`adapter.init` is applied later).
 
-    new: parameters missing from the checkpoint, which train in full.
+    new_parameters: parameters missing from the checkpoint, which train in full.
 
-    Raises:
-        UserError: a name that no module of the backbone has or that has no effect; incompatible settings.
+    Raises UserError: a name that no module of the backbone has or that has no effect; incompatible settings.
     """
     from peft import LoraConfig
 
-    targets: str | list[str] = _resolve_targets(backbone, adapter.targets)
+    targets: str | list[str] = [adapter.targets] if isinstance(adapter.targets, str) else list(adapter.targets)
+    if not targets:
+        raise UserError("adapter.targets is empty; name module suffixes or all-linear")
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    else:
+        for suffix in targets:
+            _require_module(backbone, suffix, "adapter.targets", linear=True, hint=", or all-linear")
     _check_layers(backbone, adapter)
     for suffix in adapter.exclude or ():
         _require_module(backbone, suffix, "adapter.exclude", linear=True)
     parameters: list[str] = []
     ranks: dict[str, int] = dict(adapter.ranks or {})
     alphas = adapter.numerators
-    fused = fused_parameters(backbone)
+    # parameters (E, ·, ·) that hold the experts of each block
+    fused = [name for name, p in backbone.named_parameters() if p.ndim == 3 and _EXPERTS.search(name)]
     if adapter.experts is not None and not fused:
         raise UserError("adapter.experts: this backbone has no mixture of experts in its blocks; leave it at null")
     if fused:
-        names = without_routers(backbone, _linear_names(backbone, adapter, targets, task), adapter.targets)
-        targets, parameters = split_modules_and_parameters(names)
+        names = _without_routers(_linear_names(backbone, adapter, targets, task), adapter.targets)
+        # linear layers that PEFT would rename, and skip: it adapts them as parameters
+        parameters = [f"{name}.weight" for name in names if name.rsplit(".", 1)[-1] in _RENAMED]
+        targets = [name for name in names if name.rsplit(".", 1)[-1] not in _RENAMED]
         if adapter.experts is not None:
-            chosen = [name for name in fused if _is_in_layers(name, adapter.layers)]
-            parameters += chosen
-            ranks |= dict.fromkeys(chosen, adapter.experts)
-            alphas |= dict.fromkeys(chosen, adapter.numerator_of(adapter.experts))
+            experts = [name for name in fused if _is_in_layers(name, adapter.layers)]
+            parameters += experts
+            ranks |= dict.fromkeys(experts, adapter.experts)
+            alphas |= dict.fromkeys(experts, adapter.numerator_of(adapter.experts))
         _check_experts(adapter, parameters)
     elif non_language_modules(backbone):
         targets = _language_names(backbone, _linear_names(backbone, adapter, targets, task), adapter.targets)
     elif adapter.layers is not None and targets == "all-linear":
         targets = _linear_names(backbone, adapter, targets, task)
-    whole = _fully_trained_modules(backbone, adapter)
+    full_modules = _fully_trained_modules(backbone, adapter)
     task_type = _PEFT_TYPES.get(task.traits.auto_class)
     return LoraConfig(
-        task_type=None if adapts_head(adapter, new) else task_type,  # else PEFT would train the head in full
+        task_type=None if adapts_head(adapter, new_parameters) else task_type,  # else PEFT would train the head in full
         r=adapter.rank,
         lora_alpha=adapter.numerator,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,
@@ -88,7 +99,7 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: TraitsTask
         layers_to_transform=list(adapter.layers) if adapter.layers is not None and not fused else None,
         rank_pattern=ranks,
         alpha_pattern=alphas,
-        modules_to_save=[*_new_modules_outside_head(backbone, task, new), *whole] or None,
+        modules_to_save=[*_new_modules_outside_head(backbone, task, new_parameters), *full_modules] or None,
         bias=_BIAS[adapter.bias],  # type: ignore[arg-type]
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
@@ -98,20 +109,18 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: TraitsTask
 
 
 def with_saved_ranks(config: LoraConfig, directory: str | Path) -> LoraConfig:
-    """Return `config` with the layers and the per-layer ranks and alphas of the adapter in `directory` (chosen by
-    EVA)."""
+    """Return `config` with the layers, ranks and alphas of the adapter in `directory` (chosen by EVA)."""
     from peft import LoraConfig
 
-    kept: Any = LoraConfig.from_pretrained(str(directory))
-    return dataclasses.replace(
-        config, target_modules=kept.target_modules, rank_pattern=kept.rank_pattern, alpha_pattern=kept.alpha_pattern
-    )
+    saved = LoraConfig.from_pretrained(str(directory))
+    names = ("target_modules", "rank_pattern", "alpha_pattern")
+    return dataclasses.replace(config, **{name: getattr(saved, name) for name in names})
 
 
 def check_patterns(model: PeftModel, adapter: Adapter) -> None:
     """Raise UserError if a name in `adapter.ranks` or `adapter.alphas` matches no adapted layer, or if two of them give
     one layer different values: PEFT takes the first, and its file does not preserve their order."""
-    layers = [name.removeprefix("base_model.model.") for name, module in model.named_modules() if _has_lora(module)]
+    layers = list(lora_layers(model))
     for setting in ("ranks", "alphas"):
         for pattern in getattr(adapter, setting) or {}:
             if not any(match_pattern({pattern: True}, name, False) for name in layers):
@@ -122,36 +131,21 @@ def check_patterns(model: PeftModel, adapter: Adapter) -> None:
     for setting, values in (("ranks", adapter.ranks or {}), ("alphas", adapter.numerators)):
         for layer in layers:
             names = [name for name in values if match_pattern({name: True}, layer, False)]
-            other = next((name for name in names if values[name] != values[names[0]]), None)
-            if other is not None:
+            second = next((name for name in names if values[name] != values[names[0]]), None)
+            if second is not None:
                 raise UserError(
-                    f"adapter.{setting}: {names[0]!r} and {other!r} both name {layer}, with {values[names[0]]:g} and "
-                    f"{values[other]:g} (where only a rank is given, alpha follows it); let each layer have one name"
+                    f"adapter.{setting}: {names[0]!r} and {second!r} both name {layer}, with {values[names[0]]:g} and "
+                    f"{values[second]:g} (where only a rank is given, alpha follows it); let each layer have one name"
                 )
 
 
-def _has_lora(module: nn.Module) -> bool:
-    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
-
-
-def _resolve_targets(backbone: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
-    wanted = [targets] if isinstance(targets, str) else list(targets)
-    if wanted == ["all-linear"]:
-        return "all-linear"
-    if not wanted:
-        raise UserError("adapter.targets is empty; name module suffixes or all-linear")
-    for suffix in wanted:
-        _require_module(backbone, suffix, "adapter.targets", linear=True, other=", or all-linear")
-    return wanted
-
-
-def _require_module(backbone: nn.Module, suffix: str, where: str, *, linear: bool, other: str = "") -> None:
+def _require_module(backbone: nn.Module, suffix: str, setting: str, *, linear: bool, hint: str = "") -> None:
     names = [n for n, m in backbone.named_modules() if n and (not linear or _can_have_lora(m))]
     if not any(_has_suffix(name, suffix) for name in names):
         leaves = sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdigit()})
         kind = "linear layer" if linear else "module"
         raise UserError(
-            f"{where}: no {kind} of this backbone is called {suffix!r}; {_suggest_names(suffix, leaves)}{other}"
+            f"{setting}: no {kind} of this backbone is called {suffix!r}; {_suggest_names(suffix, leaves)}{hint}"
         )
 
 
@@ -169,7 +163,6 @@ def _can_have_lora(module: nn.Module) -> bool:
 
 
 def _linear_names(backbone: PreTrainedModel, adapter: Adapter, targets: str | list[str], task: TraitsTask) -> list[str]:
-    """Return the full names of the layers selected by `targets`, `exclude` and `layers`."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
@@ -188,18 +181,19 @@ def _linear_names(backbone: PreTrainedModel, adapter: Adapter, targets: str | li
 def _language_names(backbone: PreTrainedModel, names: list[str], targets: str | tuple[str, ...]) -> list[str]:
     """Return the `names` in the language model, and elsewhere (a vision tower) only those matched by a target that
     matches nothing in the language model."""
-    beside = tuple(f"{name}." for name in non_language_modules(backbone))
-    inside = [name for name in names if not name.startswith(beside)]
-    asked = [] if isinstance(targets, str) else [t for t in targets if not any(_has_suffix(name, t) for name in inside)]
-    return [name for name in names if name in inside or any(_has_suffix(name, target) for target in asked)]
+    prefixes = tuple(f"{name}." for name in non_language_modules(backbone))
+    language = [name for name in names if not name.startswith(prefixes)]
+    suffixes = () if isinstance(targets, str) else targets
+    others = [suffix for suffix in suffixes if not any(_has_suffix(name, suffix) for name in language)]
+    return [name for name in names if name in language or any(_has_suffix(name, suffix) for suffix in others)]
 
 
 def _is_in_layers(name: str, layers: tuple[int, ...] | None) -> bool:
     if layers is None:
         return True
-    parts = name.split(".")
-    index = [b for a, b in itertools.pairwise(parts) if a in _BLOCK_LISTS and b.isdigit()]
-    return bool(index) and int(index[0]) in layers
+    pairs = itertools.pairwise(name.split("."))
+    index = next((int(b) for a, b in pairs if a in _BLOCK_LISTS and b.isdigit()), None)
+    return index in layers
 
 
 def _check_layers(backbone: PreTrainedModel, adapter: Adapter) -> None:
@@ -215,37 +209,35 @@ def _check_layers(backbone: PreTrainedModel, adapter: Adapter) -> None:
 
 
 def _fully_trained_modules(backbone: PreTrainedModel, adapter: Adapter) -> list[str]:
-    """Return the full names of the modules in `adapter.train_whole`: by suffix, PEFT would match `input_layernorm` for
-    `norm`."""
-    found = []
+    """Return the full names for `adapter.train_whole`: by suffix, PEFT would match `input_layernorm` for `norm`."""
+    names = []
     for suffix in adapter.train_whole or ():
         _require_module(backbone, suffix, "adapter.train_whole", linear=False)
         for name, module in backbone.named_modules():
             if name and _has_suffix(name, suffix):
                 _check_not_shared(backbone, name, module)
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 def _check_not_shared(backbone: nn.Module, name: str, module: nn.Module) -> None:
-    own = {id(p) for p in module.parameters()}
-    inside = {id(m) for m in module.modules()}
-    for other, holder in backbone.named_modules():
-        if id(holder) not in inside and own & {id(p) for p in holder._parameters.values()}:
+    parameters, inner = set(module.parameters()), set(module.modules())
+    for sharing, holder in backbone.named_modules():
+        if holder not in inner and not parameters.isdisjoint(holder._parameters.values()):
             raise UserError(
-                f"adapter.train_whole: {name} shares its weight with {other}, and only one of them would train; give "
+                f"adapter.train_whole: {name} shares its weight with {sharing}, and only one of them would train; give "
                 "both a LoRA adapter by adapter.targets, or take a backbone whose weights are not tied"
             )
 
 
-def _new_modules_outside_head(backbone: PreTrainedModel, task: TraitsTask, new: Iterable[str]) -> list[str]:
+def _new_modules_outside_head(backbone: PreTrainedModel, task: TraitsTask, new_parameters: Iterable[str]) -> list[str]:
     """Return the modules missing from the checkpoint other than PEFT's own `classifier`/`score` (BERT's pooler): they
     train too.
 
     For a masked-LM head these are the layers before the output layer, whose weight is the tied embedding and whose bias
     stays 0.
     """
-    owners = {name.rsplit(".", 1)[0] for name in new}
+    owners = {name.rsplit(".", 1)[0] for name in new_parameters}
     if not task.traits.is_sequence_level:
         output = backbone.get_output_embeddings()
         modules = {owner: backbone.get_submodule(owner) for owner in owners}
@@ -253,20 +245,16 @@ def _new_modules_outside_head(backbone: PreTrainedModel, task: TraitsTask, new: 
     return sorted(o for o in owners if not _HEADS & set(o.split(".")))
 
 
-def adapts_head(adapter: Adapter, new: Iterable[str]) -> bool:
+def adapts_head(adapter: Adapter, new_parameters: Iterable[str]) -> bool:
     """True if `adapter.targets` names the new head itself, which then trains by LoRA."""
-    named = () if isinstance(adapter.targets, str) else adapter.targets
-    heads = {name.rsplit(".", 2)[-2] for name in new} & _HEADS
-    return any(target.rsplit(".", 1)[-1] in heads for target in named)
+    targets = () if isinstance(adapter.targets, str) else adapter.targets
+    heads = {name.rsplit(".", 2)[-2] for name in new_parameters} & _HEADS
+    return any(target.rsplit(".", 1)[-1] in heads for target in targets)
 
 
-def is_fully_trained(module: str, new: Iterable[str]) -> bool:
-    """True if this module of a classification backbone trains in full: it is PEFT's head, or missing from the
-    checkpoint."""
-    return bool(_HEADS & set(module.split("."))) or module in {name.rsplit(".", 1)[0] for name in new}
-
-
-# -------------------------------------------------------------------------------------------------- mixtures of experts
+def is_fully_trained(module: str, new_parameters: Iterable[str]) -> bool:
+    """True if a module of a classification backbone trains in full: PEFT's head, or missing from the checkpoint."""
+    return bool(_HEADS & set(module.split("."))) or module in {name.rsplit(".", 1)[0] for name in new_parameters}
 
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -274,37 +262,20 @@ _RENAMED = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
 _EXPERTS = re.compile(r"(^|\.)experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
 
 
-def fused_parameters(backbone: nn.Module) -> list[str]:
-    """Return the names of the parameters (E, ·, ·) that hold the experts of each block; empty without experts."""
-    return [name for name, p in backbone.named_parameters() if p.ndim == 3 and _EXPERTS.search(name)]
-
-
-def without_routers(backbone: nn.Module, names: Sequence[str], targets: str | tuple[str, ...]) -> list[str]:
-    """Return `names` without routers.
-
-    Raises:
-        UserError: a router is named in `targets`, or no other name is left.
-    """
+def _without_routers(names: Sequence[str], targets: str | tuple[str, ...]) -> list[str]:
+    """Return `names` without routers. Raises UserError if `targets` names one, or no other name is left."""
     routers = [name for name in names if name.rsplit(".", 1)[-1] in _ROUTERS]
     if routers and targets != "all-linear":
         raise UserError(
             f"adapter.targets: {routers[0]} decides which experts see a token and stays frozen; take "
             f"{routers[0].rsplit('.', 1)[-1]} out"
         )
-    kept = [name for name in names if name not in set(routers)]
-    if not kept:
+    if len(routers) == len(names):
         raise UserError("adapter.targets, adapter.layers and adapter.exclude leave no layer to adapt")
-    return kept
-
-
-def split_modules_and_parameters(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the (modules, parameters) by which PEFT adapts the linear layers `names`."""
-    parameters = [name for name in names if name.rsplit(".", 1)[-1] in _RENAMED]
-    return [name for name in names if name not in set(parameters)], [f"{name}.weight" for name in parameters]
+    return [name for name in names if name not in routers]
 
 
 def _check_experts(adapter: Adapter, parameters: Sequence[str]) -> None:
-    """Raise UserError for settings that PEFT supports only for linear layers if there are adapted `parameters`."""
     if not parameters:
         return
     settings = {

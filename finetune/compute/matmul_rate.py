@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..cache_directory import cache_root, write_cached_json
-from ..processor import cpu_info
+from ..machine import cpu_info
 from .numerics import cpu_threads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -22,9 +22,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from ..config import Columns
 from ..errors import UserError
 from ..seeds import numpy_generator
+from .config import Columns
 from .files import expand_files
 from .formats import LONGEST_LINE, BrokenFile, FileRecord, has_lone_surrogate, iter_records
 from .remote import DataFile

@@ -92,7 +92,7 @@ class TokenCache:
                     raise _InputError(error) from error
                 _write_metadata(temporary, about)
             notes.append(f"token cache: kept in {folder} ({_compute_size(folder) / 2**20:,.1f} MiB)")
-            gone = prune_cache(self.root, limit=cache_limit(), keep=folder)
+            gone = prune_cache(self.root, limit=cache_limit(), current=folder)
             if gone:
                 notes.append(f"token cache: {gone} older entries made room")
             return CachedTokens(folder, about, notes)

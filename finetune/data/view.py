@@ -22,8 +22,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from ..config import Columns
 from ..errors import UserError, is_disk_full
+from .config import Columns
 from .rows import Row, SeenIds, read_canonical_values
 
 Span = tuple[int, int]

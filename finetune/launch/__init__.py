@@ -1,1 +1,1 @@
-"""Ranks of a job: start, rendezvous, watchdog, and an end with one message and one exit code."""
+"""Ranks of a job: start, messages, watchdog, and an end with one message and one exit code."""

@@ -20,32 +20,27 @@ from typing import TYPE_CHECKING, Any
 
 from ..atomic import make_directory
 from ..errors import UserError
-from .failure import is_multi_rank, rank, read_cause
-from .rendezvous import JOIN_SECONDS, RankTimeout, require_board
+from .job import JOIN_SECONDS, RankTimeout, is_multi_rank, rank, read_cause, require_board
 
 if TYPE_CHECKING:
     from ..parallel.mesh import ProcessMesh
 
 _ROOMS = ("", "experiments", "finetune", "selection", "regularizers")
-_TRIES = 100
+_ATTEMPTS = 100
 _LIBRARIES = ("torch", "transformers", "peft", "safetensors")
 
 
-def collect_job_facts(recipe: Any, **more: str) -> dict[str, str]:
-    """Return the facts to compare: every key of `recipe` (a dataclass), the source tree's digest, library versions."""
-    found = {key: str(value) for key, value in flatten_settings(dataclasses.asdict(recipe)).items()}
-    found["the source of flatshift"] = source_digest()
-    for library in _LIBRARIES:
-        found[f"the version of {library}"] = importlib.metadata.version(library)
-    return found | more
+def collect_job_facts(recipe: Any, **facts: str) -> dict[str, str]:
+    """Return the facts to compare: every key of `recipe` (a dataclass), the source tree's digest, library versions, and
+    `facts`."""
+    settings = {key: str(value) for key, value in flatten_settings(dataclasses.asdict(recipe)).items()}
+    versions = {f"the version of {library}": importlib.metadata.version(library) for library in _LIBRARIES}
+    return {**settings, "the source of flatshift": source_digest(), **versions, **facts}
 
 
 def check_ranks_agree(world: ProcessMesh, facts: Mapping[str, str]) -> None:
-    """Compare `facts` over all ranks. Collective.
-
-    Raises:
-        UserError: they differ; the same sentence on every rank, with the first difference from rank 0.
-    """
+    """Compare `facts` over all ranks. Collective. Raises UserError: they differ; the same sentence on every rank, with
+    the first difference from rank 0."""
     import torch
     import torch.distributed as dist
 
@@ -53,42 +48,25 @@ def check_ranks_agree(world: ProcessMesh, facts: Mapping[str, str]) -> None:
         return
     text = json.dumps(facts, sort_keys=True)
     own = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(world.device)
-    all_of_them = [torch.empty_like(own) for _ in range(world.size)]
-    dist.all_gather(all_of_them, own)
-    odd = [r for r, digest in enumerate(all_of_them) if not torch.equal(digest, all_of_them[0])]
-    if not odd:
+    digests = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(digests, own)
+    different = [r for r, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
+    if not different:
         return
-    first, other = (json.loads(_broadcast_text(world, text, speaker)) for speaker in (0, odd[0]))
-    key = min(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
-    more = f" ({len(odd) - 1} more ranks differ too)" if len(odd) > 1 else ""
+    texts: list[Any] = [None] * world.size
+    dist.all_gather_object(texts, facts)
+    main, differing = texts[0], texts[different[0]]
+    key = min(key for key in main.keys() | differing.keys() if main.get(key) != differing.get(key))
+    more = f" ({len(different) - 1} more ranks differ too)" if len(different) > 1 else ""
     raise UserError(
-        f"rank {odd[0]} runs {key}: {other.get(key)}, rank 0 {key}: {first.get(key)}{more}; start every rank with the "
-        "same recipe, flags and installation"
+        f"rank {different[0]} runs {key}: {differing.get(key)}, rank 0 {key}: {main.get(key)}{more}; start every rank "
+        "with the same recipe, flags and installation"
     )
-
-
-def _broadcast_text(world: ProcessMesh, text: str, speaker: int) -> str:
-    """Return the speaker's text on every rank. Collective."""
-    import torch
-    import torch.distributed as dist
-
-    data = text.encode()
-    length = torch.tensor([len(data)], device=world.device)
-    dist.broadcast(length, speaker)
-    content = torch.zeros(int(length), dtype=torch.uint8, device=world.device)
-    if world.rank == speaker:
-        content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(content, speaker)
-    return bytes(content.cpu().tolist()).decode()
 
 
 def broadcast_from_main(name: str, text: str) -> str:
     """Return rank 0's `text` on every rank of the job, before any process group exists; `text` itself in a single
-    process.
-
-    Raises:
-        UserError: rank 0 did not provide it in time.
-    """
+    process. Raises UserError: rank 0 did not provide it in time."""
     if not is_multi_rank():
         return text
     board = require_board()
@@ -98,9 +76,9 @@ def broadcast_from_main(name: str, text: str) -> str:
             return text
         deadline = time.monotonic() + JOIN_SECONDS
         while time.monotonic() < deadline and read_cause(board) is None:
-            word = board.get(name)
-            if word is not None:
-                return word
+            received = board.get(name)
+            if received is not None:
+                return received
             time.sleep(0.1)
     except RankTimeout:
         pass
@@ -113,30 +91,29 @@ def dated_directory(parent: str | Path, name: str) -> Iterator[Path]:
 
     -2, -3, … is appended if others started in the same second.
     """
-    made = _create_dated_directory(Path(parent), name) if rank() == 0 else []
+    created = _create_dated_directory(Path(parent), name) if rank() == 0 else []
     try:
-        yield Path(broadcast_from_main("out", str(made[0]) if made else ""))
+        yield Path(broadcast_from_main("out", str(created[0]) if created else ""))
     finally:
-        for folder in made:
+        for folder in created:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
 def _create_dated_directory(parent: Path, name: str) -> list[Path]:
-    """Create the directory; return it and the parents that were created for it, innermost first."""
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    above: list[Path] = []
+    parents: list[Path] = []
     for number in itertools.count(1):
         path = parent / (stem if number == 1 else f"{stem}-{number}")
-        for _ in range(_TRIES):
-            above = [*make_directory(parent), *above]
+        for _ in range(_ATTEMPTS):
+            parents = [*make_directory(parent), *parents]
             try:
                 path.mkdir()
             except FileNotFoundError:  # a failed command removed `parent` again
                 continue
             except FileExistsError:  # another process created it first
                 break
-            return [path, *above]
+            return [path, *parents]
     raise AssertionError
 
 

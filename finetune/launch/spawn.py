@@ -33,27 +33,37 @@ from ..compute.allocator import expandable_segments_env
 from ..config import Mesh
 from ..errors import STOP_SIGNALS, UserError
 from ..lock import temporary_directory
+from ..machine import count_cores
 from ..planner.devices import machine_memory
-from .failure import PATIENT_GRACE, FailureReason, claim_cause, rank, read_cause, sign_off
-from .rendezvous import FOLDER, JOIN_SECONDS, DirectoryKeyValueStore, job_store, require_board, restart_count
+from .job import (
+    BOARD_VARIABLE,
+    JOIN_SECONDS,
+    PATIENT_GRACE,
+    DirectoryKeyValueStore,
+    FailureReason,
+    claim_cause,
+    job_store,
+    rank,
+    read_cause,
+    require_board,
+    restart_count,
+    sign_off,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from ..parallel.mesh import ProcessMesh
 
-_TICK = 0.05
-_KILL_SECONDS = 5.0
-_RANK_BYTES = 1 << 28
-"""Memory of a rank before it has a model: the interpreter and torch."""
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_BY_ITSELF = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
+_POLL_SECONDS, _KILL_SECONDS = 0.05, 5.0
+_RANK_BYTES = 1 << 28  # memory of a rank before it has a model: the interpreter and torch
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_SECONDARY_SIGNALS = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 """Signals by which a rank more often ends because of another than by its own fault."""
 
 
 def is_launched_rank() -> bool:
-    """Return True if a launcher (torchrun, accelerate launch, ours) started this process as a rank, even the only
-    one."""
+    """Return True if a launcher (torchrun, accelerate launch, ours) started this process as a rank."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
@@ -62,7 +72,7 @@ def must_spawn_ranks(mesh: Mesh) -> bool:
     return mesh.size > 1 and not is_launched_rank()
 
 
-def was_restarted() -> bool:
+def is_restarted() -> bool:
     """Return True if torchrun restarted this job after a failure."""
     return restart_count() > 0
 
@@ -72,23 +82,17 @@ def may_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
-# --------------------------------------------------------------------------------------------- the parent
-
-
 @dataclass
 class _Job:
-    folder: Path
-    """Contains the board and the ranks' output."""
+    folder: Path  # contains the board and the ranks' output
     board: DirectoryKeyValueStore
     ranks: list[subprocess.Popen[bytes]]
     resume: Path | None
-    again: str | None = None
-    signals: int = 0
-    """Number of stop requests by the user."""
-    asked_at: float = 0.0
+    resume_hint: str | None = None
+    signals: int = 0  # number of stop requests by the user
+    signalled_at: float = 0.0
     failed_at: float | None = None
-    stage: int = 0
-    """Last action on the remaining ranks: 0 none, 1 SIGTERM, 2 SIGKILL."""
+    stage: int = 0  # last action on the remaining ranks: 0 none, 1 SIGTERM, 2 SIGKILL
 
 
 def spawn(
@@ -97,7 +101,7 @@ def spawn(
     ranks: int,
     resume: Path | None = None,
     threads: int | None = None,
-    again: str | None = None,
+    resume_hint: str | None = None,
 ) -> int:
     """Run `sys.executable -P *command` as `ranks` processes of one job and return the job's exit code.
 
@@ -106,7 +110,7 @@ def spawn(
 
     Args:
         resume: run directory, named in messages about an interruption.
-        again: resume hint for an interrupted job that is not one of `train`, as a clause.
+        resume_hint: for an interrupted job that is not one of `train`, as a clause.
         threads: CPU threads of each rank; by default its share of the cores, unless the environment sets it.
     """
     memory = machine_memory()
@@ -117,14 +121,17 @@ def spawn(
         )
     with temporary_directory("flatshift-ranks-") as folder:
         (folder / "board").mkdir()
-        with _reserve_port() as held:
-            processes = _start_ranks(command, ranks, threads, folder, held)
-        job = _Job(folder, DirectoryKeyValueStore(folder / "board"), processes, resume, again)
+        # a free port of the loopback is bound until rank 0 has inherited it, so that nobody takes it in between
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as port:
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port.bind(("127.0.0.1", 0))
+            processes = _start_ranks(command, ranks, threads, folder, port)
+        job = _Job(folder, DirectoryKeyValueStore(folder / "board"), processes, resume, resume_hint)
         try:
             with _forward_stop_signals(job):
                 while any(process.poll() is None for process in processes):
                     _supervise_ranks(job)
-                    time.sleep(_TICK)
+                    time.sleep(_POLL_SECONDS)
                 _supervise_ranks(job)
         finally:
             for process in processes:
@@ -134,74 +141,58 @@ def spawn(
         return _finish_job(job)
 
 
-@contextlib.contextmanager
-def _reserve_port() -> Iterator[socket.socket]:
-    """Bind a free port of the loopback until rank 0 has inherited it, so that nobody takes it in between."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held
-
-
 def _start_ranks(
-    command: Sequence[str], ranks: int, threads: int | None, folder: Path, held: socket.socket
+    command: Sequence[str], ranks: int, threads: int | None, folder: Path, port: socket.socket
 ) -> list[subprocess.Popen[bytes]]:
-    share = threads or max(1, _count_cores() // ranks)
-    shared = {name: str(threads or os.environ.get(name, share)) for name in THREADS}
-    shared |= {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-    shared |= expandable_segments_env(os.environ)
-    if sys.platform == "linux":
-        shared |= {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-    shared |= {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(held.getsockname()[1]),
+    share = threads or max(1, count_cores() // ranks)
+    environment = {
+        **os.environ,
+        **{name: str(threads or os.environ.get(name, share)) for name in THREAD_VARIABLES},
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        **expandable_segments_env(os.environ),
+        **({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if sys.platform == "linux" else {}),
+        **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])},
         "FLATSHIFT_LAUNCHER": str(os.getpid()),
-        FOLDER: str(folder / "board"),
+        BOARD_VARIABLE: str(folder / "board"),
     }
     processes: list[subprocess.Popen[bytes]] = []
     for number in range(ranks):
-        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+        rank_variables = {"RANK": str(number), "LOCAL_RANK": str(number)}
         if number == 0:
-            own["FLATSHIFT_STORE_FD"] = str(held.fileno())
-        with _output_file(folder, number).open("wb") as kept:
+            rank_variables["FLATSHIFT_STORE_FD"] = str(port.fileno())
+        with _output_file(folder, number).open("wb") as output:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-P", *command],  # -P: the user's directory must not shadow modules
-                    env={**os.environ, **shared, **own},
+                    env={**environment, **rank_variables},
                     stdin=subprocess.DEVNULL,
-                    stdout=None if number == 0 else kept,
-                    stderr=None if number == 0 else kept,
-                    pass_fds=(held.fileno(),) if number == 0 else (),
+                    stdout=None if number == 0 else output,
+                    stderr=None if number == 0 else output,
+                    pass_fds=(port.fileno(),) if number == 0 else (),
                     start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which forwards it once
                 )
             )
     return processes
 
 
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextlib.contextmanager
 def _forward_stop_signals(job: _Job) -> Iterator[None]:
-    """Forward a stop request to every rank: the first asks for a stop at a checkpoint, a second for an immediate
-    one."""
+    """Forward a stop request to every rank: the first asks for a stop at a checkpoint, a second for one at once."""
 
     def forward(_number: int, _frame: FrameType | None) -> None:
         job.signals += 1
-        job.asked_at = time.monotonic()
+        job.signalled_at = time.monotonic()
         _signal_ranks(job, signal.SIGTERM)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    handlers = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -212,8 +203,7 @@ def _signal_ranks(job: _Job, number: signal.Signals) -> None:
 
 
 def _supervise_ranks(job: _Job) -> None:
-    """Notice the first failure, claim the cause for a rank that cannot, and end the ranks that outlive its grace
-    period."""
+    """Notice the first failure, claim the cause for a rank that cannot, and end ranks after its grace period."""
     cause = read_cause(job.board)
     failed = [rank for rank, process in enumerate(job.ranks) if process.poll()]
     if failed and cause is None:
@@ -221,11 +211,10 @@ def _supervise_ranks(job: _Job) -> None:
     now = time.monotonic()
     if cause is not None and job.failed_at is None:
         job.failed_at = now
-    late = 0.0
     if cause is not None and job.failed_at is not None:
         late = now - job.failed_at - cause.grace - _KILL_SECONDS
     elif job.signals > 1:
-        late = now - job.asked_at - _KILL_SECONDS
+        late = now - job.signalled_at - _KILL_SECONDS
     else:
         return
     if late > 0 and job.stage == 0:
@@ -241,34 +230,31 @@ def _infer_cause(job: _Job, failed: Sequence[int]) -> FailureReason:
 
     def weight(rank: int) -> int:
         code = job.ranks[rank].returncode
-        return 2 if code >= 0 else 1 if -code in _BY_ITSELF else 0
+        return 2 if code >= 0 else 1 if -code in _SECONDARY_SIGNALS else 0
 
     rank = min(failed, key=weight)
     process = job.ranks[rank]
-    where = f" {shlex.quote(str(job.resume))}" if job.resume is not None else ""
+    run = f" {shlex.quote(str(job.resume))}" if job.resume is not None else ""
     if job.signals:
-        message = (
-            job.again or f"finished parts are kept; a run that has begun resumes with `flatshift train --resume{where}`"
-        )
-        return FailureReason(3, f"flatshift: interrupted: {message}", rank)
+        hint = f"finished parts are kept; a run that has begun resumes with `flatshift train --resume{run}`"
+        return FailureReason(3, f"flatshift: interrupted: {job.resume_hint or hint}", rank)
     if process.returncode >= 0:
-        words = _output_file(job.folder, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
-        said = "; its last words:\n" + "\n".join(words) if words else ""
-        message = f"flatshift: rank {rank} (pid {process.pid}) ended with exit code {process.returncode}{said}"
+        lines = _output_file(job.folder, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
+        output = "; its last words:\n" + "\n".join(lines) if lines else ""
+        message = f"flatshift: rank {rank} (pid {process.pid}) ended with exit code {process.returncode}{output}"
         # rank 0 has printed to the terminal itself
         return FailureReason(process.returncode, "" if rank == 0 else message, rank)
     number = signal.Signals(-process.returncode)
     reason = "; the kernel ends processes so when memory runs out" if number == signal.SIGKILL else ""
-    then = job.again or f"the last checkpoint is kept: continue with `flatshift train --resume{where}`"
+    hint = job.resume_hint or f"the last checkpoint is kept: continue with `flatshift train --resume{run}`"
     message = (
         f"flatshift: interrupted: rank {rank} (pid {process.pid}) was killed by signal {number:d} ({number.name})"
-        f"{reason}; {then}"
+        f"{reason}; {hint}"
     )
     return FailureReason(3, message, rank)
 
 
 def _finish_job(job: _Job) -> int:
-    """Print the cause, keep the ranks' output if they did not end regularly, and return the exit code."""
     cause = read_cause(job.board)
     if cause is None:
         return 0
@@ -287,9 +273,6 @@ def _output_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.txt"
 
 
-# --------------------------------------------------------------------------------------------- the ranks
-
-
 def tie_to_launcher() -> None:
     """End this rank when its launcher ends, for any reason; a no-op without one of ours. On Linux only: elsewhere the
     watchdog does it."""
@@ -297,12 +280,9 @@ def tie_to_launcher() -> None:
     if launcher is None:
         return
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != int(launcher):  # the launcher ended before prctl
         os._exit(3)
-
-
-_PR_SET_PDEATHSIG = 1
 
 
 def join_mesh(mesh: Mesh, device: str) -> ProcessMesh:
@@ -312,33 +292,40 @@ def join_mesh(mesh: Mesh, device: str) -> ProcessMesh:
     device: `train.device`; on CUDA each rank takes the device of its local number. A process that no launcher started
     as one of several is its own mesh.
 
-    Raises:
-        UserError: the axes do not multiply to the number of processes, a device is not available, ranks are missing.
+    Raises UserError: the axes do not multiply to the number of processes, a device is not available, ranks are missing.
     """
     import torch
+    import torch.distributed as dist
 
     from ..parallel.mesh import ProcessMesh, check_mesh_size
     from . import watchdog
 
     processes = int(os.environ["WORLD_SIZE"]) if is_launched_rank() else 1
     check_mesh_size(mesh, processes)
-    place = _rank_device(device, processes)
+    own_device = _rank_device(device, processes)
     if processes == 1:
-        return ProcessMesh.alone(place)
+        return ProcessMesh.alone(own_device)
     watchdog.start(mesh.stall)
     _wait_for_all_ranks(processes)
-    _init_process_group(place, processes)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    return ProcessMesh.of(mesh, place)
+    # Practically no timeout: one rank may work for long while the others wait, and the watchdog distinguishes a slow
+    # step from a hung one.
+    dist.init_process_group(
+        "gloo" if own_device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=job_store(),
+        rank=rank(),
+        world_size=processes,
+        timeout=timedelta(days=7),
+    )
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
+    return ProcessMesh.of(mesh, own_device)
 
 
 def _wait_for_all_ranks(processes: int) -> None:
-    """Return when every rank is on the board, as checked by rank 0. Raises UserError if one is missing."""
     board, deadline = require_board(), time.monotonic() + JOIN_SECONDS
     missing = set(range(processes)) if rank() == 0 else set()
     while missing or board.get("all-here") is None:
-        missing -= {other for other in missing if board.get(f"beat-{other}") is not None}
+        missing -= {number for number in missing if board.get(f"beat-{number}") is not None}
         if rank() == 0 and not missing:
             board.put("all-here", "")
         if time.monotonic() > deadline:
@@ -349,39 +336,23 @@ def _wait_for_all_ranks(processes: int) -> None:
         time.sleep(0.05)
 
 
-def _init_process_group(device: torch.device, processes: int) -> None:
-    import torch.distributed as dist
-
-    # Practically no timeout: one rank may work for long while the others wait, and the watchdog distinguishes a slow
-    # step from a hung one.
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=job_store(),
-        rank=rank(),
-        world_size=processes,
-        timeout=timedelta(days=7),
-    )
-
-
 def _rank_device(name: str, processes: int) -> torch.device:
     import torch
 
     from ..compute.cuda_status import resolve_device
 
-    if processes == 1:
-        return resolve_device(name)
-    if name.startswith("cuda:"):
+    if processes > 1 and name.startswith("cuda:"):
         raise UserError(f"train.device: {name} is one device, but {processes} ranks want one each; take cuda or cpu")
-    place = resolve_device(name)
-    if place.type == "cpu":
-        return place
-    local, there = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), torch.cuda.device_count()
-    if local >= there:
+    device = resolve_device(name)
+    if processes == 1 or device.type == "cpu":
+        return device
+    local_rank, devices = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), torch.cuda.device_count()
+    if local_rank >= devices:
         raise UserError(
-            f"train.device: {name} gives every rank a CUDA device of its own, and this machine has {there} for "
+            f"train.device: {name} gives every rank a CUDA device of its own, and this machine has {devices} for "
             f"{os.environ.get('LOCAL_WORLD_SIZE', processes)} ranks; take a smaller mesh, or train.device: cpu"
         )
-    return torch.device("cuda", local)
+    return torch.device("cuda", local_rank)
 
 
 def destroy_process_group(world: ProcessMesh) -> None:

@@ -1,10 +1,10 @@
 """Watchdog thread of every rank, which notices what blocked main threads cannot: a rank that stopped, hangs, or failed.
 
-Each rank posts a heartbeat on the job's board. If a rank's heartbeat stands still for `mesh.stall` seconds, the rank is
-stopped or its machine is gone. If all ranks are in a phase with a progress timeout (`progress_timeout`), post
-heartbeats, and none has made progress for that long (at least ten times the longest step so far), the one furthest
-behind is named. The finder reports it once, and every rank exits by `os._exit`: the main threads are inside collectives
-that will never return, and files are only ever put in place whole.
+Each rank posts a heartbeat on the job's board. If one stands still for `mesh.stall` seconds, its rank is stopped or its
+machine is gone. If all ranks are in a phase with a progress timeout and none has made progress for that long (at least
+ten times the longest step so far), the one furthest behind is named. The finder reports it once, and every rank exits
+by `os._exit`: the main threads are inside collectives that will never return, and files are only ever put in place
+whole.
 
 Clocks are never compared: each watcher counts its own time since a rank's heartbeat last changed, in ticks that a pause
 of the watcher itself (a sleeping laptop) cannot stretch.
@@ -24,41 +24,44 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .failure import FailureReason, claim_cause, is_multi_rank, rank, read_cause, resume_hint
-from .rendezvous import KeyValueStore, RankTimeout, is_store_hosted_by_agent, job_board
+from .job import (
+    FailureReason,
+    KeyValueStore,
+    RankTimeout,
+    claim_cause,
+    is_multi_rank,
+    is_store_hosted_by_agent,
+    job_board,
+    rank,
+    read_cause,
+    resume_hint,
+)
 
-BEAT_SECONDS, LOOK_SECONDS = 2.0, 0.5
-WATCHMEN = 3
-_FIRST_UPDATES = 2
-_FIRST_LIMIT = 600.0
+HEARTBEAT_SECONDS, CHECK_SECONDS = 2.0, 0.5
+WATCHERS = 3
+"""Ranks that watch all others."""
+_FIRST_UPDATES, _FIRST_LIMIT = 2, 600.0
 
 
 @dataclass(frozen=True)
 class Heartbeat:
     """Heartbeat of a rank."""
 
-    number: int
-    """Number of the post, counting up."""
+    number: int  # number of the post, counting up
     host: str
     pid: int
-    count: int
-    """Calls of `report_progress` so far."""
+    count: int  # calls of `report_progress` so far
     step: int
     phase: str
-    idle: float
-    """Seconds since the last of them."""
-    longest: float
-    """Seconds of the longest wait between two of them so far."""
-    hurried: bool
-    """True in a phase with a progress timeout (steps), False in one that may take any time."""
-    line: str = ""
-    """Innermost Python line of the main thread."""
-    waits: bool = False
-    """True if that line is in torch, as in a collective or a backward pass."""
-    left: bool = False
+    idle: float  # seconds since the last of those calls
+    longest: float  # seconds of the longest wait between two calls so far
+    has_timeout: bool  # True in a phase with a progress timeout (steps), False in one that may take any time
+    line: str = ""  # innermost Python line of the main thread
+    is_in_torch: bool = False  # True if that line is in torch, as in a collective or a backward pass
+    has_left: bool = False
 
     @property
-    def where(self) -> str:
+    def position(self) -> str:
         """Step and phase for a reader."""
         return f"step {self.step}, {self.phase}"
 
@@ -75,8 +78,9 @@ class Watchdog:
         self.board, self.rank, self.size, self.stall, self.end = board, rank, size, stall, end
         self.numbered = 0
         self.count, self.step, self.phase = 0, 0, "start"
-        self.moved, self.longest, self.hurried = time.monotonic(), 0.0, False
-        self.seen: dict[int, tuple[Heartbeat, float]] = {}
+        self.moved, self.longest, self.has_timeout = time.monotonic(), 0.0, False
+        self.heartbeats: dict[int, tuple[Heartbeat, float]] = {}
+        """Last heartbeat of each rank, and the seconds since it changed."""
         self.silence = 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flatshift-watch", daemon=True)
@@ -91,7 +95,7 @@ class Watchdog:
         self._over.set()
         self._thread.join(timeout=5)
         with contextlib.suppress(RankTimeout):
-            self._post(left=True)
+            self._post(has_left=True)
 
     def progress(self, step: int, phase: str) -> None:
         """Record progress of the main thread. Costs a few assignments."""
@@ -101,118 +105,125 @@ class Watchdog:
         self.count, self.step, self.phase, self.moved = self.count + 1, step, phase, now
 
     @contextlib.contextmanager
-    def pace(self, phase: str, *, hurried: bool) -> Iterator[None]:
-        """Put this rank into `phase` inside; progress is required of the job while every rank is in a hurried one."""
-        before = self.phase, self.hurried
-        self.moved, self.phase, self.hurried = time.monotonic(), phase, hurried
+    def pace(self, phase: str, *, has_timeout: bool) -> Iterator[None]:
+        """Put this rank into `phase` inside; the job must make progress while every rank is in one with a timeout."""
+        previous = self.phase, self.has_timeout
+        self.moved, self.phase, self.has_timeout = time.monotonic(), phase, has_timeout
         try:
             yield
         finally:
             self.moved = time.monotonic()
-            self.phase, self.hurried = before
-
-    # ------------------------------------------------------------------ the thread
+            self.phase, self.has_timeout = previous
 
     def _run(self) -> None:
-        since_beat, last = 0.0, time.monotonic()
-        while not self._over.wait(LOOK_SECONDS):
+        since_post, last = 0.0, time.monotonic()
+        while not self._over.wait(CHECK_SECONDS):
             now = time.monotonic()
             # capped: after a suspend of this machine all other ranks would seem silent
-            tick, last = min(now - last, 2 * BEAT_SECONDS), now
-            since_beat += tick
+            tick, last = min(now - last, 2 * HEARTBEAT_SECONDS), now
+            since_post += tick
             try:
-                if since_beat >= BEAT_SECONDS:
+                if since_post >= HEARTBEAT_SECONDS:
                     self._post()
-                    since_beat = 0.0
-                self._look(tick)
+                    since_post = 0.0
+                self._check_ranks(tick)
                 self.silence = 0.0
             except RankTimeout:
                 self.silence += max(tick, time.monotonic() - now)
                 if self.silence > self.stall:
-                    self._board_is_gone()
-            self._end_with_an_orphan()
+                    self._report_lost_board()
+            launcher = os.environ.get("FLATSHIFT_LAUNCHER")
+            if launcher is not None and os.getppid() != int(launcher):
+                self.end(3)
 
-    def _post(self, *, left: bool = False) -> None:
+    def _post(self, *, has_left: bool = False) -> None:
         self.numbered += 1
-        beat = Heartbeat(
-            self.numbered,
-            socket.gethostname(),
-            os.getpid(),
-            self.count,
-            self.step,
-            self.phase,
-            time.monotonic() - self.moved,
-            self.longest,
-            self.hurried,
-            *_main_thread_position(),
-            left,
+        line, is_in_torch = _main_thread_position()
+        heartbeat = Heartbeat(
+            number=self.numbered,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            count=self.count,
+            step=self.step,
+            phase=self.phase,
+            idle=time.monotonic() - self.moved,
+            longest=self.longest,
+            has_timeout=self.has_timeout,
+            line=line,
+            is_in_torch=is_in_torch,
+            has_left=has_left,
         )
-        self.board.put(f"beat-{self.rank}", json.dumps(asdict(beat)))
+        self.board.put(f"beat-{self.rank}", json.dumps(asdict(heartbeat)))
 
-    def _look(self, tick: float) -> None:
+    def _check_ranks(self, tick: float) -> None:
         cause = read_cause(self.board)
         if cause is not None:
             self._follow(cause)
             return
-        for other in self._watched():
-            text = self.board.get(f"beat-{other}")
+        # all ranks for the first few, and these few for the others: traffic grows with the ranks, not its square
+        for number in range(self.size if self.rank < WATCHERS else min(WATCHERS, self.size)):
+            text = self.board.get(f"beat-{number}")
             if text is None:
                 continue
-            beat = Heartbeat(**json.loads(text))
-            before, still = self.seen.get(other, (None, 0.0))
-            same = before is not None and before.number == beat.number
-            self.seen[other] = (beat, still + tick if same else 0.0)
-        present = {r: entry for r, entry in self.seen.items() if not entry[0].left}
-        for other, (beat, still) in present.items():
-            if other != self.rank and still > self.stall:
-                self._report(other, beat, f"has not answered for {still:.0f} s (it was at {beat.where})")
+            heartbeat = Heartbeat(**json.loads(text))
+            before, unchanged = self.heartbeats.get(number, (None, 0.0))
+            same = before is not None and before.number == heartbeat.number
+            self.heartbeats[number] = (heartbeat, unchanged + tick if same else 0.0)
+        present = {r: entry for r, entry in self.heartbeats.items() if not entry[0].has_left}
+        for number, (heartbeat, unchanged) in present.items():
+            if number != self.rank and unchanged > self.stall:
+                problem = f"has not answered for {unchanged:.0f} s (it was at {heartbeat.position})"
+                self._report(number, heartbeat, problem)
                 return
-        self._look_for_progress({r: beat for r, (beat, _) in present.items()})
+        self._check_progress({r: heartbeat for r, (heartbeat, _) in present.items()})
 
     def missing(self) -> list[str]:
         """Return the ranks that missed several heartbeats, each with its host and process."""
-        late = [(r, beat) for r, (beat, still) in sorted(self.seen.items()) if still > 3 * BEAT_SECONDS]
-        return [f"rank {r} ({beat.host}:{beat.pid})" for r, beat in late if not beat.left]
+        late = [
+            (r, heartbeat)
+            for r, (heartbeat, unchanged) in sorted(self.heartbeats.items())
+            if unchanged > 3 * HEARTBEAT_SECONDS
+        ]
+        return [f"rank {r} ({heartbeat.host}:{heartbeat.pid})" for r, heartbeat in late if not heartbeat.has_left]
 
-    def _watched(self) -> range:
-        """Return all ranks for the first few ranks, and these few for the others: traffic grows with the ranks, not its
-        square."""
-        return range(self.size) if self.rank < WATCHMEN else range(min(WATCHMEN, self.size))
-
-    def _look_for_progress(self, beats: dict[int, Heartbeat]) -> None:
-        if self.rank >= WATCHMEN or not beats or not all(beat.hurried for beat in beats.values()):
+    def _check_progress(self, heartbeats: dict[int, Heartbeat]) -> None:
+        if (
+            self.rank >= WATCHERS
+            or not heartbeats
+            or not all(heartbeat.has_timeout for heartbeat in heartbeats.values())
+        ):
             return
-        idle = min(beat.idle for beat in beats.values())
-        started = all(beat.count > _FIRST_UPDATES for beat in beats.values())
-        longest = max(beat.longest for beat in beats.values())
+        idle = min(heartbeat.idle for heartbeat in heartbeats.values())
+        started = all(heartbeat.count > _FIRST_UPDATES for heartbeat in heartbeats.values())
+        longest = max(heartbeat.longest for heartbeat in heartbeats.values())
         limit = max(self.stall, 10 * longest) if started else max(self.stall, _FIRST_LIMIT)
         if idle <= limit:
             return
         # The rank that others wait for has made less progress, or as much but is outside of any collective.
-        place = {r: (beat.count, beat.waits) for r, beat in beats.items()}
-        behind = min(place, key=place.__getitem__)
-        beat = beats[behind]
-        if len(set(place.values())) == 1:
-            self._report(None, beat, f"no rank has made progress for {idle:.0f} s (all are at {beat.where})")
+        progress = {r: (heartbeat.count, heartbeat.is_in_torch) for r, heartbeat in heartbeats.items()}
+        behind = min(progress, key=progress.__getitem__)
+        slowest = heartbeats[behind]
+        if len(set(progress.values())) == 1:
+            problem = f"no rank has made progress for {idle:.0f} s (all are at {slowest.position})"
+            self._report(None, slowest, problem)
         else:
-            self._report(behind, beat, f"hangs at {beat.line} ({beat.where}): no rank got on for {idle:.0f} s")
+            problem = f"hangs at {slowest.line} ({slowest.position}): no rank got on for {idle:.0f} s"
+            self._report(behind, slowest, problem)
 
-    def _report(self, who: int | None, beat: Heartbeat, what: str) -> None:
-        place = f"rank {who} ({beat.host}:{beat.pid}) " if who is not None else ""
-        message = f"flatshift: interrupted: {place}{what}; {resume_hint()}"
-        claim_cause(self.board, FailureReason(3, message, who, grace=0.0))
-        if who is not None and beat.host == socket.gethostname():
-            _kill_sibling(beat.pid)
+    def _report(self, rank: int | None, heartbeat: Heartbeat, problem: str) -> None:
+        subject = f"rank {rank} ({heartbeat.host}:{heartbeat.pid}) " if rank is not None else ""
+        message = f"flatshift: interrupted: {subject}{problem}; {resume_hint()}"
+        claim_cause(self.board, FailureReason(3, message, rank, grace=0.0))
+        if rank is not None and heartbeat.host == socket.gethostname():
+            _kill_sibling(heartbeat.pid)
 
     def _follow(self, cause: FailureReason) -> None:
-        """End this rank: give the main thread the cause's grace period to end by itself, then exit."""
         if cause.rank == self.rank and cause.grace:
             return  # the main thread is exiting already
         if not self._over.wait(cause.grace):
             self.end(cause.code)
 
-    def _board_is_gone(self) -> None:
-        """Exit because the store's host, the launcher or rank 0, does not answer."""
+    def _report_lost_board(self) -> None:
         # rank 1 prints for all: rank 0 is gone, or the launcher is
         if not self.board.local and self.rank == 1:
             host = "the launcher" if is_store_hosted_by_agent() else "rank 0"
@@ -222,11 +233,6 @@ class Watchdog:
                 flush=True,
             )
         self.end(3)
-
-    def _end_with_an_orphan(self) -> None:
-        launcher = os.environ.get("FLATSHIFT_LAUNCHER")
-        if launcher is not None and os.getppid() != int(launcher):
-            self.end(3)
 
 
 def _main_thread_position() -> tuple[str, bool]:
@@ -279,12 +285,10 @@ def missing_ranks() -> list[str]:
 
 
 def progress_timeout(phase: str) -> contextlib.AbstractContextManager[None]:
-    """Return the context of a phase that calls `report_progress` repeatedly (steps): if the calls stop, the job
-    hangs."""
-    return _watch.pace(phase, hurried=True) if _watch is not None else contextlib.nullcontext()
+    """Return the context of a phase of `report_progress` calls (steps): if the calls stop, the job hangs."""
+    return _watch.pace(phase, has_timeout=True) if _watch is not None else contextlib.nullcontext()
 
 
 def no_progress_timeout(phase: str) -> contextlib.AbstractContextManager[None]:
-    """Return the context of a phase that may take any time, on every rank or on one that the others wait for (a report,
-    a save)."""
-    return _watch.pace(phase, hurried=False) if _watch is not None else contextlib.nullcontext()
+    """Return the context of a phase that may take any time on a rank, as others wait for it (a report, a save)."""
+    return _watch.pace(phase, has_timeout=False) if _watch is not None else contextlib.nullcontext()

@@ -7,6 +7,7 @@ transformers 5.24 renamed `past_key_values` to `cache`, in the arguments and in 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,29 +36,26 @@ def is_linear(module: Any) -> bool:
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the transformer blocks of any transformers model: the members of its outermost module lists that have
     parameters (encoder and decoder of T5; those of other pipeline stages have none)."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList):
-            found += [block for block in child if next(block.parameters(), None) is not None]
+            blocks += [block for block in child if next(block.parameters(), None) is not None]
         else:
-            found += transformer_blocks(child)
-    return found
+            blocks += transformer_blocks(child)
+    return blocks
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the attention module of each block that has one."""
-    return [attention for block in transformer_blocks(model) for attention in _outermost_attention(block)]
 
+    def outermost(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if type(child).__name__.endswith("Attention") and any(True for _ in child.parameters()):
+                yield child
+            else:
+                yield from outermost(child)
 
-def _outermost_attention(block: nn.Module) -> list[nn.Module]:
-    """Return the outermost attention modules within a block."""
-    found: list[nn.Module] = []
-    for child in block.children():
-        if type(child).__name__.endswith("Attention") and any(True for _ in child.parameters()):
-            found.append(child)
-        else:
-            found += _outermost_attention(child)
-    return found
+    return [attention for block in transformer_blocks(model) for attention in outermost(block)]
 
 
 def vocabulary_size(model: Any) -> int:
@@ -88,51 +86,50 @@ _TABLES = ("wpe", "position_embedding", "position_embeddings", "embed_positions"
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return the maximum sequence length, in tokens, of a learned position table; None if positions are computed
-    (rotary, …)."""
-    beside = tuple(f"{name}." for name in non_language_modules(model))  # an image's patches are not text tokens
+    """Return the rows of a learned position table that are for text tokens; None if positions are computed (rotary)."""
+    other_prefixes = tuple(f"{name}." for name in non_language_modules(model))  # an image's patches are not text tokens
     tables = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and not name.startswith(beside) and name.rsplit(".", 1)[-1] in _TABLES
+        if isinstance(module, nn.Embedding)
+        and not name.startswith(other_prefixes)
+        and name.rsplit(".", 1)[-1] in _TABLES
     ]
     # RoBERTa counts from padding_idx + 1, OPT keeps `offset` rows to itself
-    used = [t.padding_idx + 1 if t.padding_idx is not None else getattr(t, "offset", 0) for t in tables]
-    taken = getattr(model, "soft_tokens", 0)  # soft tokens take positions before every sequence
-    rows = [t.num_embeddings - u for t, u in zip(tables, used, strict=True)]
+    reserved = [t.padding_idx + 1 if t.padding_idx is not None else getattr(t, "offset", 0) for t in tables]
+    soft_tokens = getattr(model, "soft_tokens", 0)  # soft tokens take positions before every sequence
+    rows = [t.num_embeddings - u for t, u in zip(tables, reserved, strict=True)]
     config = _model_config(model)
-    if (rows or config.get_text_config().model_type in BOUNDED) and (made_for := usable_positions(config)) is not None:
-        rows.append(made_for)  # Nyströmformer's table has extra rows that it never reads
-    return min(rows) - taken if rows else None
+    if (rows or config.get_text_config().model_type in BOUNDED) and (usable := usable_positions(config)) is not None:
+        rows.append(usable)  # Nyströmformer's table has extra rows that it never reads
+    return min(rows) - soft_tokens if rows else None
 
 
 def describe_prefix(model: Any) -> str:
-    """Describe the positions before the text of every sequence, as `2 soft tokens and 3 places of features`; empty if
-    none."""
-    taken = getattr(model, "soft_tokens", 0)
+    """Describe the positions before every text, as `2 soft tokens and 3 places of features`; empty if none."""
+    soft_tokens = getattr(model, "soft_tokens", 0)
     projector = getattr(model, "features_before", None)
-    places = 0 if projector is None else projector.places
-    counted = [(taken - places, "soft token", ""), (places, "place", " of features")]
-    return " and ".join(f"{n} {what}{'s' if n > 1 else ''}{of}" for n, what, of in counted if n)
+    feature_places = 0 if projector is None else projector.places
+    counts = [(soft_tokens - feature_places, "soft token", ""), (feature_places, "place", " of features")]
+    return " and ".join(f"{n} {noun}{'s' if n > 1 else ''}{suffix}" for n, noun, suffix in counts if n)
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Parts of a model, as modules."""
+    """Parts of a model, as modules.
+
+    Args:
+        causal: backbone with its head, without the PEFT wrapper.
+        base: backbone without its head; `causal` itself if the family has no such module.
+    """
 
     causal: Any
-    """Backbone with its head, without the PEFT wrapper."""
     base: Any
-    """Backbone without its head; `causal` itself if the family has no such module."""
     stacks: tuple[BlockStack, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelParts:
-        """Find the parts of a model, with or without a PEFT wrapper.
-
-        Raises:
-            UserError: its family is not supported.
-        """
+        """Find the parts of a model, with or without a PEFT wrapper. Raises UserError: its family is not supported."""
         causal = unwrap_peft(model)
         kind = causal.config.model_type
         if kind not in pipeline_families():
@@ -163,17 +160,13 @@ class ModelParts:
         return int(self.causal.config.hidden_size)
 
 
-# ------------------------------------------------------------------------------------------------------ keys and values
-
-
 NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """Names of the cache argument of a block or a model, across versions of transformers."""
 
 
 @functools.cache
 def cache_name() -> str:
-    """Return the name of the model's cache argument in the installed transformers, which is also the field of its
-    output."""
+    """Return the name of a model's cache argument in the installed transformers, also the field of its output."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     fields = CausalLMOutputWithPast.__dataclass_fields__

@@ -20,27 +20,22 @@ class TensorParallelRegion:
     entry: str
     columns: tuple[str, ...]
     row: str
-    heads: bool = False
-    """True for attention: output rows are grouped by head."""
-    fused: int = 1
-    """Equal groups of rows in a column layer, each split separately (GPT-2's query, key and value)."""
+    heads: bool = False  # True for attention: output rows are grouped by head
+    fused: int = 1  # equal groups of rows in a column layer, each split separately (GPT-2's query, key and value)
     counts: tuple[str, ...] = ()
     """Attributes of the entry module that count heads or channels and become per-rank counts."""
-    bias: str | None = None
-    """An embedding of the entry module with one column per head (T5's relative position bias)."""
+    bias: str | None = None  # an embedding of the entry module with one column per head (T5's relative position bias)
 
 
 @dataclass(frozen=True)
 class TensorPlan:
     """Tensor-parallel plan of a family. Names are suffixes of module names in the backbone; `*` is a number."""
 
-    about: str
+    description: str
     blocks: str
     regions: tuple[TensorParallelRegion, ...]
-    embeddings: tuple[str, ...] = ()
-    """Embeddings over the vocabulary; a linear output head over it is split as well."""
-    norm: str | None = None
-    """The norm after the last block; None if the residual stream cannot be split by tokens."""
+    embeddings: tuple[str, ...] = ()  # embeddings over the vocabulary; a linear output head over it is split as well
+    norm: str | None = None  # the norm after the last block; None if the residual stream cannot be split by tokens
 
     @property
     def sequence_parallel(self) -> bool:
@@ -52,20 +47,16 @@ class TensorPlan:
 class BlockStack:
     """Sequence of blocks that a pipeline splits; names are relative to the model without its head."""
 
-    blocks: str
-    """Name of the nn.ModuleList."""
-    first: tuple[str, ...]
-    """Modules with parameters before the first block."""
-    last: tuple[str, ...]
-    """Modules with parameters after the last block."""
+    blocks: str  # name of the nn.ModuleList
+    first: tuple[str, ...]  # modules with parameters before the first block
+    last: tuple[str, ...]  # modules with parameters after the last block
 
 
 @dataclass(frozen=True)
 class Family:
     """Properties of one architecture that cannot be derived from the model itself."""
 
-    tensor: TensorPlan
-    """Split of its layers along `mesh.tp`."""
+    tensor: TensorPlan  # split of its layers along `mesh.tp`
     stacks: tuple[BlockStack, ...] = ()
     """Blocks that `mesh.pp` splits, the encoder's before the decoder's; empty if it cannot be split."""
     context: bool = False
@@ -128,13 +119,13 @@ _T5 = (
 )
 
 
-def _decoder_family(about: str, *, context: bool = True) -> Family:
-    plan = TensorPlan(about, "layers.*", _LLAMA, ("embed_tokens",), "norm")
+def _decoder_family(description: str, *, context: bool = True) -> Family:
+    plan = TensorPlan(description, "layers.*", _LLAMA, ("embed_tokens",), "norm")
     return Family(plan, (BlockStack("layers", ("embed_tokens",), ("norm",)),), context)
 
 
-def _encoder_family(about: str) -> Family:
-    plan = TensorPlan(about, "encoder.layer.*", _BERT, ("word_embeddings",))
+def _encoder_family(description: str) -> Family:
+    plan = TensorPlan(description, "encoder.layer.*", _BERT, ("word_embeddings",))
     return Family(plan, (BlockStack("encoder.layer", ("embeddings",), ("pooler",)),))
 
 
@@ -172,7 +163,7 @@ FAMILIES = {
 
 def tensor_plans() -> dict[str, str]:
     """Return the model types that tensor parallelism can split, with a sentence about each."""
-    return {kind: family.tensor.about for kind, family in FAMILIES.items()}
+    return {kind: family.tensor.description for kind, family in FAMILIES.items()}
 
 
 def pipeline_families() -> tuple[str, ...]:
@@ -185,28 +176,11 @@ def context_families() -> tuple[str, ...]:
     return tuple(kind for kind, family in FAMILIES.items() if family.context)
 
 
-# ------------------------------------------------------------------------------------------------------------ positions
-
 COUNTED_FROM_PAD = frozenset(
     [
-        "altclip_text_model",
-        "bridgetower_text_model",
-        "camembert",
-        "clap_text_model",
-        "data2vec-text",
-        "esm",
-        "ibert",
-        "layoutlmv3",
-        "lilt",
-        "longformer",
-        "luke",
-        "markuplm",
-        "mpnet",
-        "roberta",
-        "roberta-prelayernorm",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
+        *("altclip_text_model", "bridgetower_text_model", "camembert", "clap_text_model", "data2vec-text"),
+        *("esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet", "roberta"),
+        *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
     ]
 )
 """Model types with a position table of `max_position_embeddings` rows in which the first text token takes the row after
@@ -214,29 +188,13 @@ the pad token's."""
 
 
 BOUNDED = frozenset({"codegen", "ctrl", "gptj", "mpt"})
-"""Model types whose positions are precomputed for the length in config.json: a longer sequence raises an index
-error."""
+"""Model types with precomputed positions for the length in config.json: beyond it they raise an index error."""
 
 
 LEAKS_PACKED = frozenset(
     [
-        "biogpt",
-        "bloom",
-        "falcon_h1",
-        "falcon_mamba",
-        "jamba",
-        "mamba",
-        "minimax",
-        "mpt",
-        "nemotron_h",
-        "olmo_hybrid",
-        "openai-gpt",
-        "opt",
-        "qwen3_5_text",
-        "recurrent_gemma",
-        "rwkv",
-        "xglm",
-        "xlstm",
+        *("biogpt", "bloom", "falcon_h1", "falcon_mamba", "jamba", "mamba", "minimax", "mpt", "nemotron_h"),
+        *("olmo_hybrid", "openai-gpt", "opt", "qwen3_5_text", "recurrent_gemma", "rwkv", "xglm", "xlstm"),
     ]
 )
 """Model types of decoders that take no notice of positions which begin again, so samples of one row see each other.
@@ -250,11 +208,15 @@ def usable_positions(config: Any) -> int | None:
     """
     if not isinstance(config, Mapping):
         config = vars(config.get_text_config()) | {"model_type": config.get_text_config().model_type}
-    found = next((config[name] for name in _POSITIONS if isinstance(config.get(name), int)), None)
-    if found is None or found < 1:  # XLNet has -1
+    positions = next((config[name] for name in _POSITIONS if isinstance(config.get(name), int)), None)
+    if positions is None or positions < 1:  # XLNet has -1
         return None
     pad = config.get("pad_token_id")
-    return found - (pad if isinstance(pad, int) else 1) - 1 if config.get("model_type") in COUNTED_FROM_PAD else found
+    return (
+        positions - (pad if isinstance(pad, int) else 1) - 1
+        if config.get("model_type") in COUNTED_FROM_PAD
+        else positions
+    )
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")

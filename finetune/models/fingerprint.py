@@ -1,5 +1,4 @@
-"""Fingerprints of a backbone's files, with cached digests of its weights, and a checksum of frozen weights in
-memory."""
+"""Fingerprints of a backbone's files, with cached digests, and a checksum of frozen weights in memory."""
 
 from __future__ import annotations
 
@@ -17,8 +16,9 @@ import torch
 from ..assets import non_weight_files
 from ..cache_directory import cache_root, write_cached_json
 from ..digests import file_digests, record_digest
+from ..machine import count_cores
+from .checkpoint import TensorEntry, read_index
 from .quantize import quantization_scales
-from .safetensors_index import TensorEntry, read_index
 
 _READ = (
     *("*config.json", "token*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
@@ -26,8 +26,7 @@ _READ = (
 )
 _CHUNK = 1 << 22
 _YOUNG_NS = 2_000_000_000
-"""Minimum age of a file for its digests to be cached: right after a change, its timestamps may not reveal the next
-one."""
+"""Minimum age of a file whose digests are cached: right after a change, the next may keep the timestamps."""
 _known: dict[tuple[str, tuple[int, ...]], dict[str, str]] = {}
 """Digests computed by this process: (file, its state) → digest of each tensor."""
 
@@ -38,87 +37,76 @@ def fingerprint(directory: Path) -> str:
     A fine-tuned copy of a model has a different fingerprint; the same weights split into shards have the same one.
     Digests are cached by path, size, inode and modification times of the weight file, so a file is read once.
 
-    Raises:
-        UserError: as `flatshift.finetune.models.safetensors_index.read_index`.
+    Raises UserError as `flatshift.finetune.models.checkpoint.read_index`.
     """
     index = read_index(directory)
-    by_file: dict[Path, dict[str, TensorEntry]] = {}
-    for name, entry in index.items():
-        by_file.setdefault(entry.file, {})[name] = entry
-    found: dict[str, str] = {}
-    for file, entries in by_file.items():
-        found |= _tensor_digests(Path(os.path.realpath(file)), entries)
-    whole = hashlib.sha256()
+    digests: dict[str, str] = {}
+    for file in {entry.file for entry in index.values()}:
+        entries = {name: entry for name, entry in index.items() if entry.file == file}
+        digests |= _tensor_digests(Path(os.path.realpath(file)), entries)
+    total = hashlib.sha256()
     for name, entry in sorted(index.items()):
-        whole.update(f"{name}{entry.dtype}{tuple(entry.shape)}{found[name]}".encode())
-    return whole.hexdigest()
+        total.update(f"{name}{entry.dtype}{tuple(entry.shape)}{digests[name]}".encode())
+    return total.hexdigest()
 
 
 def text_digests(directory: Path) -> dict[str, str]:
     """Return the SHA-256, by name, of the files other than weights that define the model and its tokenization:
     configuration, generation settings, tokenizer and chat templates."""
-    read = [file for file in non_weight_files(directory) if any(fnmatch(file.name, name) for name in _READ)]
-    return file_digests(directory, read)
+    files = [file for file in non_weight_files(directory) if any(fnmatch(file.name, name) for name in _READ)]
+    return file_digests(directory, files)
 
 
 def _tensor_digests(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return the SHA-256 of each tensor of a weight file, from memory, from the cache or from the file."""
     state = _file_state(file)
     key = (str(file), state)
-    about = {"file": str(file), "state": list(state)}
-    place = cache_root() / f"weights-{hashlib.sha256(str(file).encode()).hexdigest()[:32]}.json"
-    if (known := _known.get(key) or _read_cached_digests(place, about)) is not None and known.keys() == entries.keys():
+    identity = {"file": str(file), "state": list(state)}
+    cache_file = cache_root() / f"weights-{hashlib.sha256(str(file).encode()).hexdigest()[:32]}.json"
+    if (
+        known := _known.get(key) or _read_cached_digests(cache_file, identity)
+    ) is not None and known.keys() == entries.keys():
         _known[key] = known
         return known
-    began = time.time_ns()
+    started = time.time_ns()
     names = sorted(entries)
-    with ThreadPoolExecutor(_worker_count()) as pool:  # hashing releases the GIL
-        found = dict(zip(names, pool.map(_tensor_digest, (entries[name] for name in names)), strict=True))
+    with ThreadPoolExecutor(min(8, count_cores())) as pool:  # hashing releases the GIL
+        digests = dict(zip(names, pool.map(_tensor_digest, (entries[name] for name in names)), strict=True))
     # cache only if the file did not change while it was read, or shortly before
-    if _file_state(file) == state and max(state[2:]) < began - _YOUNG_NS:
-        _known[key] = found
-        told = {**about, "tensors": found}
-        write_cached_json(place, {**told, "self": record_digest(told)})
-    return found
+    if _file_state(file) == state and max(state[2:]) < started - _YOUNG_NS:
+        _known[key] = digests
+        record = {**identity, "tensors": digests}
+        write_cached_json(cache_file, {**record, "self": record_digest(record)})
+    return digests
 
 
 def _file_state(file: Path) -> tuple[int, ...]:
-    """Return the file's size, inode, and times of last content and metadata change (ns), one of which changes with
-    every write."""
-    seen = file.stat()
-    return seen.st_size, seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns
-
-
-def _worker_count() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores)
+    """Return size, inode, and times of last content and metadata change (ns); every write changes one of them."""
+    status = file.stat()
+    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _tensor_digest(entry: TensorEntry) -> str:
-    digest, left = hashlib.sha256(), entry.bytes
-    with entry.file.open("rb") as stream:
-        stream.seek(entry.offset)
-        while left and (part := stream.read(min(left, _CHUNK))):
-            digest.update(part)
-            left -= len(part)
+    digest = hashlib.sha256()
+    for chunk in entry.chunks(_CHUNK):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
-def _read_cached_digests(place: Path, about: Mapping[str, object]) -> dict[str, str] | None:
+def _read_cached_digests(cache_file: Path, identity: Mapping[str, object]) -> dict[str, str] | None:
     """Return the digests in a cache file; None if it is torn, or belongs to another file or another state."""
     try:
-        told = json.loads(place.read_bytes())
-        if told.pop("self") != record_digest(told) or {name: told[name] for name in about} != about:
+        record = json.loads(cache_file.read_bytes())
+        if record.pop("self") != record_digest(record) or {name: record[name] for name in identity} != identity:
             return None
-        return {str(name): str(value) for name, value in told["tensors"].items()}
+        return {str(name): str(value) for name, value in record["tensors"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
 @torch.no_grad()
 def checksum(model: torch.nn.Module) -> str:
-    """Return a SHA-256 over the bytes of every frozen parameter, every buffer and every scale of quantised weights, in
-    name order."""
+    """Return a SHA-256 of all frozen parameters, buffers and scales of quantised weights, in name order."""
     digest = hashlib.sha256()
     tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     tensors |= dict(model.named_buffers()) | quantization_scales(model)

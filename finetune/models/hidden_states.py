@@ -6,13 +6,13 @@ import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 
 from ..compute.cuda_status import resolve_device
+from ..digests import file_sha256
 from ..errors import UserError, first_error_line
 from .anatomy import position_limit
 from .backbone import REFUSED, open_backbone, quiet_transformers
@@ -29,12 +29,11 @@ def hidden_state_encoder(
     to the model's maximum (with a UserWarning if that is shorter), and padded on the right. T is 0 if no text has a
     token.
 
-    Raises:
-        UserError: as `open_backbone` and `resolve_device`.
+    Raises UserError as `open_backbone` and `resolve_device`.
     """
     from transformers import AutoModel
 
-    place = resolve_device(device)
+    target_device = resolve_device(device)
     backbone = open_backbone(name)
     tokenizer = backbone.tokenizer
     try:
@@ -46,16 +45,17 @@ def hidden_state_encoder(
         raise UserError(f"encoder {str(name)!r} cannot be loaded: {first_error_line(error)}") from error
     if getattr(model.config, "is_encoder_decoder", False):
         model = model.get_encoder()
-    model.requires_grad_(False).eval().to(place)
+    model.requires_grad_(False).eval().to(target_device)
 
-    readable = _readable_tokens(model, tokenizer)
-    if readable < max_length:
+    # its positions, minus those its family reserves for padding; else the tokenizer's limit
+    limit = position_limit(model) or usable_positions(model.config) or int(tokenizer.model_max_length)
+    if limit < max_length:
         warnings.warn(
-            f"encoder {str(name)!r} reads no more than {readable} tokens: texts are cut there, not at {max_length}",
+            f"encoder {str(name)!r} reads no more than {limit} tokens: texts are cut there, not at {max_length}",
             UserWarning,
             stacklevel=2,
         )
-        max_length = readable
+        max_length = limit
 
     @torch.no_grad()
     def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -67,9 +67,9 @@ def hidden_state_encoder(
             max_length=max_length,
             return_tensors="pt",
             return_token_type_ids=False,
-        ).to(place)
+        ).to(target_device)
         if not batch["input_ids"].shape[1]:  # an empty batch has no states: run one token for their width
-            one = torch.full((1, 1), tokenizer.pad_token_id, device=place)
+            one = torch.full((1, 1), tokenizer.pad_token_id, device=target_device)
             width = model(input_ids=one, attention_mask=torch.ones_like(one)).last_hidden_state.shape[2]
             return np.zeros((len(texts), 0, width), np.float32), np.zeros((len(texts), 0), np.int64)
         states = model(**batch).last_hidden_state
@@ -78,20 +78,11 @@ def hidden_state_encoder(
     return encode
 
 
-def _readable_tokens(model: Any, tokenizer: Any) -> int:
-    """Return the maximum number of text tokens of `model`: its positions, minus those its family reserves for padding;
-    if the configuration does not specify them, the tokenizer's limit."""
-    return position_limit(model) or usable_positions(model.config) or int(tokenizer.model_max_length)
-
-
 def model_fingerprint(directory: str | Path) -> str:
-    """Return a SHA-256 of a model directory's weights, configuration and tokenizer, which determine its hidden
-    states."""
+    """Return a SHA-256 of a directory's weights, configuration and tokenizer, which determine hidden states."""
     root = Path(directory)
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*")):
         if file.is_file() and file.suffix in (".safetensors", ".json", ".txt", ".model"):
-            digest.update(str(file.relative_to(root)).encode())
-            with file.open("rb") as handle:
-                digest.update(hashlib.file_digest(handle, "sha256").digest())
+            digest.update(str(file.relative_to(root)).encode() + bytes.fromhex(file_sha256(file)))
     return digest.hexdigest()

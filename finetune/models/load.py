@@ -64,7 +64,7 @@ def load_backbone(
         skeleton = build_skeleton(
             backbone, task=task, num_labels=num_labels, label_names=label_names, precision=precision
         )
-        options |= loading_options(quantization, skeleton, dtype=dtype, device=device, where=where)
+        options |= loading_options(quantization, skeleton, dtype=dtype, device=device, context=where)
     else:
         options |= direct_load_kwargs(torch.device(device))
     try:

@@ -29,7 +29,7 @@ from .backbone import (
     open_backbone,
     quiet_transformers,
 )
-from .weight_names import CheckpointFiles
+from .checkpoint import CheckpointFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,35 +50,32 @@ def build_skeleton(
     other tensor to its file (`flatshift.finetune.parallel.weights.load_weights`). The global random state is not
     touched.
 
-    Raises:
-        UserError: as `load_backbone`; or a weight file is missing or cut short; or the backbone is already quantised.
+    Raises UserError as `load_backbone`; or a weight file is missing or cut short; or the backbone is already quantised.
     """
     backbone = open_backbone(name)
-    auto, options = auto_class(task, num_labels=num_labels, label_names=label_names)
-    where = backbone.where
+    model_class, options = auto_class(task, num_labels=num_labels, label_names=label_names)
+    context = backbone.where
     dtype = DTYPES[precision]
     try:
-        model: Any = empty_model(auto, backbone, dtype=dtype, dropout=dropout, **options)
+        model: Any = empty_model(model_class, backbone, dtype=dtype, dropout=dropout, **options)
     except UserError:
         raise
     except REFUSED as error:
-        raise loading_error(error, task, where) from error
+        raise loading_error(error, task, context) from error
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(
-            f"{where} is quantised already, and neither a mesh nor train.quantization begins with that; take the "
+            f"{context} is quantised already, and neither a mesh nor train.quantization begins with that; take the "
             "unquantised one, or one device and no train.quantization"
         )
-    check_dropout(model, dropout, where)
+    check_dropout(model, dropout, context)
     checkpoint = CheckpointFiles.of(model, backbone.directory)
     if checkpoint.mismatched and not options:
-        odd = checkpoint.mismatched[0]
-        raise UserError(f"{where}: {odd} has another shape in its weights than config.json says; fetch it again")
-    finalize_model(
-        model,
-        {"missing_keys": checkpoint.missing, "mismatched_keys": checkpoint.mismatched},
-        backbone=backbone,
-        task=task,
-    )
+        mismatched = checkpoint.mismatched[0]
+        raise UserError(
+            f"{context}: {mismatched} has another shape in its weights than config.json says; fetch it again"
+        )
+    report = {"missing_keys": checkpoint.missing, "mismatched_keys": checkpoint.mismatched}
+    finalize_model(model, report, backbone=backbone, task=task)
     model.checkpoint = checkpoint
     return model
 
@@ -127,19 +124,19 @@ def configure_backbone(backbone: Backbone, settings: dict[str, Any], *, dropout:
     """
     config = backbone.own_config(settings)
     if dropout is not None:
-        found = [(owner, key) for owner, key, _ in dropout_rates(config) if dropout == 0 or "layerdrop" not in key]
-        for owner, key in found:
+        rates = [(owner, key) for owner, key, _ in dropout_rates(config) if dropout == 0 or "layerdrop" not in key]
+        for owner, key in rates:
             setattr(owner, key, dropout)
-        if dropout and not found:
+        if dropout and not rates:
             raise UserError("train.backbone_dropout: config.json of this backbone names no dropout; leave it out, or 0")
     return config
 
 
-def check_dropout(model: Any, dropout: float | None, where: str) -> None:
+def check_dropout(model: Any, dropout: float | None, context: str) -> None:
     """Raise UserError if the backbone still draws dropout masks although `dropout` is 0."""
     if dropout == 0 and uses_dropout(model):
         raise UserError(
-            f"{where}: it has dropout that its configuration does not name, so train.backbone_dropout: 0 cannot turn "
+            f"{context}: it has dropout that its configuration does not name, so train.backbone_dropout: 0 cannot turn "
             "it off; leave the setting out"
         )
 
@@ -153,31 +150,27 @@ def finalize_model(model: Any, report: dict[str, Any], *, backbone: Backbone, ta
     model.new_parameters = _new_parameters(model, report, task, backbone.where)
     model.name_or_path = backbone.recorded_name
     model.config.use_cache = False
-    set_pad_token(model, backbone)
+    _set_pad_token(model, backbone)
     model.requires_grad_(False)
-    make_head_input_contiguous(model)
-
-
-def make_head_input_contiguous(model: Any) -> None:
-    """Make the hidden states passed to the output embedding contiguous.
-
-    For a slice (B, 1, D), as in generation, torch's matmul with a frozen (D, V) weight makes B products, each of which
-    copies the weight in bf16 on a CPU: 335 MB per sequence at V = 262,144 and D = 640. A contiguous input is one
-    product.
-    """
     head = model.get_output_embeddings()
     if head is not None:
         head.register_forward_pre_hook(_make_contiguous)
 
 
 def _make_contiguous(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in inputs)
+    """Make the hidden states passed to the output embedding contiguous.
+
+    For a slice (B, 1, D), as in generation, torch's matmul with a frozen (D, V) weight makes B products, each of which
+    copies the weight in bf16 on a CPU: 335 MB per sequence at V = 262,144 and D = 640. A contiguous input is one
+    product.
+    """
+    return tuple(value.contiguous() if isinstance(value, torch.Tensor) else value for value in inputs)
 
 
 _make_contiguous.keeps_values = True  # type: ignore[attr-defined]  # read by `flatshift.regularizers.layers.fused`
 
 
-def set_pad_token(model: Any, backbone: Backbone) -> None:
+def _set_pad_token(model: Any, backbone: Backbone) -> None:
     """Set the config's pad token to the one that sequences are padded with: decoder heads use it to find the last
     token, and many config.json name none, or another than their tokenizer pads with (`Backbone.tokenizer`).
 
@@ -185,42 +178,37 @@ def set_pad_token(model: Any, backbone: Backbone) -> None:
     attention mask, so config, tokenizer and data have to agree. A config whose positions are counted from its pad token
     (RoBERTa) is kept. Without a tokenizer in the directory a missing pad token becomes the end-of-sequence token.
     """
-    counted = (m for n, m in model.named_modules() if "position" in n.rsplit(".", 1)[-1])
-    if any(getattr(module, "padding_idx", None) is not None for module in counted):
+    position_modules = (m for n, m in model.named_modules() if "position" in n.rsplit(".", 1)[-1])
+    if any(getattr(module, "padding_idx", None) is not None for module in position_modules):
         return
     config, text = model.config, model.config.get_text_config()
-    pad = None
-    if backbone.has_tokenizer:
-        pad = backbone.tokenizer.pad_token_id
-        vocabulary = getattr(text, "vocab_size", None)
-        if vocabulary is not None and pad >= vocabulary:  # not in the model's vocabulary: cannot pad
-            pad = None
-    if pad is None:
-        owned = (getattr(owner, "pad_token_id", None) for owner in (config, text))
-        pad = next((own for own in owned if own is not None), None)
-    if pad is None:
-        eos = getattr(text, "eos_token_id", None)
-        pad = eos[0] if isinstance(eos, list) else eos
-    config.pad_token_id = text.pad_token_id = pad
+    eos = getattr(text, "eos_token_id", None)
+    own = [getattr(owner, "pad_token_id", None) for owner in (config, text)]
+    pads = [*own, *(eos[:1] if isinstance(eos, list) else [eos])]
+    vocabulary = getattr(text, "vocab_size", None)
+    if backbone.has_tokenizer and (vocabulary is None or backbone.tokenizer.pad_token_id < vocabulary):
+        pads.insert(0, backbone.tokenizer.pad_token_id)
+    config.pad_token_id = text.pad_token_id = next((pad for pad in pads if pad is not None), None)
 
 
-def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: BackboneTask, where: str) -> tuple[str, ...]:
-    """Return the names of the parameters missing from the checkpoint; only those of a task's own head may be
-    missing."""
+def _new_parameters(
+    model: PreTrainedModel, report: dict[str, Any], task: BackboneTask, context: str
+) -> tuple[str, ...]:
+    """Return the parameters missing from the checkpoint; only those of a task's own head may be missing."""
     mismatched = {entry[0] if isinstance(entry, tuple | list) else entry for entry in report["mismatched_keys"]}
-    absent = sorted(set(report["missing_keys"]) | mismatched)
+    missing = sorted({*report["missing_keys"], *mismatched})
     prefix = model.base_model_prefix + "."
-    core = [n for n in absent if not task.traits.has_new_head or (n.startswith(prefix) and ".pooler." not in n)]
-    if core:
-        more = f" and {len(core) - 1} more" if len(core) > 1 else ""
+    required = [n for n in missing if not task.traits.has_new_head or (n.startswith(prefix) and ".pooler." not in n)]
+    if required:
+        others = f" and {len(required) - 1} more" if len(required) > 1 else ""
         for entry in report["mismatched_keys"]:
-            if isinstance(entry, tuple | list) and entry[0] in core and len(entry) == 3:
-                there, made = (list(shape) for shape in entry[1:])
+            if isinstance(entry, tuple | list) and entry[0] in required and len(entry) == 3:
+                stored, expected = (list(shape) for shape in entry[1:])
                 raise UserError(
-                    f"{where}: config.json makes {entry[0]} {made} and the weights have {there}{more}; one of the two "
-                    "is of another model, fetch the backbone again"
+                    f"{context}: config.json makes {entry[0]} {expected} and the weights have {stored}{others}; one of "
+                    "the two is of another model, fetch the backbone again"
                 )
         raise UserError(
-            f"{where}: its weights lack {core[0]}{more}; the checkpoint is not complete or not of this kind"
+            f"{context}: its weights lack {required[0]}{others}; the checkpoint is not complete or not of this kind"
         )
-    return tuple(absent)
+    return tuple(missing)

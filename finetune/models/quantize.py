@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 KINDS: tuple[Quantization, ...] = ("nf4", "nf4-double", "int8")
-_BLOCK = 64
-"""Values of a 4-bit weight that share a scale."""
+_BLOCK = 64  # values of a 4-bit weight that share a scale
 GET = "pip install 'flatshift[quant]'"
 
 
@@ -93,7 +92,7 @@ def gradient_problem(kind: Quantization, device: str) -> str | None:
 
 
 def loading_options(
-    kind: Quantization, skeleton: Any, *, dtype: torch.dtype, device: torch.device | str, where: str
+    kind: Quantization, skeleton: Any, *, dtype: torch.dtype, device: torch.device | str, context: str
 ) -> dict[str, Any]:
     """Return the additional arguments of `from_pretrained`.
 
@@ -101,29 +100,28 @@ def loading_options(
         skeleton: the model on meta (`flatshift.finetune.models.meta.build_skeleton`).
         dtype: of the computation, and of everything not quantised.
 
-    Raises:
-        UserError: no layer of the model can be quantised.
+    Raises UserError: no layer of the model can be quantised.
     """
     from transformers import BitsAndBytesConfig
+    from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = _unquantized_modules(skeleton, kind)
-    if not any(_input_width(module) and not _is_skipped(name, kept) for name, module in skeleton.named_modules()):
+    unquantized = _unquantized_modules(skeleton, kind)
+    layers = (name for name, module in skeleton.named_modules() if _input_width(module))
+    if not any(should_convert_module(name, unquantized) for name in layers):
         wide = "" if kind == "int8" else f" with a multiple of {_BLOCK} inputs"
         raise UserError(
-            f"{where} has no linear layer{wide} besides its head, so train.quantization: {kind} would change nothing; "
-            "leave it at null"
+            f"{context} has no linear layer{wide} besides its head, so train.quantization: {kind} would change "
+            "nothing; leave it at null"
         )
-    settings: dict[str, Any] = {"llm_int8_skip_modules": kept}
-    if kind == "int8":
-        settings["load_in_8bit"] = True
-    else:
-        settings |= {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": kind == "nf4-double",
-            "bnb_4bit_compute_dtype": dtype,
-        }
-    return {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": device}}
+    config = BitsAndBytesConfig(
+        load_in_8bit=kind == "int8",
+        load_in_4bit=kind != "int8",
+        llm_int8_skip_modules=unquantized,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=kind == "nf4-double",
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def _unquantized_modules(skeleton: Any, kind: Quantization) -> list[str]:
@@ -145,51 +143,48 @@ def _input_width(module: Any) -> int:
     return int(module.in_features) if type(module).__name__ == "Linear" else 0
 
 
-def _is_skipped(name: str, kept: list[str]) -> bool:
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    return not should_convert_module(name, kept)
-
-
 def prepare_quantized(model: nn.Module) -> None:
     """Make a quantised `model` trainable after evaluation; other models are left unchanged.
 
     On CPUs with bf16 instructions bitsandbytes would repack 4-bit weights in place at the first evaluation: the scales
     are rounded to bf16, and from then on gradients do not flow.
     """
-    layers: list[Any] = [module for module in model.modules() if type(module).__module__.startswith("bitsandbytes.")]
-    for layer in layers:
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = False
-    if layers:
-        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    for module in model.modules():
+        if _is_quantized(module):
+            logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                vars(module)["support_avx512bf16_for_cpu"] = False
+
+
+def _is_quantized(module: Any) -> bool:
+    return type(module).__module__.startswith("bitsandbytes.")
 
 
 def describe_quantization(model: nn.Module, kind: Quantization) -> str:
     """Describe in one line for the log how many adapted layers are quantised."""
     bases = [module.base_layer for module in model.modules() if hasattr(module, "base_layer")]
-    packed = sum(type(base).__module__.startswith("bitsandbytes.") for base in bases)
-    floats = f"; {len(bases) - packed} stay floats" if packed < len(bases) else ""
-    return f"backbone in {kind}: {packed} of {len(bases)} adapted layers{floats}"
+    quantized = sum(map(_is_quantized, bases))
+    floats = f"; {len(bases) - quantized} stay floats" if quantized < len(bases) else ""
+    return f"backbone in {kind}: {quantized} of {len(bases)} adapted layers{floats}"
 
 
 def quantization_scales(model: nn.Module) -> dict[str, Tensor]:
     """Return, by name, the tensors of quantised weights that are neither parameters nor buffers."""
-    found: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
     for name, module in model.named_modules():
-        if not type(module).__module__.startswith("bitsandbytes."):
+        if not _is_quantized(module):
             continue
         weight: Any = module.weight
         state: Any = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
         if state is not None:
             nested = {} if state.state2 is None else {"nested": state.state2.absmax, "offset": state.offset}
-            found |= {f"{name}.weight.{part}": t for part, t in {"absmax": state.absmax, **nested}.items()}
+            scales |= {f"{name}.weight.{part}": t for part, t in {"absmax": state.absmax, **nested}.items()}
         row_scales = getattr(weight, "SCB", None)
         if row_scales is None:
             row_scales = getattr(getattr(module, "state", None), "SCB", None)
         if row_scales is not None:
-            found[f"{name}.weight.SCB"] = row_scales
-    return found
+            scales[f"{name}.weight.SCB"] = row_scales
+    return scales
 
 
 def unwrap_packed(model: nn.Module) -> None:

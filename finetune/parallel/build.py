@@ -23,9 +23,9 @@ from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import format_bytes
 from ..models.anatomy import is_conv1d
+from ..models.checkpoint import canonical_name
 from ..models.load import load_backbone
 from ..models.quantize import describe_quantization, unwrap_packed
-from ..models.weight_names import canonical_name
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
 from .mesh import ProcessMesh

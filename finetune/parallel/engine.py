@@ -37,7 +37,7 @@ from ..compute.loss import Head, add_reference, batch_loss, find_head, head_prob
 from ..data.eval_batching import DataShard
 from ..errors import UserError
 from ..models.anatomy import position_limit
-from ..models.weight_names import canonical_name
+from ..models.checkpoint import canonical_name
 from .layout import Slice, TensorParallelLayout, copy_local_part, gather_full_tensors, local_part
 from .mesh import DATA, TOKENS, ProcessMesh
 
@@ -371,7 +371,7 @@ class Engine:
             UserError: starting with `where`, if the names or a shape differ.
         """
         if self.world.size == 1:
-            return copy_tensors(wholes, tensors, where=where)
+            return copy_tensors(wholes, tensors, context=where)
         self.reshard()
         present = {name for part in self._gather_objects(sorted(tensors), "pp") for name in part}
         if odd := sorted(present ^ wholes.keys()):

@@ -30,7 +30,7 @@ from ..compute.capabilities import capabilities
 from ..config import Mesh
 from ..errors import UserError
 from ..models.anatomy import transformer_blocks
-from ..models.weight_names import canonical_name
+from ..models.checkpoint import canonical_name
 from .layout import local_part
 from .mesh import ProcessMesh
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import UserError, is_out_of_memory
 from ..models.backbone import REFUSED, quiet_transformers
-from ..models.weight_names import CheckpointFiles, canonical_name
+from ..models.checkpoint import CheckpointFiles, canonical_name
 from .layout import Runs, TensorParallelLayout, copy_local_part, local_index_runs, local_part
 from .mesh import ProcessMesh
 

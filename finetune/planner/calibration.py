@@ -20,40 +20,40 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from ..cache_directory import cache_root, write_cached_json
-from ..child_process import without_cwd_imports
 from ..figures import format_bytes
-from ..processor import cpu_info
+from ..machine import cpu_info, without_cwd_imports
 from .throughput import CORE, DEVICES, PUBLISHED, DeviceSpec, RooflineConstants, StepLayout, predict_seconds
 
 _TURNS = 3
 
 
-@dataclass(frozen=True)
-class _ProbeSizes:
+class _ProbeSizes(NamedTuple):
     """Tensor sizes for timing one kind of device."""
 
     hidden: int
     tokens: int
-    reduced: int
-    """Bytes of an all-reduce."""
+    reduced_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class MemoryOverhead:
-    """Resident memory of a process on top of the tensors of its steps."""
+    """Resident memory of a process on top of the tensors of its steps.
+
+    Args:
+        libraries: bytes before any model is loaded.
+        least: further bytes in any case: code compiled by oneDNN, and the allocator's own data.
+        share: fraction of the tensors' bytes that the C library may keep after they are freed.
+    """
 
     libraries: int
-    """Bytes before any model is loaded."""
     least: int
-    """Further bytes in any case: code compiled by oneDNN, and the allocator's own data."""
     share: float
-    """Fraction of the tensors' bytes that the C library may keep after they are freed."""
 
     def interval(self, tensors: float) -> tuple[float, float]:
-        """Return the least and most resident bytes of a process whose steps use `tensors` bytes of tensors."""
+        """Return the minimum and maximum resident bytes of a process whose steps use `tensors` bytes of tensors."""
         return self.libraries + tensors, self.libraries + self.least + (1 + self.share) * tensors
 
 
@@ -62,19 +62,22 @@ _PROBES = {"cuda": _ProbeSizes(2048, 4096, 256 << 20), "cpu": _ProbeSizes(256, 2
 
 def cached_constants(row: str) -> RooflineConstants | None:
     """Return the cached measurement for a row of the device table; None if there is none that can be read."""
-    try:
-        found = json.loads(_cache_path(row).read_text(encoding="utf-8"))["constants"]
-        constants = RooflineConstants(**found)
-        return constants if all(0 < value < 100 for value in asdict(constants).values()) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    constants = _read_cached(row, "constants", RooflineConstants)
+    return constants if constants and all(0 < value < 100 for value in asdict(constants).values()) else None
 
 
 def cached_overhead() -> MemoryOverhead | None:
     """Return the cached memory overhead of processes on this machine's CPU; None if there is none that can be read."""
+    overhead = _read_cached("CPU", "slack", MemoryOverhead)
+    return overhead if overhead and min(asdict(overhead).values()) >= 0 else None
+
+
+Record = TypeVar("Record", RooflineConstants, MemoryOverhead)
+
+
+def _read_cached(row: str, key: str, kind: type[Record]) -> Record | None:
     try:
-        found = MemoryOverhead(**json.loads(_cache_path("CPU").read_text(encoding="utf-8"))["slack"])
-        return found if min(asdict(found).values()) >= 0 else None
+        return kind(**json.loads(_cache_path(row).read_text(encoding="utf-8"))[key])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -90,7 +93,8 @@ def calibrate(row: str | None, kind: str, ranks: int) -> tuple[RooflineConstants
     rate = _measure_product_rate(kind, probe)
     block = _measure_block_seconds(kind, probe)
     launch = _measure_launch_seconds() if kind == "cuda" else PUBLISHED.launch
-    link = _measure_link_rate(kind, min(ranks, 8 if kind == "cuda" else 2), probe)
+    ranks = min(ranks, 8 if kind == "cuda" else 2)
+    link = None if ranks < 2 else float(_spawn(_time_all_reduce, ranks, kind, ranks, probe.reduced_bytes))
     lines = [
         f"matrix products: {rate / 1e9:,.4g} GFLOP/s in {'bf16' if kind == 'cuda' else 'fp32, one core'}",
         f"a LoRA block of width {probe.hidden} over {probe.tokens:,} tokens: {block * 1e3:.3g} ms forward and backward",
@@ -98,91 +102,87 @@ def calibrate(row: str | None, kind: str, ranks: int) -> tuple[RooflineConstants
     ]
     if device is None:
         return PUBLISHED, [*lines, "this device is not in the table of `--gpus`, so no plan can use these figures"]
-    constants = dataclasses.replace(_fit_constants(device, probe, rate, block, link), launch=launch)
+    constants = dataclasses.replace(_fit_constants(device, probe, rate=rate, block=block, link=link), launch=launch)
     row = row or "CPU"
     record: dict[str, Any] = {"constants": asdict(constants)}
-    if kind == "cpu" and (slack := measure_overhead()) is not None:
+    if kind == "cpu" and (overhead := measure_overhead()) is not None:
         lines.append(
-            f"a process: {format_bytes(slack.libraries)} of libraries, and up to {format_bytes(slack.least)} and "
-            f"{slack.share:.0%} of a "
-            "step's tensors that allocator and kernels keep as well"
+            f"a process: {format_bytes(overhead.libraries)} of libraries, and up to {format_bytes(overhead.least)} and "
+            f"{overhead.share:.0%} of a step's tensors that allocator and kernels keep as well"
         )
-        record["slack"] = asdict(slack)
+        record["slack"] = asdict(overhead)
     write_cached_json(_cache_path(row), {**record, "measured": lines})
-    shares = ", ".join(
+    rates_text = ", ".join(
         f"{name} {value:.3g} (published {getattr(PUBLISHED, name):.3g})" for name, value in asdict(constants).items()
     )
-    return constants, [*lines, f"plans for {row} take from now on: {shares}", f"kept in {_cache_path(row)}"]
+    return constants, [*lines, f"plans for {row} take from now on: {rates_text}", f"kept in {_cache_path(row)}"]
 
 
 def _fit_constants(
-    device: DeviceSpec, probe: _ProbeSizes, rate: float, block: float, link: float | None
+    device: DeviceSpec, probe: _ProbeSizes, *, rate: float, block: float, link: float | None
 ) -> RooflineConstants:
-    products = rate / device.flops
-    shape = _probe_layout(probe)
-    predicted = predict_seconds(shape, device, network=1.0, constants=dataclasses.replace(PUBLISHED, products=products))
-    left = max(block - predicted.products, 0.05 * block)
-    return RooflineConstants(
-        products=products,
-        elements=PUBLISHED.elements * left / predicted.elements,
+    constants = dataclasses.replace(PUBLISHED, products=rate / device.flops)
+    predicted = predict_seconds(_probe_layout(probe), device, network=1.0, constants=constants)
+    elements = max(block - predicted.products, 0.05 * block)
+    return dataclasses.replace(
+        constants,
+        elements=PUBLISHED.elements * elements / predicted.elements,
         fast_link=PUBLISHED.fast_link if link is None else link / device.link,
-        shards=PUBLISHED.shards,
     )
 
 
 def _probe_layout(probe: _ProbeSizes) -> StepLayout:
     h = probe.hidden
     return StepLayout(
-        layers=1,
-        hidden=h,
-        heads=h // 64,
-        products=4 * h * h + 3 * h * 3 * h,
-        head=0,
-        sequence=probe.tokens,
-        rows=1,
-        micro=1,
+        layers=1, hidden=h, heads=h // 64, products=13 * h * h, head=0, sequence=probe.tokens, rows=1, micro=1
     )
 
 
 def _cache_path(row: str) -> Path:
-    about = row if row != "CPU" else f"CPU-{hashlib.sha256(cpu_info()[0].encode()).hexdigest()[:12]}"
-    return cache_root() / f"plan-{about}.json"
-
-
-_HELD, _FEW_MANY = tuple(itertools.product(("fp32", "bf16"), ("none", "full"))), (2, 10)
-"""Precision and recomputation settings in which memory is measured, and the two numbers of blocks for each."""
-_HELD_PROBE, _WORDS = _ProbeSizes(256, 1024, 0), 20_000
+    name = row if row != "CPU" else f"CPU-{hashlib.sha256(cpu_info()[0].encode()).hexdigest()[:12]}"
+    return cache_root() / f"plan-{name}.json"
 
 
 def measure_overhead() -> MemoryOverhead | None:
-    """Measure the memory overhead in fresh processes, two for each setting in `_HELD`; None if the kernel or the C
-    library does not report memory.
+    """Measure the memory overhead in fresh processes, with two numbers of blocks for each precision and recomputation;
+    None if the kernel or the C library does not report memory.
 
     The memory beyond the tensors is fitted by a line through the two sizes; the largest slope and the largest intercept
     count.
     """
+    libraries, minimum, share = 0.0, 0.0, 0.0
+    for precision, recompute in itertools.product(("fp32", "bf16"), ("none", "full")):
+        small, large = (_spawn(_measure_overhead_bytes, 1, precision, recompute, blocks) for blocks in (2, 10))
+        if small is None or large is None:
+            return None
+        slope = max(0.0, (large[2] - small[2]) / (large[1] - small[1]))
+        libraries, share = max(libraries, small[0]), max(share, slope)
+        minimum = max(minimum, small[2] - slope * small[1])
+    return MemoryOverhead(int(libraries), int(minimum), share)
+
+
+def _spawn(measure: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
+    """Return what rank 0 of `ranks` fresh processes measures, through JSON; each calls `measure(rank, folder,
+    *arguments)` with one temporary directory."""
     import torch
 
-    libraries, least, share = 0.0, 0.0, 0.0
     with tempfile.TemporaryDirectory() as folder:
-        for precision, recompute in _HELD:
-            told: list[Any] = []
-            for blocks in _FEW_MANY:
-                with without_cwd_imports():
-                    torch.multiprocessing.spawn(
-                        _write_held_memory, args=(precision, recompute, blocks, folder), nprocs=1
-                    )
-                told.append(json.loads((Path(folder) / "held").read_text(encoding="utf-8")))
-            if None in told:
-                return None
-            (known, few, less), (_, many, more) = told
-            slope = max(0.0, (more - less) / (many - few))
-            libraries, share, least = max(libraries, known), max(share, slope), max(least, less - slope * few)
-    return MemoryOverhead(int(libraries), int(least), share)
+        with without_cwd_imports():
+            torch.multiprocessing.spawn(_write_measured, args=(measure, folder, *arguments), nprocs=ranks)
+        return json.loads((Path(folder) / "measured").read_text(encoding="utf-8"))
 
 
-def _write_held_memory(rank: int, precision: str, recompute: Literal["none", "full"], blocks: int, folder: str) -> None:
-    """Write (bytes of libraries, of tensors at the peak, resident beyond both) of training steps in this process."""
+def _write_measured(rank: int, measure: Callable[..., Any], folder: str, *arguments: Any) -> None:
+    measured = measure(rank, folder, *arguments)
+    if rank == 0:
+        (Path(folder) / "measured").write_text(json.dumps(measured), encoding="utf-8")
+    os._exit(0)  # gloo's threads may abort at interpreter shutdown
+
+
+def _measure_overhead_bytes(
+    _rank: int, _folder: str, precision: str, recompute: Literal["none", "full"], blocks: int
+) -> tuple[int, int, int] | None:
+    """Return the bytes of libraries, of tensors at the peak, and resident beyond both, of steps in this process."""
     import gc
 
     import torch
@@ -191,39 +191,29 @@ def _write_held_memory(rank: int, precision: str, recompute: Literal["none", "fu
 
     torch.set_num_threads(1)
     # a first small step, so that everything loaded on first use counts as libraries
-    tiny = _build_model_step("cpu", _ProbeSizes(64, 32, 0), 1, precision)
-    tiny()
-    del tiny
+    _build_model_step("cpu", _ProbeSizes(64, 32), 1, precision)()
     gc.collect()
-    libraries, before = process_bytes("VmRSS"), malloc_bytes()
-    step = _build_model_step("cpu", _HELD_PROBE, blocks, precision, recompute, words=_WORDS)
-
-    def updates() -> None:
-        for _ in range(_TURNS + 1):
-            step()
-
-    resident, handed = measure_peaks(updates)
-    told = None
-    if libraries is not None and resident is not None and before is not None and handed is not None:
-        tensors = handed - before
-        told = libraries, tensors, max(0, resident - libraries - tensors)
-    (Path(folder) / "held").write_text(json.dumps(told), encoding="utf-8")
+    libraries, allocated_before = process_bytes("VmRSS"), malloc_bytes()
+    step = _build_model_step("cpu", _ProbeSizes(256, 1024), blocks, precision, recompute, words=20_000)
+    resident, allocated = measure_peaks(lambda: [step() for _ in range(_TURNS + 1)])
+    if libraries is None or resident is None or allocated_before is None or allocated is None:
+        return None
+    return libraries, allocated - allocated_before, max(0, resident - libraries - (allocated - allocated_before))
 
 
 def _shortest_run(call: Callable[[], object], kind: str) -> float:
-    """Return the shortest of a few runs in seconds; on a CPU in this thread's CPU time, which a busy machine does not
-    lengthen."""
+    """Return the shortest of a few runs in seconds; on a CPU in CPU time, which a busy machine does not lengthen."""
     import torch
 
     clock = time.perf_counter if kind == "cuda" else time.thread_time
-    found = []
+    seconds = []
     for _ in range(_TURNS + 1):
-        began = clock()
+        started = clock()
         call()
         if kind == "cuda":
             torch.cuda.synchronize()
-        found.append(clock() - began)
-    return min(found[1:])  # the first run is a warm-up
+        seconds.append(clock() - started)
+    return min(seconds[1:])  # the first run is a warm-up
 
 
 def _measure_product_rate(kind: str, probe: _ProbeSizes) -> float:
@@ -239,17 +229,11 @@ def _measure_product_rate(kind: str, probe: _ProbeSizes) -> float:
 
 
 def _measure_launch_seconds() -> float:
-    """Return the host's time per kernel, from many small additions that the device finishes faster than they are
-    launched."""
+    """Return the host's seconds per kernel, from many additions that the device ends faster than they are launched."""
     import torch
 
-    value, many = torch.zeros(1, device="cuda"), 1000
-
-    def start() -> None:
-        for _ in range(many):
-            value.add_(1)
-
-    return _shortest_run(start, "cuda") / many
+    value, launches = torch.zeros(1, device="cuda"), 1000
+    return _shortest_run(lambda: [value.add_(1) for _ in range(launches)], "cuda") / launches
 
 
 def _measure_block_seconds(kind: str, probe: _ProbeSizes) -> float:
@@ -315,19 +299,8 @@ def _build_model_step(
     return step
 
 
-def _measure_link_rate(kind: str, ranks: int, probe: _ProbeSizes) -> float | None:
-    """Return the bytes/s that a rank of a ring sends in one direction in an all-reduce; None with one rank."""
-    if ranks < 2:
-        return None
-    import torch
-
-    with tempfile.TemporaryDirectory() as folder:
-        with without_cwd_imports():
-            torch.multiprocessing.spawn(_time_all_reduce, args=(kind, ranks, probe.reduced, folder), nprocs=ranks)
-        return float((Path(folder) / "rate").read_text(encoding="utf-8"))
-
-
-def _time_all_reduce(rank: int, kind: str, ranks: int, size: int, folder: str) -> None:
+def _time_all_reduce(rank: int, folder: str, kind: str, ranks: int, size: int) -> float:
+    """Return the bytes/s that a rank of a ring sends in one direction in an all-reduce of `size` bytes."""
     import torch
     import torch.distributed as dist
 
@@ -337,15 +310,13 @@ def _time_all_reduce(rank: int, kind: str, ranks: int, size: int, folder: str) -
     if kind == "cuda":
         torch.cuda.set_device(rank)
     values = torch.ones(size // 4, device=f"cuda:{rank}" if kind == "cuda" else "cpu")
-    found = []
+    seconds = []
     for _ in range(_TURNS + 1):
         dist.barrier()
-        began = time.perf_counter()
+        started = time.perf_counter()
         dist.all_reduce(values)
         if kind == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - began)
-    if rank == 0:
-        (Path(folder) / "rate").write_text(str(2 * (ranks - 1) / ranks * size / min(found[1:])), encoding="utf-8")
+        seconds.append(time.perf_counter() - started)
     dist.barrier()
-    os._exit(0)  # gloo's threads may abort at interpreter shutdown
+    return 2 * (ranks - 1) / ranks * size / min(seconds[1:])

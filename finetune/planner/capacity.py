@@ -40,16 +40,11 @@ class Capacity:
     """Bits an adapter can store and bits its labels need."""
 
     parameters: int
-    """Number of trained parameters."""
-    factors: int
-    """Number of these in LoRA factors, proportional to the rank."""
+    factors: int  # number of these in LoRA factors, proportional to the rank
     rank: int
-    labels: int
-    """Distinct training labels that the run sees."""
-    each: float
-    """Bits per label."""
-    counted: str
-    """Unit of `labels` for printing, such as "tokens"."""
+    labels: int  # distinct training labels that the run sees
+    each: float  # bits per label
+    counted: str  # unit of `labels` for printing, such as "tokens"
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], *, rank: int, labels: int, each: float, counted: str) -> Self:
@@ -77,20 +72,19 @@ class Capacity:
     def line(self) -> str:
         """Format both numbers in one line."""
         counted = "target tokens" if self.counted == "tokens" else self.counted
-        held, asked = BITS_OF_PARAMETER * self.parameters, self.each * self.labels
-        said = (
-            f"capacity: {self.parameters:,} trained numbers hold some {_format_bits(held)} ({BITS_OF_PARAMETER:g} "
-            f"each); to memorise the run's {self.labels:,} {counted} takes up to {_format_bits(asked)} "
+        stored, required = BITS_OF_PARAMETER * self.parameters, self.each * self.labels
+        text = (
+            f"capacity: {self.parameters:,} trained numbers hold some {_format_bits(stored)} ({BITS_OF_PARAMETER:g} "
+            f"each); to memorise the run's {self.labels:,} {counted} takes up to {_format_bits(required)} "
             f"({self.each:.3g} each)"
         )
         if self.enough is None:
-            return said
+            return text
         holds = "holds" if self.ratio >= 1 else "would hold"
-        return f"{said}, what adapter.rank {self.enough:,} {holds} (now {self.rank:,})"
+        return f"{text}, what adapter.rank {self.enough:,} {holds} (now {self.rank:,})"
 
 
 def _format_bits(count: float) -> str:
-    """Format a number of bits, as `12 kbit`."""
     for unit in ("bit", "kbit", "Mbit"):
         if count < 1000:
             return f"{count:.3g} {unit}"

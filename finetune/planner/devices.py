@@ -1,8 +1,11 @@
-"""Devices of this machine, detected without torch: its CUDA devices, or its cores and memory."""
+"""Devices: those of this machine, detected without torch, and clusters of equal devices in equal nodes, given to
+`flatshift plan` or found here."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
 import importlib.metadata
 import os
 import re
@@ -12,13 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .throughput import find_device
+from ..errors import UserError
+from ..machine import count_cores
+from .calibration import cached_constants
+from .throughput import CORE, DEVICES, GB, PUBLISHED, DeviceSpec, RooflineConstants, find_device
 
 _QUERY = ["nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total,name", "--format=csv,noheader,nounits"]
 _QUERY_SECONDS = 20.0
 # Overhead on a device's free memory: its context and communication buffers, and the allocator's fragmentation.
 _CONTEXT_BYTES = int(1.5 * 2**30)
 _ALLOCATOR_SHARE = 0.9
+_MAX_DEVICES = 1_000_000
+_NETWORK = 25.0  # GB/s of a device to other nodes, unless given
+_UNKNOWN = "A100-80"  # device whose rates rank the meshes of a device that is not in the table
+_ROW = r"(?:(?P<count>\d+)\s*[x×*]\s*)?(?P<name>[A-Za-z0-9]+?(?:-\d+)?)(?:@(?P<memory>\d+(?:\.\d+)?))?"
+"""Matches 64xH100-80, A100-80, L4@22."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +37,10 @@ class Devices:
     """Resources available to the ranks on this machine."""
 
     kind: Literal["cuda", "cpu"]
-    count: int
-    """CUDA devices, or cores."""
+    count: int  # CUDA devices, or cores
     memory: int | None = None
     """Bytes: free on the fullest CUDA device, or available on this machine for all its processes; None: unknown."""
-    limit: int | None = None
-    """Bytes that one process may allocate (a resource limit); None: no limit."""
+    limit: int | None = None  # bytes that one process may allocate (a resource limit); None: no limit
     row: str | None = None
     """Row of `flatshift.finetune.planner.throughput.DEVICES`; None: a device that is not in that table."""
 
@@ -47,30 +56,25 @@ def detect_devices(device: str = "auto") -> Devices:
     """Return the devices that `train.device` selects on this machine."""
     if device != "cpu":
         free, row = _cuda_devices()
-        if (name := device.removeprefix("cuda:")).isdecimal():
-            number = int(name)
-            free = free[number : number + 1]
+        if (number := device.removeprefix("cuda:")).isdecimal():
+            free = free[int(number) :][:1]
         if free or device.startswith("cuda"):
             known = [bytes_ for bytes_ in free if bytes_ is not None]
             return Devices("cuda", max(1, len(free)), min(known, default=None), row=row)
-    return Devices("cpu", _count_cores(), _machine_memory(), _process_limit())
+    return Devices("cpu", count_cores(), _available_memory(), _process_limit())
 
 
 def _cuda_devices() -> tuple[list[int | None], str | None]:
-    """Return the free bytes of each CUDA device visible to this process, in its order, None for one that cannot be
-    queried; and the table row of the machine's first device."""
+    """Return each visible CUDA device's free bytes, None if unknown; and the table row of the machine's first one."""
     if "+cpu" in importlib.metadata.version("torch"):
         return [], None
     try:
-        run = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
+        table = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return [], None
-    return visible_memory(run.stdout, os.environ.get("CUDA_VISIBLE_DEVICES")), _table_row(run.stdout)
-
-
-def _table_row(table: str) -> str | None:
-    first = [cell.strip() for cell in table.partition("\n")[0].split(",", 4)]
-    return find_device(first[4], int(first[3]) << 20) if len(first) == 5 and first[3].isdigit() else None
+    cells = [cell.strip() for cell in table.partition("\n")[0].split(",", 4)]
+    row = find_device(cells[4], int(cells[3]) << 20) if len(cells) == 5 and cells[3].isdigit() else None
+    return visible_memory(table, os.environ.get("CUDA_VISIBLE_DEVICES")), row
 
 
 def visible_memory(table: str, chosen: str | None) -> list[int | None]:
@@ -84,17 +88,13 @@ def visible_memory(table: str, chosen: str | None) -> list[int | None]:
     # a name may be a unique prefix of a device's UUID, as in CUDA_VISIBLE_DEVICES itself
     if chosen is None:
         return [free[index] for index, _, _ in rows]
-    found: list[int | None] = []
-    for name in (part.strip() for part in chosen.split(",")):
+    visible: list[int | None] = []
+    for name in map(str.strip, chosen.split(",")):
         if not name or name.startswith("-") or (name.isdigit() and name not in free):
             break
-        full = [known for known in free if known.startswith(name)] if not name.isdigit() else [name]
-        found.append(free[full[0]] if full else None)
-    return found
-
-
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        matches = [name] if name.isdigit() else [known for known in free if known.startswith(name)]
+        visible.append(free[matches[0]] if matches else None)
+    return visible
 
 
 def machine_memory() -> int | None:
@@ -107,20 +107,16 @@ def machine_memory() -> int | None:
     return min(bounds, default=None)
 
 
-def _machine_memory() -> int | None:
+def _available_memory() -> int | None:
     """Return the bytes that processes here can still allocate: of the machine, or of the container if that has less."""
     bounds = []
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError):
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
         bounds += [int(kib) << 10 for kib in re.findall(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)]
     with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        most = int((group / "memory.max").read_text(encoding="utf-8"))
-        bounds.append(max(0, most - int((group / "memory.current").read_text(encoding="utf-8"))))
-    if not bounds and hasattr(os, "sysconf"):
-        with contextlib.suppress(OSError, ValueError):
-            bounds.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(bounds, default=None)
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        bounds.append(max(0, limit - used))
+    return min(bounds) if bounds else machine_memory()
 
 
 def _process_limit() -> int | None:
@@ -130,3 +126,63 @@ def _process_limit() -> int | None:
 
     soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     return min((limit for limit in soft if limit != resource.RLIM_INFINITY), default=None)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices in equal nodes."""
+
+    count: int
+    name: str
+    device: DeviceSpec
+    node: int
+    network: float  # bytes/s of one device to other nodes
+    room: int | None  # bytes available to a rank; None: unknown
+    constants: RooflineConstants = PUBLISHED  # fractions of the device's data-sheet rates that are reached
+    kind: str = "cuda"
+
+    @classmethod
+    def parse(
+        cls, text: str, *, node: int | None = None, link: float | None = None, network: float | None = None
+    ) -> Cluster:
+        """Parse `64xH100-80`, `A100-80`, or `8xL4@22` for another memory in GB.
+
+        node: devices per node, by default 8 or all of them. link, network: GB/s of a device inside and between nodes.
+        Raises UserError for an unknown device, and if the devices do not divide into nodes.
+        """
+        match = re.fullmatch(_ROW, text.strip())
+        names = {name.split("-")[0].lower(): name for name in DEVICES} | {name.lower(): name for name in DEVICES}
+        key = "" if match is None else match["name"].lower()
+        name = names.get(key)
+        if match is None or name is None:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.3)
+            hint = names[near[0]] if near else "H100-80"
+            raise UserError(
+                f"--gpus {text}: write COUNTxNAME, for example 8x{hint}; known are {', '.join(DEVICES)}; another "
+                "memory is written NAME@GB"
+            )
+        count = int(match["count"] or 1)
+        if not 1 <= count <= _MAX_DEVICES or (match["memory"] and not float(match["memory"]) > 0):
+            raise UserError(f"--gpus {text}: give 1 to {_MAX_DEVICES:,} devices, and a memory above 0 GB")
+        node = node or min(count, 8)
+        if node < 1 or count % node:
+            raise UserError(f"--node {node}: {count} devices do not divide into nodes of {node}; give a divisor")
+        device = DEVICES[name]
+        if match["memory"]:
+            device = dataclasses.replace(device, memory=float(match["memory"]) * GB)
+        if link is not None:
+            device = dataclasses.replace(device, link=link * GB)
+        room = Devices("cuda", node, int(device.memory)).each(1)
+        return cls(count, name, device, node, (network or _NETWORK) * GB, room, cached_constants(name) or PUBLISHED)
+
+    @classmethod
+    def at_hand(cls, devices: Devices, ranks: int, node: int) -> Cluster:
+        """Build from this machine's devices: `ranks` ranks, `node` of them per machine."""
+        name, rates = ("CPU", CORE) if devices.kind == "cpu" else ("another device", DEVICES[_UNKNOWN])
+        row = devices.row or name
+        device, room = DEVICES.get(row, rates), devices.each(min(ranks, node))
+        return cls(ranks, row, device, node, _NETWORK * GB, room, cached_constants(row) or PUBLISHED, devices.kind)
+
+    def __str__(self) -> str:
+        nodes = self.count // self.node
+        return f"{self.count} × {self.name}" + (f" in {nodes} nodes of {self.node}" if nodes > 1 else "")

@@ -2,7 +2,9 @@
 cluster and by `mesh.auto` for the available devices.
 
 Each is priced by `footprint` and `throughput`. `plan` also tries every number of micro-batches that divides the
-examples of a step and every recomputation setting; `mesh.auto` keeps both as in the recipe. Imports nothing heavy.
+examples of a step and every recomputation setting; `mesh.auto` keeps both as in the recipe, and gives each axis its
+reason and numbers. Both take the shortest predicted step among the meshes that fit; among equally fast ones that with
+the fewest cuts, preferring replicas to shards to tensor parallelism to pipeline stages. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -12,22 +14,26 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..config import WIDTHS, Mesh, Train
+from flatshift.regularizers.config import RegularizerConfig
+
+from ..config import WIDTHS, Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import format_bytes, format_duration
 from ..models.families import FAMILIES, pipeline_families
-from .cluster import Cluster
-from .footprint import BackboneSizes, Footprint, predict_footprint
+from .devices import Cluster, Devices, detect_devices
+from .footprint import Footprint, predict_footprint, rows_per_piece
 from .rules import RuleSettings, broken_rule, check_settings
+from .sizes import BackboneSizes
 from .throughput import StepLayout, StepSeconds, kernels_per_block, predict_seconds
 
+if TYPE_CHECKING:
+    from ..tasks import Task
+
 AXES = ("pp", "replicate", "dp", "cp", "tp")
-
-
-_RESERVED = (1.03, 1.10)
-"""Memory reserved by the allocator ÷ memory in use, low and high."""
+_RESERVED = (1.03, 1.10)  # memory reserved by the allocator ÷ memory in use, low and high
 _OUTSIDE = {"context": (0.5, 1.0), "nccl": (1.0, 2.0)}
 """GiB that nvidia-smi counts on top: a process's CUDA context, and NCCL's buffers with more than one rank."""
 CAUSES = {f.name: f.metadata["title"] for kind in (Footprint, StepSeconds) for f in dataclasses.fields(kind)} | {
@@ -35,6 +41,7 @@ CAUSES = {f.name: f.metadata["title"] for kind in (Footprint, StepSeconds) for f
     "nccl": "NCCL's buffers, at most",
 }
 """Every cause of bytes or seconds of a layout → its title on a page."""
+_TIME_NOISE = 1.02  # ratio of times that the model cannot tell apart
 _RECOMPUTE = ("none", "selective", "full")
 _UNCOUNTED = ("train_whole", "soft_tokens", "experts", "bias")
 """Adapter settings not covered by the formulas: parameters trained in addition to LoRA, or instead of it."""
@@ -60,19 +67,19 @@ class Layout:
         return self.cluster.room
 
     @property
-    def taken(self) -> float:
+    def reserved(self) -> float:
         """Bytes of the fullest rank; on a CUDA device with the allocator's overhead."""
         return self.needs.total * (_RESERVED[1] if self.cluster.kind == "cuda" else 1.0)
 
     @property
     def fits(self) -> bool:
         """True if the fullest rank has enough memory."""
-        return self.room is None or self.taken <= self.room
+        return self.room is None or self.reserved <= self.room
 
     @property
     def short(self) -> int:
         """Bytes that the fullest rank lacks."""
-        return max(0, int(self.taken) - (self.room or int(self.taken)))
+        return max(0, int(self.reserved) - (self.room or int(self.reserved)))
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -105,25 +112,22 @@ class Layout:
 
     def document(self) -> dict[str, Any]:
         """Return the layout as a dictionary for JSON and pages."""
-        axes = {axis: getattr(self.mesh, axis) for axis in AXES if getattr(self.mesh, axis) > 1}
-        gigabytes = self.needs.total / 2**30
+        gib = self.needs.total / 2**30
         outside = [sum(ends) for ends in zip(*self.outside.values(), strict=True)] or [0.0, 0.0]
-        more = {"expert_parallel": self.expert_parallel} if self.expert_parallel > 1 else {}
+        experts = {"expert_parallel": self.expert_parallel} if self.expert_parallel > 1 else {}
         return {
             "name": self.name,
-            "mesh": axes | more,
+            "mesh": wide_axes(self.mesh) | experts,
             "trainable": self.expert_parallel == 1,
             "batch_size": self.train.batch_size,
             "accumulate": self.train.accumulate,
             "checkpointing": self.train.checkpointing,
             "fits": self.fits,
-            "bytes": {**{f.name: getattr(self.needs, f.name) for f in dataclasses.fields(self.needs)}},
-            "allocated_gib": round(gigabytes, 2),
-            "reserved_gib": [round(gigabytes * share, 2) for share in _RESERVED],
+            "bytes": dict(vars(self.needs)),
+            "allocated_gib": round(gib, 2),
+            "reserved_gib": [round(gib * share, 2) for share in _RESERVED],
             "outside_gib": {cause: list(ends) for cause, ends in self.outside.items()},
-            "nvidia_smi_gib": [
-                round(gigabytes * share + more, 2) for share, more in zip(_RESERVED, outside, strict=True)
-            ],
+            "nvidia_smi_gib": [round(gib * share + more, 2) for share, more in zip(_RESERVED, outside, strict=True)],
             "short_gib": round(self.short / 2**30, 2),
             "seconds": {name: float(f"{value:.4g}") for name, value in vars(self.time).items()},
             "update_s": float(f"{self.time.total:.4g}"),
@@ -134,31 +138,32 @@ class Layout:
     @property
     def recipe(self) -> str:
         """Recipe lines to paste."""
-        axes = ", ".join(f"{axis}: {getattr(self.mesh, axis)}" for axis in AXES if getattr(self.mesh, axis) > 1)
-        more = ", sequence_parallel: true" if self.mesh.sequence_parallel and axes else ""
-        lines = [f"mesh: {{{axes}{more}}}"] if axes else []
-        cut = f"batch_size: {self.train.batch_size}, accumulate: {self.train.accumulate}"
-        return "\n".join([*lines, f"train: {{{cut}, checkpointing: {self.train.checkpointing}}}"])
+        axes = ", ".join(f"{axis}: {width}" for axis, width in wide_axes(self.mesh).items())
+        sequence = ", sequence_parallel: true" if self.mesh.sequence_parallel and axes else ""
+        lines = [f"mesh: {{{axes}{sequence}}}"] if axes else []
+        rows = f"batch_size: {self.train.batch_size}, accumulate: {self.train.accumulate}"
+        return "\n".join([*lines, f"train: {{{rows}, checkpointing: {self.train.checkpointing}}}"])
 
 
-_ALIKE = 1.02
-"""Ratio of times that the model cannot tell apart."""
-
-
-def best_layout(found: Sequence[Layout]) -> Layout:
+def best_layout(layouts: Sequence[Layout]) -> Layout:
     """Return the fastest layout that fits; among those about as fast, the one with the fewest cuts, preferring replicas
     to shards to tensor parallelism to pipeline stages. If none fits, the closest."""
-    first = min(found, key=lambda layout: layout.order)
-    if not first.fits:
-        return first
-    alike = [layout for layout in found if layout.fits and layout.time.total <= _ALIKE * first.time.total]
+    fastest = min(layouts, key=lambda layout: layout.order)
+    if not fastest.fits:
+        return fastest
+    similar = [layout for layout in layouts if layout.fits and layout.time.total <= _TIME_NOISE * fastest.time.total]
     # if all wait for the host, prefer the one with the least device work
-    return min(alike, key=lambda o: (o.expert_parallel, o.mesh.pp, o.mesh.tp, o.mesh.dp, o.time.total - o.time.host))
+    return min(similar, key=lambda o: (o.expert_parallel, o.mesh.pp, o.mesh.tp, o.mesh.dp, o.time.total - o.time.host))
+
+
+def wide_axes(mesh: Mesh) -> dict[str, int]:
+    """Return the ranks along each axis that has more than one."""
+    return {axis: getattr(mesh, axis) for axis in AXES if getattr(mesh, axis) > 1}
 
 
 def mesh_name(mesh: Mesh) -> str:
     """Return the axes that are not 1, as `dp 2 × tp 2`; empty if all are."""
-    return " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1)
+    return " × ".join(f"{axis} {width}" for axis, width in wide_axes(mesh).items())
 
 
 def enumerate_layouts(
@@ -170,72 +175,70 @@ def enumerate_layouts(
     The examples per step, `train.batch_size × train.accumulate`, are kept. Axes that are set are kept.
     Raises UserError with the reason if there is none.
     """
-    given, train = settings.mesh, settings.train
+    requested, train = settings.mesh, settings.train
     check_supported(sizes, settings)
-    _check_axes_divide(sizes, given)
+    _check_axes_divide(sizes, requested)
     rows = train.batch_size * train.accumulate
-    if cluster.count % given.size:
-        raise UserError(f"mesh: {given.size} ranks of the axes that are set do not divide {cluster.count} devices")
-    free = [axis for axis in ("replicate", "dp", "tp", "pp") if getattr(given, axis) == 1]
-    found: dict[tuple[int, ...], Layout] = {}
-    for mesh in enumerate_meshes(given, cluster.count, free):
-        for cut in _divisors(rows):
-            if (rows // cut) % (mesh.replicate * mesh.dp):
+    if cluster.count % requested.size:
+        raise UserError(f"mesh: {requested.size} ranks of the axes that are set do not divide {cluster.count} devices")
+    free = [axis for axis in ("replicate", "dp", "tp", "pp") if getattr(requested, axis) == 1]
+    best: dict[tuple[int, ...], Layout] = {}
+    for mesh in enumerate_meshes(requested, cluster.count, free):
+        variants = [mesh]
+        if mesh.tp > 1 and not mesh.sequence_parallel:
+            variants.append(dataclasses.replace(mesh, sequence_parallel=True))
+        # data ranks that share the experts
+        shares = [e for e in _divisors(mesh.dp) if e == 1 or (sizes.experts > 1 and sizes.experts % e == 0)]
+        for accumulate in _divisors(rows):
+            if (rows // accumulate) % (mesh.replicate * mesh.dp):
                 continue
-            batch = dataclasses.replace(train, batch_size=rows // cut, accumulate=cut)
-            if not is_allowed(mesh, given, dataclasses.replace(settings, mesh=mesh, train=batch), sizes, cluster.node):
+            batch = dataclasses.replace(train, batch_size=rows // accumulate, accumulate=accumulate)
+            if not is_allowed(
+                mesh, requested, dataclasses.replace(settings, mesh=mesh, train=batch), sizes, cluster.node
+            ):
                 continue
-            for how in recompute:
-                trained = dataclasses.replace(batch, checkpointing=how)  # type: ignore[arg-type]
-                read = settings.task.traits.count_token_rows(trained)
-                for variant, shared in _mesh_variants(mesh, sizes):
-                    own = dataclasses.replace(settings, mesh=variant, train=read)
-                    layout = price_layout(own, sizes, cluster, expert_parallel=shared)
-                    layout = dataclasses.replace(layout, train=trained)
-                    key = (*(getattr(mesh, axis) for axis in AXES), shared)
-                    if key not in found or layout.order < found[key].order:
-                        found[key] = layout
-    if not found:
+            for checkpointing, variant, sharing in itertools.product(recompute, variants, shares):
+                trained = dataclasses.replace(batch, checkpointing=checkpointing)  # type: ignore[arg-type]
+                read = dataclasses.replace(settings, mesh=variant, train=settings.task.traits.count_token_rows(trained))
+                layout = price_layout(read, sizes, cluster, expert_parallel=sharing)
+                layout = dataclasses.replace(layout, train=trained)
+                key = (*(getattr(mesh, axis) for axis in AXES), sharing)
+                if key not in best or layout.order < best[key].order:
+                    best[key] = layout
+    if not best:
         # a broken rule, if there is one, is the better message
-        check_settings(dataclasses.replace(settings, mesh=given))
+        check_settings(dataclasses.replace(settings, mesh=requested))
         raise UserError(
             f"no mesh of {cluster.count} devices goes with {rows} rows per step, {sizes.heads} heads in "
             f"{sizes.groups} groups and {len(sizes.blocks)} blocks; raise train.batch_size or train.accumulate to a "
             f"multiple of the data ranks, or take fewer devices"
         )
-    return sorted(found.values(), key=lambda layout: layout.order)
+    return sorted(best.values(), key=lambda layout: layout.order)
 
 
-def _check_axes_divide(sizes: BackboneSizes, given: Mesh) -> None:
-    """Raise UserError for axes that are set but cannot split this backbone."""
-    if given.tp > 1:
-        if sizes.kind not in FAMILIES:
-            raise UserError(f"mesh.tp: {sizes.kind} is none of {', '.join(FAMILIES)}; leave it out, mesh.dp shards any")
-        parts = (sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary)
-        if any(part % given.tp for part in parts):
-            near = max(n for n in _divisors(math.gcd(*parts)) if n <= given.tp)
+def _check_axes_divide(sizes: BackboneSizes, requested: Mesh) -> None:
+    for axis, families in (("tp", tuple(FAMILIES)), ("pp", pipeline_families())):
+        if getattr(requested, axis) > 1 and sizes.kind not in families:
             raise UserError(
-                f"mesh.tp: {given.tp} does not divide {sizes.heads} heads in {sizes.groups} groups, a feed-forward "
-                f"of {sizes.feed_forward} and {sizes.vocabulary:,} words of this backbone; nearest that does: {near}"
+                f"mesh.{axis}: {sizes.kind} is none of {', '.join(families)}; leave it out, mesh.dp shards any"
             )
-    if given.pp > 1:
-        known, stages = pipeline_families(), given.pp * (given.virtual or 1)
-        if sizes.kind not in known:
-            raise UserError(f"mesh.pp: {sizes.kind} is none of {', '.join(known)}; leave it out, mesh.dp shards any")
-        if stages > len(sizes.blocks):
-            raise UserError(
-                f"mesh.pp: {given.pp} × {given.virtual or 1} stages are more than the {len(sizes.blocks)} blocks of "
-                f"this backbone; take at most {len(sizes.blocks) // (given.virtual or 1)}"
-            )
+    widths = _split_widths(sizes)
+    if any(width % requested.tp for width in widths):
+        nearest = max(n for n in _divisors(math.gcd(*widths)) if n <= requested.tp)
+        raise UserError(
+            f"mesh.tp: {requested.tp} does not divide {sizes.heads} heads in {sizes.groups} groups, a feed-forward "
+            f"of {sizes.feed_forward} and {sizes.vocabulary:,} words of this backbone; nearest that does: {nearest}"
+        )
+    if requested.pp > 1 and requested.pp * (requested.virtual or 1) > len(sizes.blocks):
+        raise UserError(
+            f"mesh.pp: {requested.pp} × {requested.virtual or 1} stages are more than the {len(sizes.blocks)} blocks "
+            f"of this backbone; take at most {len(sizes.blocks) // (requested.virtual or 1)}"
+        )
 
 
-def _mesh_variants(mesh: Mesh, sizes: BackboneSizes) -> Iterator[tuple[Mesh, int]]:
-    """Yield a mesh with and without sequence parallelism, and with each number of data ranks sharing its experts."""
-    meshes = [mesh]
-    if mesh.tp > 1 and not mesh.sequence_parallel:
-        meshes.append(dataclasses.replace(mesh, sequence_parallel=True))
-    shared = [e for e in _divisors(mesh.dp) if e == 1 or (sizes.experts > 1 and sizes.experts % e == 0)]
-    yield from itertools.product(meshes, shared)
+def _split_widths(sizes: BackboneSizes) -> tuple[int, ...]:
+    """Return the sizes that tensor parallelism divides."""
+    return sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary
 
 
 def check_supported(sizes: BackboneSizes, settings: RuleSettings) -> None:
@@ -253,8 +256,7 @@ def check_supported(sizes: BackboneSizes, settings: RuleSettings) -> None:
 
 
 def step_seconds(sizes: BackboneSizes, cluster: Cluster, settings: RuleSettings) -> float | None:
-    """Return the seconds of a step with these settings on `cluster`; None for settings the formulas do not cover, and
-    for float32 products."""
+    """Return a step's seconds with these settings; None if the formulas do not cover them, and for float32 products."""
     if settings.train.precision not in ("bf16", "fp16"):
         return None
     try:
@@ -270,30 +272,27 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster,
     sequences the model reads (`Task.as_read`), `sizes` the backbone under the task."""
     mesh, train, adapter = settings.mesh, settings.train, settings.adapter
     width = WIDTHS[train.precision]
-    data = mesh.replicate * mesh.dp
-    rows = train.batch_size // data
-    pieces = train.accumulate
-    of_piece = rows
-    if mesh.pp > 1:
-        of_piece = math.ceil(rows / (mesh.microbatches or min(rows, 4 * mesh.pp)))
-        pieces = train.accumulate * math.ceil(rows / of_piece)
+    rows = train.batch_size // (mesh.replicate * mesh.dp)
+    piece = rows_per_piece(mesh, rows)
+    pieces = train.accumulate * math.ceil(rows / piece)
     blocks, shards = len(sizes.blocks), mesh.dp * mesh.cp
-    times = 1 if not mesh.reshard or mesh.pp > 1 else 2
     gathered = 0.0
     if shards > 1 and mesh.zero == 3:
+        times = 1 if not mesh.reshard or mesh.pp > 1 else 2
         experts, sharing = blocks * sizes.expert_elements, shards // expert_parallel
-        parts = ((sum(sizes.blocks) - experts, shards), (experts / expert_parallel, sharing))
-        gathered = times * width * sum(part * (n - 1) / n for part, n in parts) / (mesh.tp * mesh.pp)
+        groups = ((sum(sizes.blocks) - experts, shards), (experts / expert_parallel, sharing))
+        gathered = times * width * sum(part * (n - 1) / n for part, n in groups) / (mesh.tp * mesh.pp)
     if mesh.pp > 1:
         gathered /= max(pieces, 1)
-    inside = shards * mesh.tp <= cluster.node
-    adapters = 4 * sizes.adapter / (mesh.tp * mesh.pp)
-    held = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
-    copies = data * mesh.cp // held
+    adapter_shards = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
+    copies = mesh.replicate * shards // adapter_shards
     # reduce-scatter to the shards, then all-reduce among their copies
-    reduced = adapters * ((held - 1) / held + 2 * (copies - 1) / copies / held)
+    reduced = (adapter_shards - 1) / adapter_shards + 2 * (copies - 1) / copies / adapter_shards
     sequence = train.max_length // mesh.cp
-    sent = 4 * of_piece * sequence * sizes.hidden * sizes.routed * width
+    dispatched = 4 * piece * sequence * sizes.hidden * sizes.routed * width
+    kernels = 0.0
+    if cluster.kind == "cuda" and not train.compile:  # torch.compile fuses most of them
+        kernels = kernels_per_block(len(sizes.layers) / max(blocks, 1), recompute=train.checkpointing)
     work = StepLayout(
         layers=blocks,
         hidden=sizes.hidden,
@@ -301,7 +300,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster,
         products=sizes.products + sizes.adapter / blocks,
         head=sizes.outputs * sizes.hidden,
         sequence=sequence,
-        rows=of_piece,
+        rows=piece,
         micro=pieces,
         tp=mesh.tp,
         pp=mesh.pp,
@@ -309,13 +308,13 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster,
         recompute=train.checkpointing,
         sequence_parallel=mesh.sequence_parallel,
         gathered=gathered,
-        gathered_inside=inside,
-        reduced=reduced,
+        gathered_inside=shards * mesh.tp <= cluster.node,
+        reduced=4 * sizes.adapter / (mesh.tp * mesh.pp) * reduced,
         reduced_inside=cluster.count <= cluster.node,
         tp_inside=mesh.tp <= cluster.node,
-        exchanged=sent * (expert_parallel - 1) / expert_parallel,
+        exchanged=dispatched * (expert_parallel - 1) / expert_parallel,
         exchanged_inside=expert_parallel * mesh.tp <= cluster.node,
-        kernels=_block_kernels(sizes, train) if cluster.kind == "cuda" else 0.0,
+        kernels=kernels,
     )
     tokens = train.batch_size * train.accumulate * train.max_length
     attention = 12 * train.max_length * sizes.hidden * blocks
@@ -330,74 +329,209 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster,
         packed=settings.task.pack,
         regularizer=settings.regularizer,
     )
-    took = predict_seconds(work, cluster.device, network=cluster.network, constants=cluster.constants)
-    return Layout(mesh, train, needs, took, flops, cluster, expert_parallel)
-
-
-def _block_kernels(sizes: BackboneSizes, train: Train) -> float:
-    """Return the kernels of a block; 0 with torch.compile, which fuses most of them."""
-    if train.compile:
-        return 0.0
-    return kernels_per_block(len(sizes.layers) / max(len(sizes.blocks), 1), recompute=train.checkpointing)
+    seconds = predict_seconds(work, cluster.device, network=cluster.network, constants=cluster.constants)
+    return Layout(mesh, train, needs, seconds, flops, cluster, expert_parallel)
 
 
 def enumerate_meshes(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
     """Yield every mesh of `ranks` ranks in which only `free` axes grow."""
-    left, rest = divmod(ranks, mesh.size)
-    for widths in itertools.product(_divisors(left), repeat=len(free)):
-        if rest == 0 and math.prod(widths) == left:
+    factor, remainder = divmod(ranks, mesh.size)
+    for widths in itertools.product(_divisors(factor), repeat=len(free)):
+        if remainder == 0 and math.prod(widths) == factor:
             axes: dict[str, Any] = dict(zip(free, widths, strict=True))
             yield dataclasses.replace(mesh, **axes)
 
 
-def is_allowed(option: Mesh, given: Mesh, settings: RuleSettings, sizes: BackboneSizes, node: int) -> bool:
+def is_allowed(option: Mesh, requested: Mesh, settings: RuleSettings, sizes: BackboneSizes, node: int) -> bool:
     """True if settings and backbone allow a mesh; axes that are set are only checked against the settings."""
     if broken_rule(dataclasses.replace(settings, mesh=option)) is not None:
         return False
-    if option.tp > given.tp:
-        parts = (sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary, node)
-        if sizes.kind not in FAMILIES or any(part % option.tp for part in parts):
-            return False
-    if option.pp > given.pp:
-        stages = option.pp * (option.virtual or 1)
-        if sizes.kind not in pipeline_families() or stages > len(sizes.blocks):
-            return False
+    splits_widths = sizes.kind in FAMILIES and not any(width % option.tp for width in (*_split_widths(sizes), node))
+    splits_blocks = sizes.kind in pipeline_families() and option.pp * (option.virtual or 1) <= len(sizes.blocks)
+    if (option.tp > requested.tp and not splits_widths) or (option.pp > requested.pp and not splits_blocks):
+        return False
     # A is (rank × inputs): if the shards divide neither dimension, every adapter is padded to a multiple of their
     # number
     shards = option.dp * option.cp
     pads = option.adapters == "shard" and settings.adapter.rank % shards and sizes.hidden % shards
-    return not (option.dp > given.dp and pads)
+    return not (option.dp > requested.dp and pads)
 
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def format_table(found: list[Layout], cluster: Cluster, sizes: BackboneSizes, *, most: int = 8) -> list[str]:
+def format_table(layouts: list[Layout], cluster: Cluster, sizes: BackboneSizes, *, maximum: int = 8) -> list[str]:
     """Format as lines the backbone, the best meshes, and the memory missing for those that do not fit."""
-    room = found[0].room
-    fitting = [layout for layout in found if layout.fits]
+    room = layouts[0].room
+    fitting = [layout for layout in layouts if layout.fits]
     lines = [
         f"{sizes.kind}, {sizes.elements / 1e9:.3g} B frozen, {sizes.adapter / 1e6:.3g} M trained, on {cluster}, "
         f"{'an unknown part' if room is None else format_bytes(room)} of each to be used, "
-        f"rows of {found[0].train.max_length:,} tokens"
+        f"rows of {layouts[0].train.max_length:,} tokens",
+        f"  {'mesh':46} {'rows × micro':>13} {'recompute':>10} {'memory':>10} {'step':>9} {'tokens/s':>10} {'MFU':>6}",
     ]
-    head = (
-        f"  {'mesh':46} {'rows × micro':>13} {'recompute':>10} {'memory':>10} {'step':>9} {'tokens/s':>10} {'MFU':>6}"
-    )
-    shown = (fitting or found)[:most]
-    lines.append(head)
-    for layout in shown:
+    for layout in (fitting or layouts)[:maximum]:
         lines.append(
             f"  {layout.name:46} {f'{layout.train.batch_size} × {layout.train.accumulate}':>13} "
             f"{layout.train.checkpointing:>10} {format_bytes(layout.needs.total):>10} "
             f"{format_duration(layout.time.total):>9} "
             f"{layout.tokens / layout.time.total:>10,.0f} {layout.mfu:>6.1%}"
         )
-    if len(found) > len(fitting):
-        least = min((layout for layout in found if not layout.fits), key=lambda layout: layout.needs.total)
+    if len(layouts) > len(fitting):
+        nearest = min((layout for layout in layouts if not layout.fits), key=lambda layout: layout.needs.total)
         lines.append(
-            f"{len(found) - len(fitting)} of {len(found)} meshes do not fit; the nearest, {least.name}, is "
-            f"short of {format_bytes(least.short)} a device ({least.needs})"
+            f"{len(layouts) - len(fitting)} of {len(layouts)} meshes do not fit; the nearest, {nearest.name}, is "
+            f"short of {format_bytes(nearest.short)} a device ({nearest.needs})"
         )
     return lines
+
+
+def resolve_mesh(
+    mesh: Mesh,
+    *,
+    backbone: Path,
+    adapter: Adapter,
+    train: Train,
+    task: Task,
+    regularizer: RegularizerConfig,
+    batch_sizes: Sequence[int] = (),
+    processes: int | None = None,
+    node: int | None = None,
+    devices: Devices | None = None,
+) -> tuple[Mesh, list[str]]:
+    """Return `mesh` with `auto` resolved, and a sentence for each decision. Axes that are set (not 1) are kept.
+
+    Args:
+        backbone: directory with config.json and safetensors files, of which only headers are read.
+        batch_sizes: batch sizes of further stages, which the data ranks must divide too.
+        processes: ranks started by a launcher; None: as many as are worth starting here.
+        node: ranks per node, under a launcher; by default all.
+        devices: devices of one node; by default those of this machine.
+
+    Raises UserError: no layout has this many ranks; the message has the reason.
+    """
+    if processes is not None and processes % mesh.size:
+        raise UserError(
+            f"mesh.auto: {processes} processes are no multiple of the {mesh.size} ranks of the axes that are set "
+            f"({mesh_name(mesh) or 'one process'}); start another number, or set fewer axes"
+        )
+    devices = devices or detect_devices(train.device)
+    sizes = BackboneSizes.read(backbone, adapter).under(task)
+    rows = math.gcd(train.batch_size, *batch_sizes)
+    node = node or processes or devices.count
+    # the cores of one machine share its memory, so there only a limit per process calls for shards
+    growing = ("dp",) if processes is None and devices.kind == "cpu" else ("replicate", "dp", "tp", "pp")
+    free = [axis for axis in growing if getattr(mesh, axis) == 1]
+    settings = RuleSettings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task, regularizer=regularizer)
+    counts = [processes] if processes is not None else range(mesh.size, max(devices.count, mesh.size) + 1)
+    options = [option for ranks in counts for option in enumerate_meshes(mesh, ranks, free)]
+    allowed = [option for option in options if is_allowed(option, mesh, settings, sizes, node)]
+    if not allowed:
+        # a broken rule, if there is one, is the better message
+        for option in options:
+            check_settings(dataclasses.replace(settings, mesh=option))
+        raise UserError(
+            f"mesh.auto: {processes or devices.count} ranks do not divide among {rows} rows, {sizes.heads} heads in "
+            f"{sizes.groups} groups and {len(sizes.blocks)} blocks with the axes that are set; start another number "
+            "of processes, or change train.batch_size"
+        )
+    read = task.traits.count_token_rows(train)
+    layouts = [
+        price_layout(
+            dataclasses.replace(settings, mesh=option, train=read),
+            sizes,
+            Cluster.at_hand(devices, option.size, min(node, option.size)),
+        )
+        for option in allowed
+    ]
+    chosen = _choose_layout(layouts, few=devices.kind == "cpu")
+    local_devices = devices if processes is None else None
+    reasons = [
+        _describe_devices(devices, processes, node),
+        *_explain_axes(chosen, layouts, requested=mesh, rows=rows, devices=local_devices),
+    ]
+    return dataclasses.replace(chosen.mesh, auto=False), [f"mesh.auto: {reason}" for reason in reasons]
+
+
+def _choose_layout(layouts: Sequence[Layout], *, few: bool) -> Layout:
+    """Return the fastest layout that fits; else the one closest to fitting.
+
+    few: prefer few ranks (cores of one machine share its memory, and one process uses all of them).
+    """
+    fitting = [layout for layout in layouts if layout.fits]
+    if few and fitting:
+        ranks = min(layout.mesh.size for layout in fitting)
+        return best_layout([layout for layout in fitting if layout.mesh.size == ranks])
+    return best_layout(layouts)
+
+
+def _describe_devices(devices: Devices, processes: int | None, node: int) -> str:
+    each = devices.each(min(processes or 1, node))
+    room = "memory unknown" if each is None else f"{format_bytes(each)} for a rank"
+    kind = {"cuda": "CUDA device", "cpu": "core"}[devices.kind] + ("s" if devices.count > 1 else "")
+    if processes is None:
+        return f"{devices.count} {kind} on this machine, {room}"
+    return f"{processes} processes, {node} on a node with {devices.count} {kind}, {room}"
+
+
+def _explain_axes(
+    chosen: Layout, layouts: Sequence[Layout], *, requested: Mesh, rows: int, devices: Devices | None
+) -> Iterator[str]:
+    """Yield the reasons for the chosen axes. devices: None under a launcher."""
+    mesh = chosen.mesh
+    if wide := [f"{axis} {width}" for axis, width in wide_axes(requested).items()]:
+        yield f"{', '.join(wide)} as set"
+    for axis in ("pp", "tp", "dp"):
+        if getattr(mesh, axis) > getattr(requested, axis):
+            peers = [layout for layout in layouts if layout.mesh.size == mesh.size]
+            if axis == "dp":
+                peers = [
+                    o for o in layouts if (o.mesh.tp, o.mesh.pp) == (mesh.tp, mesh.pp) and o.mesh.size <= mesh.size
+                ]
+            yield f"{axis} {getattr(mesh, axis)}: {_explain_axis_width(chosen, peers, axis, rows)}"
+    if mesh.replicate > requested.replicate:
+        copied = "the shards" if mesh.dp > 1 else "the backbone"
+        yield f"replicate {mesh.replicate}: further copies of {copied} exchange adapter gradients only"
+    if devices is not None:
+        yield from _explain_idle_devices(chosen, layouts, devices)
+    limit = "" if chosen.room is None else f" of {format_bytes(chosen.room)}"
+    yield f"{mesh_name(mesh) or 'one process'} needs {format_bytes(chosen.needs.total)} a rank{limit} ({chosen.needs})"
+    if not chosen.fits:
+        yield (
+            "by this estimate it does not fit: take more or larger devices, train.precision: bf16, "
+            "train.checkpointing: full, or a smaller train.batch_size with more train.accumulate"
+        )
+
+
+def _explain_axis_width(chosen: Layout, layouts: Sequence[Layout], axis: str, rows: int) -> str:
+    """Explain why the best layout with fewer ranks along `axis`, if there is any, was not chosen."""
+    narrow = [layout for layout in layouts if getattr(layout.mesh, axis) < getattr(chosen.mesh, axis)]
+    if not narrow:
+        return f"{rows} rows of a micro-batch do not divide among so many data ranks"
+    best = best_layout(narrow)
+    if best.fits and best.time.total > chosen.time.total:
+        return (
+            f"a step is predicted to take {1 - chosen.time.total / best.time.total:.0%} less than on "
+            f"{mesh_name(best.mesh) or 'one process'}, the fastest with less of it"
+        )
+    hint = ""
+    if axis != "dp" and best.needs.activations > best.needs.total / 2:
+        hint = "; train.checkpointing: full would make that small"
+    return (
+        f"with {axis} {getattr(best.mesh, axis)} a rank needs at least {format_bytes(best.needs.total)} "
+        f"({best.needs}){hint}"
+    )
+
+
+def _explain_idle_devices(chosen: Layout, layouts: Sequence[Layout], devices: Devices) -> Iterator[str]:
+    idle = devices.count - chosen.mesh.size
+    if devices.kind == "cpu":
+        if chosen.mesh.size == 1 and idle > 0:
+            yield "one process: it may use all cores, and further ones would share them"
+    elif idle > 0:
+        larger = [layout for layout in layouts if layout.mesh.size > chosen.mesh.size]
+        reason = "goes with the rows of a micro-batch and the sizes of the backbone"
+        if larger:
+            reason = "is faster" if any(layout.fits for layout in larger) else "fits"
+        yield f"{idle} of {devices.count} devices stay idle: no mesh of more {reason}"

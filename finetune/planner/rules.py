@@ -42,263 +42,160 @@ class CompatibilityRule:
     """One rule: `setting` requires `other` or is incompatible with it; `broken` tests for a violation."""
 
     setting: str
-    """Setting concerned, as a flag and value."""
     kind: str
     """Relation to `other`: "requires" or "incompatible with"."""
     other: str
-    """Other side, as a flag and value."""
     why: str
     fix: str
-    """Nearest valid setting."""
     broken: Callable[[RuleSettings], bool]
 
 
-def _data_ranks(s: RuleSettings) -> int:
-    return s.mesh.replicate * s.mesh.dp
-
-
-def _schedule_is_looped(s: RuleSettings) -> bool:
-    return s.mesh.schedule in ("interleaved", "zero-bubble", "zbv")
-
-
-_BESIDE_WEIGHTS = ("default", "orthogonal", "eva")
-"""Values of `adapter.init` that leave the frozen weights unchanged."""
+_BESIDE_WEIGHTS = ("default", "orthogonal", "eva")  # values of `adapter.init` that leave the frozen weights unchanged
 REQUIRES, INCOMPATIBLE = "requires", "incompatible with"
+_Row = tuple[str, str, str, str, str, Callable[[RuleSettings], bool]]
+"""Fields of a `CompatibilityRule`."""
 
 
-def _task_rules() -> Iterator[CompatibilityRule]:
+def _task_rules() -> Iterator[_Row]:
     """Yield the rules of tasks about mesh axes: one for each axis and reason."""
     for axis, why, kinds in list_unsupported_axes():
 
         def broken(s: RuleSettings, axis: str = axis, why: str = why) -> bool:
             return getattr(s.mesh, axis) > 1 and s.task.no_axes.get(axis) == why
 
-        yield CompatibilityRule(f"mesh.{axis} > 1", INCOMPATIBLE, f"task.kind: {kinds}", why, "use mesh.dp", broken)
+        yield f"mesh.{axis} > 1", INCOMPATIBLE, f"task.kind: {kinds}", why, "use mesh.dp", broken
 
 
-RULES: tuple[CompatibilityRule, ...] = (
-    CompatibilityRule(
-        "train.batch_size", REQUIRES, "a multiple of mesh.replicate × mesh.dp",
-        "every data rank takes as many rows of a micro-batch", "round it up",
-        lambda s: s.train.batch_size % _data_ranks(s) != 0,
-    ),
-    CompatibilityRule(
-        "mesh.zero: 1 or 2", REQUIRES, "mesh.dp or mesh.cp > 1", "there is nothing to shard on one rank",
-        "leave mesh.zero at 3 or set mesh.dp", lambda s: s.mesh.zero != 3 and s.mesh.dp * s.mesh.cp == 1,
-    ),
-    CompatibilityRule(
-        "mesh.zero: 1 or 2", INCOMPATIBLE, "mesh.adapters: replicate", "these stages shard nothing but adapters",
-        "set mesh.adapters: shard", lambda s: s.mesh.zero != 3 and s.mesh.adapters == "replicate",
-    ),
-    CompatibilityRule(
-        "mesh.zero: 2", INCOMPATIBLE, "mesh.pp > 1", "a pipeline reduces gradients once a step",
-        "set mesh.zero: 1", lambda s: s.mesh.zero == 2 and s.mesh.pp > 1,
-    ),
-    CompatibilityRule(
-        "mesh.adapters: replicate", REQUIRES, "mesh.dp or mesh.cp > 1", "without shards adapters are whole anyway",
-        "leave it at shard", lambda s: s.mesh.adapters == "replicate" and s.mesh.dp * s.mesh.cp == 1,
-    ),
-    CompatibilityRule(
-        "mesh.reshard: false", REQUIRES, "mesh.dp or mesh.cp > 1", "nothing is gathered on one rank",
-        "leave it at true", lambda s: not s.mesh.reshard and s.mesh.dp * s.mesh.cp == 1,
-    ),
-    CompatibilityRule(
-        "mesh.offload", REQUIRES, "mesh.dp or mesh.cp > 1 and a CUDA device", "it moves FSDP2's shards to host memory",
-        "leave it off", lambda s: s.mesh.offload and (s.mesh.dp * s.mesh.cp == 1 or s.train.device == "cpu"),
-    ),
-    CompatibilityRule(
-        "mesh.offload", REQUIRES, "mesh.zero: 3", "the other stages shard no weights", "set mesh.zero: 3",
-        lambda s: s.mesh.offload and s.mesh.zero != 3,
-    ),
-    CompatibilityRule(
-        "train.device: cuda:N", REQUIRES, "one rank", "each rank takes the device of its own number",
-        "set train.device: cuda", lambda s: s.train.device.startswith("cuda:") and s.mesh.size > 1,
-    ),
-    CompatibilityRule(
-        "mesh.sequence_parallel", REQUIRES, "mesh.tp > 1", "it splits tokens among tensor-parallel ranks",
-        "leave it off or set mesh.tp", lambda s: s.mesh.sequence_parallel and s.mesh.tp == 1,
-    ),
-    CompatibilityRule(
-        "mesh.schedule, mesh.virtual, mesh.microbatches", REQUIRES, "mesh.pp > 1", "they describe a pipeline",
-        "leave them out or set mesh.pp",
-        lambda s: s.mesh.pp == 1
-        and (s.mesh.schedule != "1f1b" or s.mesh.virtual is not None or s.mesh.microbatches is not None),
-    ),
-    CompatibilityRule(
-        "mesh.microbatches", REQUIRES, "as many rows on a data rank", "a piece of a micro-batch holds at least one row",
-        "lower it or raise train.batch_size",
-        lambda s: (s.mesh.microbatches or 1) > max(s.train.batch_size // _data_ranks(s), 1),
-    ),
-    CompatibilityRule(
-        "mesh.virtual > 1", REQUIRES, "mesh.schedule: interleaved, zero-bubble or zbv",
-        "gpipe and 1f1b hold one stage a rank", "set mesh.schedule: interleaved",
-        lambda s: (s.mesh.virtual or 1) > 1 and not _schedule_is_looped(s),
-    ),
-    CompatibilityRule(
-        "mesh.schedule: zbv", REQUIRES, "mesh.virtual: 2", "its stages form a V", "leave mesh.virtual out",
-        lambda s: s.mesh.schedule == "zbv" and s.mesh.virtual not in (None, 2),
-    ),
+_ROWS: tuple[_Row, ...] = (
+    ("train.batch_size", REQUIRES, "a multiple of mesh.replicate × mesh.dp",
+     "every data rank takes as many rows of a micro-batch", "round it up",
+     lambda s: s.train.batch_size % (s.mesh.replicate * s.mesh.dp) != 0),
+    ("mesh.zero: 1 or 2", REQUIRES, "mesh.dp or mesh.cp > 1", "there is nothing to shard on one rank",
+     "leave mesh.zero at 3 or set mesh.dp", lambda s: s.mesh.zero != 3 and s.mesh.dp * s.mesh.cp == 1),
+    ("mesh.zero: 1 or 2", INCOMPATIBLE, "mesh.adapters: replicate", "these stages shard nothing but adapters",
+     "set mesh.adapters: shard", lambda s: s.mesh.zero != 3 and s.mesh.adapters == "replicate"),
+    ("mesh.zero: 2", INCOMPATIBLE, "mesh.pp > 1", "a pipeline reduces gradients once a step",
+     "set mesh.zero: 1", lambda s: s.mesh.zero == 2 and s.mesh.pp > 1),
+    ("mesh.adapters: replicate", REQUIRES, "mesh.dp or mesh.cp > 1", "without shards adapters are whole anyway",
+     "leave it at shard", lambda s: s.mesh.adapters == "replicate" and s.mesh.dp * s.mesh.cp == 1),
+    ("mesh.reshard: false", REQUIRES, "mesh.dp or mesh.cp > 1", "nothing is gathered on one rank",
+     "leave it at true", lambda s: not s.mesh.reshard and s.mesh.dp * s.mesh.cp == 1),
+    ("mesh.offload", REQUIRES, "mesh.dp or mesh.cp > 1 and a CUDA device", "it moves FSDP2's shards to host memory",
+     "leave it off", lambda s: s.mesh.offload and (s.mesh.dp * s.mesh.cp == 1 or s.train.device == "cpu")),
+    ("mesh.offload", REQUIRES, "mesh.zero: 3", "the other stages shard no weights", "set mesh.zero: 3",
+     lambda s: s.mesh.offload and s.mesh.zero != 3),
+    ("train.device: cuda:N", REQUIRES, "one rank", "each rank takes the device of its own number",
+     "set train.device: cuda", lambda s: s.train.device.startswith("cuda:") and s.mesh.size > 1),
+    ("mesh.sequence_parallel", REQUIRES, "mesh.tp > 1", "it splits tokens among tensor-parallel ranks",
+     "leave it off or set mesh.tp", lambda s: s.mesh.sequence_parallel and s.mesh.tp == 1),
+    ("mesh.schedule, mesh.virtual, mesh.microbatches", REQUIRES, "mesh.pp > 1", "they describe a pipeline",
+     "leave them out or set mesh.pp",
+     lambda s: s.mesh.pp == 1
+     and (s.mesh.schedule != "1f1b" or s.mesh.virtual is not None or s.mesh.microbatches is not None)),
+    ("mesh.microbatches", REQUIRES, "as many rows on a data rank", "a piece of a micro-batch holds at least one row",
+     "lower it or raise train.batch_size",
+     lambda s: (s.mesh.microbatches or 1) > max(s.train.batch_size // (s.mesh.replicate * s.mesh.dp), 1)),
+    ("mesh.virtual > 1", REQUIRES, "mesh.schedule: interleaved, zero-bubble or zbv",
+     "gpipe and 1f1b hold one stage a rank", "set mesh.schedule: interleaved",
+     lambda s: (s.mesh.virtual or 1) > 1 and s.mesh.schedule in ("gpipe", "1f1b")),
+    ("mesh.schedule: zbv", REQUIRES, "mesh.virtual: 2", "its stages form a V", "leave mesh.virtual out",
+     lambda s: s.mesh.schedule == "zbv" and s.mesh.virtual not in (None, 2)),
     *_task_rules(),
-    CompatibilityRule(
-        "task.label_smoothing", INCOMPATIBLE, "mesh.tp > 1", "the mean over the vocabulary is on several ranks",
-        "set it to 0 or use mesh.dp",
-        lambda s: s.task.smoothing > 0 and s.mesh.tp > 1,
-    ),
-    CompatibilityRule(
-        "adapter.dora", INCOMPATIBLE, "mesh.tp > 1", "a row's norm needs columns that are on other ranks",
-        "leave DoRA off or use mesh.dp", lambda s: s.adapter.dora and s.mesh.tp > 1,
-    ),
-    CompatibilityRule(
-        "adapter.init other than default", REQUIRES, "one rank", "it decomposes whole weights or inputs",
-        "set adapter.init: default", lambda s: s.adapter.init != "default" and s.mesh.size > 1,
-    ),
-    CompatibilityRule(
-        "adapter.under", REQUIRES, "one rank", "the adapter beneath is folded into whole weights",
-        "merge it into the backbone first", lambda s: s.adapter.under is not None and s.mesh.size > 1,
-    ),
-    CompatibilityRule(
-        "task.loss: dpo, ipo or kto", INCOMPATIBLE, "adapter.init that changes frozen weights (all but default, "
-        "orthogonal and eva), adapter.under and adapter.bias",
-        "the reference is the backbone as it came, with the adapter off", "leave those out, or merge into the backbone",
-        lambda s: s.task.has_reference
-        and (s.adapter.init not in _BESIDE_WEIGHTS or (s.adapter.under, s.adapter.bias) != (None, None)),
-    ),
-    CompatibilityRule(
-        "task.loss: kto", REQUIRES, "two examples per step", "its drift is seen in answers to other prompts",
-        "raise train.batch_size or train.accumulate",
-        lambda s: s.task.is_unpaired and s.train.batch_size * s.train.accumulate < 2,
-    ),
-    CompatibilityRule(
-        "adapter.soft_tokens", REQUIRES, "one rank", "they are before the tokens of every row", "train LoRA on a mesh",
-        lambda s: s.adapter.soft_tokens is not None and s.mesh.size > 1,
-    ),
-    CompatibilityRule(
-        "adapter.soft_tokens", REQUIRES, "task.pack: false", "samples in one row would share them",
-        "set task.pack: false", lambda s: s.adapter.soft_tokens is not None and s.task.pack,
-    ),
-    CompatibilityRule(
-        "adapter.soft_tokens", REQUIRES, "task.kind: language-model or completion",
-        "they come before a text that a decoder continues", "train LoRA for other tasks",
-        lambda s: s.adapter.soft_tokens is not None and not s.task.traits.takes_soft_tokens,
-    ),
-    CompatibilityRule(
-        "adapter.soft_tokens", INCOMPATIBLE, "task.score: generate", "rows behind them are evaluated by likelihood",
-        "take perplexity or rank",
-        lambda s: s.adapter.soft_tokens is not None and s.task.score == "generate",
-    ),
-    CompatibilityRule(
-        "adapter.soft_tokens", INCOMPATIBLE, "optimizer.lora_plus", "there are no factors to speed up", "leave it out",
-        lambda s: s.adapter.soft_tokens is not None and s.optimizer.lora_plus is not None,
-    ),
-    CompatibilityRule(
-        "adapter.projector", INCOMPATIBLE, "train.quantization", "features before packed weights have not been tested",
-        "leave one of them out", lambda s: s.adapter.projector is not None and s.train.quantization is not None,
-    ),
-    CompatibilityRule(
-        "adapter.bias, adapter.train_whole, adapter.experts", REQUIRES, "one rank",
-        "only the factors of linear layers and embeddings are cut", "leave them out",
-        lambda s: s.mesh.size > 1 and (s.adapter.bias, s.adapter.train_whole, s.adapter.experts) != (None, None, None),
-    ),
-    CompatibilityRule(
-        "train.adapter_precision: bf16", REQUIRES, "train.precision: bf16", "a float32 layer cannot take bf16 factors",
-        "set train.precision: bf16 (auto may come to fp32), or leave train.adapter_precision out",
-        lambda s: s.train.adapter_precision == "bf16" and s.train.precision != "bf16",
-    ),
-    CompatibilityRule(
-        "train.precision: fp16", INCOMPATIBLE, "train.device: cpu", "a CPU has no fast fp16 products",
-        "take auto, fp32 or bf16", lambda s: s.train.precision == "fp16" and s.train.device == "cpu",
-    ),
-    CompatibilityRule(
-        "train.tf32", REQUIRES, "train.precision: fp32", "it rounds the inputs of float32 products",
-        "set train.precision: fp32, or leave train.tf32 off", lambda s: s.train.tf32 and s.train.precision != "fp32",
-    ),
-    CompatibilityRule(
-        "train.tf32", REQUIRES, "a CUDA device", "no other has such products", "leave it off",
-        lambda s: s.train.tf32 and s.train.device == "cpu",
-    ),
-    CompatibilityRule(
-        "train.backbone_precision: bf16", REQUIRES, "train.precision: fp32",
-        "elsewhere weights are kept in the narrow type anyway", "set train.precision: fp32, or leave it at auto",
-        lambda s: s.train.backbone_precision == "bf16" and s.train.precision != "fp32",
-    ),
-    CompatibilityRule(
-        "train.backbone_precision: bf16", REQUIRES, "one rank, and no train.quantization",
-        "shards and packed weights have layers of their own", "use mesh.dp, which divides the weights, or leave it out",
-        lambda s: s.train.backbone_precision == "bf16" and (s.mesh.size > 1 or s.train.quantization is not None),
-    ),
-    CompatibilityRule(
-        "train.quantization", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1", "packed weights are quantised whole",
-        "use mesh.dp or mesh.replicate", lambda s: s.train.quantization is not None and s.mesh.tp * s.mesh.pp > 1,
-    ),
-    CompatibilityRule(
-        "train.quantization: int8", INCOMPATIBLE, "sharded weights (mesh.dp or mesh.cp > 1 at mesh.zero: 3)",
-        "bitsandbytes computes with a whole copy of its own", "set train.quantization: nf4, mesh.zero: 1, or use "
-        "mesh.replicate",
-        lambda s: s.train.quantization == "int8" and s.mesh.dp * s.mesh.cp > 1 and s.mesh.zero == 3,
-    ),
-    CompatibilityRule(
-        "train.quantization", INCOMPATIBLE, "adapter.init: pissa, olora, corda or lora-ga, and adapter.under",
-        "packed weights cannot be changed", "leave adapter.init at default",
-        lambda s: s.train.quantization is not None
-        and (s.adapter.init in ("pissa", "olora", "corda", "lora-ga") or s.adapter.under is not None),
-    ),
-    CompatibilityRule(
-        "adapter.init: loftq", REQUIRES, "train.quantization: nf4 or nf4-double",
-        "it makes up for what 4-bit weights lose", "set train.quantization: nf4",
-        lambda s: s.adapter.init == "loftq" and s.train.quantization not in ("nf4", "nf4-double"),
-    ),
-    CompatibilityRule(
-        "optimizer.kind: adamw-8bit, paged-adamw, paged-adamw-8bit or gauss-newton", REQUIRES, "one rank",
-        "whole tensors are needed in one place", "set optimizer.kind: adamw",
-        lambda s: s.optimizer.kind != "adamw" and s.mesh.size > 1,
-    ),
-    CompatibilityRule(
-        "train.compile", INCOMPATIBLE, "mesh.tp, mesh.pp or mesh.cp > 1",
-        "compiled blocks have been compared with plain ones on data axes only", "use mesh.dp or mesh.replicate",
-        lambda s: s.train.compile and s.mesh.tp * s.mesh.pp * s.mesh.cp > 1,
-    ),
-    CompatibilityRule(
-        "train.quantization", INCOMPATIBLE, "mesh.offload", "the scales of packed weights stay on the device",
-        "leave it off", lambda s: s.train.quantization is not None and s.mesh.offload,
-    ),
-    CompatibilityRule(
-        "mesh.sequence_parallel", INCOMPATIBLE, "task.kind: classify or regress",
-        "a head takes the last token, which one rank has", "leave it off",
-        lambda s: s.mesh.sequence_parallel and s.task.traits.is_sequence_level,
-    ),
-    CompatibilityRule(
-        "mesh.offload", REQUIRES, "regularizer.kind: plain",
-        "the others compute on the device with adapters that are in host memory",
-        "leave it off, or set regularizer.kind: plain",
-        lambda s: s.mesh.offload and not isinstance(s.regularizer, Plain),
-    ),
-    CompatibilityRule(
-        "regularizer.kind: sam", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1", "it needs whole layers in every process",
-        "use mesh.replicate, or regularizer.kind: lora-sam",
-        lambda s: isinstance(s.regularizer, SAM) and s.mesh.tp * s.mesh.pp > 1,
-    ),
-    CompatibilityRule(
-        "regularizer.kind: sam", INCOMPATIBLE, "sharded weights (mesh.dp or mesh.cp > 1 at mesh.zero: 3)",
-        "each process holds a gradient as large as the layers, which sharding is to avoid",
-        "use mesh.replicate, or regularizer.kind: lora-sam",
-        lambda s: isinstance(s.regularizer, SAM) and s.mesh.dp * s.mesh.cp > 1 and s.mesh.zero == 3,
-    ),
-    CompatibilityRule(
-        "regularizer.kind: bi-lora", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1",
-        "its second adapter needs whole layers in every process", "use mesh.dp or mesh.replicate",
-        lambda s: isinstance(s.regularizer, BiLora) and s.mesh.tp * s.mesh.pp > 1,
-    ),
-    CompatibilityRule(
-        "regularizer.kind: neftune", INCOMPATIBLE, "mesh.pp > 1 or mesh.cp > 1",
-        "its noise is drawn for whole rows of a micro-batch", "use mesh.dp, mesh.replicate or mesh.tp",
-        lambda s: isinstance(s.regularizer, NEFTune) and s.mesh.pp * s.mesh.cp > 1,
-    ),
-    CompatibilityRule(
-        "regularizer.scope: microbatch or sample", INCOMPATIBLE, "mesh.pp > 1",
-        "a pipeline has several micro-batches in flight at once", "set regularizer.scope: step",
-        lambda s: isinstance(s.regularizer, GGPO) and s.regularizer.scope != "step" and s.mesh.pp > 1,
-    ),
+    ("task.label_smoothing", INCOMPATIBLE, "mesh.tp > 1", "the mean over the vocabulary is on several ranks",
+     "set it to 0 or use mesh.dp",
+     lambda s: s.task.smoothing > 0 and s.mesh.tp > 1),
+    ("adapter.dora", INCOMPATIBLE, "mesh.tp > 1", "a row's norm needs columns that are on other ranks",
+     "leave DoRA off or use mesh.dp", lambda s: s.adapter.dora and s.mesh.tp > 1),
+    ("adapter.init other than default", REQUIRES, "one rank", "it decomposes whole weights or inputs",
+     "set adapter.init: default", lambda s: s.adapter.init != "default" and s.mesh.size > 1),
+    ("adapter.under", REQUIRES, "one rank", "the adapter beneath is folded into whole weights",
+     "merge it into the backbone first", lambda s: s.adapter.under is not None and s.mesh.size > 1),
+    ("task.loss: dpo, ipo or kto", INCOMPATIBLE, "adapter.init that changes frozen weights (all but default, "
+     "orthogonal and eva), adapter.under and adapter.bias",
+     "the reference is the backbone as it came, with the adapter off", "leave those out, or merge into the backbone",
+     lambda s: s.task.has_reference
+     and (s.adapter.init not in _BESIDE_WEIGHTS or (s.adapter.under, s.adapter.bias) != (None, None))),
+    ("task.loss: kto", REQUIRES, "two examples per step", "its drift is seen in answers to other prompts",
+     "raise train.batch_size or train.accumulate",
+     lambda s: s.task.is_unpaired and s.train.batch_size * s.train.accumulate < 2),
+    ("adapter.soft_tokens", REQUIRES, "one rank", "they are before the tokens of every row", "train LoRA on a mesh",
+     lambda s: s.adapter.soft_tokens is not None and s.mesh.size > 1),
+    ("adapter.soft_tokens", REQUIRES, "task.pack: false", "samples in one row would share them",
+     "set task.pack: false", lambda s: s.adapter.soft_tokens is not None and s.task.pack),
+    ("adapter.soft_tokens", REQUIRES, "task.kind: language-model or completion",
+     "they come before a text that a decoder continues", "train LoRA for other tasks",
+     lambda s: s.adapter.soft_tokens is not None and not s.task.traits.takes_soft_tokens),
+    ("adapter.soft_tokens", INCOMPATIBLE, "task.score: generate", "rows behind them are evaluated by likelihood",
+     "take perplexity or rank",
+     lambda s: s.adapter.soft_tokens is not None and s.task.score == "generate"),
+    ("adapter.soft_tokens", INCOMPATIBLE, "optimizer.lora_plus", "there are no factors to speed up", "leave it out",
+     lambda s: s.adapter.soft_tokens is not None and s.optimizer.lora_plus is not None),
+    ("adapter.projector", INCOMPATIBLE, "train.quantization", "features before packed weights have not been tested",
+     "leave one of them out", lambda s: s.adapter.projector is not None and s.train.quantization is not None),
+    ("adapter.bias, adapter.train_whole, adapter.experts", REQUIRES, "one rank",
+     "only the factors of linear layers and embeddings are cut", "leave them out",
+     lambda s: s.mesh.size > 1 and (s.adapter.bias, s.adapter.train_whole, s.adapter.experts) != (None, None, None)),
+    ("train.adapter_precision: bf16", REQUIRES, "train.precision: bf16", "a float32 layer cannot take bf16 factors",
+     "set train.precision: bf16 (auto may come to fp32), or leave train.adapter_precision out",
+     lambda s: s.train.adapter_precision == "bf16" and s.train.precision != "bf16"),
+    ("train.precision: fp16", INCOMPATIBLE, "train.device: cpu", "a CPU has no fast fp16 products",
+     "take auto, fp32 or bf16", lambda s: s.train.precision == "fp16" and s.train.device == "cpu"),
+    ("train.tf32", REQUIRES, "train.precision: fp32", "it rounds the inputs of float32 products",
+     "set train.precision: fp32, or leave train.tf32 off", lambda s: s.train.tf32 and s.train.precision != "fp32"),
+    ("train.tf32", REQUIRES, "a CUDA device", "no other has such products", "leave it off",
+     lambda s: s.train.tf32 and s.train.device == "cpu"),
+    ("train.backbone_precision: bf16", REQUIRES, "train.precision: fp32",
+     "elsewhere weights are kept in the narrow type anyway", "set train.precision: fp32, or leave it at auto",
+     lambda s: s.train.backbone_precision == "bf16" and s.train.precision != "fp32"),
+    ("train.backbone_precision: bf16", REQUIRES, "one rank, and no train.quantization",
+     "shards and packed weights have layers of their own", "use mesh.dp, which divides the weights, or leave it out",
+     lambda s: s.train.backbone_precision == "bf16" and (s.mesh.size > 1 or s.train.quantization is not None)),
+    ("train.quantization", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1", "packed weights are quantised whole",
+     "use mesh.dp or mesh.replicate", lambda s: s.train.quantization is not None and s.mesh.tp * s.mesh.pp > 1),
+    ("train.quantization: int8", INCOMPATIBLE, "sharded weights (mesh.dp or mesh.cp > 1 at mesh.zero: 3)",
+     "bitsandbytes computes with a whole copy of its own", "set train.quantization: nf4, mesh.zero: 1, or use "
+     "mesh.replicate",
+     lambda s: s.train.quantization == "int8" and s.mesh.dp * s.mesh.cp > 1 and s.mesh.zero == 3),
+    ("train.quantization", INCOMPATIBLE, "adapter.init: pissa, olora, corda or lora-ga, and adapter.under",
+     "packed weights cannot be changed", "leave adapter.init at default",
+     lambda s: s.train.quantization is not None
+     and (s.adapter.init in ("pissa", "olora", "corda", "lora-ga") or s.adapter.under is not None)),
+    ("adapter.init: loftq", REQUIRES, "train.quantization: nf4 or nf4-double",
+     "it makes up for what 4-bit weights lose", "set train.quantization: nf4",
+     lambda s: s.adapter.init == "loftq" and s.train.quantization not in ("nf4", "nf4-double")),
+    ("optimizer.kind: adamw-8bit, paged-adamw, paged-adamw-8bit or gauss-newton", REQUIRES, "one rank",
+     "whole tensors are needed in one place", "set optimizer.kind: adamw",
+     lambda s: s.optimizer.kind != "adamw" and s.mesh.size > 1),
+    ("train.compile", INCOMPATIBLE, "mesh.tp, mesh.pp or mesh.cp > 1",
+     "compiled blocks have been compared with plain ones on data axes only", "use mesh.dp or mesh.replicate",
+     lambda s: s.train.compile and s.mesh.tp * s.mesh.pp * s.mesh.cp > 1),
+    ("train.quantization", INCOMPATIBLE, "mesh.offload", "the scales of packed weights stay on the device",
+     "leave it off", lambda s: s.train.quantization is not None and s.mesh.offload),
+    ("mesh.sequence_parallel", INCOMPATIBLE, "task.kind: classify or regress",
+     "a head takes the last token, which one rank has", "leave it off",
+     lambda s: s.mesh.sequence_parallel and s.task.traits.is_sequence_level),
+    ("mesh.offload", REQUIRES, "regularizer.kind: plain",
+     "the others compute on the device with adapters that are in host memory",
+     "leave it off, or set regularizer.kind: plain",
+     lambda s: s.mesh.offload and not isinstance(s.regularizer, Plain)),
+    ("regularizer.kind: sam", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1", "it needs whole layers in every process",
+     "use mesh.replicate, or regularizer.kind: lora-sam",
+     lambda s: isinstance(s.regularizer, SAM) and s.mesh.tp * s.mesh.pp > 1),
+    ("regularizer.kind: sam", INCOMPATIBLE, "sharded weights (mesh.dp or mesh.cp > 1 at mesh.zero: 3)",
+     "each process holds a gradient as large as the layers, which sharding is to avoid",
+     "use mesh.replicate, or regularizer.kind: lora-sam",
+     lambda s: isinstance(s.regularizer, SAM) and s.mesh.dp * s.mesh.cp > 1 and s.mesh.zero == 3),
+    ("regularizer.kind: bi-lora", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1",
+     "its second adapter needs whole layers in every process", "use mesh.dp or mesh.replicate",
+     lambda s: isinstance(s.regularizer, BiLora) and s.mesh.tp * s.mesh.pp > 1),
+    ("regularizer.kind: neftune", INCOMPATIBLE, "mesh.pp > 1 or mesh.cp > 1",
+     "its noise is drawn for whole rows of a micro-batch", "use mesh.dp, mesh.replicate or mesh.tp",
+     lambda s: isinstance(s.regularizer, NEFTune) and s.mesh.pp * s.mesh.cp > 1),
+    ("regularizer.scope: microbatch or sample", INCOMPATIBLE, "mesh.pp > 1",
+     "a pipeline has several micro-batches in flight at once", "set regularizer.scope: step",
+     lambda s: isinstance(s.regularizer, GGPO) and s.regularizer.scope != "step" and s.mesh.pp > 1),
 )  # fmt: skip
+RULES = tuple(CompatibilityRule(*row) for row in _ROWS)
 
 
 def broken_rule(settings: RuleSettings) -> CompatibilityRule | None:
@@ -310,8 +207,5 @@ def check_settings(settings: RuleSettings) -> None:
     """Raise UserError for the first rule that `settings` break, with what, why and the nearest valid setting."""
     rule = broken_rule(settings)
     if rule is not None:
-        raise UserError(f"{rule.setting} {_relation_verb(rule.kind)} {rule.other}: {rule.why}; {rule.fix}")
-
-
-def _relation_verb(kind: str) -> str:
-    return "needs" if kind == REQUIRES else "does not go with"
+        verb = "needs" if rule.kind == REQUIRES else "does not go with"
+        raise UserError(f"{rule.setting} {verb} {rule.other}: {rule.why}; {rule.fix}")

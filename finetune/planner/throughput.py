@@ -19,23 +19,18 @@ from dataclasses import dataclass, field
 class RooflineConstants:
     """Fractions of a device's data-sheet rates that are reached."""
 
-    products: float = 0.641
-    """Fraction of the bf16 peak that matrix products reach."""
+    products: float = 0.641  # fraction of the bf16 peak that matrix products reach
     elements: float = 0.97
     """Bytes that element-wise kernels move at the data sheet's bandwidth ÷ the minimum they must move."""
     fast_link: float = 0.64
     """Fraction of the nominal bandwidth inside a node (one direction) that collectives reach: 192 of 300 GB/s."""
     shards: float = 0.63
-    """Fraction of the nominal bandwidth between nodes that gathers of weights reach: 15.7 of 25 GB/s (ZeRO-3,
-    2104.04473)."""
-    launch: float = 1e-5
-    """Host seconds to launch a GPU kernel; assumed, not fitted: 5 to 25 µs are usual in eager mode."""
+    """Fraction of the bandwidth between nodes that gathers of weights reach: 15.7 of 25 GB/s (ZeRO-3, 2104.04473)."""
+    launch: float = 1e-5  # host seconds to launch a GPU kernel; assumed, not fitted: 5 to 25 µs are usual in eager mode
 
 
 PUBLISHED = RooflineConstants()
-"""Fitted only on the ten rows of 2104.04473, Table 1 (A100, full training), except `launch`."""
-_OVERLAP = 3.0
-"""Exponent of T = (Tc³ + Tm³)^(1/3), for gathers that computation partly hides."""
+_OVERLAP = 3.0  # exponent of T = (Tc³ + Tm³)^(1/3), for gathers that computation partly hides
 
 
 def kernels_per_block(adapted: float, *, recompute: str) -> float:
@@ -48,14 +43,10 @@ def kernels_per_block(adapted: float, *, recompute: str) -> float:
 class DeviceSpec:
     """Data-sheet rates of a device."""
 
-    memory: float
-    """Bytes of memory."""
-    flops: float
-    """FLOP/s, dense bf16 (fp16 where there is none)."""
-    bandwidth: float
-    """Memory bandwidth, bytes/s."""
-    link: float
-    """Bytes/s in one direction to the other devices of its node."""
+    memory: float  # bytes of memory
+    flops: float  # FLOP/s, dense bf16 (fp16 where there is none)
+    bandwidth: float  # memory bandwidth, bytes/s
+    link: float  # bytes/s in one direction to the other devices of its node
 
 
 GB = 1e9
@@ -81,9 +72,9 @@ CORE = DeviceSpec(4 * GB, 50e9, 10e9, 5 * GB)
 
 def find_device(name: str, memory: int) -> str | None:
     """Return the row of `DEVICES` for a device that reports `name` and `memory` bytes; None if there is none."""
-    words = set(re.findall(r"[a-z0-9]+", name.lower()))
-    words |= {"".join(pair) for pair in itertools.pairwise(re.findall(r"[a-z0-9]+", name.lower()))}
-    rows = [row for row in DEVICES if row.split("-")[0].lower() in words]
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    names = {*words, *("".join(pair) for pair in itertools.pairwise(words))}
+    rows = [row for row, device in DEVICES.items() if row.split("-")[0].lower() in names]
     near = [row for row in rows if 0.8 < memory / DEVICES[row].memory < 1.1]
     return min(near, key=lambda row: abs(DEVICES[row].memory - memory), default=None)
 
@@ -95,31 +86,21 @@ class StepLayout:
     layers: int
     hidden: int
     heads: int
-    products: float
-    """Elements of the weights that one block multiplies with."""
-    head: float
-    """Elements of the output layer."""
+    products: float  # elements of the weights that one block multiplies with
+    head: float  # elements of the output layer
     sequence: int
-    rows: int
-    """Sequences of one rank's micro-batch."""
-    micro: int
-    """Micro-batches of a step (with a pipeline, pieces)."""
+    rows: int  # sequences of one rank's micro-batch
+    micro: int  # micro-batches of a step (with a pipeline, pieces)
     tp: int = 1
     pp: int = 1
     virtual: int = 1
-    recompute: str = "none"
-    """Value of `train.checkpointing`."""
+    recompute: str = "none"  # value of `train.checkpointing`
     sequence_parallel: bool = False
-    fused_attention: bool = True
-    """Attention that does not store its T² scores."""
-    whole: bool = False
-    """Full training: gradients of all weights, and their optimizer."""
-    gathered: float = 0.0
-    """Bytes of weights that a rank receives per micro-batch (FSDP2)."""
-    gathered_inside: bool = True
-    """True if those come from the same node."""
-    reduced: float = 0.0
-    """Bytes of gradients that a rank sends per step."""
+    fused_attention: bool = True  # attention that does not store its T² scores
+    whole: bool = False  # full training: gradients of all weights, and their optimizer
+    gathered: float = 0.0  # bytes of weights that a rank receives per micro-batch (FSDP2)
+    gathered_inside: bool = True  # True if those come from the same node
+    reduced: float = 0.0  # bytes of gradients that a rank sends per step
     reduced_inside: bool = False
     tp_inside: bool = True
     exchanged: float = 0.0
@@ -136,18 +117,13 @@ class StepSeconds:
     products: float = field(metadata={"title": "matrix products"})
     elements: float = field(metadata={"title": "element-wise traffic"})
     tensor: float = field(metadata={"title": "tensor parallelism"})
-    """Collectives of tensor parallelism."""
     gathers: float = field(metadata={"title": "gathers that nothing hides"})
-    """Time of gathers that computation does not hide."""
     bubble: float = field(metadata={"title": "idle in the pipeline"})
     pipeline: float = field(metadata={"title": "sent between stages"})
-    """Activations sent between stages."""
     gradients: float = field(metadata={"title": "gradients of the adapter"})
     head: float = field(metadata={"title": "output layer and loss"})
     experts: float = field(default=0.0, metadata={"title": "tokens sent to experts"})
-    """Tokens sent to experts on other ranks, and back."""
     host: float = field(default=0.0, metadata={"title": "waiting for the host to start kernels"})
-    """Time of launching kernels beyond the device's time to run them: small models and micro-batches wait for it."""
 
     @property
     def total(self) -> float:
@@ -159,39 +135,39 @@ def predict_seconds(
     work: StepLayout, device: DeviceSpec, *, network: float, constants: RooflineConstants = PUBLISHED
 ) -> StepSeconds:
     """Predict the seconds of one step. network: bytes/s of one device between nodes."""
-    at = constants
     b, s, h, t, p = work.rows, work.sequence, work.hidden, work.tp, work.pp
     passes = (3 if work.whole else 2) + (work.recompute == "full")
     core = 4 * b * s * s * h * (3 if work.recompute == "none" else 4)  # selective recomputes the attention scores, too
     multiplied = 2 * work.products * b * s * passes + core
     layers = math.ceil(work.layers / p)  # of the fullest stage, which all others wait for
-    products = layers * multiplied / t / (device.flops * at.products)
+    products = layers * multiplied / t / (device.flops * constants.products)
     scores = 0.0 if work.fused_attention else 5 * work.heads * s / (h * t)
-    kept = (34 / t if work.sequence_parallel else 10 + 24 / t) + scores
-    elements = layers * at.elements * b * s * h * kept * passes / device.bandwidth
+    saved = (34 / t if work.sequence_parallel else 10 + 24 / t) + scores
+    elements = layers * constants.elements * b * s * h * saved * passes / device.bandwidth
     reduces = 6 if work.recompute == "full" else 4
-    fast = device.link * at.fast_link if work.tp_inside else network
-    tensor = 0.0 if t == 1 else layers * reduces * 2 * (t - 1) / t * 2 * b * s * h / fast
-    head = (6 if work.whole else 4) * b * s * work.head / t / (device.flops * at.products)
-    exchange = layers * work.exchanged / (device.link * at.fast_link if work.exchanged_inside else network)
-    stage = products + elements + tensor + exchange + head / (1 if p == 1 else max(1.0, p / 2))
+    inner = device.link * constants.fast_link
+    tensor = (
+        0.0 if t == 1 else layers * reduces * 2 * (t - 1) / t * 2 * b * s * h / (inner if work.tp_inside else network)
+    )
+    head = (6 if work.whole else 4) * b * s * work.head / t / (device.flops * constants.products)
+    exchange = layers * work.exchanged / (inner if work.exchanged_inside else network)
+    head /= 1 if p == 1 else max(1.0, p / 2)
+    stage = products + elements + tensor + exchange + head
     gathers = 0.0
     if work.gathered:
-        taken = work.gathered / (device.link * at.fast_link if work.gathered_inside else network * at.shards)
-        gathers = (stage**_OVERLAP + taken**_OVERLAP) ** (1 / _OVERLAP) - stage
-    host = max(0.0, layers * work.kernels * at.launch - stage - gathers)
-    idle = (p - 1) / work.virtual * (stage + gathers + host)
+        gather = work.gathered / (inner if work.gathered_inside else network * constants.shards)
+        gathers = (stage**_OVERLAP + gather**_OVERLAP) ** (1 / _OVERLAP) - stage
+    host = max(0.0, layers * work.kernels * constants.launch - stage - gathers)
     sent = 0.0 if p == 1 else 2 * work.virtual * 2 * b * s * h * 2 / t / network
-    gradients = work.reduced / (device.link * at.fast_link if work.reduced_inside else network)
     return StepSeconds(
         products=products * work.micro,
         elements=elements * work.micro,
         tensor=tensor * work.micro,
         gathers=gathers * work.micro,
-        bubble=idle,
+        bubble=(p - 1) / work.virtual * (stage + gathers + host),
         pipeline=sent * work.micro,
-        gradients=gradients,
-        head=(stage - products - elements - tensor - exchange) * work.micro,
+        gradients=work.reduced / (inner if work.reduced_inside else network),
+        head=head * work.micro,
         experts=exchange * work.micro,
         host=host * work.micro,
     )

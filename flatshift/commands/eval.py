@@ -16,7 +16,7 @@ from flatshift.command_line import parse_command, spawn_ranks
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.auto import find_mesh_overrides, mesh_flags
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.launch import failure, spawn
+from flatshift.finetune.launch import job, spawn
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def run(argv: list[str]) -> int:
     from flatshift.experiments.workflows.evaluate import evaluate_run, format_result
 
     result = evaluate_run(path, data=flags.data, overrides=overrides, quiet=flags.json)
-    if failure.rank() == 0:
+    if job.rank() == 0:
         print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else format_result(result))
         if not flags.json:
             outcome.print_next_commands(path)

@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
     from flatshift.finetune.atomic import write_text
     from flatshift.finetune.lock import exclusive_lock
 
-    with exclusive_lock(target, instead="name another file"):
+    with exclusive_lock(target, alternative="name another file"):
         if target.exists():
             raise UserError(f"{target} exists; name another file or remove it")
         write_text(target, text)

@@ -18,7 +18,7 @@ from flatshift.experiments.recipe import Resolved, from_override, load_recipe, r
 from flatshift.experiments.recipe.rules import SPLIT_RULES, check_rules
 from flatshift.experiments.run.console import force_exit_on_signal, pause_heartbeat
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.launch import failure, spawn
+from flatshift.finetune.launch import job, spawn
 
 AGAIN = "what was reached is kept; run the same command again"
 
@@ -122,7 +122,7 @@ def run(argv: list[str]) -> int:
         check_rules(resolved.recipe, SPLIT_RULES)
         command = ["-m", "flatshift", "select", *argv]
         with pause_heartbeat():
-            return spawn.spawn(command, ranks=flags.processes, threads=1, again=AGAIN)
+            return spawn.spawn(command, ranks=flags.processes, threads=1, resume_hint=AGAIN)
     with force_exit_on_signal():
         from flatshift.experiments.select.select import select
 
@@ -137,8 +137,8 @@ def _select_on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> 
         raise UserError(
             f"--processes {flags.processes}: the launcher started {started}; leave --processes out under a launcher"
         )
-    failure.set_resume_hint(AGAIN)
-    os.environ.update(dict.fromkeys(spawn.THREADS, "1"))
+    job.set_resume_hint(AGAIN)
+    os.environ.update(dict.fromkeys(spawn.THREAD_VARIABLES, "1"))
     from flatshift.experiments.select.ranks import select_on_ranks
 
     assert flags.out is not None

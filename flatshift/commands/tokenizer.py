@@ -10,7 +10,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from flatshift.command_line import parse_flags
-from flatshift.finetune.config import Columns
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.tokenizer_schemes import SCHEMES, Scheme
 
 

@@ -15,7 +15,7 @@ from flatshift.experiments.recipe import load_recipe, resume_recipe
 from flatshift.experiments.recipe.auto import axis_flags, find_mesh_overrides, mesh_flags
 from flatshift.experiments.recipe.schema import format_keys_by_block
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.launch import consistency, failure, spawn
+from flatshift.finetune.launch import consistency, job, spawn
 from flatshift.finetune.run_directory import RECIPE, check_replaceable
 
 
@@ -68,10 +68,10 @@ def run(argv: list[str]) -> int:
                     return spawn_ranks("train", [*argv, "--out", str(new)], resolved.recipe, new)
             check_replaceable(flags.out, resumable=True)
             return spawn_ranks("train", argv, resolved.recipe, flags.out)
-        if flags.out is not None and spawn.was_restarted() and (flags.out / RECIPE).is_file():
+        if flags.out is not None and spawn.is_restarted() and (flags.out / RECIPE).is_file():
             _, axes = split_overrides(axis_flags(resolved.recipe.mesh), Flags)  # there may be fewer ranks than before
             resolved = None
-        elif flags.out is None and failure.is_multi_rank() and spawn.may_restart():
+        elif flags.out is None and job.is_multi_rank() and spawn.may_restart():
             raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
     from flatshift.experiments.workflows.train import resume, train
 
@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
     else:
         assert run_directory is not None
         result = resume(run_directory, axes, quiet=flags.json, verbose=flags.verbose, draw=draw_page)
-    if failure.rank() != 0:
+    if job.rank() != 0:
         return 0
     if flags.json:
         print(json.dumps(result, indent=2, ensure_ascii=False))

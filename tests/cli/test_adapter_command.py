@@ -127,7 +127,7 @@ def test_the_other_adapter_is_known_by_its_content_and_place(setting: str, tmp_p
     resolved = load_recipe("classify", [from_override(f"adapter.{setting}", "other")])
     assert getattr(resolved.recipe.adapter, setting) == str(other), "found again from another directory"
     before = make_cell(resolved, point={}, seed=0)
-    known = {setting: {"path": str(other), "sha256": SavedAdapter.find(str(other), where="x").digest()}}
+    known = {setting: {"path": str(other), "sha256": SavedAdapter.find(str(other), context="x").digest()}}
     check_adapters_unchanged(tmp_path, known)
     (other / "adapter_model.safetensors").write_bytes(b"second")
     _adapter_digest.cache_clear()

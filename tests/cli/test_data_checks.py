@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flatshift.cli import run
-from flatshift.finetune.config import DataChecks
+from flatshift.finetune.data.config import DataChecks
 from tests.data_models import tiny_model, write_jsonl
 
 SMALL = [

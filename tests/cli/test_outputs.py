@@ -24,7 +24,7 @@ from flatshift.experiments.workflows.folder_check import to_single_float32_proce
 from flatshift.experiments.workflows.model_card import _format_settings, format_code_block, format_code_span
 from flatshift.finetune.assets import backbone_directory
 from flatshift.finetune.atomic import write_json
-from flatshift.finetune.config import Columns
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.rows import Row, read_rows
 from flatshift.finetune.errors import UserError

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from flatshift.finetune.launch.rendezvous import DirectoryKeyValueStore
+from flatshift.finetune.launch.job import DirectoryKeyValueStore
 from flatshift.finetune.launch.spawn import spawn
 from flatshift.finetune.launch.watchdog import Heartbeat, Watchdog
 from tests.patience import HANG_S
@@ -334,7 +334,7 @@ def beat(number: int, *, count: int, idle: float, hurried: bool = True) -> Heart
 def test_who_is_furthest_behind(tmp_path: Path, beats: list[tuple[int, float]], words: str | None) -> None:
     board = DirectoryKeyValueStore(tmp_path)
     eye = watch(board, [])
-    eye._look_for_progress({r: beat(1, count=count, idle=idle) for r, (count, idle) in enumerate(beats)})
+    eye._check_progress({r: beat(1, count=count, idle=idle) for r, (count, idle) in enumerate(beats)})
     cause = board.get("cause")
     assert (cause is None) if words is None else (words in str(cause))
 
@@ -342,7 +342,7 @@ def test_who_is_furthest_behind(tmp_path: Path, beats: list[tuple[int, float]], 
 def test_an_unhurried_rank_is_waited_for(tmp_path: Path) -> None:
     board = DirectoryKeyValueStore(tmp_path)
     beats = {0: beat(1, count=9, idle=99.0, hurried=False), 1: beat(1, count=9, idle=99.0)}
-    watch(board, [])._look_for_progress(beats)
+    watch(board, [])._check_progress(beats)
     assert board.get("cause") is None
 
 

@@ -123,7 +123,7 @@ def count_of(micros: list[Micro]) -> int:
 
 def named_trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trained parameters by canonical name."""
-    from flatshift.finetune.models.weight_names import canonical_name
+    from flatshift.finetune.models.checkpoint import canonical_name
 
     return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 

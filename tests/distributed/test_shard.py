@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.checkpoint import CheckpointFiles, canonical_name
 from flatshift.finetune.models.meta import empty_model
-from flatshift.finetune.models.weight_names import CheckpointFiles, canonical_name
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.fsdp import shard
 from flatshift.finetune.parallel.layout import Slice, TensorParallelLayout, copy_local_part, gather_full_tensors

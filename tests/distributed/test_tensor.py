@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from flatshift.finetune.compute.slices import slice_rows
 from flatshift.finetune.config import Mesh
+from flatshift.finetune.models.checkpoint import CheckpointFiles, canonical_name
 from flatshift.finetune.models.meta import empty_model
-from flatshift.finetune.models.weight_names import CheckpointFiles, canonical_name
 from flatshift.finetune.parallel.layout import TensorParallelLayout
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.tensor import borders, tensor_parallel, vocabulary_cross_entropy

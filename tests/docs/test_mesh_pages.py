@@ -19,8 +19,9 @@ import pytest
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble_fraction, virtual_stages
-from flatshift.finetune.planner.footprint import BackboneSizes, predict_footprint
+from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
+from flatshift.finetune.planner.sizes import BackboneSizes
 from tests.patience import HANG_S
 from tests.unit.test_parallel_auto import llama
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
-from flatshift.finetune.adapters.initial_values import TAKES_OUT, Calibration
+from flatshift.finetune.adapters.initial_values import SUBTRACTED_INITS, Calibration
 from flatshift.finetune.adapters.offsets import folded_offsets, lora_layers
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.data.example import Example
@@ -88,7 +88,7 @@ def test_starts_at_the_backbone_and_a_saved_adapter_fits_the_files(init, kind, s
     save_adapter(model, tmp_path / "adapter")
     theirs = plain_peft(source, tmp_path / "adapter")
     torch.testing.assert_close(logits(theirs), wanted, rtol=0, atol=2e-4)
-    if kind == "llama" and init in TAKES_OUT:  # twice the rank, at the same scale, layer by layer
+    if kind == "llama" and init in SUBTRACTED_INITS:  # twice the rank, at the same scale, layer by layer
         for name, layer in lora_layers(theirs).items():
             mine = lora_layers(model)[name]
             assert layer.r["default"] == 2 * mine.r["default"] == (12 if name.endswith("q_proj") else 8)

@@ -21,8 +21,9 @@ from flatshift.experiments.recipe.rules import check_rules
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
-from flatshift.finetune.config import Adapter, Data, Optimizer, Projector, Train, TrainFiles
+from flatshift.finetune.config import Adapter, Optimizer, Projector, Train
 from flatshift.finetune.data.columns import ColumnarExamples
+from flatshift.finetune.data.config import Data, TrainFiles
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import UserError

@@ -16,8 +16,7 @@ from flatshift.finetune.adapters.adapter import (
     save_adapter,
     trainable,
 )
-from flatshift.finetune.adapters.combine import combine_adapters
-from flatshift.finetune.adapters.merge import merge_files
+from flatshift.finetune.adapters.merge import combine_adapters, merge_files
 from flatshift.finetune.adapters.offsets import lora_layers
 from flatshift.finetune.adapters.saved import SavedAdapter, check_same_settings
 from flatshift.finetune.config import Adapter, Optimizer
@@ -222,10 +221,10 @@ def test_a_loftq_adapter_fits_its_own_packed_weights_only(source, tmp_path):
     saved(source, tmp_path / "run" / "adapter", Adapter(rank=2))
     (tmp_path / "run" / "recipe.resolved.yaml").write_text("adapter:\n  init: loftq\ntrain:\n  quantization: nf4\n")
     for name in ("run", "run/adapter"):
-        found = SavedAdapter.find(str(tmp_path / name), where="x")
-        found.require_backbone(open_backbone(source), where="x", quantization="nf4")
+        found = SavedAdapter.find(str(tmp_path / name), context="x")
+        found.require_backbone(open_backbone(source), context="x", quantization="nf4")
         with pytest.raises(UserError, match="begun by loftq on weights in nf4"):
-            found.require_backbone(open_backbone(source), where="x")
+            found.require_backbone(open_backbone(source), context="x")
     with pytest.raises(UserError, match=r"adapter\.under: .*begun by loftq"):
         build(source, Adapter(under=str(tmp_path / "run")))
 
@@ -237,17 +236,17 @@ def test_another_backbone_of_a_like_name_is_refused(source, tmp_path):
     (tmp_path / "run" / "manifest.json").write_text(json.dumps({"backbone": told}))
     for name in ("run", "run/adapter"):
         with pytest.raises(UserError, match="trained on org/other, which is not the backbone"):
-            SavedAdapter.find(str(tmp_path / name), where="x").require_backbone(open_backbone(source), where="x")
+            SavedAdapter.find(str(tmp_path / name), context="x").require_backbone(open_backbone(source), context="x")
     by_name = SavedAdapter(tmp_path, {"base_model_name_or_path": "other/qwen"}, None)
-    by_name.require_backbone(dataclasses.replace(open_backbone(source), name="other/Qwen"), where="x")
+    by_name.require_backbone(dataclasses.replace(open_backbone(source), name="other/Qwen"), context="x")
     with pytest.raises(UserError, match="trained on other/qwen, which is not the backbone org/qwen"):
-        by_name.require_backbone(dataclasses.replace(open_backbone(source), name="org/qwen"), where="x")
+        by_name.require_backbone(dataclasses.replace(open_backbone(source), name="org/qwen"), context="x")
 
 
 def test_a_weighted_sum_of_adapters_is_exact(source, tmp_path):
     saved(source, tmp_path / "one", Adapter(rank=2, alpha=6, ranks={"q_proj": 4}))
     saved(source, tmp_path / "two", Adapter(rank=3, rslora=True, targets=("q_proj", "up_proj")), seed=2)
-    pair = [(SavedAdapter.find(str(tmp_path / name), where="x"), w) for name, w in (("one", 1.0), ("two", -0.5))]
+    pair = [(SavedAdapter.find(str(tmp_path / name), context="x"), w) for name, w in (("one", 1.0), ("two", -0.5))]
     (tmp_path / "sum").mkdir()
     combine_adapters(pair, tmp_path / "sum")
     model = load_backbone(source, task=LM)
@@ -262,7 +261,7 @@ def test_a_weighted_sum_of_adapters_is_exact(source, tmp_path):
     torch.testing.assert_close(logits(plain_peft(source, tmp_path / "sum")), logits(model), rtol=0, atol=5e-5)
     saved(source, tmp_path / "head", Adapter(rank=2), task=CLS)
     with pytest.raises(UserError, match="put this adapter first"):
-        combine_adapters([pair[0], (SavedAdapter.find(str(tmp_path / "head"), where="x"), 1.0)], tmp_path / "sum")
+        combine_adapters([pair[0], (SavedAdapter.find(str(tmp_path / "head"), context="x"), 1.0)], tmp_path / "sum")
 
 
 @pytest.mark.parametrize("bias", ["adapted", "all"])
@@ -273,7 +272,7 @@ def test_a_sum_keeps_trained_biases_where_peft_looks_for_them(bias, tied, tmp_pa
     save_adapter(first, tmp_path / "first")
     saved(tied, tmp_path / "second", Adapter(rank=2))
     (tmp_path / "sum").mkdir()
-    pair = [SavedAdapter.find(str(tmp_path / name), where="x") for name in ("first", "second")]
+    pair = [SavedAdapter.find(str(tmp_path / name), context="x") for name in ("first", "second")]
     combine_adapters([(pair[0], 1.0), (pair[1], 0.0)], tmp_path / "sum")
     found, own = read_adapter(tmp_path / "sum"), read_adapter(tmp_path / "first")
     biases = [name for name in own if name.endswith(".bias")]
@@ -303,10 +302,10 @@ def test_a_start_is_compared_setting_by_setting(source, tied, tmp_path):
     other = save_backbone("llama", tmp_path / "other", hidden_size=64, attention_bias=True)
 
     def check(adapter, directory="first", backbone=source):
-        found = SavedAdapter.find(str(tmp_path / directory), where="adapter.start")
-        found.require_backbone(open_backbone(backbone), where="adapter.start")
+        found = SavedAdapter.find(str(tmp_path / directory), context="adapter.start")
+        found.require_backbone(open_backbone(backbone), context="adapter.start")
         skeleton = attach_on_meta(build_skeleton(backbone, task=LM), adapter, task=LM, dtype=torch.float32)
-        check_same_settings(found, read_adapter(found.path), skeleton, where="adapter.start")
+        check_same_settings(found, read_adapter(found.path), skeleton, context="adapter.start")
 
     check(Adapter(rank=2, targets=("q_proj", "v_proj")))
     check(Adapter(rank=2, alpha=4, targets=("v_proj", "q_proj")))

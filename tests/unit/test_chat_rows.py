@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from flatshift.finetune.config import Columns
 from flatshift.finetune.data.chat.conversation import read_conversation, read_unanswered_turns
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.errors import UserError

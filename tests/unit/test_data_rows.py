@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flatshift.finetune.config import Columns
 from flatshift.finetune.data import formats
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.files import describe_files, expand_files
 from flatshift.finetune.data.formats import HubName
 from flatshift.finetune.data.rows import canonical_label, limit_rows, read_rows, require_rows

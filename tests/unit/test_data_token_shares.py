@@ -12,8 +12,8 @@ import pytest
 from flatshift.experiments.data.sources import count_source_epochs, format_source_epochs, mixture_record
 from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import from_override, load_recipe, recipe_key
-from flatshift.finetune.config import Source, TrainFiles
 from flatshift.finetune.data.batches import TrainingDataLoader
+from flatshift.finetune.data.config import Source, TrainFiles
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.mixture import Mixture, MixtureSampler, SampleProportions, TokenProportions
 from flatshift.finetune.errors import UserError

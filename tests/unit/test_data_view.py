@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatshift.finetune.config import Columns
 from flatshift.finetune.data import view as view_module
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.rows import Row, SeenIds, read_rows
 from flatshift.finetune.data.view import spill_rows
 from flatshift.finetune.errors import UserError

@@ -18,9 +18,10 @@ from flatshift.experiments.recipe.resolve import Resolved
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import parse
 from flatshift.experiments.studies.sweep.axes import count_points, generate_points, parse_grid
-from flatshift.finetune.config import Adapter, Columns, Data, Files, Optimizer, Source, Train, TrainFiles
+from flatshift.finetune.config import Adapter, Optimizer, Train
 from flatshift.finetune.data.chat.conversation import read_conversation
 from flatshift.finetune.data.chat.template import ChatTemplate, TemplateRenderError
+from flatshift.finetune.data.config import Columns, Data, Files, Source, TrainFiles
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.errors import SENTENCE, UserError, format_error_message, shorten
 from flatshift.finetune.tasks import Chat, Classify, Completion

@@ -22,8 +22,8 @@ from flatshift.finetune.data.files import describe_files, expand_files
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.checkpoint import SINGLE, read_index
 from flatshift.finetune.models.load import load_backbone
-from flatshift.finetune.models.safetensors_index import SINGLE, read_index
 from flatshift.finetune.run_directory import read_metrics
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.selection.errors import SelectionError
@@ -272,7 +272,7 @@ def test_a_step_of_metrics_is_a_whole_number(tmp_path: Path, step: str) -> None:
 def test_settings_of_an_adapter_are_an_object(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(UserError, match=r"--add: .*adapter_config\.json: not a JSON object"):
-        SavedAdapter.find(str(tmp_path), where="--add")
+        SavedAdapter.find(str(tmp_path), context="--add")
 
 
 # ------------------------------------------------------------------------------------------------------- backbones

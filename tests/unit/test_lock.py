@@ -160,7 +160,7 @@ def test_a_file_system_without_locks_is_said_and_worked_on(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(lock.fcntl, "flock", none)
-    monkeypatch.setattr(lock, "_said", set())
+    monkeypatch.setattr(lock, "_warned_devices", set())
     (tmp_path / ".out.12345678.tmp").mkdir()
     with exclusive_lock(tmp_path / "out"), exclusive_lock(tmp_path / "out"):
         assert (tmp_path / ".out.12345678.tmp").is_dir(), "it may be of another command, at work"

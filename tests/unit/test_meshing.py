@@ -13,8 +13,8 @@ from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.auto import find_mesh_overrides, mesh_flags
 from flatshift.finetune.launch import consistency, spawn
-from flatshift.finetune.launch.rendezvous import DirectoryKeyValueStore
-from flatshift.finetune.planner import auto_mesh
+from flatshift.finetune.launch.job import DirectoryKeyValueStore
+from flatshift.finetune.planner import layouts
 from flatshift.finetune.planner.devices import Devices
 
 TWO = Devices("cuda", 2, 78 << 30)
@@ -33,7 +33,7 @@ def recipe(*flags: tuple[str, str]) -> Any:
 
 @pytest.fixture(autouse=True)
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_mesh, "detect_devices", lambda device: TWO)
+    monkeypatch.setattr(layouts, "detect_devices", lambda device: TWO)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 

@@ -10,12 +10,12 @@ import pytest
 from flatshift.finetune import assets
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.planner import cluster
-from flatshift.finetune.planner.auto_mesh import resolve_mesh
+from flatshift.finetune.planner import devices as planner_devices
 from flatshift.finetune.planner.devices import Devices, visible_memory
-from flatshift.finetune.planner.footprint import BackboneSizes, predict_footprint
-from flatshift.finetune.planner.layouts import AXES
+from flatshift.finetune.planner.footprint import predict_footprint
+from flatshift.finetune.planner.layouts import AXES, resolve_mesh
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
+from flatshift.finetune.planner.sizes import BackboneSizes
 from flatshift.finetune.planner.throughput import RooflineConstants
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers.config import SAM, Plain
@@ -158,7 +158,7 @@ def test_the_fastest_that_fits_by_the_constants_that_were_measured_here(
     devices = Devices("cuda", 8, 78 * GIB, row="H100-80")
     assert pick(large, devices=devices, train={"batch_size": 2})[0] == {"replicate": 2, "tp": 4}
     slow = {"H100-80": RooflineConstants(fast_link=1e-3)}
-    monkeypatch.setattr(cluster, "cached_constants", slow.get)
+    monkeypatch.setattr(planner_devices, "cached_constants", slow.get)
     axes, why = pick(large, devices=devices, train={"batch_size": 2})
     assert axes["pp"] > 1 and "tp" not in axes, why
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.models.weight_names import canonical_name
+from flatshift.finetune.models.checkpoint import canonical_name
 from flatshift.finetune.parallel.pipeline import (
     bubble_fraction,
     check_pipeline,

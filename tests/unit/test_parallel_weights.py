@@ -16,9 +16,9 @@ from flatshift.finetune.compute.loss import batch_loss
 from flatshift.finetune.config import Adapter, Mesh
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.anatomy import transformer_blocks
+from flatshift.finetune.models.checkpoint import read_index
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.models.meta import build_skeleton
-from flatshift.finetune.models.safetensors_index import read_index
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.fsdp import shard
 from flatshift.finetune.parallel.layout import (

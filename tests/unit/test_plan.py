@@ -16,10 +16,11 @@ from flatshift.experiments.workflows.mesh_plan import plan_mesh
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner import calibration
-from flatshift.finetune.planner.cluster import KNOWN, Cluster, read_sizes
-from flatshift.finetune.planner.footprint import BackboneSizes, predict_footprint
+from flatshift.finetune.planner.devices import Cluster
+from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.layouts import price_layout
 from flatshift.finetune.planner.rules import RuleSettings
+from flatshift.finetune.planner.sizes import KNOWN, BackboneSizes, read_sizes
 from flatshift.finetune.planner.throughput import DEVICES, RooflineConstants, StepLayout, predict_seconds
 from flatshift.finetune.tasks import LanguageModel
 

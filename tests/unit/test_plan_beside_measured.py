@@ -16,10 +16,11 @@ from flatshift.experiments.results.run import find_runs
 from flatshift.experiments.workflows import train as workflow
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.figures import compare_plan
-from flatshift.finetune.planner.cluster import Cluster, read_sizes
+from flatshift.finetune.planner.devices import Cluster
 from flatshift.finetune.planner.layouts import step_seconds
 from flatshift.finetune.planner.memory import MemoryPlan
 from flatshift.finetune.planner.rules import RuleSettings
+from flatshift.finetune.planner.sizes import read_sizes
 from flatshift.finetune.planner.throughput import find_device
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train import peak_memory

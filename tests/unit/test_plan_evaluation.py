@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 from flatshift.finetune.config import Adapter, Train
 from flatshift.finetune.models.anatomy import cache_argument
-from flatshift.finetune.planner.evaluation import EvaluationPlan, plan_evaluation
-from flatshift.finetune.planner.footprint import BackboneSizes
+from flatshift.finetune.planner.footprint import EvaluationPlan, plan_evaluation
+from flatshift.finetune.planner.sizes import BackboneSizes
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, Preference, Task
 from tests.data_models import tiny_model
 

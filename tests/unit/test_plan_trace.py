@@ -23,8 +23,8 @@ from flatshift.finetune.compute.numerics import without_input_casts
 from flatshift.finetune.compute.precision import autocast
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
-from flatshift.finetune.planner.cluster import KNOWN
-from flatshift.finetune.planner.footprint import BackboneSizes, predict_footprint
+from flatshift.finetune.planner.footprint import predict_footprint
+from flatshift.finetune.planner.sizes import KNOWN, BackboneSizes
 
 _SMALL = {"vocab_size": 5000, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024}
 SHAPES: Mapping[str, Mapping[str, Any]] = {

@@ -21,9 +21,9 @@ from flatshift.finetune.compute.precision import autocast
 from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
-from flatshift.finetune.planner.cluster import read_sizes
 from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.memory import memory_plan
+from flatshift.finetune.planner.sizes import read_sizes
 from flatshift.finetune.tasks import Classify, LanguageModel, MaskedLM, Preference, Task
 from flatshift.finetune.train.optimizer import AdapterOptimizer
 from flatshift.regularizers.config import ASAM, GGPO, MGPO, SAM, BiLora, FlatLora, Plain, RegularizerConfig

@@ -6,17 +6,8 @@ import pytest
 
 from flatshift.experiments.recipe.rules import CELL_RULES, RULES, SPLIT_RULES, check_rules
 from flatshift.experiments.recipe.schema import Recipe, Select, WarmUp
-from flatshift.finetune.config import (
-    Adapter,
-    Mesh,
-    Optimizer,
-    Projector,
-    Source,
-    SpikeRecovery,
-    TraceRecording,
-    Tracker,
-    Train,
-)
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, SpikeRecovery, TraceRecording, Tracker, Train
+from flatshift.finetune.data.config import Source
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Completion, LanguageModel
 from flatshift.regularizers.config import SAM

@@ -10,8 +10,8 @@ from transformers import Trainer
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Optimizer
+from flatshift.finetune.models.checkpoint import canonical_name
 from flatshift.finetune.models.load import load_backbone
-from flatshift.finetune.models.weight_names import canonical_name
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train.optimizer import AdapterOptimizer, has_weight_decay
 from tests.finetune_models import save_backbone

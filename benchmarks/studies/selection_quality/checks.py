@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.studies.cells.refusing import refuse_in_study
 from benchmarks.studies.selection_quality.settings import Quality
 from flatshift.experiments.recipe.schema import Recipe, Select
-from flatshift.finetune.config import Data
+from flatshift.finetune.data.config import Data
 from flatshift.finetune.errors import UserError
 from flatshift.selection.config import required_inputs
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from benchmarks.studies.selection_quality.keys import check_arm_keys, check_embedder_keys, check_target_keys
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.finetune.config import LONGEST, check_bounds
+from flatshift.finetune.config import MAX_LENGTH, check_bounds
 
 Source = Literal["selector", "matched", "form", "pool", "target", "none"]
 
@@ -149,7 +149,7 @@ class Quality:
             embedder_budget=(1, None), embedder_seeds=(1, None),
         )  # fmt: skip
         check_bounds(self, rounds=(None, 1000), seeds=(None, 10_000), embedder_seeds=(None, 10_000))
-        check_bounds(self, packed=(None, LONGEST), judged_length=(None, LONGEST))
+        check_bounds(self, packed=(None, MAX_LENGTH), judged_length=(None, MAX_LENGTH))
         for name in ("lr", "fine_tune_lr"):
             rates = getattr(self, name)
             if len(rates) < 2 or any(not rate > 0 for rate in rates) or list(rates) != sorted(set(rates)):

@@ -202,4 +202,4 @@ def _take_over(engine: Engine, adapter: dict[str, Tensor]) -> None:
     """Copy a warmed adapter into a fresh engine's own; a new head stays as it is."""
     from flatshift.finetune.adapters.adapter import copy_tensors, lora_only, trainable
 
-    copy_tensors(adapter, lora_only(trainable(engine.model)), where="the warmed adapter")
+    copy_tensors(adapter, lora_only(trainable(engine.model)), context="the warmed adapter")

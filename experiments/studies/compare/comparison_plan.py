@@ -25,7 +25,7 @@ from flatshift.experiments.studies.compare.measures import ComparisonProbe
 from flatshift.experiments.studies.compare.tuning import TrialSetting, first_trials
 from flatshift.experiments.studies.study import filter_by_flag, locate_file, study_recipe
 from flatshift.finetune.atomic import remove_leftovers, write_text
-from flatshift.finetune.config import Files, TrainFiles
+from flatshift.finetune.data.config import Files, TrainFiles
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed
 from flatshift.regularizers.config import RegularizerConfig

@@ -61,7 +61,7 @@ def check_directory(out: Path) -> None:
     if not (out / MARKER).is_file():
         if (out / "cells").is_dir() and (out / WORKERS).exists():  # its broken marker was deleted
             return
-        if not has_only_leftovers(out, but=(INSIDE, WORKERS, CLAIMS)):
+        if not has_only_leftovers(out, allowed=(INSIDE, WORKERS, CLAIMS)):
             raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
         return
     read_marker(out)

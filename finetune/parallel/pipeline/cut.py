@@ -17,8 +17,8 @@ from torch import nn
 from ...config import Mesh
 from ...errors import UserError
 from ...models.anatomy import ModelParts
+from ...models.checkpoint import canonical_name
 from ...models.families import BlockStack
-from ...models.weight_names import canonical_name
 from ..mesh import ProcessMesh
 from .other_stage_block import OtherStageBlock, PositionBiasBlock, StageInput, StageOutput
 from .pipeline_plan import stages_of, virtual_stages

@@ -20,7 +20,7 @@ Around = Callable[[int, int], contextlib.AbstractContextManager[Any]]
 
 class StageModules(nn.Module):
     """The stages of a rank as children `part0`, `part1`, …, prefixes that
-    `flatshift.finetune.models.weight_names.canonical_name` strips."""
+    `flatshift.finetune.models.checkpoint.canonical_name` strips."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...models.anatomy import is_conv1d, unwrap_peft
-from ...models.weight_names import canonical_name
+from ...models.checkpoint import canonical_name
 from ..layout import Slice, TensorParallelLayout
 from ..mesh import ProcessMesh
 from . import borders

@@ -1,0 +1,323 @@
+"""Sizes of a backbone: from config.json and the headers of its weight files, or for one that need not be downloaded
+from its shape or from a model on the meta device. Nothing is loaded; torch is imported only for the latter."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..atomic import read_json_object
+from ..config import Adapter, match_pattern
+from ..errors import UserError, first_error_line
+from ..models.families import BOUNDED, usable_positions
+
+if TYPE_CHECKING:
+    from ..tasks import Task
+
+_BLOCK = re.compile(r"^(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.")
+_NO_LAYER = re.compile(r"(norm|embed|bias|wte|wpe)[^.]*(\.weight)?$|\.bias$", re.IGNORECASE)
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ROUTED = ("num_experts_per_tok", "moe_k", "top_k")
+_EXPERT = re.compile(r"\.experts\.(?!.*router)")
+_ROUTER = re.compile(r"\.(gate|router)(\.[^.]+)?$")
+_OUTPUT = re.compile(r"^(lm_head|embed_out|output_projection|cls)\b")
+"""Tensors outside the blocks that compute logits of words; a model with its own head does not load them."""
+_WIDE = {"gelu_new": 5, "gelu": 2, "relu": 2}
+"""Number of feed-forward-wide tensors that a block without a gate keeps, by activation, its output included."""
+_LEARNED = re.compile(r"\b(wpe|position_embeddings?|embed_positions|positions_embed)\.weight$")
+_LONGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
+_MAKERS = ("", "meta-llama", "mistralai", "qwen")
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+
+KNOWN: Mapping[str, Mapping[str, Any]] = {
+    name: {
+        "model_type": kind,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": positions,
+    }
+    for name, kind, hidden, inner, layers, heads, groups, vocabulary, tied, positions in (
+        ("llama-2-7b", "llama", 4096, 11008, 32, 32, 32, 32000, False, 4096),
+        ("llama-2-13b", "llama", 5120, 13824, 40, 40, 40, 32000, False, 4096),
+        ("llama-2-70b", "llama", 8192, 28672, 80, 64, 8, 32000, False, 4096),
+        ("llama-3.1-8b", "llama", 4096, 14336, 32, 32, 8, 128256, False, 131072),
+        ("llama-3.1-70b", "llama", 8192, 28672, 80, 64, 8, 128256, False, 131072),
+        ("llama-3.1-405b", "llama", 16384, 53248, 126, 128, 8, 128256, False, 131072),
+        ("llama-3.2-3b", "llama", 3072, 8192, 28, 24, 8, 128256, True, 131072),
+        ("mistral-7b", "mistral", 4096, 14336, 32, 32, 8, 32000, False, 32768),
+        ("qwen2.5-0.5b", "qwen2", 896, 4864, 24, 14, 2, 151936, True, 32768),
+        ("qwen2.5-7b", "qwen2", 3584, 18944, 28, 28, 4, 152064, False, 131072),
+        ("qwen2.5-72b", "qwen2", 8192, 29568, 80, 64, 8, 152064, False, 131072),
+    )
+}
+"""Shapes of common models, copied from their config.json, for planning without a network."""
+
+
+@dataclass(frozen=True)
+class BackboneSizes:
+    """Sizes of a backbone, in elements rather than bytes."""
+
+    kind: str  # model type of transformers
+    hidden: int
+    feed_forward: int
+    heads: int
+    groups: int  # key-value heads
+    vocabulary: int
+    wide: int  # feed-forward-wide tensors that a block keeps for backward
+    blocks: tuple[int, ...]  # elements of each block
+    ends: tuple[int, ...]  # elements of each tensor outside the blocks: embeddings, head, norms
+    adapter: int  # elements of the adapter
+    inputs: int  # input channels of all adapted layers of a block
+    products: int = 0  # elements of the matrices in a block that one token is multiplied with
+    experts: int = 0  # experts per block; 0: not a mixture of experts
+    routed: int = 0  # experts that a token is routed to
+    expert_elements: int = 0  # elements of all experts of a block
+    head: int = 0  # channels of an attention head
+    normed: bool = False  # True if queries and keys are normalised per head (Qwen3)
+    ranks: tuple[int, int] = (0, 0)  # sum of the ranks of a block's adapted layers: (attention, other)
+    trained: tuple[int, int] = (0, 0)  # elements of a block's adapters: (attention, other)
+    positions: int | None = None  # maximum sequence length the backbone supports, in tokens; None: not specified
+    bounded: bool = False  # True if positions are a table, with no entries beyond `positions`
+    layers: tuple[tuple[int, int], ...] = ()  # shape (rows, columns) of each adapted matrix
+    outputs: int = 0  # output width of the last layer: words, or classes of a head
+    output: tuple[int, ...] = ()
+    """Elements of each tensor of `ends` that computes logits of words and is not the embedding itself."""
+    supervised: float = 1.0  # fraction of the tokens that contribute to the loss
+    whole_rows: bool = False
+    """True if a head scores whole sequences: the loss reads one state of each, and no logits of words are computed."""
+
+    @classmethod
+    def read(cls, directory: Path, adapter: Adapter) -> BackboneSizes:
+        """Read the sizes of the backbone in `directory` under `adapter`. Raises UserError: config.json or the header of
+        a weight file is missing or damaged."""
+        config = read_json_object(directory / "config.json", fix="fetch the backbone again")
+        text = config.get("text_config")
+        config |= text if isinstance(text, dict) else {}
+        return cls.of(config, _read_shapes(directory), adapter, str(directory))
+
+    @classmethod
+    def of(
+        cls,
+        config: dict[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        adapter: Adapter,
+        context: str = "the backbone",
+    ) -> BackboneSizes:
+        """Return the sizes of a backbone with this configuration and these tensors (name → shape)."""
+        blocks: dict[tuple[str | None, int], int] = {}
+        ends, trained, inputs, multiplied, gated, normed = [], [0, 0], 0, 0, False, False
+        ranks, routed, layers, output = [0, 0], 0, [], []
+        for name, shape in shapes.items():
+            match = _BLOCK.match(name)
+            if match is None:
+                ends.append(math.prod(shape))
+                if _OUTPUT.match(name):
+                    output.append(math.prod(shape))
+                continue
+            if len(shape) > 3:  # causal masks stored in older GPT-2 files
+                continue
+            key = (match["stack"], int(match["number"]))
+            blocks[key] = blocks.get(key, 0) + math.prod(shape)
+            if _EXPERT.search(name):
+                routed += math.prod(shape)
+                gated |= "gate" in name or "w3" in name
+                continue
+            multiplied += math.prod(shape) if len(shape) == 2 else 0
+            gated |= bool(re.search(r"gate_proj|wi_1|w1\.weight", name))
+            normed |= bool(re.search(r"\bq_norm\.weight", name))
+            if len(shape) == 2 and _is_adapted(name, adapter):
+                rank = match_pattern(adapter.ranks, name.removesuffix(".weight"), adapter.rank)
+                outside = not re.search(r"attn|attention", name, re.IGNORECASE)
+                trained[outside] += rank * sum(shape) + (shape[0] if adapter.dora else 0)
+                ranks[outside] += rank
+                inputs += shape[1]
+                layers.append((shape[0], shape[1]))
+        if not blocks:
+            raise UserError(f"{context}: its weights show no blocks, so nobody can tell what fits")
+        experts = max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0)
+        chosen = _first_integer(config, *_ROUTED) if routed else 0
+        hidden = _first_integer(config, "hidden_size", "n_embd", "d_model")
+        heads = _first_integer(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
+        return cls(
+            kind=str(config.get("model_type")),
+            hidden=hidden,
+            feed_forward=_feed_forward_width(config, hidden, chosen),
+            heads=heads,
+            groups=_first_integer(config, "num_key_value_heads", default=heads),
+            vocabulary=(words := _first_integer(config, "vocab_size", default=1)),
+            wide=4 if gated else next((kept for name, kept in _WIDE.items() if name in config.values()), 3),
+            blocks=tuple(blocks.values()),
+            ends=tuple(sorted(ends, reverse=True)),
+            adapter=sum(trained),
+            inputs=inputs // len(blocks),
+            products=(multiplied + routed * chosen // max(experts, 1)) // len(blocks),
+            head=_first_integer(config, "head_dim", default=hidden // heads),
+            normed=normed,
+            ranks=(ranks[0] // len(blocks), ranks[1] // len(blocks)),
+            trained=(trained[0] // len(blocks), trained[1] // len(blocks)),
+            experts=experts if routed else 0,
+            routed=chosen,
+            expert_elements=routed // len(blocks),
+            positions=usable_positions(config),
+            bounded=str(config.get("model_type")) in BOUNDED or any(map(_LEARNED.search, shapes)),
+            layers=tuple(layers),
+            outputs=words,
+            output=tuple(output),
+        )
+
+    def under(self, task: Task, *, classes: int | None = None) -> BackboneSizes:
+        """Return the sizes with the task's own head, newly initialised and trained in full, in place of the output
+        layer for words.
+
+        classes: outputs of the head; None: as many classes as the task names, else two, or one for a number.
+        """
+        if task.traits.is_sequence_level:
+            names = task.labels
+            classes = classes or (len(names) if names else 2 if task.has_classes else 1)
+            ends = list(self.ends)
+            for elements in self.output:
+                ends.remove(elements)
+            new = classes * self.hidden
+            return dataclasses.replace(
+                self, ends=tuple(ends), output=(), outputs=classes, adapter=self.adapter + new, whole_rows=True
+            )
+        return dataclasses.replace(self, supervised=task.supervised)
+
+    @property
+    def elements(self) -> int:
+        """Elements Ψ of the whole backbone."""
+        return sum(self.blocks) + sum(self.ends)
+
+
+def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
+    """Return the sizes of a backbone by name: a shape in `KNOWN`, a directory or config.json, or any name other
+    commands accept; of its weights only headers are read, and none need exist.
+
+    Raises UserError for a name that is none of these, and for a config.json that lacks required keys.
+    """
+    name = str(model)
+    maker, _, model_name = name.lower().rpartition("/")
+    key = model_name.removesuffix("-hf").removesuffix("-instruct").replace("meta-llama-", "llama-")
+    path = Path(name).expanduser()
+    if path.is_file():
+        path = path.parent if path.name == "config.json" else path
+    if path.is_dir() and (path / "config.json").is_file():
+        if any(path.glob("*.safetensors")):
+            return BackboneSizes.read(path, adapter)
+        config = read_json_object(path / "config.json", fix="name a model's folder or its config.json")
+        return _sizes_from_config(config, adapter, str(path))
+    if key in KNOWN and maker in _MAKERS:  # other makers' models of that name may have another shape
+        return _sizes_from_config(dict(KNOWN[key]), adapter, name)
+    if path.is_file():
+        raise UserError(f"--model {name} is a file; name a directory with config.json, or that config.json")
+    try:
+        from ..models.backbone import open_backbone
+
+        return BackboneSizes.read(open_backbone(name).directory, adapter)
+    except UserError as error:
+        near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"{hint}{error}; shapes known without it: {', '.join(KNOWN)}") from None
+
+
+def _sizes_from_config(config: dict[str, Any], adapter: Adapter, context: str) -> BackboneSizes:
+    """Return the shapes of the model that a configuration describes, built on the meta device."""
+    import torch
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    from ..models.backbone import check_sizes
+
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise UserError(f"{context}: config.json names no model_type that transformers knows ({kind!r})")
+    try:
+        config_object = transformers.CONFIG_MAPPING[kind].from_dict(config)
+        text_config = config_object.get_text_config()
+        check_sizes(config_object, Path(context) / "config.json")
+        given_keys = {**config, **(config.get("text_config") or {})}
+        missing = [
+            name
+            for name in _NEEDED
+            if getattr(text_config, name, None) is not None
+            and not {name, text_config.attribute_map.get(name)} & given_keys.keys()
+        ]
+        with torch.device("meta"):
+            auto: Any = transformers.AutoModelForCausalLM
+            if type(config_object) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+                auto = transformers.AutoModel
+            model = auto.from_config(config_object)
+    except StrictDataclassError as error:  # sizes that contradict each other, possibly through a default
+        names = transformers.CONFIG_MAPPING[kind].attribute_map
+        absent = [name for name in _NEEDED if not {name, names.get(name)} & config.keys()]
+        hint = f"; it lacks {absent[0]}" if absent else ""
+        raise UserError(
+            f"{context}: its config.json does not describe a model ({error.__cause__ or error}){hint}"
+        ) from None
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError, ImportError) as error:
+        raise UserError(f"{context}: its config.json does not describe a model ({first_error_line(error)})") from None
+    if missing:
+        raise UserError(f"{context}: config.json lacks {missing[0]}, and a default would be a guess; write it there")
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return BackboneSizes.of(config_object.to_dict() | config, shapes, adapter)
+
+
+def _feed_forward_width(config: Mapping[str, Any], hidden: int, routed: int) -> int:
+    """Return the channels between a block's feed-forward maps; with experts, of all a token meets, shared ones too."""
+    dense = _first_integer(config, "intermediate_size", "n_inner", "d_ff", default=4 * hidden)
+    if not routed:
+        return dense
+    expert_width = _first_integer(config, "moe_intermediate_size", default=dense)
+    shared = _first_integer(config, "shared_expert_intermediate_size", default=0) or expert_width * _first_integer(
+        config, "n_shared_experts", default=0
+    )
+    return routed * expert_width + shared
+
+
+def _is_adapted(name: str, adapter: Adapter) -> bool:
+    module = name.removesuffix(".weight")
+    if _NO_LAYER.search(name) or _ROUTER.search(module):
+        return False
+    if any(f".{module}".endswith(f".{suffix}") for suffix in adapter.exclude or ()):
+        return False
+    if adapter.targets == "all-linear":
+        return True
+    suffixes = (adapter.targets,) if isinstance(adapter.targets, str) else adapter.targets
+    return any(f".{module}".endswith(f".{suffix}") for suffix in suffixes)
+
+
+def _read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return tensor name → shape, from the headers of all weight files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
+            shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{file} is damaged or cut short; fetch the backbone again") from error
+    return shapes
+
+
+def _first_integer(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    values = (config.get(name) for name in names)  # Gemma 3n lists one value per layer: take the largest
+    numbers = (max(value) if isinstance(value, list) and value else value for value in values)
+    number_found = next((number for number in numbers if isinstance(number, int) and number > 0), default)
+    if number_found is None:
+        raise UserError(f"config.json says nothing of {names[0]}, so mesh.auto cannot tell what fits; set the axes")
+    return number_found
