@@ -53,7 +53,7 @@ from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
 
 if TYPE_CHECKING:
-    from flatshift.finetune.train.trace.recording import Recording
+    from flatshift.finetune.train.trace.examples import Recording
 
 
 @dataclass(frozen=True)
@@ -403,7 +403,7 @@ def choose_recording(recipe: Recipe, prepared: PreparedData) -> Recording | None
     """Return the rows to record for the `record` block; None without it."""
     if recipe.record is None:
         return None
-    from flatshift.finetune.train.trace.recording import Recording
+    from flatshift.finetune.train.trace.examples import Recording
 
     return Recording.choose(
         recipe.record,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..compute.micro_batch import MicroBatch
 from ..compute.numerics import seeded_rng
-from ..compute.task import LossTask
+from ..compute.protocols import LossTask
 from ..config import DATA_INITS, Adapter
 from ..data.collator import CollatedTask
 from ..errors import UserError

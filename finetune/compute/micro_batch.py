@@ -68,12 +68,13 @@ class MicroBatch:
     real: tuple[int, int] | None = None
     """Number of tokens without padding over all sides, and number of token pairs within one sample (of the encoder);
     None: not counted yet."""
-    sides: PreferenceTargets | None = None
+    preference: PreferenceTargets | None = None
     """Targets of a loss over whole answers; None for any other loss."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on another device."""
         inputs = {name: copy_to_device(tensor, device) for name, tensor in self.inputs.items()}
         chosen = None if self.chosen is None else copy_to_device(self.chosen, device)
-        sides = None if self.sides is None else self.sides.to(device)
-        return replace(self, inputs=inputs, labels=copy_to_device(self.labels, device), chosen=chosen, sides=sides)
+        preference = None if self.preference is None else self.preference.to(device)
+        labels = copy_to_device(self.labels, device)
+        return replace(self, inputs=inputs, labels=labels, chosen=chosen, preference=preference)

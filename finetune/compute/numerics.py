@@ -109,7 +109,7 @@ def deterministic_algorithms(train: Train, device: torch.device) -> Iterator[Non
     one.
 
     On CUDA attention is flash or math: the backward passes of torch's other kernels add in no fixed order. cuBLAS needs
-    `CUBLAS_WORKSPACE_CONFIG` before its first product (`flatshift.finetune.compute.allocator`).
+    `CUBLAS_WORKSPACE_CONFIG` before its first product (`flatshift.finetune.compute.memory`).
     """
     if not train.deterministic:
         yield

@@ -98,7 +98,7 @@ class Collator:
             supervised=int(self.counts[list(examples)].sum()),
             samples=len(examples),
             rows=tuple((i,) for i in examples for _ in range(1 + paired)),
-            sides=PreferenceTargets(torch.tensor(signs), torch.tensor(lengths), paired, mismatched),
+            preference=PreferenceTargets(torch.tensor(signs), torch.tensor(lengths), paired, mismatched),
         )
 
     def _rows_of(self, i: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -77,7 +77,7 @@ def score_answers(
     with evaluation_mode(model):
         for micro in inference.batches(examples, task, max_tokens=whole):
             batch = micro.to(inference.device)
-            sides = batch.sides
+            sides = batch.preference
             assert sides is not None
             with inference.precision():
                 columns = [answer_log_probs(model, batch, task=task, head=head)]

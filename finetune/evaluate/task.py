@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..compute.micro_batch import PreferenceTargets
-from ..compute.task import LossTask
+from ..compute.protocols import LossTask
 from ..data.collator import CollatedTask
 
 

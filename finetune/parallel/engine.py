@@ -87,7 +87,7 @@ class Engine:
         """This rank's trained parameters (or its parts of them) by canonical name."""
         self.loss_scale = 1.0
         """Factor by which the gradients of `forward_backward` exceed the true ones
-        (`flatshift.finetune.train.loss_scale`)."""
+        (`flatshift.finetune.train.divergence.LossScale`)."""
         self.dropout_context: Callable[..., DropoutPass] | None = None
         """`KeyedDropout.during` of the current step; None without dropout."""
         self.heartbeat: Callable[[], None] = lambda: None
@@ -233,7 +233,7 @@ class Engine:
             add=lambda sums: self.world.sum(sums, *TOKENS),
         )
         self.reshard()
-        return [micro.sides for micro in known]
+        return [micro.preference for micro in known]
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], count: int, *, task: Task, head: Head | None, context: Context
@@ -416,7 +416,7 @@ class Engine:
         if partial:
             present = {name for part in self._gather_objects(sorted(target), "pp") for name in part}
             source, target = shared_lora(source, target, present=present)
-        self.load_full_tensors(source, target, where=str(directory))
+        self.load_full_tensors(source, target, context=str(directory))
 
     @property
     def peft(self) -> Any:

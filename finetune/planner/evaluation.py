@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..compute.slices import slice_rows
+from ..compute.memory import slice_rows
 from ..config import WIDTHS, Train
 from ..figures import format_bytes
 from .footprint import BackboneSizes

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flatshift.regularizers.config import GGPO, MGPO, BiLora, FlatLora, Plain, RegularizerConfig
 
 from ..atomic import read_json_object
-from ..compute.slices import slice_rows
+from ..compute.memory import slice_rows
 from ..config import WIDTHS, Adapter, Mesh, Train, match_pattern
 from ..errors import UserError
 from ..figures import format_bytes

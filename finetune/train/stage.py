@@ -25,19 +25,22 @@ if TYPE_CHECKING:
     from ..data.batches import TrainingDataLoader
     from ..data.example import Example
     from ..tasks import Task
-    from .trace.recording import Recording
+    from .trace.examples import Recording
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """Result of a finished stage."""
+    """Result of a finished stage.
+
+    `best_step` is the step after which dev was best (`train.best`), None without dev rows; the other `best_` values are
+    those after it: `best_dev_loss` in nats per target token (per example for classification), `best_accuracy` where
+    there are classes, and `best_metric` where `train.best` is neither loss nor accuracy.
+    """
 
     steps: int
     """Completed optimizer steps."""
     best_step: int | None
-    """Step after which dev was best (`train.best`); None without dev rows."""
     best_dev_loss: float | None
-    """Dev loss there, nats per target token (per example for classification)."""
     tokens: int
     """Target tokens seen."""
     stopped_early: bool
@@ -47,9 +50,7 @@ class StageResult:
     rewinds: int = 0
     """Loss spikes that were rolled back (`train.spikes`)."""
     best_accuracy: float | None = None
-    """Dev accuracy after `best_step`; None where there are no classes."""
     best_metric: float | None = None
-    """The metric of `train.best` after `best_step`, where that is neither loss nor accuracy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +83,9 @@ class TrainingStage:
     """Receives every row of metrics.jsonl, on the main rank (`flatshift.finetune.train.trackers`)."""
     peak_tflops: float | None = None
     """Peak of one device, for the MFU; default: `train.peak_tflops`."""
-    planned: PlannedStep | None = None
+    plan: PlannedStep | None = None
     """Plan printed before step 1, to be compared with the measured steps; None: not measured."""
-    say: Callable[[str], None] | None = None
+    log: Callable[[str], None] | None = None
     """Receives lines on decisions for a CUDA device; default: the run's log."""
 
     @property
@@ -130,9 +131,9 @@ def check_length(engine: Engine, batches: TrainingDataLoader) -> None:
 
 def positions_left(limit: int, model: Any) -> str:
     """`limit` as in `this backbone's 96 positions`; of `model` only the soft tokens before every text are read."""
-    front = describe_prefix(model)
-    beside = f"the {limit} positions that this backbone has left after {front}"
-    return beside if front else f"this backbone's {limit} positions"
+    if prefix := describe_prefix(model):
+        return f"the {limit} positions that this backbone has left after {prefix}"
+    return f"this backbone's {limit} positions"
 
 
 def finished_result(stage: TrainingStage) -> StageResult | None:

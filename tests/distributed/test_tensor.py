@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from flatshift.finetune.compute.slices import slice_rows
+from flatshift.finetune.compute.memory import slice_rows
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.models.meta import empty_model
 from flatshift.finetune.models.weight_names import CheckpointFiles, canonical_name

@@ -17,9 +17,9 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train.checkpointer import batch_index, merge_skipped_ranges, rollback_step
 from flatshift.finetune.train.checkpointer import checkpoint_steps as saved_steps
-from flatshift.finetune.train.data_order import batch_index, merge_skipped_ranges, rollback_step, spike_limit
-from flatshift.finetune.train.divergence import Diverged
+from flatshift.finetune.train.divergence import Diverged, spike_limit
 from flatshift.finetune.train.schedule import learning_rate
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compute.capabilities import capabilities
-from ...compute.slices import slice_rows
+from ...compute.memory import slice_rows
 from . import borders
 
 

@@ -14,7 +14,7 @@ from ...config import Optimizer, TraceRecording
 from ...run_directory import TRACE, read_metrics
 
 if TYPE_CHECKING:
-    from .recording import Recording
+    from .examples import Recording
 
 
 ABOUT = "trace.json"
@@ -40,10 +40,10 @@ def align_to_plan(lines: Sequence[dict[str, Any]], steps: Sequence[int], status:
     A run that stopped early has a line of its last step too, which other runs may lack: it is omitted.
     """
     planned = set(steps)
-    kept = [line for line in lines if int(line["step"]) in planned]
+    recorded = [line for line in lines if int(line["step"]) in planned]
     last = int(lines[-1]["step"]) if lines else -1
     stage = lines[-1].get("stage") if lines else "fine-tune"
-    return [*kept, *({"stage": stage, "step": step, "status": status} for step in steps if step > last)]
+    return [*recorded, *({"stage": stage, "step": step, "status": status} for step in steps if step > last)]
 
 
 def trace_metadata(
@@ -74,14 +74,13 @@ def recorded_steps(record: TraceRecording, total_steps: int) -> tuple[int, ...]:
     `log`: the powers of 2^(1/per_doubling), rounded. Listed steps beyond `total_steps` are omitted.
     """
     if record.steps == "log":
-        wanted, power = [], 0
+        steps, power = [], 0
         while (step := round(2 ** (power / record.per_doubling))) <= total_steps:
-            wanted.append(step)
+            steps.append(step)
             power += 1
     else:
-        wanted = [step for step in record.steps if step <= total_steps]
-    curved = [step for step in record.sharpness if step <= total_steps]
-    return tuple(sorted({0, *wanted, *curved, total_steps}))
+        steps = list(record.steps)
+    return tuple(sorted({0, total_steps, *(step for step in (*steps, *record.sharpness) if step <= total_steps)}))
 
 
 def stability_threshold(beta1: float) -> float:
