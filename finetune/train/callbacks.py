@@ -31,7 +31,9 @@ from .stage import full_evaluation_metric
 if TYPE_CHECKING:
     from .stage import TrainingStage
 
-_EVENTS = ["init_end", "train_begin", "step_begin", "pre_optimizer_step", "step_end", "log", "evaluate", "save", "train_end"]
+_EVENTS = {
+    *("init_end", "train_begin", "step_begin", "pre_optimizer_step", "step_end", "log", "evaluate", "save", "train_end")
+}
 
 
 class CallbackArguments(SimpleNamespace):

@@ -247,7 +247,7 @@ class AdapterOptimizer:
         return {name: self._adam.updates(t) for name, t in self._updated.items() if t in self.inner.state}
 
     def expect(self, counters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Allocate the state of a checkpoint with counters `counters`, and no other; return the tensors of `moments` to be
+        """Allocate the state of a checkpoint with these `counters`, and no other; return the tensors of `moments` to be
         filled."""
         self.inner.state.clear()
         for name, counter in counters.items():

@@ -22,7 +22,7 @@ from flatshift.finetune.parallel.pipeline import (
     tied_source_names,
 )
 from flatshift.finetune.parallel.pipeline.cut import BlockCosts
-from flatshift.finetune.parallel.pipeline.pieces import split_micro_batches
+from flatshift.finetune.parallel.pipeline.runner import split_micro_batches
 from flatshift.finetune.parallel.pipeline.pipeline_plan import (
     pieces_per_micro,
     rank_of,

@@ -20,32 +20,16 @@ from ...models.anatomy import ModelParts
 from ...models.families import BlockStack
 from ...models.weight_names import canonical_name
 from ..mesh import ProcessMesh
-from .other_stage_block import OtherStageBlock, PositionBiasBlock, StageInput, StageOutput
 from .pipeline_plan import stages_of, virtual_stages
-from .stage import StageModules
-
-__all__ = [
-    "BlockCosts",
-    "OtherStageBlock",
-    "build_rank_stages",
-    "check_pipeline",
-    "cut_to_stage",
-    "split_blocks",
-    "stage_costs",
-    "tied_source_names",
-]
-
-
-# ---------------------------------------------------------------------------------------------- assignment of blocks
+from .stage import OtherStageBlock, PositionBiasBlock, StageInput, StageModules, StageOutput
 
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Floating-point operations per token of one training step."""
+    """Floating-point operations per token of one training step; `last`: of the head, which only the last stage has."""
 
     blocks: tuple[float, ...]
     last: float
-    """FLOPs of the head, which only the last stage has."""
 
 
 def stage_costs(model: nn.Module, *, tokens: int = 0) -> BlockCosts:
