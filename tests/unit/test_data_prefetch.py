@@ -93,7 +93,7 @@ def test_the_same_batches_in_the_same_order_whatever_is_asked(task):
             same(mine, theirs)  # what stays in host memory
             same(mine.to(CPU), theirs)  # and what arrives
             same(mine.to("cpu"), theirs)
-        assert len(ahead._asked) <= 2
+        assert len(ahead._steps) <= 2
     ahead.close()
     assert no_thread_left()
 

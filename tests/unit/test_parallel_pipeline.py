@@ -22,7 +22,6 @@ from flatshift.finetune.parallel.pipeline import (
     tied_source_names,
 )
 from flatshift.finetune.parallel.pipeline.cut import BlockCosts
-from flatshift.finetune.parallel.pipeline.runner import split_micro_batches
 from flatshift.finetune.parallel.pipeline.pipeline_plan import (
     pieces_per_micro,
     rank_of,
@@ -30,6 +29,7 @@ from flatshift.finetune.parallel.pipeline.pipeline_plan import (
     stages_of,
     virtual_stages,
 )
+from flatshift.finetune.parallel.pipeline.runner import split_micro_batches
 
 
 @dataclass(frozen=True)

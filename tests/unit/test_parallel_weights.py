@@ -178,7 +178,7 @@ def test_local_parts_follow_fused_runs():
 def test_one_rank_shards_nothing(llama):
     model = load_backbone(llama, task=LanguageModel())
     sharding = shard(model, mesh=Mesh(), world=ProcessMesh.alone())
-    assert sharding.units == () and sharding.held == frozenset() and sharding.group == 1
+    assert sharding.units == () and sharding.reduced == frozenset() and sharding.group == 1
     assert sharding.local_bytes == sharding.whole_bytes == sum(p.numel() * 4 for p in model.parameters())
 
 

@@ -33,34 +33,34 @@ class VocabularySlice:
         return vocabulary_cross_entropies(hidden, linear, targets, group=self.group, start=self.start)
 
 
-def split_embedding(embedding: Any, held: VocabularySlice) -> None:
-    """Make `embedding`, already sliced to `held`, look up any token: ids [B, T] → whole [B, T, D] on every rank."""
+def split_embedding(embedding: Any, tokens: VocabularySlice) -> None:
+    """Make `embedding`, already sliced to `tokens`, look up any token: ids [B, T] → whole [B, T, D] on every rank."""
     lookup = embedding.forward
 
     def forward(input: Tensor) -> Tensor:
-        local = input - held.start
-        foreign = (local < 0) | (local >= held.stop - held.start)
+        local = input - tokens.start
+        foreign = (local < 0) | (local >= tokens.stop - tokens.start)
         rows = lookup(local.masked_fill(foreign, 0))
-        return borders.reduce_from_tp(rows.masked_fill(foreign.unsqueeze(-1), 0.0), held.group)
+        return borders.reduce_from_tp(rows.masked_fill(foreign.unsqueeze(-1), 0.0), tokens.group)
 
-    embedding.num_embeddings = held.stop - held.start
+    embedding.num_embeddings = tokens.stop - tokens.start
     embedding.padding_idx = None  # an id of the whole vocabulary; it only stops a gradient, and the embedding is frozen
-    embedding.vocabulary = held
+    embedding.vocabulary = tokens
     embedding.forward = forward
 
 
-def split_head(linear: Any, held: VocabularySlice) -> None:
-    """Make `linear`, already sliced to `held`, return the logits of the whole vocabulary: [..., D] → [..., V].
+def split_head(linear: Any, tokens: VocabularySlice) -> None:
+    """Make `linear`, already sliced to `tokens`, return the logits of the whole vocabulary: [..., D] → [..., V].
 
     A training loss that temporarily replaces `linear.forward` (`vocabulary_cross_entropy`) never gathers them.
     """
     local = linear.forward
 
     def forward(input: Tensor) -> Tensor:
-        return borders.gather_from_tp(local(borders.copy_to_tp(input, held.group)), -1, held.group)
+        return borders.gather_from_tp(local(borders.copy_to_tp(input, tokens.group)), -1, tokens.group)
 
-    linear.out_features = held.stop - held.start
-    linear.vocabulary = held
+    linear.out_features = tokens.stop - tokens.start
+    linear.vocabulary = tokens
     linear.forward = forward
 
 
@@ -102,21 +102,21 @@ class _VocabularyCrossEntropies(torch.autograd.Function):
         rows = slice_rows(len(weight), device, hidden.element_size())
         with torch.autocast(device, enabled=False):
             for first in range(0, len(hidden), rows):
-                part, wanted = hidden[first : first + rows], targets[first : first + rows, None]
-                own = ((wanted >= 0) & (wanted < weight.shape[0])).float()
-                wanted = wanted.clamp(0, weight.shape[0] - 1)
-                logits = F.linear(part, weight, bias).float()
+                slice_, indices = hidden[first : first + rows], targets[first : first + rows, None]
+                own = ((indices >= 0) & (indices < weight.shape[0])).float()
+                indices = indices.clamp(0, weight.shape[0] - 1)
+                logits = F.linear(slice_, weight, bias).float()
                 peak = logits.amax(dim=1, keepdim=True)
                 dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
                 logits.sub_(peak)
-                chosen = logits.gather(1, wanted) * own
+                chosen = logits.gather(1, indices) * own
                 logits.exp_()
                 sums = torch.cat([logits.sum(dim=1, keepdim=True), chosen], dim=1)
                 dist.all_reduce(sums, group=group)
                 norm, chosen = sums.split(1, dim=1)
                 terms[first : first + rows] = (norm.log() - chosen)[:, 0]
                 if gradient is not None:
-                    logits.div_(norm).scatter_add_(1, wanted, -own)
+                    logits.div_(norm).scatter_add_(1, indices, -own)
                     torch.mm(logits.to(weight.dtype), weight, out=gradient[first : first + rows])
                 del logits  # free this slice before the next one is allocated
         ctx.save_for_backward(gradient)
