@@ -276,13 +276,13 @@ def test_a_kill_between_going_back_and_the_new_checkpoint_costs_time_only(source
     whole, _ = fit(engine_of(source, jump={9}), tmp_path / "whole", spikes=SPIKES)
     from flatshift.finetune.train.checkpointer import Checkpointer
 
-    take = Checkpointer._take
+    apply = Checkpointer._apply
 
     def killed(self, found):
-        take(self, found)
+        apply(self, found)
         raise SystemExit(9)
 
-    monkeypatch.setattr(Checkpointer, "_take", killed)
+    monkeypatch.setattr(Checkpointer, "_apply", killed)
     with pytest.raises(SystemExit):
         fit(engine_of(source, jump={9}), tmp_path / "run", spikes=SPIKES)
     monkeypatch.undo()

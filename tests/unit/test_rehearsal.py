@@ -398,9 +398,9 @@ def test_the_mask_function_is_put_back_and_a_padded_causal_row_has_no_mask(llama
         causal = {"batch_size": 1, "q_length": 4, "kv_length": 4, "mask_function": causal_mask_function}
         causal["attention_mask"] = torch.tensor([[1, 1, 1, 0]]).bool()
         assert changed(**causal) is not None  # nothing is known of it: as transformers has it
-        token = attention._READ.set(attention.PackedRows(padded=True, positions=None))
+        token = attention._ROWS.set(attention.PackedRows(padded=True, positions=None))
         assert changed(**causal) is None
-        attention._READ.reset(token)
+        attention._ROWS.reset(token)
     assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
 
 
