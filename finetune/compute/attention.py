@@ -310,7 +310,6 @@ def use_blocked_attention(model: nn.Module, device: torch.device | str, dtype: t
 
 
 def _register(name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
-    """Register an attention function with transformers, with the masks of sdpa."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 

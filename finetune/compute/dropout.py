@@ -166,7 +166,6 @@ class DropoutPass(TorchFunctionMode):
         return [*leading, (self._keyed.columns.get(name, 0), sizes[-1])]
 
     def _positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Return the global positions of these tokens in their rows."""
         keyed, (i, n) = self._keyed, self._keyed.tensor
         if not (keyed.splits_tokens and tokens * n == self._tokens):
             i, n = 0, 1

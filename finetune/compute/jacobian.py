@@ -57,7 +57,6 @@ def jacobian(
 
 
 def _find_linear_layers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[nn.Module, str]]:
-    """Map each parameter name to its linear layer and to `weight` or `bias`."""
     owners: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():
         if isinstance(module, nn.Linear):

@@ -16,20 +16,22 @@ class PreferenceTargets:
     """Targets of a loss over whole answers, for R rows of a micro-batch, each a prompt with one answer.
 
     Pairs are in the order chosen, rejected, chosen, rejected, …
+
+    Args:
+        signs: (R,) float32: 1 for a chosen or desirable answer, −1 for a rejected or undesirable one.
+        lengths: (R,) float32: number of target tokens.
+        paired: True if rows are pairs of answers to one prompt.
+        mismatched: the same prompts, each with an answer to the prompt of another example of the optimizer step (KTO).
+        reference: (R,) float32: log p of each answer under the base model; None: not computed yet, or not needed.
+        drift: scalar: divergence from the base model in nats per answer, over the whole optimizer step (KTO's z0).
     """
 
     signs: Tensor
-    """(R,) float32: 1 for a chosen or desirable answer, −1 for a rejected or undesirable one."""
     lengths: Tensor
-    """(R,) float32: number of target tokens."""
     paired: bool
-    """True if rows are pairs of answers to one prompt."""
     mismatched: MicroBatch | None = None
-    """The same prompts, each with an answer to the prompt of another example of the optimizer step (KTO)."""
     reference: Tensor | None = None
-    """(R,) float32: log p of each answer under the base model; None: not computed yet, or not needed."""
     drift: Tensor | None = None
-    """Scalar: divergence from the base model in nats per answer, over the whole optimizer step (KTO's z0)."""
 
     def to(self, device: torch.device | str) -> PreferenceTargets:
         """Return a copy on another device."""

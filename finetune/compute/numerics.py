@@ -114,14 +114,17 @@ def deterministic_algorithms(train: Train, device: torch.device) -> Iterator[Non
     if not train.deterministic:
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True)
     cuda = capabilities(device).kind == "cuda"
     try:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]) if cuda else contextlib.nullcontext():
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 @contextlib.contextmanager

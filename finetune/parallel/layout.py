@@ -195,7 +195,6 @@ def gather_full_tensors(
 
 
 def _chunk_shapes(shape: torch.Size, dim: int, width: int) -> list[torch.Size]:
-    """Return the shape of each rank's chunk."""
     bounds = [_chunk_bounds(shape[dim], rank, width) for rank in range(width)]
     return [torch.Size([*shape[:dim], stop - start, *shape[dim + 1 :]]) for start, stop in bounds]
 

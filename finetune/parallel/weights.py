@@ -112,7 +112,6 @@ def _tensors_to_load(model: nn.Module, checkpoint: CheckpointFiles) -> tuple[lis
 def _read_file(
     file: Path, tensors: list[tuple[str, Tensor]], checkpoint: CheckpointFiles, layout: TensorParallelLayout
 ) -> int:
-    """Fill `tensors` from `file`; return the bytes read."""
     from safetensors import SafetensorError, safe_open
 
     count = 0

@@ -238,7 +238,6 @@ class AdapterOptimizer:
         }
 
     def _by_name(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
-        """Return the updated tensors by name, each with its parameter group."""
         names = {id(tensor): name for name, tensor in self._updated.items()}
         return {names[id(t)]: (t, group) for group in self.inner.param_groups for t in group["params"]}
 

@@ -93,7 +93,6 @@ class Trackers:
 
     @contextmanager
     def _failures(self, name: str) -> Iterator[None]:
-        """Drop the backend `name` with a warning if it fails inside."""
         try:
             yield
         except Exception as error:

@@ -192,7 +192,6 @@ class Trainer:
         return row
 
     def _after_step(self, row: MetricsRow, rates: MetricTensors) -> None:
-        """Buffer the step's metrics, evaluate and checkpoint where due, and stop where asked."""
         state, train = self.state, self.train
         state.seconds = self._elapsed()
         self._update_callbacks()
@@ -348,7 +347,6 @@ class Trainer:
         return MetricsRow(state.step, values)
 
     def _roll_back(self, rejected: RejectedUpdate) -> None:
-        """Return to the checkpoint before a loss spike."""
 
         def reattach() -> None:
             self.regularizer.detach()
@@ -397,7 +395,6 @@ class Trainer:
         self.callbacks.set_position(state.step, tokens=state.tokens, best_step=state.best_step, best=best)
 
     def _callback_requests(self, action: str) -> bool:
-        """True if a callback requests it, on any rank."""
         return bool(self.callbacks.callbacks) and self.engine.world.any(self.callbacks.requests(action))
 
     def save(self) -> None:
@@ -470,7 +467,6 @@ class Trainer:
         return metrics["loss"] < state.best_dev_loss
 
     def _finish(self) -> StageResult:
-        """Put the best adapter into the model, save it, and mark the stage as done."""
         state, stage = self.state, self.stage
         if state.best:
             with torch.no_grad():
@@ -505,7 +501,6 @@ class Trainer:
 
 
 def _is_due(interval: int, step: int) -> bool:
-    """True if `step` is a multiple of `interval`; False for an interval of 0."""
     return bool(interval) and step % interval == 0
 
 

@@ -200,4 +200,4 @@ def test_a_stage_on_narrow_weights_keeps_them_and_resumes_to_the_same_bits(sourc
 
 def test_widening_leaves_a_trained_model_alone():
     with pytest.raises(UserError, match="somewhere"):
-        widen_on_use(nn.Sequential(nn.Conv1d(4, 4, 3)), where="somewhere")
+        widen_on_use(nn.Sequential(nn.Conv1d(4, 4, 3)), context="somewhere")

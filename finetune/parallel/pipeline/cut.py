@@ -38,9 +38,8 @@ def stage_costs(model: nn.Module, *, tokens: int = 0) -> BlockCosts:
 
     Embeddings are lookups and cost nothing. A vocabulary head costs as much as its matrix.
 
-    Args:
-        tokens: T; attention scores and their product with the values cost 6·T·D a block (a causal half; forward once,
-            backward twice), not counted for 0.
+    tokens: T; attention scores and their product with the values cost 6·T·D a block (a causal half; forward once,
+    backward twice), not counted for 0.
     """
     anatomy = ModelParts.of(model)
     attention = 6.0 * tokens * anatomy.width
@@ -237,7 +236,6 @@ def _cut_stack(
 
 
 def _replace_modules(root: nn.Module, names: Iterable[str], make: Callable[[], nn.Module]) -> None:
-    """Replace the existing modules of these names by new ones."""
     for name in names:
         parent, _, child = name.rpartition(".")
         holder = root.get_submodule(parent)

@@ -237,8 +237,7 @@ class PipelineRunner:
 
         Collective over the whole mesh.
 
-        Args:
-            probe: of `flatshift.finetune.compute.loss.head_probe`.
+        probe: of `flatshift.finetune.compute.loss.head_probe`.
         """
         with evaluation_mode(self.parts):
             heads = self.transport.forward(

@@ -113,13 +113,11 @@ class StageTransport:
 
 
 def _encode_header(tensor: Tensor) -> Tensor:
-    """Return type and shape of a tensor, int64."""
     numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *[0] * (_DIMS - tensor.ndim)]
     return torch.tensor(numbers, device=tensor.device)
 
 
 def _empty_from_header(header: Tensor) -> Tensor:
-    """Return an empty tensor of the type and shape in `header`."""
     kind, dims, *shape = header.tolist()
     return torch.empty(shape[:dims], dtype=_DTYPES[kind], device=header.device)
 
