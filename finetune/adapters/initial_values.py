@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..compute.capabilities import seeded_rng
 from ..compute.micro_batch import MicroBatch
-from ..compute.numerics import seeded_rng
 from ..compute.protocols import LossTask
 from ..config import DATA_INITS, Adapter
 from ..data.collator import CollatedTask

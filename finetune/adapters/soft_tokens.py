@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..compute.numerics import seeded_rng
+from ..compute.capabilities import seeded_rng
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..models.anatomy import cache_name

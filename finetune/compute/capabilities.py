@@ -132,9 +132,12 @@ def preserve_rng_state(devices: Iterable[torch.device]) -> contextlib.AbstractCo
     return torch.random.fork_rng(devices=[device for device in devices if _is_real_cuda(device)])
 
 
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the generators of the host and of `device`; use inside `preserve_rng_state`."""
-    torch.default_generator.manual_seed(seed)
-    if _is_real_cuda(device):
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
+@contextlib.contextmanager
+def seeded_rng(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the random generators of the host and of `device` with `seed` inside and restore their state on exit."""
+    with preserve_rng_state([device]):
+        torch.default_generator.manual_seed(seed)
+        if _is_real_cuda(device):
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..config import Train
-from .capabilities import capabilities, preserve_rng_state, seed_generators
+from .capabilities import capabilities
 
 SHORT = 128
 """Longest row in tokens for which a CPU uses batched products for bf16 attention, if oneDNN computes these."""
@@ -125,14 +125,6 @@ def deterministic_algorithms(train: Train, device: torch.device) -> Iterator[Non
             yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-
-
-@contextlib.contextmanager
-def seeded_rng(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the random generators with `seed` inside and restore their state on exit."""
-    with preserve_rng_state([device]):
-        seed_generators(seed, device)
-        yield
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,12 +26,10 @@ from ..models.anatomy import is_conv1d
 from ..models.load import load_backbone
 from ..models.quantize import describe_quantization, unwrap_packed
 from ..models.weight_names import canonical_name
+from ..tasks import Task
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
 from .mesh import ProcessMesh
-
-if TYPE_CHECKING:
-    from ..tasks import Task
 
 _TOKENS_FIRST = ("xlnet", "fsmt")
 """Model types that compute with (tokens, rows, features)."""

@@ -34,16 +34,16 @@ from ..compute.attention import drop_sample_offsets
 from ..compute.capabilities import copy_to_device
 from ..compute.dropout import DropoutPass, KeyedDropout
 from ..compute.loss import Head, add_reference, batch_loss, find_head, head_probe
+from ..compute.micro_batch import MicroBatch, PreferenceTargets
 from ..data.eval_batching import DataShard
 from ..errors import UserError
 from ..models.anatomy import position_limit
 from ..models.weight_names import canonical_name
+from ..tasks import Task
 from .layout import Slice, TensorParallelLayout, copy_local_part, gather_full_tensors, local_part
 from .mesh import DATA, TOKENS, ProcessMesh
 
 if TYPE_CHECKING:
-    from ..compute.micro_batch import MicroBatch, PreferenceTargets
-    from ..tasks import Task
     from .context import ContextParallel
     from .fsdp import Sharding
     from .pipeline.runner import PipelineRunner

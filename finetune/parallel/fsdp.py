@@ -108,7 +108,9 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
         "ignored_params": ignored,
     }
     unit_count = 0
-    for root in _find_roots(model):
+    # the stages of a pipeline rank, each of which is called by itself, or the model
+    stages = [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)]
+    for root in stages or [model]:
         units = _find_units(root, ignored)
         for unit in [*units, root]:
             fully_shard(unit, **options)
@@ -135,11 +137,6 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
         sum(local_part(p).nbytes for p in model.parameters()),
         mesh.zero == 2,
     )
-
-
-def _find_roots(model: nn.Module) -> list[nn.Module]:
-    """Return the parts of a pipeline rank, each of which is called by itself, or the model."""
-    return [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)] or [model]
 
 
 def _find_units(root: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:

@@ -22,14 +22,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UserError
 from ..evaluate.metrics import find_metric
-from .stage import full_evaluation_metric
-
-if TYPE_CHECKING:
-    from .stage import TrainingStage
+from .stage import TrainingStage, full_evaluation_metric
 
 _EVENTS = {
     *("init_end", "train_begin", "step_begin", "pre_optimizer_step", "step_end", "log", "evaluate", "save", "train_end")

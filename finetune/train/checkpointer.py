@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,7 @@ from ..launch import watchdog
 from ..parallel.engine import Engine
 from ..run_directory import METRICS, disk_full_interrupts, last_attempt, read_metrics
 from .optimizer import AdapterOptimizer
-
-if TYPE_CHECKING:
-    from .stage import TrainingStage
+from .stage import TrainingStage
 
 
 @dataclass

@@ -13,18 +13,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatshift.regularizers.protocol import MetricTensors
+
 from ..compute.capabilities import capabilities
-
-if TYPE_CHECKING:
-    from flatshift.regularizers.protocol import MetricTensors
-
-    from ..parallel.mesh import ProcessMesh
+from ..parallel.mesh import ProcessMesh
 
 _PATIENCE = 1.0
 """Longest time a row is buffered, approximately, in seconds."""

@@ -20,7 +20,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,15 +28,13 @@ from torch import Tensor, nn
 
 from ..compute.capabilities import capabilities
 from ..compute.jacobian import jacobian
+from ..compute.micro_batch import MicroBatch
 from ..config import Optimizer, OptimizerKind
 from ..errors import UserError
 from ..models.quantize import GET, import_bitsandbytes
+from ..parallel.engine import Context, Engine
 from ..planner.memory import QUANTISED_BLOCK, QUANTISED_FROM
-
-if TYPE_CHECKING:
-    from ..compute.micro_batch import MicroBatch
-    from ..parallel.engine import Context, Engine
-    from ..tasks import Task
+from ..tasks import Task
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,15 +26,12 @@ from ..errors import OutOfMemory, is_out_of_memory
 from ..figures import format_bytes
 from ..models.anatomy import transformer_blocks
 from ..models.quantize import quantization_scales
+from ..parallel.engine import Engine
 from ..parallel.layout import local_part
 from ..planner.memory import MemoryPlan, memory_plan, optimizer_bytes
 from ..run_directory import resume_command
-from .checkpointer import checkpoint_steps
-
-if TYPE_CHECKING:
-    from ..parallel.engine import Engine
-    from .checkpointer import Checkpointer
-    from .stage import TrainingStage
+from .checkpointer import Checkpointer, checkpoint_steps
+from .stage import TrainingStage
 
 _WORTH = 0.03
 """Smallest share of the plan that a proposed change must save."""

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,24 +21,12 @@ from ..compute.attention import offsets_as_mask, sample_offsets
 from ..compute.cuda_status import is_cuda
 from ..compute.micro_batch import MicroBatch
 from ..config import Train
+from ..data.batches import TrainingDataLoader
 from ..evaluate.packing_check import isolate_packed_rows
-
-if TYPE_CHECKING:
-    from ..parallel.engine import Engine
+from ..parallel.engine import Engine
 
 _LABELS, _STARTS, _CHOSEN = "labels", "sample starts", "chosen"
 """Names in a transfer, next to those of the inputs."""
-
-
-class BatchSource(Protocol):
-    """Source of batches (`flatshift.finetune.data.batches.TrainingDataLoader`)."""
-
-    @property
-    def packed(self) -> bool: ...
-
-    def at(self, step: int) -> list[MicroBatch]: ...
-
-    def supervised(self, step: int) -> int: ...
 
 
 class CudaTransfer:
@@ -117,7 +105,7 @@ class Prefetcher:
     All work of `source` is done by one thread, in order. An error in it is raised when its step is requested.
     """
 
-    def __init__(self, source: BatchSource, transfer: CudaTransfer, *, offsets: bool = False) -> None:
+    def __init__(self, source: TrainingDataLoader, transfer: CudaTransfer, *, offsets: bool = False) -> None:
         """Start the thread. offsets: the model gets those of the samples in packed rows
         (`flatshift.finetune.compute.attention`)."""
         self.packed = source.packed

@@ -7,25 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatshift.regularizers.protocol import Regularizer
+
 from ..atomic import read_json_object
 from ..config import Evaluate, Optimizer, Train
+from ..data.batches import TrainingDataLoader
+from ..data.example import Example
 from ..digests import DONE
 from ..errors import UserError
 from ..evaluate.metrics import find_metric
 from ..models.anatomy import describe_prefix
 from ..parallel.engine import Engine
 from ..run_directory import RunDirectory
+from ..tasks import Task
 from .peak_memory import PlannedStep
+from .trace.examples import Recording
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
-
-    from flatshift.regularizers.protocol import Regularizer
-
-    from ..data.batches import TrainingDataLoader
-    from ..data.example import Example
-    from ..tasks import Task
-    from .trace.examples import Recording
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +31,11 @@ from flatshift.regularizers.protocol import MetricTensors
 
 from ..compute.capabilities import copy_to_device
 from ..compute.loss import Head, batch_loss
+from ..compute.micro_batch import MicroBatch
 from ..models.anatomy import attention_modules, is_linear
+from ..parallel.engine import Engine
 from ..parallel.mesh import DATA, TOKENS
-
-if TYPE_CHECKING:
-    from ..compute.micro_batch import MicroBatch
-    from ..parallel.engine import Engine
-    from ..tasks import Task
-
+from ..tasks import Task
 
 EVERY = 10
 """Steps per row of throughput metrics."""

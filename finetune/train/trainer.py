@@ -24,18 +24,20 @@ from flatshift.regularizers.protocol import MetricTensors
 
 from ..atomic import write_json
 from ..compute import attention
+from ..compute.capabilities import seeded_rng
 from ..compute.fused_loss import choose_loss_kernel
 from ..compute.loss import Head, batch_loss, loss_sum
+from ..compute.micro_batch import MicroBatch, PreferenceTargets
 from ..compute.numerics import (
     cpu_threads,
     deterministic_algorithms,
     evaluation_mode,
-    seeded_rng,
     uses_dropout,
     without_input_casts,
 )
 from ..compute.precision import autocast, infer_precision, tf32_products
 from ..data.eval_batching import EvalBatching
+from ..data.example import Example
 from ..digests import DONE, FILES, adapter_file_digests
 from ..errors import Interrupted
 from ..evaluate.evaluator import evaluate
@@ -47,6 +49,7 @@ from ..models.compiled import CompiledBlocks
 from ..parallel.engine import Engine
 from ..run_directory import SPIKE, disk_full_interrupts
 from ..seeds import derive_seed
+from ..tasks import Task
 from .callbacks import Callbacks
 from .checkpointer import Checkpointer, TrainingState, batch_index, clone_tensors
 from .deferred_metrics import MetricsBuffer, MetricsRow, read_numbers
@@ -63,10 +66,6 @@ from .trace.recorder import Recorder
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
-
-    from ..compute.micro_batch import MicroBatch, PreferenceTargets
-    from ..data.example import Example
-    from ..tasks import Task
 
 
 class Trainer:

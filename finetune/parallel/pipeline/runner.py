@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,12 @@ from ...compute.numerics import evaluation_mode
 from ...config import Mesh
 from ...data.encoding import IGNORE
 from ...models.anatomy import ModelParts
+from ...tasks import Task
+from ..context import ContextParallel
 from ..mesh import DATA, ProcessMesh
 from .pipeline_plan import pieces_per_micro, round_up_pieces, stages_of, virtual_stages
 from .stage import OtherStageBlock, StageModel, StageModules
 from .stage_transport import PipelineEvalModel, StageTransport
-
-if TYPE_CHECKING:
-    from ...tasks import Task
-    from ..context import ContextParallel
 
 
 class PipelineRunner:

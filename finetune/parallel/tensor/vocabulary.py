@@ -25,12 +25,24 @@ class VocabularySlice:
     group: dist.ProcessGroup
 
     def cross_entropy(self, hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
-        """Return `vocabulary_cross_entropy` of a head `linear` that holds this slice."""
-        return vocabulary_cross_entropy(hidden, linear, targets, group=self.group, start=self.start)
+        """Return Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, W and b frozen and sliced
+        by rows.
+
+        This rank has the rows of W of its tokens in `linear`; `hidden` and `targets` [n] (over the whole vocabulary)
+        are equal on every rank of `group`, and so are the result and its gradient. Logits exist for one slice of rows
+        and this rank's tokens at a time. Two all-reduces per slice carry the maximum, then the sum of exponentials and
+        the target's logit; one in backward sums the gradient of `hidden`. Under autocast the products are in its
+        precision.
+        """
+        terms = self.cross_entropies(hidden, linear, targets)
+        return terms.sum(dtype=capabilities(hidden.device).sums).float()
 
     def cross_entropies(self, hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
         """Return the terms of `cross_entropy`, one per row, float32 (n,)."""
-        return vocabulary_cross_entropies(hidden, linear, targets, group=self.group, start=self.start)
+        device = capabilities(hidden.device).kind
+        if torch.is_autocast_enabled(device):
+            hidden = hidden.to(torch.get_autocast_dtype(device))
+        return _VocabularyCrossEntropies.apply(hidden, linear.weight, linear.bias, targets - self.start, self.group)
 
 
 def split_embedding(embedding: Any, tokens: VocabularySlice) -> None:
@@ -52,7 +64,7 @@ def split_embedding(embedding: Any, tokens: VocabularySlice) -> None:
 def split_head(linear: Any, tokens: VocabularySlice) -> None:
     """Make `linear`, already sliced to `tokens`, return the logits of the whole vocabulary: [..., D] → [..., V].
 
-    A training loss that temporarily replaces `linear.forward` (`vocabulary_cross_entropy`) never gathers them.
+    A training loss that temporarily replaces `linear.forward` (`VocabularySlice.cross_entropy`) never gathers them.
     """
     local = linear.forward
 
@@ -64,37 +76,12 @@ def split_head(linear: Any, tokens: VocabularySlice) -> None:
     linear.forward = forward
 
 
-def vocabulary_cross_entropy(
-    hidden: Tensor, linear: nn.Linear, targets: Tensor, *, group: dist.ProcessGroup, start: int
-) -> Tensor:
-    """Return Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, W and b frozen and sliced by
-    rows.
-
-    This rank has the rows of W from token `start` on; `hidden` and `targets` [n] (over the whole vocabulary) are equal
-    on every rank of `group`, and so are the result and its gradient. Logits exist for one slice of rows and this rank's
-    tokens at a time. Two all-reduces per slice carry the maximum, then the sum of exponentials and the target's logit;
-    one in backward sums the gradient of `hidden`. Under autocast the products are in its precision.
-    """
-    each = vocabulary_cross_entropies(hidden, linear, targets, group=group, start=start)
-    return each.sum(dtype=capabilities(hidden.device).sums).float()
-
-
-def vocabulary_cross_entropies(
-    hidden: Tensor, linear: nn.Linear, targets: Tensor, *, group: dist.ProcessGroup, start: int
-) -> Tensor:
-    """Return the terms of `vocabulary_cross_entropy`, one per row, float32 (n,)."""
-    device = capabilities(hidden.device).autocast
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
-    return _VocabularyCrossEntropies.apply(hidden, linear.weight, linear.bias, targets - start, group)
-
-
 class _VocabularyCrossEntropies(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: dist.ProcessGroup
     ) -> Tensor:
-        device = capabilities(hidden.device).autocast
+        device = capabilities(hidden.device).kind
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,8 @@ from flatshift.regularizers.sharpness.spaces import Loss, Purpose
 from ...compute.loss import Head, batch_loss
 from ...compute.micro_batch import MicroBatch
 from ...config import Optimizer
+from ...tasks import Task
 from .files import stability_threshold
-
-if TYPE_CHECKING:
-    from ...tasks import Task
 
 PRODUCTS = 12
 """Maximum Hessian products per eigenvalue."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,7 @@ from ...data.example import Example
 from ...data.rows import limit_rows
 from ...models.anatomy import vocabulary_size
 from ...seeds import derive_seed
-
-if TYPE_CHECKING:
-    from ...tasks import Task
+from ...tasks import Task
 
 _LOGITS = 1 << 26
 """Maximum logits in memory (one row is always allowed): 256 MiB in float32."""

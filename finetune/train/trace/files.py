@@ -1,21 +1,18 @@
 """Trace files of a run: `trace.jsonl`, one line per recorded step, and `trace.json`, which describes these lines.
 
 A line has `stage, attempt, step, tokens, lr, time_s, record_s` and the metrics of `flatshift.finetune.train.trace`,
-flat; missing values are null. After a resume the last line of a step wins. `recorded_steps` lists the recorded steps.
+flat; missing values are null. After a resume the last line of a step wins. The description has the recorded steps,
+numbers of rows, Adam's stability threshold, and notes on metrics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...config import Optimizer, TraceRecording
+from ...config import TraceRecording
 from ...run_directory import TRACE, read_metrics
-
-if TYPE_CHECKING:
-    from .examples import Recording
-
 
 ABOUT = "trace.json"
 
@@ -44,28 +41,6 @@ def align_to_plan(lines: Sequence[dict[str, Any]], steps: Sequence[int], status:
     last = int(lines[-1]["step"]) if lines else -1
     stage = lines[-1].get("stage") if lines else "fine-tune"
     return [*recorded, *({"stage": stage, "step": step, "status": status} for step in steps if step > last)]
-
-
-def trace_metadata(
-    recording: Recording, *, stage: str, steps: int, optimizer: Optimizer, notes: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Return the content of `trace.json`: recorded steps, numbers of rows, Adam's stability threshold, and notes on
-    metrics.
-
-    Args:
-        steps: total steps of the stage.
-        notes: of `AdaptedLayers`.
-    """
-    return {
-        "format": 1,
-        "stage": stage,
-        "steps": list(recorded_steps(recording.record, steps)),
-        "rows": {split: len(examples) for split, examples in recording.splits.items()},
-        "noisy": None if recording.flipped is None else int(recording.flipped.mask.sum()),
-        "sharpness_rows": len(recording.curved),
-        "stability_threshold": stability_threshold(optimizer.betas[0]),
-        "notes": list(notes),
-    }
 
 
 def recorded_steps(record: TraceRecording, total_steps: int) -> tuple[int, ...]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from flatshift.regularizers.sharpness.spaces import Loss
 
 from ...atomic import write_json
 from ...compute.loss import Head
@@ -21,17 +23,13 @@ from ...launch import watchdog
 from ...parallel.engine import Engine
 from ...run_directory import disk_full_interrupts
 from ...seeds import derive_seed
+from ..checkpointer import TrainingState
 from ..optimizer import AdapterOptimizer
 from ..schedule import Schedule
+from ..stage import TrainingStage
 from .examples import Recording, score_examples, split_metrics
 from .factors import AdaptedLayers, adapter_metrics, global_norm, gradient_norms, is_factor_a, is_factor_b
-from .files import ABOUT, recorded_steps, trace_metadata
-
-if TYPE_CHECKING:
-    from flatshift.regularizers.sharpness.spaces import Loss
-
-    from ..checkpointer import TrainingState
-    from ..stage import TrainingStage
+from .files import ABOUT, recorded_steps, stability_threshold
 
 
 class Recorder:
@@ -57,13 +55,20 @@ class Recorder:
             )
         self._stage, self._engine, self._optimizer = stage, engine, optimizer
         self._head, self._inference, self._run = head, inference, stage.run
-        self._steps = frozenset(recorded_steps(recording.record, stage.train.steps))
+        steps = recorded_steps(recording.record, stage.train.steps)
+        self._steps = frozenset(steps)
         self._layers = AdaptedLayers(engine.model) if recording.record.dynamics else None
         self._update: dict[str, float | None] = {}
-        notes = self._layers.notes if self._layers is not None else ()
-        metadata = trace_metadata(
-            recording, stage=stage.name, steps=stage.train.steps, optimizer=stage.optimizer, notes=notes
-        )
+        metadata = {
+            "format": 1,
+            "stage": stage.name,
+            "steps": list(steps),
+            "rows": {split: len(examples) for split, examples in recording.splits.items()},
+            "noisy": None if recording.flipped is None else int(recording.flipped.mask.sum()),
+            "sharpness_rows": len(recording.curved),
+            "stability_threshold": stability_threshold(stage.optimizer.betas[0]),
+            "notes": list(self._layers.notes) if self._layers is not None else [],
+        }
         with disk_full_interrupts(f"writing {stage.run.path / ABOUT}"):
             write_json(stage.run.path / ABOUT, metadata)
 
