@@ -1,10 +1,9 @@
 """Device capabilities: one small record for all code that would otherwise test the device type.
 
-    able = capabilities(device)
-    torch.zeros((), dtype=able.sums, device=device)
+    torch.zeros((), dtype=capabilities(device).sums, device=device)
 
-Code that must really touch `torch.cuda` is in the functions below. `override_capabilities` substitutes a record for a
-device's own, so that a step runs on tensors without values (`meta`) as it would on the device of that record.
+`override_capabilities` substitutes a record for a device's own, so that a step runs on tensors without values (`meta`)
+as it would on the device of that record.
 """
 
 from __future__ import annotations
@@ -88,16 +87,16 @@ H200 = CUDA
 T4 = replace(CUDA, bf16=False)
 """Compute capability 7.5, and a V100's 7.0: matrix units for float16, none for bf16."""
 
-_REHEARSED: dict[str, Capabilities] = {}
+_OVERRIDES: dict[str, Capabilities] = {}
 
 
 def capabilities(device: torch.device | str) -> Capabilities:
     """Return the record of `device`; the CPU's for a type that is neither CPU nor CUDA (`meta` outside of
     `override_capabilities`)."""
-    place = torch.device(device)
-    if place.type in _REHEARSED:
-        return _REHEARSED[place.type]
-    return _cuda_capabilities(place.index) if place.type == "cuda" else CPU
+    device = torch.device(device)
+    if device.type in _OVERRIDES:
+        return _OVERRIDES[device.type]
+    return _cuda_capabilities(device.index) if device.type == "cuda" else CPU
 
 
 @functools.cache
@@ -108,18 +107,18 @@ def _cuda_capabilities(index: int | None) -> Capabilities:
 @contextlib.contextmanager
 def override_capabilities(record: Capabilities, *, on: str = "meta") -> Iterator[None]:
     """Make `capabilities` return `record` for devices of type `on` inside."""
-    before = dict(_REHEARSED)
-    _REHEARSED[on] = record
+    before = dict(_OVERRIDES)
+    _OVERRIDES[on] = record
     try:
         yield
     finally:
-        _REHEARSED.clear()
-        _REHEARSED.update(before)
+        _OVERRIDES.clear()
+        _OVERRIDES.update(before)
 
 
 def _is_real_cuda(device: torch.device | str) -> bool:
     kind = torch.device(device).type
-    return kind == "cuda" and kind not in _REHEARSED
+    return kind == "cuda" and kind not in _OVERRIDES
 
 
 def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

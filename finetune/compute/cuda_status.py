@@ -1,7 +1,7 @@
 """Availability of CUDA devices, and if there is none, one of five reasons with its fix.
 
 Facts are read once and interpreted separately, so that every reason can be tested on any machine. Importing this module
-does not import torch: `flatshift doctor` uses it too.
+does not import torch.
 """
 
 from __future__ import annotations

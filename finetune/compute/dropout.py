@@ -48,13 +48,13 @@ class KeyedDropout:
     positions: Callable[[int], Tensor] | None = None
     """Maps a rank's number of tokens per row to their global positions; None if it has all."""
 
-    def during(self, step: int, *, first: int, rows: int, tokens: int) -> DropoutPass:
-        """Return the context for the forward pass of `rows` rows, starting at row `first` of the step's batch, at a
+    def forward_pass(self, step: int, *, first_row: int, rows: int, tokens: int) -> DropoutPass:
+        """Return the context for the forward pass of `rows` rows, starting at row `first_row` of the step's batch, at a
         step (from 0).
 
         tokens: per row, on this rank.
         """
-        return DropoutPass(self, step_id(self.seed, step), first, rows, tokens, {})
+        return DropoutPass(self, step_id(self.seed, step), first_row, rows, tokens, {})
 
 
 class _ThreadState(threading.local):
@@ -69,10 +69,10 @@ class DropoutPass(TorchFunctionMode):
     """Context that draws the dropout masks for the rows of one forward pass."""
 
     def __init__(
-        self, keyed: KeyedDropout, step: int, first: int, rows: int, tokens: int, calls: dict[tuple[str, int], int]
+        self, keyed: KeyedDropout, step: int, first_row: int, rows: int, tokens: int, calls: dict[tuple[str, int], int]
     ) -> None:
         super().__init__()
-        self._keyed, self._step, self._first, self._rows, self._tokens = keyed, step, first, rows, tokens
+        self._keyed, self._step, self._first, self._rows, self._tokens = keyed, step, first_row, rows, tokens
         self._calls = calls
         """Number of draws per module and first query."""
         self._query = 0
@@ -153,8 +153,8 @@ class DropoutPass(TorchFunctionMode):
         end_to_end = sizes[0] % self._rows == 0 and (len(sizes) > 2 or name.endswith("lora_dropout"))
         if sizes[0] != self._rows and end_to_end:
             sizes[:1] = [self._rows, sizes[0] // self._rows]
-        first = self._first if sizes[0] == self._rows else 0
-        rows = torch.arange(first, first + sizes[0], device=device)
+        first_row = self._first if sizes[0] == self._rows else 0
+        rows = torch.arange(first_row, first_row + sizes[0], device=device)
         if len(sizes) == 4:
             i, _ = self._keyed.tensor
             heads = torch.arange(i * sizes[1], (i + 1) * sizes[1], device=device)

@@ -165,12 +165,13 @@ def time_interleaved(
     return best
 
 
-def make_lora_block(shape: MatmulShape, dtype: torch.dtype, *, rank: int = 8) -> Callable[[], None]:
-    """Return a function that runs forward and backward through a feed-forward block with LoRA on both frozen products.
+def make_lora_block(shape: MatmulShape, dtype: torch.dtype) -> Callable[[], None]:
+    """Return a function that runs forward and backward through a feed-forward block with LoRA of rank 8 on both frozen
+    products.
 
     As in a training step: under autocast in `dtype`, factors in float32, with the gradient of the input.
     """
-    tokens, d, inner = shape.tokens, shape.width, shape.inner
+    tokens, d, inner, rank = shape.tokens, shape.width, shape.inner, 8
     x = torch.full((tokens, d), 0.5, requires_grad=True)
     up, down, norm = (torch.full(s, 0.01, dtype=dtype) for s in ((inner, d), (d, inner), (d,)))
     factors = [torch.full(s, 0.01, requires_grad=True) for s in ((rank, d), (inner, rank), (rank, inner), (d, rank))]
@@ -190,16 +191,16 @@ def make_lora_block(shape: MatmulShape, dtype: torch.dtype, *, rank: int = 8) ->
 
 
 @functools.lru_cache(maxsize=8)
-def peak_rate(device: str, precision: str, width: int = 1024, *, seconds: float = 0.3) -> float:
+def peak_rate(device: str, precision: str, width: int = 1024) -> float:
     """Return the FLOP/s of one device in its best square matrix product of `precision`, up to `width` (CUDA: 8 ×
     `width`).
 
     Measured on this machine, not the vendor's peak; on a CPU, one thread's rate by its own CPU time times the threads
-    in use. Sizes grow while the total stays within about `seconds`.
+    in use. Sizes grow while the total stays within about 0.3 seconds.
     """
     dtype, cuda = DTYPES[precision], device.startswith("cuda")
     clock = time.perf_counter if cuda else time.thread_time
-    remaining, best = seconds, 0.0
+    remaining, best = 0.3, 0.0
     with cpu_threads(None if cuda else 1):
         for exponent in range(-3, 4 if cuda else 1):
             size = int(width * 2.0**exponent)

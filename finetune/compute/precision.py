@@ -1,18 +1,15 @@
 """Precision of a step: the values of `train.precision`, their meaning in torch, and the choice of `auto`.
 
-    choice = choose(train, device, shape)        # fp32, bf16 or fp16, with its measurements in a line
+    choice = resolve_precision(train, device, shape)   # fp32, bf16 or fp16, with its measurements in a line
     with autocast(train, device): ...
 
 On a CPU bf16 is between five times as fast as float32 (AMX) and a hundredth of it (AVX2, where torch multiplies element
 by element: pytorch#146508), and the instruction flags do not decide: AVX512 without BF16 is slower, too, and even
 AVX512_BF16 loses to float32 if the products' inputs must be converted. So `auto` times both.
 
-**Widened weights.** A frozen base model stored in bf16 that computes in float32: half the memory, each weight widened
-when it is used.
-
-For machines whose memory cannot hold the float32 weights and whose bf16 products are slow. A product's weight is
-widened for the product and dropped; the backward pass widens it again instead of keeping it. Widening is exact, so the
-step equals that of a float32 base model with these (rounded) weights, up to the order of sums.
+`widen_on_use` is for machines whose memory cannot hold the float32 weights and whose bf16 products are slow: half the
+memory. A product's weight is widened for the product and dropped; the backward pass widens it again. Widening is exact,
+so the step equals that of a float32 base model with these (rounded) weights, up to the order of sums.
 """
 
 from __future__ import annotations

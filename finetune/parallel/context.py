@@ -10,7 +10,7 @@ Memory on a rank that still grows with T: gathered keys and values, of one layer
 layers without it; and one (B, 1, T/cp, T) boolean mask for each kind of layer.
 
 The two functions of a `ContextParallel` are registered with transformers as an attention implementation. Outside of
-`reading`, as in evaluation and generation, they are its `sdpa` on whole rows.
+`forward_pass`, as in evaluation and generation, they are its `sdpa` on whole rows.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ContextParallel:
     """This rank's tokens, and attention across the ranks' tokens.
 
         mine = context.take(batch)
-        with context.reading(mine):
+        with context.forward_pass(mine):
             loss = batch_loss(model, mine, task=task)
         loss.backward()
 
@@ -83,7 +83,7 @@ class ContextParallel:
 
     def attach(self, model: nn.Module) -> Self:
         """Make the attention layers of `model` (with or without PEFT, or a pipeline's stages) gather keys and values
-        inside `reading`."""
+        inside `forward_pass`."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
         from .pipeline.stage import StageModules
@@ -118,9 +118,9 @@ class ContextParallel:
         return TokenPart(inputs, F.pad(following, (1, 0), value=IGNORED), positions)
 
     @contextlib.contextmanager
-    def reading(self, part: TokenPart) -> Iterator[None]:
-        """Surround the forward pass of `part`; its backward pass may come later."""
-        self._positions = part.positions
+    def forward_pass(self, tokens: TokenPart) -> Iterator[None]:
+        """Surround the forward pass of `tokens`; its backward pass may come later."""
+        self._positions = tokens.positions
         try:
             yield
         finally:

@@ -90,7 +90,7 @@ class Engine:
         """Factor by which the gradients of `forward_backward` exceed the true ones
         (`flatshift.finetune.train.divergence.LossScale`)."""
         self.dropout_context: Callable[..., DropoutPass] | None = None
-        """`KeyedDropout.during` of the current step; None without dropout."""
+        """`KeyedDropout.forward_pass` of the current step; None without dropout."""
         self.heartbeat: Callable[[], None] = lambda: None
         """Called after every micro-batch, for the watchdog."""
 
@@ -166,10 +166,6 @@ class Engine:
         limit."""
         limits = self._merge({self.world.index("pp"): position_limit(self.model)}, "pp")
         return min((limit for limit in limits.values() if limit is not None), default=None)
-
-    def usable(self, head: Head | None) -> Head | None:
-        """Return `head` for evaluation; None under a pipeline, whose stand-in gives logits only."""
-        return head if self.runner is None else None
 
     def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
         """Return the head whose loss needs no logits (`flatshift.finetune.compute.loss.find_head`), agreed by all ranks
@@ -259,14 +255,14 @@ class Engine:
             return contextlib.nullcontext()
         rank, ranks = self.share
         tokens = micro.inputs["input_ids"].shape[1] // self.world.width("cp")
-        return self.dropout_context(first=(index * ranks + rank) * rows, rows=len(micro.labels), tokens=tokens)
+        return self.dropout_context(first_row=(index * ranks + rank) * rows, rows=len(micro.labels), tokens=tokens)
 
     def _loss(self, micro: MicroBatch, *, task: Task, head: Head | None) -> Tensor:
         """Return the loss summed over this rank's tokens of `micro`."""
         if self.tokens is None:
             return batch_loss(self.model, micro, task=task, head=head)
         part = self.tokens.take(micro)
-        with self.tokens.reading(part):
+        with self.tokens.forward_pass(part):
             return batch_loss(self.model, part, task=task, head=head)
 
     def _reduce_gradients(self) -> None:

@@ -86,9 +86,9 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
         RuntimeError: FSDP2 left something unsharded.
     """
     parameters = list(model.parameters())
-    whole = sum(p.nbytes for p in parameters)
+    whole_bytes = sum(p.nbytes for p in parameters)
     if world.width("dp", "cp") == 1:
-        return Sharding((), frozenset(), 1, whole, 0, whole, False)
+        return Sharding((), frozenset(), 1, whole_bytes, 0, whole_bytes, False)
     if mesh.offload and not capabilities(world.device).pages:
         raise UserError("mesh.offload keeps shards in host memory, which needs a CUDA device; leave it out on the CPU")
     if mesh.zero < 3 and mesh.adapters == "replicate":
@@ -132,7 +132,7 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
         units,
         reduced,
         world.width("replicate", "dp", "cp") if reduced else 1,
-        whole,
+        whole_bytes,
         sum(p.numel() * p.itemsize for p in model.parameters() if isinstance(p, DTensor)),
         sum(local_part(p).nbytes for p in model.parameters()),
         mesh.zero == 2,

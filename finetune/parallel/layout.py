@@ -145,13 +145,10 @@ def copy_local_part(
     target.copy_(whole)
 
 
-def gather_full_tensor(
-    tensor: Tensor, tp_slice: Slice | None = None, *, world: ProcessMesh, parameter: Tensor | None = None
-) -> Tensor:
-    """Return one full tensor on every rank (see `gather_full_tensors`)."""
-    layout = TensorParallelLayout({} if tp_slice is None else {"": tp_slice})
-    parameters = {"": tensor if parameter is None else parameter}
-    return gather_full_tensors({"": tensor}, parameters=parameters, layout=layout, world=world)[""]
+def gather_full_tensor(tensor: Tensor, *, world: ProcessMesh) -> Tensor:
+    """Return the full tensor of a parameter that is not sliced over tp (see `gather_full_tensors`)."""
+    only = {"": tensor}
+    return gather_full_tensors(only, parameters=only, layout=TensorParallelLayout(), world=world)[""]
 
 
 @torch.no_grad()

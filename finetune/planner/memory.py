@@ -348,7 +348,7 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
             pp=mesh.pp,
             virtual=stages,
             schedule=mesh.schedule,
-            wanted=mesh.microbatches,
+            requested=mesh.microbatches,
         )
         pieces = round_up_pieces(cut * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
         idle = bubble_fraction(mesh.pp, stages, pieces, mesh.schedule)

@@ -93,11 +93,6 @@ class TrainingStage:
         return self.run.stage(self.name)
 
 
-def check_best(train: Train, task: Task) -> None:
-    """Raise UserError for a `train.best` that no dev evaluation of `task` has."""
-    check_metric(train.best, task, "train.best")
-
-
 def check_metric(metric: str, task: Task, setting: str) -> None:
     """Raise UserError, beginning with `setting`, for a metric that `task` does not have; `auto` and `loss` always
     pass."""

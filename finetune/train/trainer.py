@@ -59,7 +59,7 @@ from .out_of_memory import OutOfMemoryHandler, oom_context
 from .peak_memory import StepMemoryMeter
 from .prefetch import with_prefetch
 from .schedule import Schedule
-from .stage import StageResult, TrainingStage, check_best, check_length, finished_result, full_evaluation_metric
+from .stage import StageResult, TrainingStage, check_length, check_metric, finished_result, full_evaluation_metric
 from .throughput import ThroughputMeter
 from .trace.recorder import Recorder
 
@@ -106,7 +106,7 @@ class Trainer:
                 of another adapter, a recording on a mesh.
         """
         check_length(self.engine, self.stage.batches)
-        check_best(self.train, self.stage.task)
+        check_metric(self.train.best, self.stage.task, "train.best")
         if (result := finished_result(self.stage)) is not None:
             self.engine.load_adapter(self.stage.folder / "adapter")
             return result
@@ -138,7 +138,7 @@ class Trainer:
         step, index = state.step, batch_index(state.step, state.skipped_ranges)
         context = partial(self._forward_context, step)
         engine.heartbeat = partial(watchdog.report_progress, step, self.stage.name)
-        engine.dropout_context = partial(self.dropout.during, step) if self.dropout is not None else None
+        engine.dropout_context = partial(self.dropout.forward_pass, step) if self.dropout is not None else None
         count = batches.supervised(index)
         lr = self.lr_scheduler(step)
         targets: Sequence[PreferenceTargets | None] = ()
@@ -450,20 +450,17 @@ class Trainer:
 
     def _is_better(self, metrics: dict[str, Any]) -> bool:
         """True if these dev metrics are the best so far, by `train.best`; loss decides between equal ones."""
-        state = self.state
+        state, lower = self.state, False
         if state.best_dev_loss is None:
             return True
+        value = best = None
         if self.metric is not None:
-            value, best = metrics[self.metric], state.best_metric
-            if value != best and (value is None or best is None):
-                return best is None
-            if value != best:
-                return bool(value < best) is find_metric(self.metric).lower
+            value, best, lower = metrics[self.metric], state.best_metric, find_metric(self.metric).lower
+        elif self.train.best != "loss":
+            value, best = metrics.get("accuracy"), state.best_accuracy
+        if value == best:
             return metrics["loss"] < state.best_dev_loss
-        accuracy, previous = metrics.get("accuracy"), state.best_accuracy
-        if self.train.best != "loss" and accuracy is not None and previous is not None and accuracy != previous:
-            return accuracy > previous
-        return metrics["loss"] < state.best_dev_loss
+        return best is None if value is None or best is None else bool(value < best) is lower
 
     def _finish(self) -> StageResult:
         state, stage = self.state, self.stage
@@ -513,9 +510,9 @@ def dev_metrics(
 
     If reading makes the host wait for the device, everything is read once, at the end. Collective on a mesh.
 
-    head: as found by the stage (`flatshift.finetune.compute.loss.find_head`).
+    head: as found by the stage (`flatshift.finetune.compute.loss.find_head`); a pipeline's stand-in gives logits only.
     """
-    model, task_in_evaluation, head = engine.eval_model, task.for_evaluation(), engine.usable(head)
+    model, task_in_evaluation, head = engine.eval_model, task.for_evaluation(), head if engine.runner is None else None
     if task.by_answer:
         scores = score_answers(model, examples, inference, task=task_in_evaluation, head=head, beat=engine.heartbeat)
         engine.reshard()

@@ -119,7 +119,7 @@ class PipelineRunner:
             context: context of a forward pass, by a number unique to each piece and stage.
             scale: multiplies gradients, not the loss returned.
             heartbeat: called after every forward pass.
-            dropout_context: of some rows (`flatshift.finetune.compute.dropout.KeyedDropout.during`).
+            dropout_context: of some rows (`flatshift.finetune.compute.dropout.KeyedDropout.forward_pass`).
             loss: (model, piece) → summed loss; by default `flatshift.finetune.compute.loss.batch_loss`.
 
         Returns:
@@ -129,7 +129,7 @@ class PipelineRunner:
             UserError: mesh.microbatches exceeds the rows of a micro-batch.
         """
         rows = max(len(micro.labels) for micro in micros)
-        pieces, each = self._pieces(micros, rows)
+        pieces, per_micro = self._pieces(micros, rows)
         rank, ranks = self.world.index(*DATA), self.world.width(*DATA)
 
         @contextlib.contextmanager
@@ -139,12 +139,12 @@ class PipelineRunner:
                 if context is not None:
                     stack.enter_context(context(number * self.total + stage))
                 if self.tokens is not None:
-                    stack.enter_context(self.tokens.reading(piece))  # type: ignore[arg-type]
+                    stack.enter_context(self.tokens.forward_pass(piece))  # type: ignore[arg-type]
                 if dropout_context is not None:
-                    micro, part = divmod(number, each)
+                    micro, part = divmod(number, per_micro)
                     size, tokens = len(piece.labels), piece.inputs["input_ids"].shape[1]
                     first = (micro * ranks + rank) * rows + part * size
-                    stack.enter_context(dropout_context(first=first, rows=size, tokens=tokens))
+                    stack.enter_context(dropout_context(first_row=first, rows=size, tokens=tokens))
                 yield
             heartbeat()
 
@@ -174,13 +174,13 @@ class PipelineRunner:
     def _pieces(self, micros: Sequence[Batch], rows: int) -> tuple[list[Batch], int]:
         """Return the pieces of all micro-batches, of at most `rows` rows, and the number of pieces of each."""
         pp, schedule = self.mesh.pp, self.mesh.schedule
-        each = pieces_per_micro(
-            rows, len(micros), pp=pp, virtual=self.virtual, schedule=schedule, wanted=self.mesh.microbatches
+        per_micro = pieces_per_micro(
+            rows, len(micros), pp=pp, virtual=self.virtual, schedule=schedule, requested=self.mesh.microbatches
         )
-        total = round_up_pieces(each * len(micros), pp=pp, schedule=schedule)
-        pieces = split_micro_batches(micros, each=each, total=total, pad_id=self._pad_id)
+        total = round_up_pieces(per_micro * len(micros), pp=pp, schedule=schedule)
+        pieces = split_micro_batches(micros, per_micro=per_micro, total=total, pad_id=self._pad_id)
         on_device = [piece.to(self.world.device) for piece in pieces]
-        return [piece if self.tokens is None else self.tokens.take(piece) for piece in on_device], each
+        return [piece if self.tokens is None else self.tokens.take(piece) for piece in on_device], per_micro
 
     def _schedule_for(self, pieces: Sequence[Batch], dtype: torch.dtype) -> Any:
         """Return torch's schedule for these shapes. Only the last one is cached: it holds a buffer for every piece."""
@@ -261,15 +261,15 @@ class Piece:
         return Piece({name: tensor.to(device) for name, tensor in self.inputs.items()}, self.labels.to(device))
 
 
-def split_micro_batches(micros: Sequence[Batch], *, each: int, total: int, pad_id: int) -> list[Piece]:
+def split_micro_batches(micros: Sequence[Batch], *, per_micro: int, total: int, pad_id: int) -> list[Piece]:
     """Return pieces of one shape, in order; their summed loss is that of the micro-batches.
 
     Args:
-        each: pieces of the largest micro-batch.
+        per_micro: pieces of the largest micro-batch.
         total: pieces in all; missing ones are copies of the last one, without targets.
         pad_id: token used as padding.
     """
-    rows = -(-max(len(micro.labels) for micro in micros) // each)
+    rows = -(-max(len(micro.labels) for micro in micros) // per_micro)
     widths: dict[str, int] = {}
     for micro in micros:
         for name, tensor in (*micro.inputs.items(), ("labels", micro.labels)):
@@ -280,7 +280,7 @@ def split_micro_batches(micros: Sequence[Batch], *, each: int, total: int, pad_i
     pieces = [
         _cut_piece(micro, torch.arange(start, start + rows), widths, pad_id)
         for micro in micros
-        for start in range(0, each * rows, rows)
+        for start in range(0, per_micro * rows, rows)
     ]
     assert len(pieces) <= total, (len(pieces), total)
     empty = Piece(pieces[-1].inputs, torch.full_like(pieces[-1].labels, IGNORE))
