@@ -149,11 +149,8 @@ def direct_load_kwargs(device: torch.device) -> dict[str, Any]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Resolve `auto` to the first CUDA device or the CPU.
-
-    Raises:
-        UserError: the device is not available, with the reason.
-    """
+    """Resolve `auto` to the first CUDA device or the CPU. Raises UserError with the reason for a device that is not
+    available."""
     import torch
 
     if name == "auto":

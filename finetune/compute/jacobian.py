@@ -26,8 +26,7 @@ def jacobian(
     summed: differentiate the outputs' sum divided by √C instead, [B, 1, P]: the kernel of a network with a randomly
     initialised head is nearly the same for every output (Mohamadi et al. 2023, 2206.12543).
 
-    Raises:
-        UserError: a parameter is not a weight or bias of a linear layer, or a layer is used twice in a pass.
+    Raises UserError for a parameter that is not of a linear layer, or a layer that is used twice in a pass.
     """
     owners = _find_linear_layers(model, parameters)
     calls: dict[nn.Module, tuple[Tensor, Tensor]] = {}

@@ -53,12 +53,9 @@ class PrecisionChoice:
 
 
 def resolve_precision(train: Train, device: torch.device, shape: MatmulShape) -> PrecisionChoice:
-    """Resolve `train.precision` for `device`.
+    """Resolve `train.precision` for `device`. Raises UserError if the device does not have it.
 
     shape: of a feed-forward block of the run, used to time a CPU.
-
-    Raises:
-        UserError: the device does not have the precision.
     """
     requested = train.precision
     if device.type == "cuda":
@@ -222,10 +219,8 @@ def widen_on_use(model: nn.Module, *, context: str) -> None:
     """Make `model`, frozen and loaded in bf16, compute in float32 with its current weights, in place.
 
     Weights of linear layers and embeddings stay in bf16; everything else (norms, biases, buffers) becomes float32. PEFT
-    wraps the layers like any others.
-
-    Raises:
-        UserError: starting with `context`, if most of the weights are not in such layers.
+    wraps the layers like any others. Raises UserError that starts with `context` if most of the weights are not in such
+    layers.
     """
     narrow: set[int] = set()
     for module in model.modules():

@@ -35,13 +35,9 @@ _ENABLED = {
 
 def checkpoint_activations(model: nn.Module, mode: Literal["none", "selective", "full"]) -> int:
     """Recompute whole blocks (full), or the attention modules in them (selective; the costly part that is cheap to
-    redo, Korthikanti et al. 2205.05198). Acts in training mode with gradients only.
+    redo, Korthikanti et al. 2205.05198); return the number of modules. Acts in training mode with gradients only.
 
-    Returns:
-        The number of modules that are recomputed.
-
-    Raises:
-        UserError: `selective` if no block has an attention module that is recognised by its name.
+    Raises UserError for `selective` if no block has an attention module that is recognised by its name.
     """
     if mode == "none":
         return 0

@@ -37,11 +37,8 @@ _serial = itertools.count()
 
 
 def check_context(model: nn.Module) -> None:
-    """Reject a base model whose tokens cannot be split over `mesh.cp`; parameters may be on the meta device.
-
-    Raises:
-        UserError: its family is unknown here, or its attention is not causal.
-    """
+    """Raise UserError for a base model whose tokens cannot be split over `mesh.cp`: its family is unknown here, or its
+    attention is not causal. Parameters may be on the meta device."""
     config, known = unwrap_peft(model).config, context_families()
     if config.model_type not in known:
         raise UserError(

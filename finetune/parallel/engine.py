@@ -336,11 +336,8 @@ class Engine:
 
     @torch.no_grad()
     def load_full_tensors(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, context: str) -> None:
-        """Copy this rank's part of each full tensor; names and shapes must agree over the mesh.
-
-        Raises:
-            UserError: starting with `context`, if the names or a shape differ.
-        """
+        """Copy this rank's part of each full tensor; names and shapes must agree over the mesh, else UserError that
+        starts with `context`."""
         if self.world.size == 1:
             return copy_tensors(wholes, tensors, where=context)
         self.reshard()

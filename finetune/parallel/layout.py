@@ -159,16 +159,11 @@ def gather_full_tensors(
     layout: TensorParallelLayout,
     world: ProcessMesh,
 ) -> dict[str, Tensor]:
-    """Gather `tensors`, by one collective for each axis along which any of them is sharded.
+    """Gather `tensors` (parameters, gradients or moments by canonical name, with the parameter of each), by one
+    collective for each axis along which any of them is sharded.
 
-    Collective over the FSDP axis and over tp: every rank there calls it with the same names in the same order.
-
-    Args:
-        tensors: by canonical name: parameters, gradients or moments.
-        parameters: the parameter of each of them.
-
-    Returns:
-        Full tensors on `world.device`, the same on every rank. Unsharded tensors are returned as they are, not copied.
+    Collective over the FSDP axis and over tp: every rank there calls it with the same names in the same order, and gets
+    the same full tensors on `world.device`. Unsharded tensors are returned as they are, not copied.
     """
     parts = {name: local_part(tensor).to(world.device) for name, tensor in tensors.items()}
     meshes: dict[tuple[DeviceMesh, int], dict[str, int]] = {}

@@ -52,13 +52,7 @@ class ProcessMesh:
     @classmethod
     def of(cls, mesh: Mesh, device: torch.device) -> ProcessMesh:
         """Return this rank's position in `mesh`; the default process group must exist and have as many ranks as the
-        mesh.
-
-        Collective: every rank calls it together.
-
-        Raises:
-            UserError: the axes do not multiply to the number of processes.
-        """
+        mesh, else UserError. Collective: every rank calls it together."""
         from torch.distributed.device_mesh import init_device_mesh
 
         size = dist.get_world_size()

@@ -72,9 +72,7 @@ def load_weights(
     """Fill the base model's tensors in `model`: a whole model or a pipeline's part of it, with PEFT, sliced, sharded.
 
     Collective if and only if `checkpoint.converted` is not empty: then every rank of the default group calls it once.
-
-    Raises:
-        UserError: a file changed since its header was read, or transformers cannot convert it.
+    Raises UserError for a file that changed since its header was read, or that transformers cannot convert.
     """
     began, count = time.monotonic(), 0
     targets, unread = _tensors_to_load(model, checkpoint)

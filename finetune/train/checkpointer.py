@@ -216,9 +216,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `directory/step-<step>` and drop all but the newest `keep` checkpoints; return its path.
 
-    Raises:
-        Interrupted: the disk is full (earlier checkpoints are untouched).
-        RuntimeError: the files do not read back as written.
+    Raises Interrupted on a full disk (earlier checkpoints are untouched), RuntimeError if the files do not read back as
+    written.
     """
     from safetensors.torch import save_file
 

@@ -91,11 +91,8 @@ class DivergenceGuard:
             state.recent = [*state.recent, self.last_values["loss"]][-self._train.spikes.window :]
 
     def skip(self, rejected: RejectedUpdate) -> dict[str, Any] | None:
-        """Count the step as skipped and return the fields for its row; None if the stage must roll back instead.
-
-        Raises:
-            Diverged: neither is allowed.
-        """
+        """Count the step as skipped and return the fields for its row; None if the stage must roll back instead. Raises
+        Diverged if neither is allowed."""
         state, spikes = self._checkpointer.progress, self._train.spikes
         step = state.step + 1
         if rejected.limit is None and state.skipped_in_a_row < self._train.skip_nonfinite:

@@ -126,12 +126,8 @@ class AdapterOptimizer:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
-        """Create the optimizer.
-
-        Raises:
-            UserError: `settings.kind` needs something that is not available (`check_optimizer`), or nothing is left to
-                train.
-        """
+        """Create the optimizer. Raises UserError if `settings.kind` needs something that is not available
+        (`check_optimizer`), or nothing is left to train."""
         self.parameters = {name: p for name, p in parameters.items() if not is_fixed(name, settings)}
         """Parameters that are not fixed."""
         self._fixed = [p for name, p in parameters.items() if name not in self.parameters]
@@ -344,8 +340,7 @@ class GaussNewton:
         """Write minus the step of an update into the gradients; return the loss before it, as
         `Engine.forward_backward`.
 
-        Raises:
-            UserError: more numbers than `LARGEST`, or a parameter outside linear layers.
+        Raises UserError for more numbers than `LARGEST`, or a parameter outside linear layers.
         """
         sizes = [p.numel() for p in self.parameters.values()]
         jacobians, residuals = [], []

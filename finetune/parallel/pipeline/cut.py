@@ -36,10 +36,8 @@ class BlockCosts:
 def stage_costs(model: nn.Module, *, tokens: int = 0) -> BlockCosts:
     """Return the planned cost: 4 per element of a frozen matrix (forward, gradient of the input), 6 of a trained one.
 
-    Embeddings are lookups and cost nothing. A vocabulary head costs as much as its matrix.
-
-    tokens: T; attention scores and their product with the values cost 6·T·D a block (a causal half; forward once,
-    backward twice), not counted for 0.
+    Embeddings are lookups and cost nothing. A vocabulary head costs as much as its matrix. Attention scores and their
+    product with the values cost 6·T·D a block (a causal half; forward once, backward twice), T being `tokens`.
     """
     anatomy = ModelParts.of(model)
     attention = 6.0 * tokens * anatomy.width
@@ -60,11 +58,7 @@ def _matrix_cost(module: nn.Module) -> float:
 
 def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
     """Return runs of blocks, one per stage and none empty, that minimise the cost of the most expensive one; then the
-    most even such runs.
-
-    Raises:
-        UserError: more stages than blocks.
-    """
+    most even such runs. Raises UserError for more stages than blocks."""
     n = len(costs.blocks)
     if stages > n:
         raise UserError(
@@ -92,11 +86,10 @@ def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
 
 
 def check_pipeline(model: nn.Module, *, pp: int, virtual: int | None, schedule: str) -> None:
-    """Reject a model that cannot be cut, before any weight is read; `model` may be on meta.
+    """Raise UserError for a model that cannot be cut, before any weight is read; `model` may be on meta.
 
-    Raises:
-        UserError: an unknown family or schedule, more stages than blocks, a trained embedding that is tied to the head
-            or a trained position bias that several stages would need.
+    It has an unknown family or schedule, more stages than blocks, a trained embedding that is tied to the head or a
+    trained position bias that several stages would need.
     """
     anatomy = ModelParts.of(model)
     stages = pp * virtual_stages(schedule, virtual)

@@ -20,11 +20,7 @@ def schedule_descriptions() -> dict[str, str]:
 
 
 def virtual_stages(schedule: str, virtual: int | None) -> int:
-    """Return the number of stages per rank.
-
-    Raises:
-        UserError: `virtual` does not fit `schedule`.
-    """
+    """Return the number of stages per rank. Raises UserError if `virtual` does not fit `schedule`."""
     if schedule not in schedule_descriptions():
         raise UserError(f"mesh.schedule: {schedule!r} is none of {', '.join(schedule_descriptions())}")
     if schedule not in _TWO_A_RANK and virtual not in (None, 1):

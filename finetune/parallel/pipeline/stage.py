@@ -63,14 +63,11 @@ class OtherStageBlock(nn.Module):
 
 
 class StageInput(OtherStageBlock):
-    """Returns the tensor that the stage received (`received`) in its place; otherwise passes its input on.
-
-    slot: index of the received tensor: 0 hidden states, 1 the encoder's states.
-    """
+    """Returns the tensor that the stage received (`received`) in its place; otherwise passes its input on."""
 
     def __init__(self, width: int, dtype: torch.dtype, *, t5: bool = False, slot: int = 0) -> None:
         super().__init__(width, dtype, t5=t5)
-        self.slot = slot
+        self.slot = slot  # of the received tensors: 0 hidden states, 1 the encoder's states
         self.received: Tensor | None = None
 
     def replace(self, value: Tensor, args: tuple[Any, ...]) -> Tensor:
@@ -100,12 +97,8 @@ class PositionBiasBlock(OtherStageBlock):
     """
 
     def __init__(self, block: nn.Module, port: OtherStageBlock) -> None:
-        """Create the placeholder.
-
-        Args:
-            block: the T5 block; all but its relative bias is dropped.
-            port: placeholder that handles the hidden states.
-        """
+        """Create the placeholder of a T5 block, of which all but the relative bias is dropped; `port` handles the
+        hidden states."""
         super().__init__(port.width, port.dtype, t5=True)
         attention: Any = block.layer[0].SelfAttention  # type: ignore[index, union-attr]
         for name in ("q", "k", "v", "o"):

@@ -136,11 +136,8 @@ class PipelineEvalModel(nn.Module):
         self._transport, self._world = transport, world
 
     def forward(self, *, use_cache: bool = False, **inputs: Tensor) -> Any:
-        """Return whole logits, (B, T, V) or (B, C), as `.logits`; no gradients.
-
-        Raises:
-            NotImplementedError: a key-value cache is requested.
-        """
+        """Return whole logits, (B, T, V) or (B, C), as `.logits`; no gradients, and no key-value cache
+        (NotImplementedError)."""
         if use_cache or any(inputs.get(name) is not None for name in NAMES):
             raise NotImplementedError("a pipeline keeps no key-value cache")
         (logits,) = self._transport.forward([inputs], lambda part, piece: part(**piece.inputs).logits)

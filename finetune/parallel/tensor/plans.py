@@ -45,11 +45,8 @@ class PlanMatch:
 
 def match_plan(model: nn.Module) -> PlanMatch:
     """Match the plan of `model` (transformers or PEFT) with its modules; blocks of other pipeline stages have no
-    parameters and are omitted.
-
-    Raises:
-        UserError: its model type has no plan; or a layer in a block that the plan does not cover.
-    """
+    parameters and are omitted. Raises UserError if its model type has no plan, or for a layer in a block that the plan
+    does not cover."""
     base: Any = unwrap_peft(model)
     kind = getattr(base.config, "model_type", None)
     if kind not in FAMILIES:
@@ -118,11 +115,11 @@ def _has_suffix(name: str, suffix: str) -> bool:
 
 
 def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> None:
-    """Reject a base model or adapter that `tensor_parallel` cannot slice; parameters may be on the meta device.
+    """Raise UserError for a base model or adapter that `tensor_parallel` cannot slice; parameters may be on the meta
+    device.
 
-    Raises:
-        UserError: no plan for the model type; heads, groups, widths or the vocabulary do not divide by `tp`; an adapter
-            that cannot be sliced; `sequence_parallel` if the plan has none, or without tensor parallelism.
+    There is no plan for the model type; heads, groups, widths or the vocabulary do not divide by `tp`; an adapter
+    cannot be sliced; or `sequence_parallel` is set where the plan has none, or without tensor parallelism.
     """
     if tp == 1:
         if sequence_parallel:

@@ -53,8 +53,7 @@ def curvature_metrics(
             Empty before the first step: then there is no preconditioned λ_max.
         seed: of the random directions.
 
-    Raises:
-        RegularizerError: the loss is not finite, or differs when it is computed again.
+    Raises RegularizerError if the loss is not finite, or differs when it is computed again.
     """
     settings = Sharpness(
         spaces=("adapter",), lanczos=PRODUCTS, probes=PROBES, sigmas=(), rhos=(), lines=0, plane_points=0
@@ -139,12 +138,7 @@ class PreconditionedSpace(Space):
     name = "preconditioned"
 
     def __init__(self, inner: Space, shrink: Tensor, weights: Tensor) -> None:
-        """Create the space.
-
-        Args:
-            shrink: P^-½ (N,); zero where θ is held fixed.
-            weights: θ (N,).
-        """
+        """Create the space. shrink: P^-½ (N,), zero where θ is held fixed; weights: θ (N,)."""
         self.inner, self.shrink = inner, shrink
         self.size, self.dtype, self.device = inner.size, inner.dtype, inner.device
         self.resolution = inner.resolution

@@ -17,22 +17,18 @@ from ...run_directory import TRACE, read_metrics
 ABOUT = "trace.json"
 
 
-def read_trace(path: str | Path, *, stage: str | None = None) -> list[dict[str, Any]]:
+def read_trace(path: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a run directory's trace by ascending step, one per stage and step; empty if nothing was
     recorded.
 
-    A truncated last line (the process was killed while writing) is skipped.
-
-    Raises:
-        UserError: any other line is not a JSON object.
+    A truncated last line (the process was killed while writing) is skipped; any other line that is not a JSON object is
+    a UserError.
     """
-    lines = [line for line in read_metrics(Path(path) / TRACE) if stage is None or line.get("stage") == stage]
-    return sorted(lines, key=lambda line: int(line.get("step") or 0))
+    return sorted(read_metrics(Path(path) / TRACE), key=lambda line: int(line.get("step") or 0))
 
 
 def align_to_plan(lines: Sequence[dict[str, Any]], steps: Sequence[int], status: str) -> list[dict[str, Any]]:
-    """Return the lines at the planned `steps`: those recorded, then, marked with `status`, those that the run did not
-    reach.
+    """Return the recorded lines at the planned `steps`, then, marked with `status`, those that the run did not reach.
 
     A run that stopped early has a line of its last step too, which other runs may lack: it is omitted.
     """
