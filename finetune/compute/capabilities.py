@@ -82,8 +82,7 @@ CUDA = Capabilities(
     reads_masks=False,
     judged_tokens=None,
 )
-H200 = CUDA
-"""Compute capability 9.0, as an H100's; also used for any GPU since Ampere (8.0)."""
+"""Compute capability 9.0, as an H100's and an H200's; also used for any GPU since Ampere (8.0)."""
 T4 = replace(CUDA, bf16=False)
 """Compute capability 7.5, and a V100's 7.0: matrix units for float16, none for bf16."""
 
@@ -101,7 +100,7 @@ def capabilities(device: torch.device | str) -> Capabilities:
 
 @functools.cache
 def _cuda_capabilities(index: int | None) -> Capabilities:
-    return H200 if torch.cuda.get_device_capability(index) >= (8, 0) else T4
+    return CUDA if torch.cuda.get_device_capability(index) >= (8, 0) else T4
 
 
 @contextlib.contextmanager

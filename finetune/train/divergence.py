@@ -44,7 +44,7 @@ class UpdateRejected(Exception):
 
 
 @dataclass(frozen=True)
-class RejectedUpdate:
+class RejectionReason:
     """Reason a step is rejected: its loss or gradient norm is not finite, or the loss is a spike above `limit`."""
 
     loss: float
@@ -67,7 +67,7 @@ class DivergenceGuard:
         self.last_values: dict[str, float] = {}
         """`loss` and `grad_norm` of the step checked last."""
 
-    def check(self, losses: Sequence[Tensor]) -> RejectedUpdate | None:
+    def check(self, losses: Sequence[Tensor]) -> RejectionReason | None:
         """Return the reason to reject the current step; None to accept it. Gradients are unchanged.
 
         losses: of each pass, the first at the weights themselves.
@@ -76,12 +76,12 @@ class DivergenceGuard:
         norm /= self._engine.loss_scale
         self.last_values = {"loss": values[0], "grad_norm": norm}
         if not all(map(math.isfinite, [*values, norm])):
-            return RejectedUpdate(next((value for value in values if not math.isfinite(value)), values[0]), norm)
+            return RejectionReason(next((value for value in values if not math.isfinite(value)), values[0]), norm)
         if self._train.spikes is None:
             return None
         limit = spike_limit(self._checkpointer.progress.recent, self._train.spikes)
         # sums over ranks may differ in the last bit, so the ranks agree on one decision
-        return RejectedUpdate(values[0], norm, limit) if self._engine.world.any(values[0] > limit) else None
+        return RejectionReason(values[0], norm, limit) if self._engine.world.any(values[0] > limit) else None
 
     def step_applied(self) -> None:
         """Record that the current step was applied."""
@@ -90,7 +90,7 @@ class DivergenceGuard:
         if self._train.spikes is not None:
             state.recent = [*state.recent, self.last_values["loss"]][-self._train.spikes.window :]
 
-    def skip(self, rejected: RejectedUpdate) -> dict[str, Any] | None:
+    def skip(self, rejected: RejectionReason) -> dict[str, Any] | None:
         """Count the step as skipped and return the fields for its row; None if the stage must roll back instead. Raises
         Diverged if neither is allowed."""
         state, spikes = self._checkpointer.progress, self._train.spikes
@@ -108,7 +108,7 @@ class DivergenceGuard:
             self.refuse(step, rejected)
         return None
 
-    def roll_back(self, rejected: RejectedUpdate, *, reattach: Callable[[], None]) -> dict[str, Any]:
+    def roll_back(self, rejected: RejectionReason, *, reattach: Callable[[], None]) -> dict[str, Any]:
         """Roll back to the checkpoint before a spike, skip the batches around it, and return the row that records it.
 
         reattach: resets the regularizer to its state before the first step.
@@ -131,9 +131,9 @@ class DivergenceGuard:
     def raise_if_not_finite(self, step: int, row: Mapping[str, Any]) -> None:
         """Raise Diverged if the `loss` or `grad_norm` of step number `step` is not finite."""
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
-            self.refuse(step, RejectedUpdate(row["loss"], row["grad_norm"]))
+            self.refuse(step, RejectionReason(row["loss"], row["grad_norm"]))
 
-    def refuse(self, step: int, rejected: RejectedUpdate) -> NoReturn:
+    def refuse(self, step: int, rejected: RejectionReason) -> NoReturn:
         """Raise Diverged for step number `step`."""
         state, saved = self._checkpointer.progress, self._checkpointer.saved_step
         if rejected.limit is not None:

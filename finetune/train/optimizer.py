@@ -58,65 +58,41 @@ def has_weight_decay(name: str, tensor: Tensor) -> bool:
     return tensor.ndim > 1 and _UNDECAYED.search(name.lower()) is None
 
 
-class _GradientSteps:
-    """Plain SGD with learning rate only: the gradients already hold minus the step. Keeps no state.
+class _TorchState:
+    """State of torch's AdamW by tensor; plain SGD, whose gradients already hold minus the step, keeps none."""
 
-    Base class of the AdamW implementations for `AdapterOptimizer`.
-    """
-
-    inner: torch.optim.Optimizer
-
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        self.inner = torch.optim.SGD([{**group, "weight_decay": 0.0} for group in groups], lr=1.0)
+    def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, *, fused: bool) -> None:
+        """Create the optimizer. fused: one pass over all tensors, if the device supports it."""
+        self.inner: torch.optim.Optimizer
+        if settings.kind == "gauss-newton":
+            self.inner = torch.optim.SGD([{**group, "weight_decay": 0.0} for group in groups], lr=1.0)
+        else:
+            self.inner = torch.optim.AdamW(groups, fused=fused, **_adam_settings(settings))
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return moments (and scales) of a tensor by kind; empty before its first step."""
-        return {}
-
-    def updates(self, tensor: Tensor) -> Tensor:
-        """Return the number of steps that the tensor has had, scalar."""
-        return torch.zeros(())
-
-    def second_moment(self, tensor: Tensor) -> Tensor:
-        """Return v, float32, on the tensor's device, as the next step will read it."""
-        return torch.ones_like(tensor)
-
-    def prepare(self, tensor: Tensor, updates: Tensor) -> None:
-        """Allocate the state of a tensor that has had `updates` steps."""
-
-
-class _TorchAdam(_GradientSteps):
-    """torch's AdamW: one fused pass over all tensors if the device supports it."""
-
-    def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, *, fused: bool) -> None:
-        self._fused = fused
-        self.inner = torch.optim.AdamW(groups, fused=fused, **_adam_settings(settings))
-
-    def state(self, tensor: Tensor) -> dict[str, Tensor]:
         state = self.inner.state.get(tensor, {})
         return {kind: state[kind] for kind in MOMENTS if kind in state}
 
     def updates(self, tensor: Tensor) -> Tensor:
+        """Return the number of steps that the tensor has had, scalar."""
         count: Tensor = self.inner.state[tensor]["step"]
         return count
 
     def second_moment(self, tensor: Tensor) -> Tensor:
+        """Return v, float32, on the tensor's device, as the next step will read it."""
         v: Tensor = self.inner.state[tensor]["exp_avg_sq"].clone()
         return v
 
     def prepare(self, tensor: Tensor, updates: Tensor) -> None:
-        self.inner.state[tensor] = {"step": updates.to(tensor.device if self._fused else "cpu")} | {
+        """Allocate the state of a tensor that has had `updates` steps."""
+        self.inner.state[tensor] = {"step": updates.to(tensor.device if self.inner.defaults["fused"] else "cpu")} | {
             kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS
         }
 
 
 def _adam_settings(settings: Optimizer) -> dict[str, Any]:
-    return {
-        "lr": settings.lr,
-        "betas": settings.betas,
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-    }
+    return {name: getattr(settings, name) for name in ("lr", "betas", "eps", "weight_decay")}
 
 
 class AdapterOptimizer:
@@ -138,13 +114,12 @@ class AdapterOptimizer:
         self._updated: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.parameters.items()}
         groups = self._groups(settings)
         devices = {p.device for p in self.parameters.values()}
-        self._adam: _GradientSteps = (
-            _TorchAdam(groups, settings, fused=all(capabilities(device).fused_optimizer for device in devices))
-            if settings.kind == "adamw"
-            else _GradientSteps(groups)
-            if settings.kind == "gauss-newton"
-            else LowBitAdam(groups, settings, device=next(iter(devices), torch.device("cpu")))
-        )
+        self._adam: _TorchState | LowBitAdam
+        if settings.kind in ("adamw", "gauss-newton"):
+            fused = all(capabilities(device).fused_optimizer for device in devices)
+            self._adam = _TorchState(groups, settings, fused=fused)
+        else:
+            self._adam = LowBitAdam(groups, settings, device=next(iter(devices), torch.device("cpu")))
 
     def _groups(self, settings: Optimizer) -> list[dict[str, Any]]:
         """Group the tensors to update by learning-rate factor and weight decay.
@@ -197,7 +172,7 @@ class AdapterOptimizer:
 
         Moments and masters are sharded like the parameter.
         """
-        is_torch = isinstance(self._adam, _TorchAdam)
+        is_torch = isinstance(self.inner, torch.optim.AdamW)
         moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS} if is_torch else {}
         for name, updated in self._updated.items():
             for kind, tensor in self._adam.state(updated).items():
@@ -223,7 +198,7 @@ class AdapterOptimizer:
         squares: by name the mean square of those steps' gradients, used as v̂, float32. An entry that had no gradient
         gets an infinite P, because nothing moves it (A, as long as B = 0). Empty for an optimizer other than Adam.
         """
-        if isinstance(self._adam, _GradientSteps):
+        if isinstance(self.inner, torch.optim.SGD):
             return {}
         return {
             name: torch.where(square > 0, (square.sqrt() + group["eps"]) / group["factor"], math.inf)
@@ -269,17 +244,15 @@ def check_optimizer(kind: OptimizerKind, *, device: str | None = None) -> None:
         )
 
 
-class LowBitAdam(_GradientSteps):
-    """bitsandbytes' AdamW, with a state that can be read by name and restored."""
-
-    inner: Any
+class LowBitAdam:
+    """bitsandbytes' AdamW; methods as those of `_TorchState`."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, *, device: torch.device) -> None:
         """Create the optimizer. Raises UserError if the package or the device is missing (`check_optimizer`)."""
         check_optimizer(settings.kind, device=capabilities(device).kind)
         library: Any = import_bitsandbytes()
         self._dequantize = library.functional.dequantize_blockwise
-        self.inner = library.optim.AdamW(
+        self.inner: Any = library.optim.AdamW(
             groups,
             optim_bits=8 if settings.kind.endswith("8bit") else 32,
             min_8bit_size=QUANTISED_FROM,

@@ -53,7 +53,7 @@ from ..tasks import Task
 from .callbacks import Callbacks
 from .checkpointer import Checkpointer, TrainingState, batch_index, clone_tensors
 from .deferred_metrics import MetricsBuffer, MetricsRow, read_numbers
-from .divergence import DivergenceGuard, LossScale, RejectedUpdate, UpdateRejected
+from .divergence import DivergenceGuard, LossScale, RejectionReason, UpdateRejected
 from .optimizer import AdapterOptimizer, GaussNewton
 from .out_of_memory import OutOfMemoryHandler, oom_context
 from .peak_memory import StepMemoryMeter
@@ -120,7 +120,7 @@ class Trainer:
                     with self.peak_memory.measure_step() if self.peak_memory is not None else contextlib.nullcontext():
                         row = self.step()
                     rates = self.throughput.end_step(time.monotonic() - began)
-                    if isinstance(row, RejectedUpdate):
+                    if isinstance(row, RejectionReason):
                         self._flush_metrics()
                         self._roll_back(row)
                     else:
@@ -129,7 +129,7 @@ class Trainer:
                 self.callbacks.fire("train_end")
             return self._finish()
 
-    def step(self) -> MetricsRow | RejectedUpdate:
+    def step(self) -> MetricsRow | RejectionReason:
         """Take one optimizer step; returns its metrics row, or the reason to roll back to a checkpoint.
 
         Whether the step is taken is decided by numbers that are the same on every rank.
@@ -334,7 +334,7 @@ class Trainer:
         with random, self.precision():
             yield
 
-    def _skip_step(self, rejected: RejectedUpdate, lr: float) -> MetricsRow | RejectedUpdate:
+    def _skip_step(self, rejected: RejectionReason, lr: float) -> MetricsRow | RejectionReason:
         """Leave the step out and return its row, or `rejected` where the stage has to roll back."""
         state = self.state
         with self.recorder.update(state.step + 1):
@@ -345,7 +345,7 @@ class Trainer:
         values = {"loss": rejected.loss, "tokens": state.tokens, "lr": lr, "grad_norm": rejected.norm, **fields}
         return MetricsRow(state.step, values)
 
-    def _roll_back(self, rejected: RejectedUpdate) -> None:
+    def _roll_back(self, rejected: RejectionReason) -> None:
 
         def reattach() -> None:
             self.regularizer.detach()
