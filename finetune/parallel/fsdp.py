@@ -119,17 +119,17 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
             set_prefetch(sort_by_forward_order(root, units))
         if hasattr(root, "generate"):  # it calls parts, not the root, whose weights it needs gathered
             register_fsdp_forward_method(root, "generate")
-    units = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
+    fsdp_units = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
     sharded = {canonical_name(name): p for name, p in model.named_parameters()}
     plain = [name for name, p in sharded.items() if not isinstance(p, DTensor) and p not in ignored]
-    if len(units) != unit_count or plain:
+    if len(fsdp_units) != unit_count or plain:
         raise RuntimeError(
-            f"silently unsharded: {len(units)} of {unit_count} units were made, {len(plain)} parameters were left whole"
+            f"silently unsharded: {len(fsdp_units)} of {unit_count} units were made, {len(plain)} parameters were left whole"
             + (f", the first {plain[0]}" if plain else "")
         )
     reduced = frozenset(n for n, p in sharded.items() if p.requires_grad and isinstance(p, DTensor))
     return Sharding(
-        units,
+        fsdp_units,
         reduced,
         world.width("replicate", "dp", "cp") if reduced else 1,
         whole_bytes,

@@ -94,7 +94,7 @@ class ThroughputMeter:
             if cost is not None:
                 rows, width = micro.inputs["input_ids"].shape
                 by_answer = getattr(micro, "preference", None) is not None  # answers are counted, not their tokens
-                targets = len(micro.chosen) if by_answer and micro.chosen is not None else micro.supervised
+                targets: float = len(micro.chosen) if by_answer and micro.chosen is not None else micro.supervised
                 targets /= self._engine.world.width("cp")
                 work["model"] += cost.model(tokens, pairs, targets)
                 work["hardware"] += cost.hardware(rows * width, rows * width * width, targets)

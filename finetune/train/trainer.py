@@ -415,7 +415,7 @@ class Trainer:
                 watchdog.no_progress_timeout("dev evaluation"),
                 oom_context(f"the dev evaluation after step {state.step}"),
             ):
-                metrics = dev_metrics(self.engine, stage.dev, batching, task=stage.task, head=self.head)
+                metrics: dict[str, Any] = dev_metrics(self.engine, stage.dev, batching, task=stage.task, head=self.head)
                 if self.metric is not None:  # of every metric, the same on every rank
                     metrics[self.metric] = evaluate(
                         self.engine.eval_model,
