@@ -124,8 +124,8 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
     plain = [name for name, p in sharded.items() if not isinstance(p, DTensor) and p not in ignored]
     if len(fsdp_units) != unit_count or plain:
         raise RuntimeError(
-            f"silently unsharded: {len(fsdp_units)} of {unit_count} units were made, {len(plain)} parameters were left whole"
-            + (f", the first {plain[0]}" if plain else "")
+            f"silently unsharded: {len(fsdp_units)} of {unit_count} units were made, {len(plain)} parameters were left "
+            f"whole{f', the first {plain[0]}' if plain else ''}"
         )
     reduced = frozenset(n for n, p in sharded.items() if p.requires_grad and isinstance(p, DTensor))
     return Sharding(
