@@ -50,14 +50,12 @@ def build_engine(
     """Return the engine of the frozen `backbone` with a fresh adapter on `mesh`; collective.
 
     Commands resolve `train.precision` before (`flatshift.finetune.compute.precision.resolve_precision`); an unresolved
-    `auto` is float32, the default of `load_backbone`.
+    `auto` is float32, the default of `load_backbone`. Raises UserError if base model, adapter and mesh do not fit
+    together, before a weight is read.
 
     Args:
         log: receives a line on the weights that were loaded (every rank's own numbers).
         beginning: initial values of the adapter; for one process.
-
-    Raises:
-        UserError: base model, adapter and mesh do not fit together; raised before a weight is read.
     """
     if train.precision == "auto":
         train = dataclasses.replace(train, precision="fp32")

@@ -123,8 +123,6 @@ class ContextParallel:
         finally:
             self._positions = None
 
-    # ------------------------------------------------------------------ functions for transformers
-
     def _mask(self, **options: Any) -> Tensor | None:
         """Mask function for transformers: the keys that each query of this rank sees, bool (B, 1, T/cp, T)."""
         if self._positions is None:

@@ -214,14 +214,11 @@ class Engine:
         self, micros: Sequence[MicroBatch], count: int, *, task: Task, head: Head | None, context: Context
     ) -> Tensor:
         """Compute the gradients of Σ loss ÷ `count` over all micro-batches of the step and all ranks, times
-        `loss_scale`; return that loss, unscaled.
+        `loss_scale`; return that loss, unscaled: float32 scalar on the device, the same on every rank.
 
         Args:
             micros: this rank's rows.
             count: target tokens (examples) of the step, over all ranks.
-
-        Returns:
-            float32 scalar on the device, the same on every rank.
         """
         scale = self.gradient_scale * self.loss_scale
         if self.runner is not None:

@@ -81,9 +81,8 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
         model: on meta or real; a module with the children `part0`, `part1`, … is sharded part by part.
         reshard: True to free a unit's weights after its forward pass; by default `mesh.reshard`.
 
-    Raises:
-        UserError: `mesh.offload` without CUDA; `mesh.adapters: replicate` with `mesh.zero` 1 or 2.
-        RuntimeError: FSDP2 left something unsharded.
+    Raises UserError for `mesh.offload` without CUDA and `mesh.adapters: replicate` with `mesh.zero` 1 or 2,
+    RuntimeError if FSDP2 left something unsharded.
     """
     parameters = list(model.parameters())
     whole_bytes = sum(p.nbytes for p in parameters)

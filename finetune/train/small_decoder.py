@@ -123,15 +123,12 @@ def train_and_evaluate(
 ) -> tuple[np.ndarray, int]:
     """Train a decoder on `training` and evaluate it on `held_out`.
 
+    Return nats (N,) float64 of each held-out document, its pieces summed, and the number of tokens seen in training.
+    Raises UserError for a tokenizer of more tokens than `vocabulary`, or fewer pieces than one step needs.
+
     Args:
         tokenizer: with <bos>; at most `vocabulary` tokens.
         vocabulary: rows of the embedding, so that models of several tokenizers have the same parameters.
-
-    Returns:
-        Nats (N,) float64 of each held-out document, its pieces summed, and the number of tokens seen in training.
-
-    Raises:
-        UserError: a tokenizer of more tokens than `vocabulary`, or fewer pieces than one step needs.
     """
     if len(tokenizer) > vocabulary:
         raise UserError(f"this tokenizer has {len(tokenizer)} tokens, more than the model's {vocabulary}")

@@ -127,9 +127,6 @@ def tied_source_names(model: nn.Module) -> dict[str, str]:
     return {name: source for name, source in ties.items() if name in present and source not in present}
 
 
-# ------------------------------------------------------------------------------------------------ the cut
-
-
 def cut_to_stage(model: nn.Module, blocks: range) -> None:
     """Reduce `model` in place to one stage: `blocks`, plus everything before the first block or after the last.
 
@@ -163,8 +160,7 @@ def build_rank_stages(
         build_model: creates another one like it, for each further stage.
         tokens: T, for the cost of attention.
 
-    Raises:
-        UserError: as `check_pipeline`.
+    Raises UserError as `check_pipeline`.
     """
     check_pipeline(model, pp=mesh.pp, virtual=mesh.virtual, schedule=mesh.schedule)
     virtual = virtual_stages(mesh.schedule, mesh.virtual)

@@ -68,10 +68,8 @@ def pieces_per_micro(
     rows: int, micros: int, *, pp: int, virtual: int, schedule: str, requested: int | None = None
 ) -> int:
     """Return the number of pieces that each micro-batch of `rows` rows is cut into: as `requested`, or the number that
-    makes a step shortest, counting the bubble and rows of padding, up to four pieces a rank.
-
-    Raises:
-        UserError: more pieces than rows.
+    makes a step shortest, counting the bubble and rows of padding, up to four pieces a rank. Raises UserError for more
+    pieces than rows.
     """
     if requested is not None:
         if requested > rows:

@@ -112,6 +112,9 @@ class PipelineRunner:
     ) -> Tensor:
         """Compute the gradients of Σ loss · `scale` ÷ `count` over the step's micro-batches.
 
+        Return Σ loss ÷ count over these micro-batches, float32 scalar, on every pp rank. Raises UserError if
+        mesh.microbatches exceeds the rows of a micro-batch.
+
         Args:
             micros: this data rank's rows; data ranks have equally many.
             count: divisor of the loss: target tokens of the step over all ranks.
@@ -121,12 +124,6 @@ class PipelineRunner:
             heartbeat: called after every forward pass.
             dropout_context: of some rows (`flatshift.finetune.compute.dropout.KeyedDropout.forward_pass`).
             loss: (model, piece) → summed loss; by default `flatshift.finetune.compute.loss.batch_loss`.
-
-        Returns:
-            Σ loss ÷ count over these micro-batches, float32 scalar, on every pp rank.
-
-        Raises:
-            UserError: mesh.microbatches exceeds the rows of a micro-batch.
         """
         rows = max(len(micro.labels) for micro in micros)
         pieces, per_micro = self._pieces(micros, rows)

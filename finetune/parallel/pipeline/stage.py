@@ -207,14 +207,11 @@ class StageModel(nn.Module):
     def run(
         self, received: tuple[Tensor, ...], piece: Any, function: Callable[[nn.Module, Any], Any]
     ) -> tuple[Any, ...]:
-        """Run one forward pass.
+        """Run one forward pass; return (the result of `function`,), or the input of the next stage.
 
         Args:
             received: hidden states (rows, T, D), and inside a decoder also the encoder's; empty on the first stage.
             function: called with (part, piece) on the last stage, where the part acts as the whole model.
-
-        Returns:
-            (the result of `function`,), or the input of the next stage.
         """
         for port, tensor in zip(self._inputs, received, strict=True):
             port.received = tensor

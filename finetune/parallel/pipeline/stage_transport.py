@@ -150,16 +150,11 @@ class PipelineEvalModel(nn.Module):
         """Continue prompts that are padded on the left greedily; every token is a pass over all stages.
 
         An encoder-decoder's prompts may be padded on any side, and its answers follow the decoder's start token.
+        Returns (B, T + new) or (B, 1 + new), rows that ended early filled with the pad token.
 
-        Args:
-            input_ids: (B, T).
-            attention_mask: (B, T), 1 for real tokens.
-            generation_config: its `max_new_tokens`, `eos_token_id`, `pad_token_id` and `decoder_start_token_id` are
-                used.
-            synced_gpus: continue until every data rank is done, as collectives inside the stages require.
-
-        Returns:
-            (B, T + new) or (B, 1 + new), rows that ended early filled with the pad token.
+        Args: input_ids: (B, T). attention_mask: (B, T), 1 for real tokens. generation_config: its `max_new_tokens`,
+        `eos_token_id`, `pad_token_id` and `decoder_start_token_id` are used. synced_gpus: continue until every data
+        rank is done, as collectives inside the stages require.
         """
         encoded: dict[str, Tensor] = {}
         ends = generation_config.eos_token_id

@@ -27,11 +27,8 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
 
     Call it after PEFT and after a pipeline's cut, before FSDP2. `requires_grad` is unchanged. With `sequence_parallel`
     the residual stream is split by tokens if gradients are recorded (T must be a multiple of tp); without gradients, as
-    in evaluation and generation, it is whole.
-
-    Raises:
-        UserError: as `check_tensor_plan`.
-        RuntimeError: the model is sliced already.
+    in evaluation and generation, it is whole. Raises UserError as `check_tensor_plan`, RuntimeError for a model that is
+    sliced already.
     """
     width = world.width("tp")
     if width == 1:
