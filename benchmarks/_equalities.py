@@ -230,7 +230,7 @@ def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: ProcessMesh, ba
         label_names=LABELS if task.has_classes else None,
     )
     first = {name: alive(name, value) for name, value in engine.full_tensors(engine.parameters).items()}
-    engine.load_full_tensors(first, engine.parameters, where="the first values")
+    engine.load_full_tensors(first, engine.parameters, context="the first values")
     return engine
 
 

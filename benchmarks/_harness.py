@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from benchmarks import _instructions
 from flatshift.finetune.atomic import write_json
-from flatshift.finetune.compute.process_memory import process_bytes
+from flatshift.finetune.compute.memory import process_bytes
 from flatshift.finetune.machine import cpu_info
 
 ROOT = Path(__file__).resolve().parent.parent

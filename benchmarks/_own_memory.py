@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks._harness import peak_bytes
 from benchmarks._ranks import on_ranks
-from flatshift.finetune.compute.process_memory import measure_peaks, process_bytes
+from flatshift.finetune.compute.memory import measure_peaks, process_bytes
 
 HERE = "benchmarks._own_memory"
 

@@ -86,7 +86,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
                 train=train,
                 mesh=layout,
                 world=world,
-                say=lambda line: None,
+                log=lambda line: None,
             )
         examples = rows("completion", 3 * RANKS)
         batches = TrainingDataLoader(

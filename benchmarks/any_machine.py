@@ -139,10 +139,10 @@ def layer_times(size: str, precision: str, rounds: int) -> dict[str, Any]:
     exact = copy.deepcopy(model).double()
     run(contextlib.nullcontext(), exact, False)
     wanted, apart = gradient(exact), []
-    for around in (fused.working(), contextlib.nullcontext()):
+    for around in (fused.replace_forwards(), contextlib.nullcontext()):
         run(around)
         apart.append(float((gradient(model) - wanted).norm() / wanted.norm()))
-    ways = {"ours": lambda: run(fused.working()), "peft": lambda: run(contextlib.nullcontext())}
+    ways = {"ours": lambda: run(fused.replace_forwards()), "peft": lambda: run(contextlib.nullcontext())}
     return {**in_turn(ways, rounds), "apart": apart}
 
 

@@ -45,7 +45,7 @@ def layer(tokens: int, width: int, calls: int) -> tuple[Callable[[], None], Call
 def both(run: Callable[[Around], None], keyed: Any, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """`run` by counting, and by torch."""
     return (
-        lambda: run(lambda: keyed.during(0, first=0, rows=ROWS, tokens=tokens)),
+        lambda: run(lambda: keyed.forward_pass(0, first_row=0, rows=ROWS, tokens=tokens)),
         lambda: run(contextlib.nullcontext),
     )
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 
 from benchmarks._harness import Benchmark, cpu_clock, in_child, rows_by_group
-from flatshift.finetune.compute.process_memory import process_bytes
+from flatshift.finetune.compute.memory import process_bytes
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble_fraction
 from flatshift.finetune.planner.calibration import MemoryOverhead, measure_overhead

@@ -94,7 +94,7 @@ def _stepper(kind: str, model: Any) -> Callable[[int], None]:
         ids = torch.randint(1, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(t))
         with regularizer.step(t) as passes:
             for _ in passes or range(1):
-                with layers.working():
+                with layers.replace_forwards():
                     model(input_ids=ids, labels=ids).loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()

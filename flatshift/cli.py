@@ -178,7 +178,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _set_allocator() -> None:
     """Set the CUDA allocator's environment before anything imports torch; ranks and sweep cells inherit it."""
-    from flatshift.finetune.compute.allocator import cublas_workspace_env, expandable_segments_env
+    from flatshift.finetune.compute.memory import cublas_workspace_env, expandable_segments_env
 
     os.environ.update(expandable_segments_env(os.environ) | cublas_workspace_env(os.environ))
 

@@ -103,7 +103,7 @@ class Regularizer(ABC):
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last step for the log; reading them may wait for the device."""
 
-    def figures(self) -> MetricTensors:
+    def metric_tensors(self) -> MetricTensors:
         """Return the same metrics without waiting, if the method can; copies, so that later steps do not change them.
         Collective as `metrics` is."""
         from torch import empty

@@ -24,7 +24,7 @@ def few_updates(engine: Any, batches: Any, task: Any, steps: int) -> tuple[list[
         micros = batches.at(step)
         if task.has_reference:
             sides = engine.reference_log_probs(micros, task=task, head=head, precision=contextlib.nullcontext)
-            micros = [dataclasses.replace(micro, sides=known) for micro, known in zip(micros, sides, strict=True)]
+            micros = [dataclasses.replace(micro, preference=known) for micro, known in zip(micros, sides, strict=True)]
         loss = engine.forward_backward(
             micros, batches.supervised(step), task=task, head=head, context=lambda i: contextlib.nullcontext()
         )

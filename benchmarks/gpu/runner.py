@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks._harness import ROOT, Benchmark, table, where
 from benchmarks.gpu.measurements import Best, Kept, Measurement, Store, failure, fill, still_holds
-from flatshift.finetune.compute.allocator import cublas_workspace_env, expandable_segments_env
+from flatshift.finetune.compute.memory import cublas_workspace_env, expandable_segments_env
 
 TRACEBACK = 8000
 """Characters that are kept of a traceback, its end."""

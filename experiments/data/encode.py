@@ -350,13 +350,13 @@ def _code_digest() -> str:
 
 def _code_files() -> list[Path]:
     """Return the source files that encoded rows depend on; their other imports are in the key or affect no row."""
-    import flatshift.finetune.compute.task
+    import flatshift.finetune.compute.protocols
     import flatshift.finetune.data
     import flatshift.finetune.models.backbone
     import flatshift.finetune.seeds
     import flatshift.finetune.tasks
 
-    modules = (flatshift.finetune.compute.task, flatshift.finetune.models.backbone, flatshift.finetune.seeds)
+    modules = (flatshift.finetune.compute.protocols, flatshift.finetune.models.backbone, flatshift.finetune.seeds)
     files = [Path(str(module.__file__)) for module in modules]
     for package in (flatshift.finetune.data, flatshift.finetune.tasks):
         files += sorted(Path(str(package.__file__)).resolve().parent.rglob("*.py"))

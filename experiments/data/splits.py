@@ -56,7 +56,7 @@ from flatshift.finetune.tasks import Task
 from flatshift.finetune.tasks.regress import standardised_layer
 
 if TYPE_CHECKING:
-    from flatshift.finetune.train.trace.recording import Recording
+    from flatshift.finetune.train.trace.examples import Recording
 
 
 @dataclass(frozen=True)
@@ -400,7 +400,7 @@ def choose_recording(recipe: Recipe, prepared: PreparedData) -> Recording | None
     """Return the rows to record for the `record` block; None without it."""
     if recipe.record is None:
         return None
-    from flatshift.finetune.train.trace.recording import Recording
+    from flatshift.finetune.train.trace.examples import Recording
 
     return Recording.choose(
         recipe.record,

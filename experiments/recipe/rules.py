@@ -215,7 +215,7 @@ def check_recipe(recipe: Recipe) -> None:
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.models.quantize import check_available
     from flatshift.finetune.train.optimizer import check_optimizer
-    from flatshift.finetune.train.stage import check_best
+    from flatshift.finetune.train.stage import check_metric
     from flatshift.finetune.train.trackers import check_trackers
     from flatshift.regularizers import build as build_regularizer
 
@@ -226,7 +226,7 @@ def check_recipe(recipe: Recipe) -> None:
     kind = recipe.optimizer.kind
     check_optimizer(kind, device=resolve_device(recipe.train.device).type if kind.startswith("paged") else None)
     check_trackers(recipe.tracker)
-    check_best(recipe.train, recipe.task)
+    check_metric(recipe.train.best, recipe.task, "train.best")
     requested = {
         "train.compile": recipe.train.compile,
         "data.label_noise": recipe.data.label_noise,

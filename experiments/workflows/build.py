@@ -68,7 +68,7 @@ def load_model(
         mesh=recipe.mesh,
         world=world,
         label_names=label_names,
-        say=say,
+        log=say,
         beginning=beginning if adapter is None else InitialAdapter(folder=adapter),
     )
     if adapter is not None:

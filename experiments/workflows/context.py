@@ -81,7 +81,7 @@ def run_context(
         world = ProcessMesh.alone(resolve_device(recipe.train.device))
     run = dataclasses.replace(run, writes=world.is_main)
     with cpu_threads(recipe.train.threads), catch_stop_signals(console.say) as stop:
-        trackers = open_trackers(recipe.tracker, run, config=dataclasses.asdict(recipe), say=console.say)
+        trackers = open_trackers(recipe.tracker, run, config=dataclasses.asdict(recipe), log=console.say)
         try:
             yield RunContext(
                 recipe=recipe,

@@ -234,7 +234,7 @@ def _report_missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, s
         return
     if reason is None or (found.built_for is None and not found.driver):
         return
-    entry = {"what": reason.what, "fix": reason.fix}
+    entry = {"what": reason.problem, "fix": reason.fix}
     (problems if found.built_for is not None and found.driver else notes).append(entry)
 
 

@@ -24,7 +24,7 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.saved_tokenizer import RunRows, read_run_rows
 from flatshift.finetune.atomic import read_json_object
-from flatshift.finetune.compute.process_memory import available_memory
+from flatshift.finetune.compute.memory import available_memory
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import GenerationPrompt

@@ -15,7 +15,7 @@ from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.digests import DONE, FILES, adapter_digest, check_files, file_digests
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.run_directory import METRICS, read_metrics, resume_command
-from flatshift.finetune.train.checkpointer import is_valid_checkpoint
+from flatshift.finetune.train.checkpointer import read_checkpoint
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 _LAST = (FINE_TUNE, "train")
@@ -109,7 +109,7 @@ def check_last_checkpoint(path: Path, steps: int) -> None:
         return
     record = read_json_object(done, "target_steps", "steps")
     folder = path / "state" / f"step-{record['steps']}"
-    if record["target_steps"] != steps and folder.is_dir() and not is_valid_checkpoint(folder):
+    if record["target_steps"] != steps and folder.is_dir() and read_checkpoint(folder) is None:
         raise UserError(
             f"{folder}/ is damaged or incomplete, and training for longer from the checkpoint before it would make "
             "other steps; restore it, or start a new run"

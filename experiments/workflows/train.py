@@ -579,8 +579,8 @@ def build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, t
         stop=context.stop,
         track=context.trackers.log,
         peak_tflops=context.peak_tflops,
-        planned=planned,
-        say=say,
+        plan=planned,
+        log=say,
     )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..atomic import atomic_directory
 from ..compute.capabilities import preserve_rng_state
-from ..compute.task import TraitsTask
+from ..compute.protocols import TraitsTask
 from ..config import Adapter
 from ..digests import check_adapter
 from ..errors import UserError

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..compute.capabilities import seeded_rng
 from ..compute.micro_batch import MicroBatch
-from ..compute.numerics import seeded_rng
-from ..compute.task import LossTask
+from ..compute.protocols import LossTask
 from ..config import DATA_INITS, Adapter
 from ..errors import UserError
 from ..models.checkpoint import read_index

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..compute.task import TraitsTask
+from ..compute.protocols import TraitsTask
 from ..config import Adapter, match_pattern
 from ..errors import UserError
 from ..models.anatomy import is_conv1d, is_linear, non_language_modules

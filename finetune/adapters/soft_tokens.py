@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..compute.numerics import seeded_rng
-from ..compute.task import TraitsTask
+from ..compute.capabilities import seeded_rng
+from ..compute.protocols import TraitsTask
 from ..config import Adapter, Mesh, Projector, Train
 from ..errors import UserError
 from ..models.anatomy import cache_name, transformer_blocks

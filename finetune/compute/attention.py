@@ -1,31 +1,24 @@
 """Attention based on what the host knows about the rows: flash attention for packed rows, masks without a device
-synchronisation, and blocked queries on a CPU.
+synchronisation, and blocked queries on a CPU. Any call outside of these cases computes exactly what `sdpa` does.
 
 **Packed rows.** Flash attention over samples of any length, where a CPU uses a dense mask of T² per row. torch ships
 the kernel (`torch.nn.attention.varlen`), so no package is needed. transformers passes a four-dimensional mask unchanged
 to every attention layer; here it is not a mask but the offsets where samples start, int32 (1, 1, L, N + 1) for N
 samples of at most L tokens in the concatenated rows of a micro-batch (a view; L is read off the shape, so no layer asks
-the device). Any other call computes exactly what `sdpa` does: evaluation, padded rows.
-
-`check_packing_isolation` measures whether a base model really keeps its samples apart this way, as for the dense mask,
-which transformers derives from the restarts of positions: block-diagonal and causal, in every attention implementation
-and with sliding windows, provided that no mask and no cache is passed. Models that build their masks otherwise
-(recurrent ones, ALiBi) would leak silently.
+the device). `check_packing_isolation` measures whether a base model really keeps its samples apart this way, as for the
+dense mask, which transformers derives from the restarts of positions, provided that no mask and no cache is passed.
+Models that build their masks otherwise (recurrent ones, ALiBi) would leak silently.
 
 **Masks.** transformers inspects every mask, and positions, for whether anything is masked and whether rows hold several
-samples; on a GPU each inspection synchronises. The host built the rows and knows: for rows of one sample each whether
-any is padded, and for packed rows that they are packed. A causal model padded on the right needs no mask for the
-padding: no token sees later ones, and padding has no target tokens. So its attention is the kernel's own causal one,
-without a mask of T². `packed_attention` replaces the mask functions in transformers' registry; outside of
-`packed_batch`, as in evaluation and generation, they behave as before.
+samples; on a GPU each inspection synchronises. The host built the rows and knows. A causal model padded on the right
+needs no mask for the padding: no token sees later ones, and padding has no target tokens. So its attention is the
+kernel's own causal one, without a mask of T².
 
 **Blocks of queries**, for evaluation on a CPU in bf16. torch's flash attention for CPUs calls two small matrix products
 for every row, head and block of queries. In bf16 such a call costs more than the product itself if heads are narrow.
 Here a block of queries attends to the keys up to its end, all rows and heads at once, by batched products of oneDNN:
 half to two thirds of the time for heads of 32 channels at 96 to 1,024 tokens, for T·`BLOCK` scores per row and head.
 Scores are rounded to bf16, as every other product of such a pass.
-
-For passes that keep no gradient and need no mask: every token's value depends on those before it alone.
 """
 
 from __future__ import annotations
@@ -55,22 +48,19 @@ _OLDEST = (8, 0)
 """Lowest compute capability with flash attention."""
 
 
-# --------------------------------------------------------------------------------------------- offsets of samples
-
-
 def sample_offsets(position_ids: Tensor) -> tuple[Tensor, int]:
     """Return the offsets of samples in packed rows (B, T) in host memory, and the tokens of the longest sample.
 
     Offsets count in the concatenated rows and include the end: int32 (N + 1,).
     """
     flat = position_ids.reshape(-1)
-    first = torch.cat([(flat == 0).nonzero().flatten(), torch.tensor([len(flat)])])
-    return first.to(torch.int32), int(first.diff().max())
+    starts = torch.cat([(flat == 0).nonzero().flatten(), torch.tensor([len(flat)])])
+    return starts.to(torch.int32), int(starts.diff().max())
 
 
-def offsets_as_mask(begins: Tensor, longest: int) -> Tensor:
-    """Return the offsets in the form of the model's attention mask; a view of `begins`."""
-    return begins[None, None, None].expand(1, 1, longest, -1)
+def offsets_as_mask(starts: Tensor, longest: int) -> Tensor:
+    """Return the offsets in the form of the model's attention mask; a view of `starts`."""
+    return starts[None, None, None].expand(1, 1, longest, -1)
 
 
 def drop_sample_offsets(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -79,16 +69,13 @@ def drop_sample_offsets(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in inputs.items() if name != "attention_mask" or value.dtype != torch.int32}
 
 
-# --------------------------------------------------------------------------------------------- the kernel
-
-
 Kernel = Callable[..., Tensor]
 """(query (Σ, H, D), key and value (Σ, H_kv, D), starts, longest, scale, window) → (Σ, H, D); window: tokens that a
 query sees, including itself, or None for all before it."""
 
 
 def flash_attention_varlen(
-    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, longest: int, *, scale: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, *, scale: float | None, window: int | None
 ) -> Tensor:
     """Run torch's flash attention, causal within each sample."""
     from torch.nn.attention.varlen import varlen_attn
@@ -99,9 +86,9 @@ def flash_attention_varlen(
         options["enable_gqa"] = True
     elif groups > 1:  # torch 2.11 requires equal numbers of heads
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    found = varlen_attn(query, key, value, begins, begins, longest, longest, **options)
-    assert isinstance(found, Tensor)
-    return found
+    output = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
+    assert isinstance(output, Tensor)
+    return output
 
 
 def _make_attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
@@ -114,36 +101,24 @@ def _make_attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, None
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        dropout: float = 0.0,
         scaling: float | None = None,
-        **others: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         """Attend: query (B, H, T, D), key and value (B, H_kv, T, D) → (B, T, H, D)."""
         if attention_mask is None or attention_mask.dtype != torch.int32:
-            return sdpa_attention_forward(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
-            )
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
         rows, _, tokens, width = query.shape
-        dtype = product_dtype(query)  # autocast treats scaled_dot_product_attention the same way
-        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-        own = value.shape[-1]
+        value_width, window = value.shape[-1], options.get("sliding_window")
         # the kernel takes one width only: pad narrower values, and cut the output back below
-        if own < width:
-            value = F.pad(value, (0, width - own))
-        flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-        out = kernel(
-            *flat,
-            attention_mask[0, 0, 0],
-            attention_mask.shape[2],
-            scale=scaling,
-            window=others.get("sliding_window"),
-        )
-        return out.unflatten(0, (rows, tokens))[..., :own], None
+        if value_width < width:
+            value = F.pad(value, (0, width - value_width))
+        dtype = product_dtype(query)  # autocast treats scaled_dot_product_attention the same way
+        flat = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+        starts, longest = attention_mask[0, 0, 0], attention_mask.shape[2]
+        output = kernel(*flat, starts, longest, scale=scaling, window=window)
+        return output.unflatten(0, (rows, tokens))[..., :value_width], None
 
     return forward
-
-
-# --------------------------------------------------------------------------------------------- the choice
 
 
 def flash_attention_problem(base: Any, train: Train, device: torch.device, *, splits_rows: bool) -> str | None:
@@ -164,39 +139,37 @@ def _model_problem(base: Any, train: Train, *, splits_rows: bool) -> str | None:
         return "tokens are on several ranks"
     config = base.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    drawn = any(rate > 0 and "att" in key for _, key, rate in dropout_rates(base.config))
     reasons = {
         "float32 products": train.precision == "fp32",
         "train.compile wants one shape": train.compile,
         f"attention is {base.config._attn_implementation}": base.config._attn_implementation != "sdpa",
         "attention is not chosen by its interface": not base._can_set_attn_implementation(),
         f"heads are {width} channels wide": bool(width % 8) or width > _WIDEST,
-        "attention dropout": drawn,
+        "attention dropout": any(rate > 0 and "att" in key for _, key, rate in dropout_rates(base.config)),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def register_packed_attention(kernel: Kernel) -> None:
     """Register `kernel` with transformers under `NAME`."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _make_attention_function(kernel))
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    _register(NAME, _make_attention_function(kernel))
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Host-side facts about the rows of the current forward pass."""
+    """Host-side facts about the rows of the current forward pass.
+
+    Args:
+        padded: True if any row is shorter than the others (padded on the right).
+        positions: (B, T) int64 of packed rows, restarting at 0 for each sample; None: one sample per row.
+    """
 
     padded: bool
-    """True if any row is shorter than the others (padded on the right)."""
     positions: Tensor | None
-    """(B, T) int64 of packed rows, restarting at 0 for each sample; None: one sample per row."""
 
 
-_READ: ContextVar[PackedRows | None] = ContextVar("packed rows", default=None)
-_ASKED: ContextVar[bool] = ContextVar("whether masks are made here", default=False)
+_ROWS: ContextVar[PackedRows | None] = ContextVar("packed rows", default=None)
+_BUILDS_MASKS: ContextVar[bool] = ContextVar("whether masks are made here", default=False)
 
 
 @contextlib.contextmanager
@@ -221,11 +194,11 @@ def packed_attention(model: nn.Module, device: torch.device) -> Iterator[None]:
             changed = {name: registry[name] for name in names}
     for name, usual in changed.items():
         AttentionMaskInterface.register(name, partial(_make_mask, usual))
-    token = _ASKED.set(bool(changed))
+    token = _BUILDS_MASKS.set(bool(changed))
     try:
         yield
     finally:
-        _ASKED.reset(token)
+        _BUILDS_MASKS.reset(token)
         for name, usual in changed.items():
             AttentionMaskInterface.register(name, usual)
 
@@ -236,54 +209,49 @@ def packed_batch(batch: Any) -> Iterator[dict[str, Tensor]]:
     arguments."""
     inputs: dict[str, Tensor] = batch.inputs
     padded = getattr(batch, "padded", None)
-    if padded is None or not _ASKED.get():
+    # transformers passes masks of more than two dims through unchanged
+    if padded is None or not _BUILDS_MASKS.get() or getattr(inputs.get("attention_mask"), "ndim", 2) > 2:
         yield inputs
         return
     positions = inputs.get("position_ids")
-    if getattr(inputs.get("attention_mask"), "ndim", 2) > 2:  # a mask that transformers passes through unchanged
-        yield inputs
-        return
     if positions is not None:  # without a mask transformers would search the positions for samples
         inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
-    token = _READ.set(PackedRows(padded, positions))
+    token = _ROWS.set(PackedRows(padded, positions))
     try:
         yield inputs
     finally:
-        _READ.reset(token)
+        _ROWS.reset(token)
 
 
-def _restrict_to_samples(mask: Callable[..., Tensor], positions: Tensor, sample: Tensor) -> Callable[..., Tensor]:
-    """Restrict transformers' `mask` function to each sample of packed rows, by positions in the sample; both (B, T).
+def _restrict_to_samples(mask: Any, positions: Tensor) -> Callable[..., Tensor]:
+    """Restrict transformers' `mask` function to each sample of packed rows, by positions in the sample (B, T).
 
     The oldest transformers that we support has no such function.
     """
+    sample = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1).ne(1).cumsum(-1)
 
-    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same = sample[row, query] == sample[row, key]
         return same & mask(row, head, positions[row, query], positions[row, key])
 
-    return seen
+    return sees
 
 
-def _make_mask(usual: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
+def _make_mask(usual: Callable[..., Tensor | None], **options: Any) -> Tensor | None:
     """Compute transformers' mask by the `usual` function: the keys that each query sees, bool (B, 1, T, T) (for `eager`
     the bias added to their scores); None if the kernel's own causal masking suffices."""
     from transformers.masking_utils import causal_mask_function
 
-    rows = _READ.get()
-    if rows is None or how.get("attention_mask") is None:
-        return usual(**how)
+    rows, mask = _ROWS.get(), options.get("mask_function")
+    if rows is None or options.get("attention_mask") is None:
+        return usual(**options)
     if rows.positions is not None:
-        sample = torch.diff(rows.positions, prepend=rows.positions[:, :1] - 1, dim=-1).ne(1).cumsum(-1)
-        how["mask_function"] = _restrict_to_samples(how["mask_function"], rows.positions, sample)
-        return usual(**{**how, "attention_mask": None, "allow_is_causal_skip": False})
-    behind = how.get("allow_is_causal_skip", True) and how["mask_function"] is causal_mask_function
-    if behind or not rows.padded:
-        return usual(**{**how, "attention_mask": None})
-    return usual(**{**how, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-
-
-# --------------------------------------------------------------------- blocks of queries, for evaluation on a CPU
+        options["mask_function"] = _restrict_to_samples(mask, rows.positions)
+        return usual(**{**options, "attention_mask": None, "allow_is_causal_skip": False})
+    is_causal = options.get("allow_is_causal_skip", True) and mask is causal_mask_function
+    if is_causal or not rows.padded:
+        return usual(**{**options, "attention_mask": None})
+    return usual(**{**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 
 _BLOCKS = "flatshift_blocks"
@@ -302,14 +270,14 @@ def blocked_causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale
     query = (query * scale).reshape(rows * key.shape[1], groups, tokens, width)
     key, value = key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
     later = torch.full((BLOCK, BLOCK), float("-inf"), dtype=query.dtype, device=query.device).triu(1)
-    out = query.new_empty(len(query), groups, tokens, value.shape[-1])
+    output = query.new_empty(len(query), groups, tokens, value.shape[-1])
     for start in range(0, tokens, BLOCK):
         end = min(start + BLOCK, tokens)
         scores = torch.bmm(query[:, :, start:end].flatten(1, 2), key[:, :, :end]).unflatten(1, (groups, end - start))
         scores[..., start:] += later[: end - start, : end - start]
         block = torch.bmm(scores.softmax(-1).flatten(1, 2), value[:, :end])
-        out[:, :, start:end] = block.unflatten(1, (groups, end - start))
-    return out.reshape(rows, heads, tokens, -1)
+        output[:, :, start:end] = block.unflatten(1, (groups, end - start))
+    return output.reshape(rows, heads, tokens, -1)
 
 
 @contextlib.contextmanager
@@ -322,12 +290,11 @@ def use_blocked_attention(model: nn.Module, device: torch.device | str, dtype: t
     dtype: of autocast.
     """
     config: Any = getattr(model, "config", None)
-    kind = capabilities(torch.device(device)).kind
-    able = kind == "cpu" and dtype is torch.bfloat16 and has_bf16_matmul()
-    if not able or getattr(config, "_attn_implementation", None) != "sdpa":
+    faster = capabilities(device).kind == "cpu" and dtype is torch.bfloat16 and has_bf16_matmul()
+    if not faster or getattr(config, "_attn_implementation", None) != "sdpa":
         yield
         return
-    _register_blocked_attention()
+    _register(_BLOCKS, _blocked_attention_forward)
     config._attn_implementation = _BLOCKS
     try:
         yield
@@ -335,12 +302,12 @@ def use_blocked_attention(model: nn.Module, device: torch.device | str, dtype: t
         config._attn_implementation = "sdpa"
 
 
-def _register_blocked_attention() -> None:
+def _register(name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-    AttentionInterface.register(_BLOCKS, _blocked_attention_forward)
-    AttentionMaskInterface.register(_BLOCKS, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def _blocked_attention_forward(
@@ -352,17 +319,16 @@ def _blocked_attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: query (B, H, T, D), key and value (B, H_kv, T, ·) → (B, T, H, ·)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    plain = all(others.get(name) is None for name in ("sliding_window", "softcap", "s_aux", "position_bias"))
+    plain = all(options.get(name) is None for name in ("sliding_window", "softcap", "s_aux", "position_bias"))
     if attention_mask is not None or not causal or dropout or not plain or query.shape[2] != key.shape[2]:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
-        )
+        options |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.autocast(query.device.type, enabled=False):
         query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))

@@ -1,10 +1,9 @@
 """Device capabilities: one small record for all code that would otherwise test the device type.
 
-    able = capabilities(device)
-    torch.zeros((), dtype=able.sums, device=device)
+    torch.zeros((), dtype=capabilities(device).sums, device=device)
 
-Code that must really touch `torch.cuda` is in the functions below. `override_capabilities` substitutes a record for a
-device's own, so that a step runs on tensors without values (`meta`) as it would on the device of that record.
+`override_capabilities` substitutes a record for a device's own, so that a step runs on tensors without values (`meta`)
+as it would on the device of that record.
 """
 
 from __future__ import annotations
@@ -21,32 +20,37 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities and suitable settings of one kind of device."""
+    """Capabilities and suitable settings of one kind of device.
+
+    Args:
+        kind: device type; also torch's name of it for autocast and process groups.
+        bf16: True if its matrix units take bf16. Not meaningful for a CPU, whose rates are measured.
+        sums: dtype of long sums, as of a loss over tokens: float64 is free on a CPU but runs at 1/64 of the rate on a
+            GPU.
+        short_products: True if bf16 attention over short rows uses batched products
+            (`flatshift.finetune.compute.numerics.attention_kernel`).
+        fused_optimizer: True if torch's AdamW updates all tensors in one pass.
+        pinned: True if host memory can be pinned, so that copies to the device are asynchronous.
+        pages: True if it can page host memory in, which paged optimizer states and offloaded shards need.
+        unread: steps whose loss and gradient norm may stay on the device before the host reads them all at once. A read
+            waits for all launched work; a CPU has none queued, so it reads every step.
+        reads_masks: True if a mask is inspected for whether it masks anything, so that attention can drop it: free on a
+            CPU, a synchronisation on a GPU, where the host's knowledge of the rows is used instead.
+        judged_tokens: tokens of documents evaluated at once, if more would be slower: on a CPU activations leave the
+            caches (the shipped decoder on rows of 200 tokens: 8 at a time take .71 of the time of 32); None: any
+            number.
+    """
 
     kind: Literal["cpu", "cuda"]
-    """Device type; also torch's name of it for autocast and process groups."""
     bf16: bool
-    """True if its matrix units take bf16. Not meaningful for a CPU, whose rates are measured."""
     sums: torch.dtype
-    """Dtype of long sums, as of a loss over tokens: float64 is free on a CPU but runs at 1/64 of the rate on a GPU."""
     short_products: bool
-    """True if bf16 attention over short rows uses batched products
-    (`flatshift.finetune.compute.numerics.attention_kernel`)."""
     fused_optimizer: bool
-    """True if torch's AdamW updates all tensors in one pass."""
     pinned: bool
-    """True if host memory can be pinned, so that copies to the device are asynchronous."""
     pages: bool
-    """True if it can page host memory in, which paged optimizer states and offloaded shards need."""
     unread: int
-    """Steps whose loss and gradient norm may stay on the device before the host reads them all at once. A read waits
-    for all launched work; a CPU has none queued, so it reads every step."""
     reads_masks: bool
-    """True if a mask is inspected for whether it masks anything, so that attention can drop it: free on a CPU, a
-    synchronisation on a GPU, where the host's knowledge of the rows is used instead."""
     judged_tokens: int | None
-    """Tokens of documents evaluated at once, if more would be slower: on a CPU activations leave the caches (the
-    shipped decoder on rows of 200 tokens: 8 at a time take .71 of the time of 32); None: any number."""
 
     @property
     def autocast(self) -> str:
@@ -78,44 +82,42 @@ CUDA = Capabilities(
     reads_masks=False,
     judged_tokens=None,
 )
-H200 = CUDA
-"""Compute capability 9.0, as an H100's; also used for any GPU since Ampere (8.0)."""
+"""Compute capability 9.0, as an H100's and an H200's; also used for any GPU since Ampere (8.0)."""
 T4 = replace(CUDA, bf16=False)
 """Compute capability 7.5, and a V100's 7.0: matrix units for float16, none for bf16."""
 
-_REHEARSED: dict[str, Capabilities] = {}
+_OVERRIDES: dict[str, Capabilities] = {}
 
 
 def capabilities(device: torch.device | str) -> Capabilities:
     """Return the record of `device`; the CPU's for a type that is neither CPU nor CUDA (`meta` outside of
     `override_capabilities`)."""
-    place = torch.device(device)
-    if place.type in _REHEARSED:
-        return _REHEARSED[place.type]
-    return _cuda_capabilities(place.index) if place.type == "cuda" else CPU
+    device = torch.device(device)
+    if device.type in _OVERRIDES:
+        return _OVERRIDES[device.type]
+    return _cuda_capabilities(device.index) if device.type == "cuda" else CPU
 
 
 @functools.cache
 def _cuda_capabilities(index: int | None) -> Capabilities:
-    return H200 if torch.cuda.get_device_capability(index) >= (8, 0) else T4
+    return CUDA if torch.cuda.get_device_capability(index) >= (8, 0) else T4
 
 
 @contextlib.contextmanager
 def override_capabilities(record: Capabilities, *, on: str = "meta") -> Iterator[None]:
     """Make `capabilities` return `record` for devices of type `on` inside."""
-    before = _REHEARSED.get(on)
-    _REHEARSED[on] = record
+    before = dict(_OVERRIDES)
+    _OVERRIDES[on] = record
     try:
         yield
     finally:
-        del _REHEARSED[on]
-        if before is not None:
-            _REHEARSED[on] = before
+        _OVERRIDES.clear()
+        _OVERRIDES.update(before)
 
 
 def _is_real_cuda(device: torch.device | str) -> bool:
     kind = torch.device(device).type
-    return kind == "cuda" and kind not in _REHEARSED
+    return kind == "cuda" and kind not in _OVERRIDES
 
 
 def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -128,9 +130,12 @@ def preserve_rng_state(devices: Iterable[torch.device]) -> contextlib.AbstractCo
     return torch.random.fork_rng(devices=[device for device in devices if _is_real_cuda(device)])
 
 
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the generators of the host and of `device`; use inside `preserve_rng_state`."""
-    torch.default_generator.manual_seed(seed)
-    if _is_real_cuda(device):
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
+@contextlib.contextmanager
+def seeded_rng(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the random generators of the host and of `device` with `seed` inside and restore their state on exit."""
+    with preserve_rng_state([device]):
+        torch.default_generator.manual_seed(seed)
+        if _is_real_cuda(device):
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield

@@ -1,7 +1,7 @@
 """Availability of CUDA devices, and if there is none, one of five reasons with its fix.
 
 Facts are read once and interpreted separately, so that every reason can be tested on any machine. Importing this module
-does not import torch: `flatshift doctor` uses it too.
+does not import torch.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class CudaStatus:
-    """Facts about CUDA on this machine."""
+    """Facts about CUDA on this machine.
+
+    Args:
+        torch: its version.
+        built_for: `CUDA 12.8`, `ROCm 6.4`; None for a build with neither.
+        driver: True if an NVIDIA driver is installed.
+        visible: CUDA_VISIBLE_DEVICES; None if it is not set.
+        count: devices that torch sees.
+        init_error: torch's error when initialising CUDA; empty if it succeeds or was not tried.
+    """
 
     torch: str
-    """Version of torch."""
     built_for: str | None
-    """`CUDA 12.8`, `ROCm 6.4`; None for a build with neither."""
     driver: bool
-    """True if an NVIDIA driver is installed."""
     visible: str | None
-    """CUDA_VISIBLE_DEVICES; None if it is not set."""
     count: int
-    """Devices that torch sees."""
-    said: str = ""
-    """torch's error when initialising CUDA; empty if it succeeds or was not tried."""
+    init_error: str = ""
 
 
 @dataclass(frozen=True)
 class CudaUnavailable:
-    """Reason why there is no CUDA device."""
+    """Reason why there is no CUDA device: a clause without a full stop, and the nearest remedy in the imperative; empty
+    if only a GPU would help."""
 
-    what: str
-    """A clause without a full stop."""
+    problem: str
     fix: str
-    """The nearest remedy, in the imperative; empty if only a GPU would help."""
 
 
 def probe_cuda() -> CudaStatus:
@@ -59,15 +61,15 @@ def probe_cuda() -> CudaStatus:
 
     version: Any = torch.version
     hip = getattr(version, "hip", None)
-    built = f"ROCm {hip}" if hip else f"CUDA {version.cuda}" if version.cuda else None
-    count = torch.cuda.device_count() if built else 0
-    said = ""
-    if built and not count:
+    built_for = f"ROCm {hip}" if hip else f"CUDA {version.cuda}" if version.cuda else None
+    count = torch.cuda.device_count() if built_for else 0
+    init_error = ""
+    if built_for and not count:
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
-            said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return CudaStatus(torch.__version__, built, has_driver(), os.environ.get(VISIBLE), count, said)
+            init_error = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return CudaStatus(torch.__version__, built_for, has_driver(), os.environ.get(VISIBLE), count, init_error)
 
 
 def has_driver() -> bool:
@@ -81,48 +83,43 @@ def has_driver() -> bool:
     return True
 
 
-def diagnose_cuda(found: CudaStatus) -> CudaUnavailable | None:
+def diagnose_cuda(status: CudaStatus) -> CudaUnavailable | None:
     """Return the reason why torch sees no CUDA device; None if it sees one."""
-    if found.count:
+    if status.count:
         return None
-    if found.built_for is None:
-        what = f"torch {found.torch} is a build without CUDA"
-        if found.driver:
-            wanted = f"torch=={found.torch.partition('+')[0]}"
-            return CudaUnavailable(
-                f"{what}, though an NVIDIA driver is here",
-                f"pip install --force-reinstall '{wanted}' without the index of CPU builds",
-            )
-        return CudaUnavailable(f"{what}, and no NVIDIA driver is here", "")
-    here = f"torch {found.torch} is built for {found.built_for}"
-    if not found.driver and not found.built_for.startswith("ROCm"):
-        return CudaUnavailable(f"{here}, but no NVIDIA driver is here", "install one")
-    if found.visible is not None and _hides_all(found.visible):
+    if status.built_for is None:
+        problem = f"torch {status.torch} is a build without CUDA"
+        if not status.driver:
+            return CudaUnavailable(f"{problem}, and no NVIDIA driver is here", "")
+        version = status.torch.partition("+")[0]
         return CudaUnavailable(
-            f"{VISIBLE}={found.visible!r} hides every CUDA device", f"unset {VISIBLE}, or name one in it"
+            f"{problem}, though an NVIDIA driver is here",
+            f"pip install --force-reinstall 'torch=={version}' without the index of CPU builds",
         )
-    words = f" ({found.said})" if found.said else ""
-    hidden = f", {VISIBLE}={found.visible}" if found.visible is not None else ""
+    build = f"torch {status.torch} is built for {status.built_for}"
+    if not status.driver and not status.built_for.startswith("ROCm"):
+        return CudaUnavailable(f"{build}, but no NVIDIA driver is here", "install one")
+    # CUDA stops at the first empty or negative entry
+    first = "0" if status.visible is None else status.visible.split(",")[0].strip()
+    if not first or first.startswith("-") or first == "NoDevFiles":
+        return CudaUnavailable(
+            f"{VISIBLE}={status.visible!r} hides every CUDA device", f"unset {VISIBLE}, or name one in it"
+        )
+    error = f" ({status.init_error})" if status.init_error else ""
+    visible = f", {VISIBLE}={status.visible}" if status.visible is not None else ""
     return CudaUnavailable(
-        f"{here} and sees no device though a driver is here{hidden}{words}",
+        f"{build} and sees no device though a driver is here{visible}{error}",
         f"look at `nvidia-smi`, {VISIBLE} and whether the driver is new enough",
     )
 
 
-def missing_device_message(name: str, found: CudaStatus) -> str:
+def missing_device_message(name: str, status: CudaStatus) -> str:
     """Return the error message for an unavailable device `name` (cuda, cuda:N)."""
-    reason = diagnose_cuda(found)
+    reason = diagnose_cuda(status)
     if reason is not None:
-        return f"{name}: {reason.what}; {' or '.join(filter(None, [reason.fix, 'take train.device: cpu']))}"
-    others = f"cuda:0 to cuda:{found.count - 1} are" if found.count > 1 else "cuda:0 is"
+        return f"{name}: {reason.problem}; {' or '.join(filter(None, [reason.fix, 'take train.device: cpu']))}"
+    others = f"cuda:0 to cuda:{status.count - 1} are" if status.count > 1 else "cuda:0 is"
     return f"{name} is not there, {others}; take one that is, or cpu"
-
-
-def _hides_all(visible: str) -> bool:
-    """Return True if a value of CUDA_VISIBLE_DEVICES leaves no device: CUDA stops at the first empty or negative
-    entry."""
-    first = visible.split(",")[0].strip()
-    return not first or first.startswith("-") or first == "NoDevFiles"
 
 
 def is_cuda(device: torch.device) -> bool:
@@ -138,8 +135,8 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
     import torch
 
     device = tensor.device.type
-    inside = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if inside else tensor.dtype
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled else tensor.dtype
 
 
 def direct_load_kwargs(device: torch.device) -> dict[str, Any]:
@@ -152,11 +149,8 @@ def direct_load_kwargs(device: torch.device) -> dict[str, Any]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Resolve `auto` to the first CUDA device or the CPU.
-
-    Raises:
-        UserError: the device is not available, with the reason.
-    """
+    """Resolve `auto` to the first CUDA device or the CPU. Raises UserError with the reason for a device that is not
+    available."""
     import torch
 
     if name == "auto":

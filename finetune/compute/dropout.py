@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,13 +48,13 @@ class KeyedDropout:
     positions: Callable[[int], Tensor] | None = None
     """Maps a rank's number of tokens per row to their global positions; None if it has all."""
 
-    def during(self, step: int, *, first: int, rows: int, tokens: int) -> DropoutPass:
-        """Return the context for the forward pass of `rows` rows, starting at row `first` of the step's batch, at a
+    def forward_pass(self, step: int, *, first_row: int, rows: int, tokens: int) -> DropoutPass:
+        """Return the context for the forward pass of `rows` rows, starting at row `first_row` of the step's batch, at a
         step (from 0).
 
         tokens: per row, on this rank.
         """
-        return DropoutPass(self, step_id(self.seed, step), first, rows, tokens, {})
+        return DropoutPass(self, step_id(self.seed, step), first_row, rows, tokens, {})
 
 
 class _ThreadState(threading.local):
@@ -68,10 +69,10 @@ class DropoutPass(TorchFunctionMode):
     """Context that draws the dropout masks for the rows of one forward pass."""
 
     def __init__(
-        self, keyed: KeyedDropout, step: int, first: int, rows: int, tokens: int, calls: dict[tuple[str, int], int]
+        self, keyed: KeyedDropout, step: int, first_row: int, rows: int, tokens: int, calls: dict[tuple[str, int], int]
     ) -> None:
         super().__init__()
-        self._keyed, self._step, self._first, self._rows, self._tokens = keyed, step, first, rows, tokens
+        self._keyed, self._step, self._first, self._rows, self._tokens = keyed, step, first_row, rows, tokens
         self._calls = calls
         """Number of draws per module and first query."""
         self._query = 0
@@ -86,17 +87,9 @@ class DropoutPass(TorchFunctionMode):
         _thread.passes.pop()
         super().__exit__(*error)
 
-    def again(self) -> Callable[[], DropoutPass]:
-        """Return a factory of passes that continue from the current state, for blocks that backward recomputes (maybe
-        often)."""
-        now = dict(self._calls)
-        return lambda: DropoutPass(self._keyed, self._step, self._first, self._rows, self._tokens, dict(now))
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        drawn = _DRAWN.get(func)
-        return func(*args, **(kwargs or {})) if drawn is None else drawn(self, *args, **(kwargs or {}))
-
-    # ------------------------------------------------------------------ intercepted calls
+        intercept = _INTERCEPTED.get(func)
+        return func(*args, **(kwargs or {})) if intercept is None else intercept(self, *args, **(kwargs or {}))
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
@@ -133,25 +126,20 @@ class DropoutPass(TorchFunctionMode):
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
         return _DropoutFunction.apply(weights, *self._mask(weights.shape, dropout_p, weights.device)) @ value
 
-    # ------------------------------------------------------------------ masks
-
     def _mask(self, shape: torch.Size, rate: float, device: torch.device) -> tuple[Tensor, float]:
         """Return the kept elements, bool of `shape`, and the factor that scales them."""
         name = self._caller()
         call = self._calls.get((name, self._query), 0)
         self._calls[name, self._query] = call + 1
-        key = to_int64(layer_uid(f"dropout {call} {name}")) ^ self._step
         *leading, (start, size) = self._coordinates(name, shape, device)
-        words: Tensor | int = key
+        lowest, highest = start // LANES, -(-(start + size) // LANES)
+        words: Tensor | int = to_int64(layer_uid(f"dropout {call} {name}")) ^ self._step
         for indices in leading:
             words = mix64((words if isinstance(words, int) else words[..., None]) + counter_values(indices))
-        lowest, highest = start // LANES, -(-(start + size) // LANES)
         last = counter_values(torch.arange(lowest, highest, device=device))
         lanes = mix64_((words if isinstance(words, int) else words[..., None]) + last).view(torch.int16)
-        threshold = round(rate * _STEPS)
-        kept = lanes >= threshold - _STEPS // 2
-        offset = start - lowest * LANES
-        kept = kept[..., offset : offset + size]
+        threshold, offset = round(rate * _STEPS), start - lowest * LANES
+        kept = (lanes >= threshold - _STEPS // 2)[..., offset : offset + size]
         return kept.reshape(shape), _STEPS / (_STEPS - threshold) if threshold < _STEPS else 0.0
 
     def _coordinates(self, name: str, shape: torch.Size, device: torch.device) -> list[Any]:
@@ -165,8 +153,8 @@ class DropoutPass(TorchFunctionMode):
         end_to_end = sizes[0] % self._rows == 0 and (len(sizes) > 2 or name.endswith("lora_dropout"))
         if sizes[0] != self._rows and end_to_end:
             sizes[:1] = [self._rows, sizes[0] // self._rows]
-        first = self._first if sizes[0] == self._rows else 0
-        rows = torch.arange(first, first + sizes[0], device=device)
+        first_row = self._first if sizes[0] == self._rows else 0
+        rows = torch.arange(first_row, first_row + sizes[0], device=device)
         if len(sizes) == 4:
             i, _ = self._keyed.tensor
             heads = torch.arange(i * sizes[1], (i + 1) * sizes[1], device=device)
@@ -178,29 +166,26 @@ class DropoutPass(TorchFunctionMode):
         return [*leading, (self._keyed.columns.get(name, 0), sizes[-1])]
 
     def _positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Return the global positions of these tokens in their rows."""
         keyed, (i, n) = self._keyed, self._keyed.tensor
-        split = keyed.splits_tokens and tokens * n == self._tokens
-        if keyed.positions is None or tokens * (n if split else 1) != self._tokens:
-            return torch.arange(i * tokens if split else 0, (i + 1) * tokens if split else tokens, device=device)
-        mine = keyed.positions(self._tokens).to(device)
-        return mine[i * tokens : (i + 1) * tokens] if split else mine
+        if not (keyed.splits_tokens and tokens * n == self._tokens):
+            i, n = 0, 1
+        if keyed.positions is None or tokens * n != self._tokens:
+            return torch.arange(i * tokens, (i + 1) * tokens, device=device)
+        return keyed.positions(self._tokens).to(device)[i * tokens : (i + 1) * tokens]
 
     def _caller(self) -> str:
         """Return the name of the module being called, found on the call stack: a function has no other way to identify
         it."""
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and (name := self._keyed.names.get(module)) is not None:
                 return name
-            if frame.f_back is None:
-                break
             frame = frame.f_back
         return ""
 
 
-_DRAWN: dict[Any, Callable[..., Tensor]] = {
+_INTERCEPTED: dict[Any, Callable[..., Tensor]] = {
     F.dropout: DropoutPass._dropout,
     torch.dropout: lambda own, input, p, train: own._dropout(input, p, train),
     F.scaled_dot_product_attention: DropoutPass._attention,
@@ -224,21 +209,25 @@ class _DropoutFunction(torch.autograd.Function):
 
 def recompute_factory() -> Callable[[], DropoutPass] | None:
     """Return a factory of contexts in which a module about to be called draws the same masks when backward recomputes
-    it.
+    it, maybe often.
 
     None outside of a `DropoutPass`.
     """
-    return _thread.passes[-1].again() if _thread.passes else None
+    if not _thread.passes:
+        return None
+    now = _thread.passes[-1]
+    calls = dict(now._calls)
+    return lambda: DropoutPass(now._keyed, now._step, now._first, now._rows, now._tokens, dict(calls))
 
 
 @contextmanager
 def with_query_offset(position: int) -> Iterator[None]:
     """Set the global position of the first query of attention inside."""
-    here = _thread.passes[-1] if _thread.passes else None
-    if here is not None:
-        before, here._query = here._query, position
+    active = _thread.passes[-1] if _thread.passes else None
+    if active is not None:
+        before, active._query = active._query, position
     try:
         yield
     finally:
-        if here is not None:
-            here._query = before
+        if active is not None:
+            active._query = before

@@ -28,11 +28,10 @@ from ..atomic import write_json
 from ..config import Train
 from .cuda_status import is_cuda, product_dtype
 from .loss import IGNORED, Head, align_targets, linear_cross_entropy
-from .mesh_model import MeshModel
 from .micro_batch import MicroBatch
 from .numerics import attention_kernel, evaluation_mode
 from .precision import autocast, compute_dtype
-from .task import LossTask
+from .protocols import LossTask, MeshModel
 
 RECORD = "loss_kernel.json"
 GAIN = 0.95

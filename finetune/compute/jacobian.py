@@ -26,16 +26,15 @@ def jacobian(
     summed: differentiate the outputs' sum divided by √C instead, [B, 1, P]: the kernel of a network with a randomly
     initialised head is nearly the same for every output (Mohamadi et al. 2023, 2206.12543).
 
-    Raises:
-        UserError: a parameter is not a weight or bias of a linear layer, or a layer is used twice in a pass.
+    Raises UserError for a parameter that is not of a linear layer, or a layer that is used twice in a pass.
     """
     owners = _find_linear_layers(model, parameters)
-    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    calls: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
-    def keep(layer: nn.Module, given: tuple[Any, ...], out: Tensor) -> None:
-        if layer in seen:
+    def keep(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if layer in calls:
             raise UserError(f"a Jacobian by example needs layers that are used once; {type(layer).__name__} is shared")
-        seen[layer] = (given[0].detach(), out)
+        calls[layer] = (args[0].detach(), output)
 
     hooks = [layer.register_forward_hook(keep) for layer in {layer for layer, _ in owners.values()}]
     try:
@@ -47,33 +46,32 @@ def jacobian(
     outputs = logits.float()
     count = outputs.shape[1]
     targets = [outputs.sum() / count**0.5] if summed else [outputs[:, c].sum() for c in range(count)]
-    ends = [out for _, out in seen.values()]
+    ends = [output for _, output in calls.values()]
     rows = []
-    for place, target in enumerate(targets):
-        grads = torch.autograd.grad(target, ends, retain_graph=place + 1 < len(targets), allow_unused=True)
-        by_layer = dict(zip(seen, grads, strict=True))
-        rows.append(torch.cat([_parameter_gradient(*owner, seen, by_layer) for owner in owners.values()], 1))
+    for index, target in enumerate(targets):
+        grads = torch.autograd.grad(target, ends, retain_graph=index + 1 < len(targets), allow_unused=True)
+        by_layer = dict(zip(calls, grads, strict=True))
+        rows.append(torch.cat([_parameter_gradient(*owner, calls, by_layer) for owner in owners.values()], 1))
     return outputs.detach(), torch.stack(rows, 1)
 
 
 def _find_linear_layers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[nn.Module, str]]:
-    """Map each parameter name to its linear layer and to `weight` or `bias`."""
-    places: dict[int, tuple[nn.Module, str]] = {}
+    owners: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            places |= {id(p): (module, leaf) for leaf, p in module.named_parameters(recurse=False)}
+            owners |= {id(p): (module, leaf) for leaf, p in module.named_parameters(recurse=False)}
     for name, parameter in parameters.items():
-        if id(parameter) not in places:
+        if id(parameter) not in owners:
             raise UserError(f"a Jacobian by example is of linear layers, and {name} belongs to none; leave it fixed")
-    return {name: places[id(parameter)] for name, parameter in parameters.items()}
+    return {name: owners[id(parameter)] for name, parameter in parameters.items()}
 
 
 def _parameter_gradient(
-    layer: nn.Module, leaf: str, seen: Mapping[nn.Module, tuple[Tensor, Tensor]], grads: Mapping[nn.Module, Any]
+    layer: nn.Module, leaf: str, calls: Mapping[nn.Module, tuple[Tensor, Tensor]], grads: Mapping[nn.Module, Any]
 ) -> Tensor:
     """Return the per-example gradient of one parameter, [B, numel]."""
-    given, out = (tensor.flatten(1, -2) if tensor.ndim > 2 else tensor[:, None] for tensor in seen[layer])
+    input_, output = (tensor.flatten(1, -2) if tensor.ndim > 2 else tensor[:, None] for tensor in calls[layer])
     grad = grads[layer]
-    grad = torch.zeros_like(out) if grad is None else grad.reshape(out.shape)
-    found = grad.sum(1) if leaf == "bias" else torch.einsum("bto,bti->boi", grad.float(), given.float())
-    return found.flatten(1).float()
+    grad = torch.zeros_like(output) if grad is None else grad.reshape(output.shape)
+    gradient = grad.sum(1) if leaf == "bias" else torch.einsum("bto,bti->boi", grad.float(), input_.float())
+    return gradient.flatten(1).float()

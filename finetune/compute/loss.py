@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from . import attention as packed_attention
 from .capabilities import capabilities
+from .memory import slice_columns, slice_rows
 from .micro_batch import MicroBatch
 from .numerics import attention_kernel, evaluation_mode
 from .precision import WidenedLinear
-from .slices import slice_columns, slice_rows
-from .task import LossTask, TraitsTask
+from .protocols import LossTask, TraitsTask
 
 IGNORED = -100
 _PROBE = 64
@@ -111,10 +111,10 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: LossTask, head: Head | N
     """
     if task.traits.is_answer_level:
         known: MicroBatch = batch  # type: ignore[assignment]
-        if task.has_reference and known.sides is not None and known.sides.reference is None:
+        if task.has_reference and known.preference is not None and known.preference.reference is None:
             (known,) = add_reference(model, [known], task=task, head=head)
-        assert known.sides is not None
-        return task.answer_losses(answer_log_probs(model, known, task=task, head=head), known.sides).sum()
+        assert known.preference is not None
+        return task.answer_losses(answer_log_probs(model, known, task=task, head=head), known.preference).sum()
     if head is None:
         with attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
             logits = model(**inputs).logits
@@ -203,20 +203,24 @@ def add_reference(
     count = 0
     with evaluation_mode(model):
         for micro in micros:
-            assert micro.sides is not None
-            sides, others = micro.sides, micro.sides.mismatched
+            assert micro.preference is not None
+            sides, others = micro.preference, micro.preference.mismatched
             with disable_adapters(model):
                 sides = replace(sides, reference=log_probs(micro))
                 apart = None if others is None else -log_probs(others)
             if others is not None and apart is not None:
                 total = total + (apart + log_probs(others)).sum(dtype=capabilities(apart.device).sums)
                 count += len(apart)
-            known.append(replace(micro, sides=sides))
+            known.append(replace(micro, preference=sides))
     if not isinstance(total, Tensor):
         return known
     sums = add(torch.stack([total, total.new_tensor(float(count))]))
     drift = (sums[0] / sums[1]).clamp(min=0.0).float()
-    return [replace(micro, sides=replace(micro.sides, drift=drift)) for micro in known if micro.sides is not None]
+    return [
+        replace(micro, preference=replace(micro.preference, drift=drift))
+        for micro in known
+        if micro.preference is not None
+    ]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -53,16 +52,19 @@ class MatmulShape:
 
 @dataclass(frozen=True)
 class MatmulRates:
-    """Rates of a CPU in float32 and in bf16."""
+    """Rates of a CPU in float32 and in bf16, FLOP/s of one product (n inputs to m outputs, NN as in every backward
+    pass).
+
+    Args:
+        rows: of that product; fewer than in `PRODUCT` if bf16 is clearly slow.
+        block: time of a LoRA block's forward and backward pass in float32 ÷ in bf16, the geometric mean of half-full
+            and full rows; None if the product alone decided.
+    """
 
     fp32: float
-    """FLOP/s of one product (n inputs to m outputs, NN as in every backward pass)."""
     bf16: float
     rows: int
-    """Rows of that product; fewer than in `PRODUCT` if bf16 is clearly slow."""
     block: float | None
-    """Time of a LoRA block's forward and backward pass in float32 ÷ in bf16, the geometric mean of half-full and full
-    rows; None if the product alone decided."""
 
     @property
     def gain(self) -> float:
@@ -87,30 +89,24 @@ def cpu_rates(shape: MatmulShape) -> tuple[MatmulRates, str | None]:
 
     The second value describes what is wrong with the cached file, if anything; the rates are then measured again.
     """
-    about = _machine_key(shape)
-    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-    path = cache_root() / f"rates-{name}.json"
-    kept, wrong = _read_cache(path, about)
-    if kept is not None:
-        return kept, None
-    rates = measure_rates(shape)
-    write_cached_json(path, {"machine": about, "rates": asdict(rates)})
-    return rates, wrong
-
-
-def _read_cache(path: Path, about: dict[str, object]) -> tuple[MatmulRates | None, str | None]:
+    machine = _machine_key(shape)
+    name = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
+    path, problem = cache_root() / f"rates-{name}.json", None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["machine"] != about:
-            return None, f"{path} is of another machine; measured again"
-        rates = MatmulRates(**found["rates"])
-        if not (rates.fp32 > 0 and rates.bf16 > 0 and (rates.block is None or rates.block > 0)):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["machine"] == machine:
+            rates = MatmulRates(**record["rates"])
+            if rates.fp32 > 0 and rates.bf16 > 0 and (rates.block is None or rates.block > 0):
+                return rates, None
             raise ValueError
-        return rates, None
+        problem = f"{path} is of another machine; measured again"
     except FileNotFoundError:
-        return None, None
+        pass
     except (OSError, ValueError, KeyError, TypeError):
-        return None, f"{path} is torn; measured again"
+        problem = f"{path} is torn; measured again"
+    rates = measure_rates(shape)
+    write_cached_json(path, {"machine": machine, "rates": asdict(rates)})
+    return rates, problem
 
 
 def _machine_key(shape: MatmulShape) -> dict[str, object]:
@@ -129,32 +125,27 @@ def _machine_key(shape: MatmulShape) -> dict[str, object]:
 
 def measure_rates(shape: MatmulShape) -> MatmulRates:
     """Time both dtypes: a small product, the full one unless bf16 is far behind, and a block unless bf16 is behind."""
+    dtypes = (torch.float32, torch.bfloat16)
     with cpu_threads(1):
-        return _measure_single_thread(shape)
-
-
-def _measure_single_thread(shape: MatmulShape) -> MatmulRates:
-    _, n, m = PRODUCT
-    rows = _FEW
-    fp32, bf16 = (_measure_rate(dtype, (_FEW, n, m)) for dtype in (torch.float32, torch.bfloat16))
-    # the full product only if bf16 can still win: it may take a hundred times as long
-    if bf16 > fp32 / 4:
-        rows = PRODUCT[0]
-        fp32, bf16 = (_measure_rate(dtype, PRODUCT) for dtype in (torch.float32, torch.bfloat16))
-    block = None
-    if bf16 > _WORTH * fp32:
-        full = MatmulShape.of(tokens=2 * shape.tokens, width=shape.width, inner=shape.inner)
-        steps = [make_lora_block(s, dtype) for s in (shape, full) for dtype in (torch.float32, torch.bfloat16)]
-        half32, half16, full32, full16 = time_interleaved(steps, turns=_TURNS, clock=time.thread_time)
-        block = math.sqrt(half32 / half16 * full32 / full16)
-    return MatmulRates(fp32, bf16, rows, block)
+        rows, block = _FEW, None
+        fp32, bf16 = (_measure_rate(dtype, (rows, *PRODUCT[1:])) for dtype in dtypes)
+        # the full product only if bf16 can still win: it may take a hundred times as long
+        if bf16 > fp32 / 4:
+            rows = PRODUCT[0]
+            fp32, bf16 = (_measure_rate(dtype, PRODUCT) for dtype in dtypes)
+        if bf16 > _WORTH * fp32:
+            full = MatmulShape.of(tokens=2 * shape.tokens, width=shape.width, inner=shape.inner)
+            steps = [make_lora_block(s, dtype) for s in (shape, full) for dtype in dtypes]
+            half32, half16, full32, full16 = time_interleaved(steps, turns=_TURNS, clock=time.thread_time)
+            block = math.sqrt(half32 / half16 * full32 / full16)
+        return MatmulRates(fp32, bf16, rows, block)
 
 
 def _measure_rate(dtype: torch.dtype, product: tuple[int, int, int]) -> float:
     rows, n, m = product
     x, w = torch.full((rows, n), 0.5, dtype=dtype), torch.full((n, m), 0.5, dtype=dtype)
-    (best,) = time_interleaved([lambda: torch.mm(x, w)], turns=2, clock=time.thread_time)
-    return 2 * rows * n * m / best
+    (seconds,) = time_interleaved([lambda: torch.mm(x, w)], turns=2, clock=time.thread_time)
+    return 2 * rows * n * m / seconds
 
 
 def time_interleaved(
@@ -174,12 +165,13 @@ def time_interleaved(
     return best
 
 
-def make_lora_block(shape: MatmulShape, dtype: torch.dtype, *, rank: int = 8) -> Callable[[], None]:
-    """Return a function that runs forward and backward through a feed-forward block with LoRA on both frozen products.
+def make_lora_block(shape: MatmulShape, dtype: torch.dtype) -> Callable[[], None]:
+    """Return a function that runs forward and backward through a feed-forward block with LoRA of rank 8 on both frozen
+    products.
 
     As in a training step: under autocast in `dtype`, factors in float32, with the gradient of the input.
     """
-    tokens, d, inner = shape.tokens, shape.width, shape.inner
+    tokens, d, inner, rank = shape.tokens, shape.width, shape.inner, 8
     x = torch.full((tokens, d), 0.5, requires_grad=True)
     up, down, norm = (torch.full(s, 0.01, dtype=dtype) for s in ((inner, d), (d, inner), (d,)))
     factors = [torch.full(s, 0.01, requires_grad=True) for s in ((rank, d), (inner, rank), (rank, inner), (d, rank))]
@@ -190,26 +182,28 @@ def make_lora_block(shape: MatmulShape, dtype: torch.dtype, *, rank: int = 8) ->
     def run() -> None:
         narrow = dtype != torch.float32
         with torch.autocast("cpu", dtype=dtype if narrow else torch.bfloat16, enabled=narrow):
-            held = x.to(dtype)
-            out = held + adapted(F.silu(adapted(F.layer_norm(held, (d,), norm), up, *factors[:2])), down, *factors[2:])
-        torch.autograd.grad(out.float().sum(), [x, *factors])
+            hidden = x.to(dtype)
+            y = F.silu(adapted(F.layer_norm(hidden, (d,), norm), up, *factors[:2]))
+            y = hidden + adapted(y, down, *factors[2:])
+        torch.autograd.grad(y.float().sum(), [x, *factors])
 
     return run
 
 
 @functools.lru_cache(maxsize=8)
-def peak_rate(device: str, precision: str, width: int = 1024, *, seconds: float = 0.3) -> float:
+def peak_rate(device: str, precision: str, width: int = 1024) -> float:
     """Return the FLOP/s of one device in its best square matrix product of `precision`, up to `width` (CUDA: 8 ×
     `width`).
 
     Measured on this machine, not the vendor's peak; on a CPU, one thread's rate by its own CPU time times the threads
-    in use. Sizes grow while the total stays within about `seconds`.
+    in use. Sizes grow while the total stays within about 0.3 seconds.
     """
     dtype, cuda = DTYPES[precision], device.startswith("cuda")
     clock = time.perf_counter if cuda else time.thread_time
-    left, best = seconds, 0.0
+    remaining, best = 0.3, 0.0
     with cpu_threads(None if cuda else 1):
-        for size in (width // 8, width // 4, width // 2, width, *((2 * width, 4 * width, 8 * width) if cuda else ())):
+        for exponent in range(-3, 4 if cuda else 1):
+            size = int(width * 2.0**exponent)
             a = torch.full((size, size), 0.5, dtype=dtype, device=device)
 
             def call(a: Tensor = a) -> None:
@@ -218,10 +212,10 @@ def peak_rate(device: str, precision: str, width: int = 1024, *, seconds: float 
                     torch.cuda.synchronize()
 
             started = clock()
-            (taken,) = time_interleaved([call], turns=2, clock=clock)
+            (fastest,) = time_interleaved([call], turns=2, clock=clock)
             spent = clock() - started
-            left -= spent
-            best = max(best, 2 * size**3 / taken)
-            if left < 8 * spent:  # the next is eight times as much work
+            remaining -= spent
+            best = max(best, 2 * size**3 / fastest)
+            if remaining < 8 * spent:  # the next is eight times as much work
                 break
     return best * (1 if cuda else torch.get_num_threads())

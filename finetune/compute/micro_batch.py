@@ -16,20 +16,22 @@ class PreferenceTargets:
     """Targets of a loss over whole answers, for R rows of a micro-batch, each a prompt with one answer.
 
     Pairs are in the order chosen, rejected, chosen, rejected, …
+
+    Args:
+        signs: (R,) float32: 1 for a chosen or desirable answer, −1 for a rejected or undesirable one.
+        lengths: (R,) float32: number of target tokens.
+        paired: True if rows are pairs of answers to one prompt.
+        mismatched: the same prompts, each with an answer to the prompt of another example of the optimizer step (KTO).
+        reference: (R,) float32: log p of each answer under the base model; None: not computed yet, or not needed.
+        drift: scalar: divergence from the base model in nats per answer, over the whole optimizer step (KTO's z0).
     """
 
     signs: Tensor
-    """(R,) float32: 1 for a chosen or desirable answer, −1 for a rejected or undesirable one."""
     lengths: Tensor
-    """(R,) float32: number of target tokens."""
     paired: bool
-    """True if rows are pairs of answers to one prompt."""
     mismatched: MicroBatch | None = None
-    """The same prompts, each with an answer to the prompt of another example of the optimizer step (KTO)."""
     reference: Tensor | None = None
-    """(R,) float32: log p of each answer under the base model; None: not computed yet, or not needed."""
     drift: Tensor | None = None
-    """Scalar: divergence from the base model in nats per answer, over the whole optimizer step (KTO's z0)."""
 
     def to(self, device: torch.device | str) -> PreferenceTargets:
         """Return a copy on another device."""
@@ -68,12 +70,13 @@ class MicroBatch:
     real: tuple[int, int] | None = None
     """Number of tokens without padding over all sides, and number of token pairs within one sample (of the encoder);
     None: not counted yet."""
-    sides: PreferenceTargets | None = None
+    preference: PreferenceTargets | None = None
     """Targets of a loss over whole answers; None for any other loss."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on another device."""
         inputs = {name: copy_to_device(tensor, device) for name, tensor in self.inputs.items()}
         chosen = None if self.chosen is None else copy_to_device(self.chosen, device)
-        sides = None if self.sides is None else self.sides.to(device)
-        return replace(self, inputs=inputs, labels=copy_to_device(self.labels, device), chosen=chosen, sides=sides)
+        preference = None if self.preference is None else self.preference.to(device)
+        labels = copy_to_device(self.labels, device)
+        return replace(self, inputs=inputs, labels=labels, chosen=chosen, preference=preference)

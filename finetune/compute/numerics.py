@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..config import Train
-from .capabilities import capabilities, preserve_rng_state, seed_generators
+from .capabilities import capabilities
 
 SHORT = 128
 """Longest row in tokens for which a CPU uses batched products for bf16 attention, if oneDNN computes these."""
@@ -109,27 +109,22 @@ def deterministic_algorithms(train: Train, device: torch.device) -> Iterator[Non
     one.
 
     On CUDA attention is flash or math: the backward passes of torch's other kernels add in no fixed order. cuBLAS needs
-    `CUBLAS_WORKSPACE_CONFIG` before its first product (`flatshift.finetune.compute.allocator`).
+    `CUBLAS_WORKSPACE_CONFIG` before its first product (`flatshift.finetune.compute.memory`).
     """
     if not train.deterministic:
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True)
     cuda = capabilities(device).kind == "cuda"
     try:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]) if cuda else contextlib.nullcontext():
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-@contextlib.contextmanager
-def seeded_rng(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the random generators with `seed` inside and restore their state on exit."""
-    with preserve_rng_state([device]):
-        seed_generators(seed, device)
-        yield
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 @contextlib.contextmanager

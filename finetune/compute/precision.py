@@ -1,18 +1,15 @@
 """Precision of a step: the values of `train.precision`, their meaning in torch, and the choice of `auto`.
 
-    choice = choose(train, device, shape)        # fp32, bf16 or fp16, with its measurements in a line
+    choice = resolve_precision(train, device, shape)   # fp32, bf16 or fp16, with its measurements in a line
     with autocast(train, device): ...
 
 On a CPU bf16 is between five times as fast as float32 (AMX) and a hundredth of it (AVX2, where torch multiplies element
 by element: pytorch#146508), and the instruction flags do not decide: AVX512 without BF16 is slower, too, and even
 AVX512_BF16 loses to float32 if the products' inputs must be converted. So `auto` times both.
 
-**Widened weights.** A frozen base model stored in bf16 that computes in float32: half the memory, each weight widened
-when it is used.
-
-For machines whose memory cannot hold the float32 weights and whose bf16 products are slow. A product's weight is
-widened for the product and dropped; the backward pass widens it again instead of keeping it. Widening is exact, so the
-step equals that of a float32 base model with these (rounded) weights, up to the order of sums.
+`widen_on_use` is for machines whose memory cannot hold the float32 weights and whose bf16 products are slow: half the
+memory. A product's weight is widened for the product and dropped; the backward pass widens it again. Widening is exact,
+so the step equals that of a float32 base model with these (rounded) weights, up to the order of sums.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ from torch.nn import functional as F
 
 from ..config import Precision, Train
 from ..errors import UserError
-from .capabilities import capabilities
 from .matmul_rate import DTYPES, MatmulRates, MatmulShape, cpu_rates
+from .numerics import forward_precision
 
 GAIN = 1.2
 """Minimum speed-up of bf16 over float32 to choose it, in the product `matmul_rate.PRODUCT`."""
@@ -44,44 +41,43 @@ _BF16_FROM, _FP16_FROM = (8, 0), (7, 0)
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """Resolved value of `train.precision` on a device."""
+    """Resolved value of `train.precision` on a device.
+
+    `why`: measurements behind it, for the user and for the resolved recipe; `note`: warning for the user, of requested
+    bf16 that is slow or a damaged cached measurement.
+    """
 
     precision: str
     why: str
-    """Measurements behind it, for the user and for the resolved recipe."""
     note: str | None = None
-    """Warning for the user: requested bf16 that is slow, or a damaged cached measurement."""
 
 
 def resolve_precision(train: Train, device: torch.device, shape: MatmulShape) -> PrecisionChoice:
-    """Resolve `train.precision` for `device`.
+    """Resolve `train.precision` for `device`. Raises UserError if the device does not have it.
 
     shape: of a feed-forward block of the run, used to time a CPU.
-
-    Raises:
-        UserError: the device does not have the precision.
     """
-    asked = train.precision
+    requested = train.precision
     if device.type == "cuda":
         return resolve_cuda_precision(
-            asked, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+            requested, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         )
-    if asked == "fp16":
+    if requested == "fp16":
         raise UserError(
             "train.precision: fp16 is for CUDA devices (a CPU has no fast fp16 products); take auto, fp32 or bf16"
         )
     if train.tf32:
         raise UserError("train.tf32 is for CUDA devices; leave it off")
-    if asked == "fp32":
+    if requested == "fp32":
         return PrecisionChoice("fp32", "asked for")
-    rates, wrong = cpu_rates(shape)
-    if asked == "bf16":
+    rates, problem = cpu_rates(shape)
+    if requested == "bf16":
         slow = (
             f"precision: bf16 as asked, but on this CPU it is slower than fp32, by a factor of {1 / rates.gain:.3g} "
             f"({rates}); train.precision: auto takes fp32"
         )
-        return PrecisionChoice("bf16", "asked for", slow if rates.gain < 1 else wrong)
-    return PrecisionChoice(faster_precision(rates), f"{rates}", wrong)
+        return PrecisionChoice("bf16", "asked for", slow if rates.gain < 1 else problem)
+    return PrecisionChoice(faster_precision(rates), f"{rates}", problem)
 
 
 def feed_forward_shape(directory: Path | None, *, tokens: int = 256) -> MatmulShape:
@@ -118,24 +114,22 @@ def faster_precision(rates: MatmulRates) -> str:
     return "bf16" if enough else "fp32"
 
 
-def resolve_cuda_precision(asked: str, name: str, capability: tuple[int, int]) -> PrecisionChoice:
-    """Resolve the precision `asked` for the CUDA device `name` of that compute capability."""
-    where = f"{name} (sm {capability[0]}.{capability[1]})"
-    if asked == "bf16" and capability < _BF16_FROM:
-        other = "fp16" if capability >= _FP16_FROM else "fp32"
-        raise UserError(f"train.precision: bf16: {where} has no bf16 instructions; take auto or {other}")
-    if asked == "fp16" and capability < _FP16_FROM:
-        raise UserError(f"train.precision: fp16: {where} has no fast fp16 products; take auto or fp32")
-    if asked != "auto":
-        return PrecisionChoice(asked, "asked for")
-    if capability >= _BF16_FROM:
-        return PrecisionChoice("bf16", f"{where} multiplies bf16 natively")
-    if capability >= _FP16_FROM:
-        return PrecisionChoice("fp16", f"{where} multiplies fp16 and not bf16 natively; losses are scaled")
-    return PrecisionChoice("fp32", f"{where} has neither bf16 nor fast fp16 products")
-
-
-# --------------------------------------------------------------------------------------------- dtypes for torch
+def resolve_cuda_precision(requested: str, name: str, capability: tuple[int, int]) -> PrecisionChoice:
+    """Resolve the `requested` precision for the CUDA device `name` of that compute capability."""
+    device = f"{name} (sm {capability[0]}.{capability[1]})"
+    has_bf16, has_fp16 = capability >= _BF16_FROM, capability >= _FP16_FROM
+    if requested == "bf16" and not has_bf16:
+        other = "fp16" if has_fp16 else "fp32"
+        raise UserError(f"train.precision: bf16: {device} has no bf16 instructions; take auto or {other}")
+    if requested == "fp16" and not has_fp16:
+        raise UserError(f"train.precision: fp16: {device} has no fast fp16 products; take auto or fp32")
+    if requested != "auto":
+        return PrecisionChoice(requested, "asked for")
+    if has_bf16:
+        return PrecisionChoice("bf16", f"{device} multiplies bf16 natively")
+    if has_fp16:
+        return PrecisionChoice("fp16", f"{device} multiplies fp16 and not bf16 natively; losses are scaled")
+    return PrecisionChoice("fp32", f"{device} has neither bf16 nor fast fp16 products")
 
 
 def infer_precision(train: Train, model: nn.Module) -> Train:
@@ -145,11 +139,11 @@ def infer_precision(train: Train, model: nn.Module) -> Train:
     """
     if train.precision != "auto":
         return train
+    frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
     if any(isinstance(module, WidenedLinear) for module in model.modules()):
-        return dataclasses.replace(train, precision="fp32")
-    kept = {p.dtype for p in model.parameters() if not p.requires_grad}
-    found = next((name for name in ("bf16", "fp16") if DTYPES[name] in kept), "fp32")
-    return dataclasses.replace(train, precision=found)  # type: ignore[arg-type]
+        frozen = set()
+    precision = next((name for name in ("bf16", "fp16") if DTYPES[name] in frozen), "fp32")
+    return dataclasses.replace(train, precision=precision)  # type: ignore[arg-type]
 
 
 def compute_dtype(train: Train) -> torch.dtype:
@@ -185,11 +179,7 @@ def tf32_products(train: Train, device: torch.device) -> Iterator[None]:
 
 def autocast(train: Train, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Return autocast in the precision of `train`; a null context for float32."""
-    dtype = autocast_dtype(train)
-    return contextlib.nullcontext() if dtype is None else torch.autocast(capabilities(device).autocast, dtype=dtype)
-
-
-# ------------------------------------------------------------------------- weights stored narrower than they compute
+    return forward_precision(device, autocast_dtype(train))
 
 
 class _WidenedProduct(torch.autograd.Function):
@@ -225,31 +215,31 @@ _WIDENED = {nn.Linear: WidenedLinear, nn.Embedding: WidenedEmbedding}
 
 
 @torch.no_grad()
-def widen_on_use(model: nn.Module, *, where: str) -> None:
+def widen_on_use(model: nn.Module, *, context: str) -> None:
     """Make `model`, frozen and loaded in bf16, compute in float32 with its current weights, in place.
 
     Weights of linear layers and embeddings stay in bf16; everything else (norms, biases, buffers) becomes float32. PEFT
-    wraps the layers like any others.
-
-    Raises:
-        UserError: starting with `where`, if most of the weights are not in such layers.
+    wraps the layers like any others. Raises UserError that starts with `context` if most of the weights are not in such
+    layers.
     """
     narrow: set[int] = set()
     for module in model.modules():
         if type(module) in _WIDENED:
             module.__class__ = _WIDENED[type(module)]
             narrow.add(id(module.weight))
-    for parameter in model.parameters():
-        if id(parameter) not in narrow:
-            parameter.data = parameter.data.float()
-    for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.dtype == torch.bfloat16:
                 module._buffers[name] = buffer.float()
-    kept = sum(p.numel() for p in model.parameters() if id(p) in narrow)
-    if 2 * kept < sum(p.numel() for p in model.parameters()):
+    narrow_count = total = 0
+    for parameter in model.parameters():
+        total += parameter.numel()
+        if id(parameter) in narrow:
+            narrow_count += parameter.numel()
+        else:
+            parameter.data = parameter.data.float()
+    if 2 * narrow_count < total:
         raise UserError(
-            f"{where}: most of its weights are in layers that cannot be kept in bf16 under fp32 compute; set "
+            f"{context}: most of its weights are in layers that cannot be kept in bf16 under fp32 compute; set "
             "train.backbone_precision: same"
         )
     model.config.dtype = torch.float32

@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from ..compute.micro_batch import MicroBatch
-from ..compute.task import LossTask
+from ..compute.protocols import LossTask
 from ..errors import UserError
 from ..seeds import numpy_generator
 from .collator import Collator

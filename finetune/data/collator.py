@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..compute.micro_batch import MicroBatch, PreferenceTargets
-from ..compute.task import LossTask
+from ..compute.protocols import LossTask
 from .columns import ColumnarExamples
 from .example import IGNORE, Example
 from .masking import unmask_tokens
@@ -82,7 +82,7 @@ class Collator:
             supervised=int(self.counts[list(examples)].sum()),
             samples=len(examples),
             rows=tuple((i,) for i in examples for _ in range(1 + paired)),
-            sides=PreferenceTargets(torch.tensor(signs), torch.tensor(lengths), paired, mismatched),
+            preference=PreferenceTargets(torch.tensor(signs), torch.tensor(lengths), paired, mismatched),
         )
 
     def _rows_of(self, i: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from ..compute.task import TraitsTask
+from ..compute.protocols import TraitsTask
 from ..config import Projector, Train
 from ..errors import UserError
 from .example import IGNORE as IGNORE

@@ -13,7 +13,7 @@ import torch
 from ..compute.micro_batch import MicroBatch
 from ..compute.numerics import forward_precision
 from ..compute.precision import autocast_dtype
-from ..compute.task import LossTask
+from ..compute.protocols import LossTask
 from ..config import Train
 from .collator import Collator
 from .example import Example

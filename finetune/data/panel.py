@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from ..compute.micro_batch import MicroBatch
-from ..compute.task import TraitsTask
+from ..compute.protocols import TraitsTask
 from ..errors import UserError
 from .example import IGNORE
 from .labels import Units
@@ -111,16 +111,16 @@ def format_first_batch(
     spans = split_batch_spans(micro, tokenizer)
     real = _count_tokens(micro)
     rows, said = len(micro.rows), f"{micro.supervised} {task.loss_denominator} supervised"
-    if micro.sides is not None:
-        said = f"{int(micro.sides.lengths.sum())} supervised in {micro.supervised} {task.loss_denominator}"
-        samples *= 2 if micro.sides.paired else 1
+    if micro.preference is not None:
+        said = f"{int(micro.preference.lengths.sum())} supervised in {micro.supervised} {task.loss_denominator}"
+        samples *= 2 if micro.preference.paired else 1
     lines = [f"first batch: {rows} rows, {micro.samples} samples, {real} tokens, {said}"]
     for i, sample in enumerate(spans[:samples]):
         text = _shorten("".join(OPEN + span.text + CLOSE if span.supervised else span.text for span in sample), width)
         if task.traits.is_sequence_level:
             text += f" → {OPEN}{task.format_label(micro.labels[i], label_names=label_names, units=units)}{CLOSE}"
-        if micro.sides is not None:
-            text = f"{'+' if micro.sides.signs[i] > 0 else '−'} {text}"
+        if micro.preference is not None:
+            text = f"{'+' if micro.preference.signs[i] > 0 else '−'} {text}"
         lines.append(f"  {i + 1}. " + text.replace("\n", "\n     "))
     if len(spans) > samples:
         lines.append(f"  … and {len(spans) - samples} more")

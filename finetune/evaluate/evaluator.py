@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..compute.numerics import evaluation_mode
-from ..compute.task import LossTask
+from ..compute.protocols import LossTask
 from ..config import Evaluate
 from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example, find_document_starts, sum_by_document

@@ -21,9 +21,9 @@ from ..compute.attention import (
     offsets_as_mask,
     register_packed_attention,
 )
-from ..compute.mesh_model import MeshModel
 from ..compute.numerics import evaluation_mode
 from ..compute.precision import autocast
+from ..compute.protocols import MeshModel
 from ..config import Train
 from ..errors import UserError
 from ..models.anatomy import vocabulary_size

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..compute.attention import use_blocked_attention
 from ..compute.capabilities import capabilities
 from ..compute.loss import Head, align_targets, find_head, head_probe, linear_cross_entropies
-from ..compute.slices import slice_rows
-from ..compute.task import LossTask, TraitsTask
+from ..compute.memory import slice_rows
+from ..compute.protocols import LossTask, TraitsTask
 from ..data.encoding import IGNORE, Example
 from ..data.eval_batching import ALONE, EvalBatching
 from ..models.anatomy import vocabulary_size

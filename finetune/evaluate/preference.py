@@ -12,7 +12,7 @@ import torch
 from ..compute.loss import Head, answer_log_probs, disable_adapters, find_head, head_probe
 from ..compute.micro_batch import PreferenceTargets
 from ..compute.numerics import evaluation_mode
-from ..compute.task import LossTask
+from ..compute.protocols import LossTask
 from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import Example
 from ..models.anatomy import vocabulary_size
@@ -74,7 +74,7 @@ def score_answers(
     with evaluation_mode(model):
         for micro in inference.batches(examples, task, max_tokens=max_tokens):
             batch = micro.to(inference.device)
-            targets = batch.sides
+            targets = batch.preference
             assert targets is not None
             with inference.precision():
                 columns = [answer_log_probs(model, batch, task=task, head=head)]

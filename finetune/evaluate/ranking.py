@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..compute.task import LossTask
+from ..compute.protocols import LossTask
 from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import IGNORE, Example
 from .answers import prompt_tokens

@@ -25,7 +25,7 @@ import numpy as np
 import regex
 from numpy.typing import NDArray
 
-from ..compute.task import LossTask
+from ..compute.protocols import LossTask
 from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
 from ..errors import UserError

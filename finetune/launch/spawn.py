@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ..compute.allocator import expandable_segments_env
+from ..compute.memory import expandable_segments_env
 from ..config import Mesh
 from ..errors import STOP_SIGNALS, UserError
 from ..lock import temporary_directory

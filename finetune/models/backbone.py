@@ -22,7 +22,7 @@ from urllib.parse import urlparse
 
 from .. import assets
 from ..atomic import read_json_object
-from ..compute.task import TraitsTask
+from ..compute.protocols import TraitsTask
 from ..errors import UserError, first_error_line, is_out_of_memory, shorten, user_path
 
 if TYPE_CHECKING:

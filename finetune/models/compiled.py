@@ -45,7 +45,7 @@ class CompiledBlocks:
         ]
 
     @contextmanager
-    def working(self) -> Iterator[None]:
+    def replace_forwards(self) -> Iterator[None]:
         """Redirect calls of the blocks to their twins inside the context."""
         name, usual = ("forward", {}) if self._within else ("_compiled_call_impl", {"_compiled_call_impl": None})
         for block, twin in zip(self._blocks, self._twins, strict=True):

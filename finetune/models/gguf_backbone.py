@@ -24,7 +24,7 @@ from typing import Any
 
 from ..atomic import write_json
 from ..cache_directory import cache_root
-from ..compute.process_memory import available_memory
+from ..compute.memory import available_memory
 from ..errors import UserError, first_error_line
 from ..lock import exclusive_lock, temporary_directory
 from .gguf_tensors import configuration, convert_tensors

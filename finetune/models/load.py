@@ -91,6 +91,6 @@ def load_backbone(
     check_dropout(model, dropout, where)
     finalize_model(model, report, backbone=backbone, task=task)
     if narrow:
-        widen_on_use(model, where=where)
+        widen_on_use(model, context=where)
     prepare_quantized(model)
     return model if quantization is not None else model.to(device)  # quantised weights are on it already

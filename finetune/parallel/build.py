@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,12 +26,10 @@ from ..models.anatomy import is_conv1d
 from ..models.checkpoint import canonical_name
 from ..models.load import load_backbone
 from ..models.quantize import describe_quantization, unwrap_packed
+from ..tasks import Task
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
 from .mesh import ProcessMesh
-
-if TYPE_CHECKING:
-    from ..tasks import Task
 
 _TOKENS_FIRST = ("xlnet", "fsmt")
 """Model types that compute with (tokens, rows, features)."""
@@ -46,53 +44,50 @@ def build_engine(
     mesh: Mesh,
     world: ProcessMesh,
     label_names: Sequence[str] | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     beginning: InitialAdapter | None = None,
 ) -> Engine:
     """Return the engine of the frozen `backbone` with a fresh adapter on `mesh`; collective.
 
     Commands resolve `train.precision` before (`flatshift.finetune.compute.precision.resolve_precision`); an unresolved
-    `auto` is float32, the default of `load_backbone`.
+    `auto` is float32, the default of `load_backbone`. Raises UserError if base model, adapter and mesh do not fit
+    together, before a weight is read.
 
     Args:
-        say: receives a line on the weights that were loaded (every rank's own numbers).
+        log: receives a line on the weights that were loaded (every rank's own numbers).
         beginning: initial values of the adapter; for one process.
-
-    Raises:
-        UserError: base model, adapter and mesh do not fit together; raised before a weight is read.
     """
     if train.precision == "auto":
         train = dataclasses.replace(train, precision="fp32")
-    if world.size == 1 or train.quantization is not None:
-        model = load_backbone(
-            backbone,
-            task=task,
-            label_names=label_names,
-            precision=train.precision,
-            narrow=train.backbone_precision == "bf16",
-            quantization=train.quantization,
-            dropout=train.backbone_dropout,
-            device=world.device,
+    if world.size > 1 and train.quantization is None:
+        return _build_mesh_engine(
+            backbone, task=task, adapter=adapter, train=train, mesh=mesh, world=world, label_names=label_names, log=log
         )
-        whole = attach_adapter(
-            model,
-            adapter,
-            task=task,
-            seed=train.seed,
-            dtype=adapter_dtype(train),
-            initial=None if beginning is None else beginning.folder,
-            calibration=None if beginning is None else beginning.rows,
-        )
-        if train.quantization is not None:
-            say(describe_quantization(whole, train.quantization))
-        if world.size > 1:
-            check_mesh_support(whole)
-            return _build_quantised_engine(whole, train=train, mesh=mesh, world=world)
-        checkpoint_activations(whole, train.checkpointing)
-        return Engine.alone(whole)
-    return _build_mesh_engine(
-        backbone, task=task, adapter=adapter, train=train, mesh=mesh, world=world, label_names=label_names, say=say
+    base = load_backbone(
+        backbone,
+        task=task,
+        label_names=label_names,
+        precision=train.precision,
+        narrow=train.backbone_precision == "bf16",
+        quantization=train.quantization,
+        dropout=train.backbone_dropout,
+        device=world.device,
     )
+    model = attach_adapter(
+        base,
+        adapter,
+        task=task,
+        seed=train.seed,
+        dtype=adapter_dtype(train),
+        initial=None if beginning is None else beginning.folder,
+        calibration=None if beginning is None else beginning.rows,
+    )
+    if train.quantization is not None:
+        log(describe_quantization(model, train.quantization))
+    if world.size == 1:
+        checkpoint_activations(model, train.checkpointing)
+        return Engine.alone(model)
+    return _build_quantised_engine(model, train=train, mesh=mesh, world=world)
 
 
 def check_mesh_support(model: Any) -> None:
@@ -102,28 +97,27 @@ def check_mesh_support(model: Any) -> None:
     layerdrop in the base model, because each rank would drop other blocks; dropout of hidden states with tokens before
     rows; and dropout by a generator, because each rank has its own.
     """
-    for _, key, rate in dropout_rates(model.get_base_model().config):
+    from ..adapters.offsets import ADAPTER
+
+    config = model.get_base_model().config
+    for _, key, rate in dropout_rates(config):
         if "layerdrop" in key and rate > 0:
             raise UserError(
                 f"mesh: {key} {rate} of this backbone leaves out whole blocks by chance, on each rank others; set "
                 "train.backbone_dropout: 0, or train in one process"
             )
-    kind = model.get_base_model().config.model_type
-    if kind in _TOKENS_FIRST and uses_dropout(model):
+    if config.model_type in _TOKENS_FIRST and uses_dropout(model):
         raise UserError(
-            f"mesh: {kind} models put tokens before rows, whose dropout does not follow the row; set "
+            f"mesh: {config.model_type} models put tokens before rows, whose dropout does not follow the row; set "
             "train.backbone_dropout: 0 and adapter.dropout: 0, or train in one process"
         )
-    if (found := find_generator_dropout(model)) is not None:
+    if (generator := find_generator_dropout(model)) is not None:
+        name, module = generator
         raise UserError(
-            f"mesh: {canonical_name(found[0])} of this backbone is a {type(found[1]).__name__}, which drops by a "
-            "generator, "
+            f"mesh: {canonical_name(name)} of this backbone is a {type(module).__name__}, which drops by a generator, "
             "on each rank something else; set train.backbone_dropout: 0, or train in one process"
         )
-    from ..adapters.offsets import ADAPTER
-
-    parameters = model.peft_config[ADAPTER].target_parameters
-    if parameters:
+    if parameters := model.peft_config[ADAPTER].target_parameters:
         raise UserError(
             f"adapter.targets: on a mesh only linear layers and embeddings are adapted, and {min(parameters)} of this "
             "mixture of experts is adapted as a whole tensor; set adapter.targets to the attention's layers"
@@ -139,11 +133,10 @@ def _build_quantised_engine(model: Any, *, train: Train, mesh: Mesh, world: Proc
     from .context import ContextParallel, check_context
     from .fsdp import shard
 
+    check_mesh_support(model)
     if mesh.cp > 1:
         check_context(model)
-    tokens = ContextParallel(world) if mesh.cp > 1 else None
-    if tokens is not None:
-        tokens.attach(model)
+    tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
     if world.width("dp", "cp") > 1 and mesh.zero == 3:
         unwrap_packed(model)
@@ -160,7 +153,7 @@ def _build_mesh_engine(
     mesh: Mesh,
     world: ProcessMesh,
     label_names: Sequence[str] | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Engine:
     from ..models.meta import build_skeleton
     from .context import ContextParallel, check_context
@@ -169,13 +162,13 @@ def _build_mesh_engine(
     from .tensor import check_tensor_plan, tensor_parallel
     from .weights import load_weights, materialize
 
-    def whole() -> Any:
+    def build_model() -> Any:
         skeleton = build_skeleton(
             backbone, task=task, label_names=label_names, precision=train.precision, dropout=train.backbone_dropout
         )
         return attach_on_meta(skeleton, adapter, task=task, dtype=adapter_dtype(train))
 
-    model = whole()
+    model = build_model()
     check_mesh_support(model)
     base = model.get_base_model()
     checkpoint, deviation = base.checkpoint, float(getattr(base.config, "initializer_range", 0.02))
@@ -184,21 +177,16 @@ def _build_mesh_engine(
     if mesh.cp > 1:
         check_context(model)
     if mesh.pp > 1:
-        model, _ = build_rank_stages(model, whole, mesh=mesh, world=world, tokens=train.max_length)
+        model, _ = build_rank_stages(model, build_model, mesh=mesh, world=world, tokens=train.max_length)
     shapes = {canonical_name(name): p.shape for name, p in model.named_parameters() if p.requires_grad}
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
-    tokens = ContextParallel(world) if mesh.cp > 1 else None
-    if tokens is not None:
-        tokens.attach(model)
+    tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
     sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
     materialize(model, world.device, offload=mesh.offload)
-
-    def progress(done: int, total: int, rate: float) -> None:
-        if done == total:
-            say(f"read {format_bytes(done)} of weights at {format_bytes(round(rate))}/s")
-
-    loaded = load_weights(model, checkpoint, layout=layout, world=world, say=progress)
+    loaded = load_weights(model, checkpoint, layout=layout, world=world)
+    rate = loaded.bytes / max(loaded.seconds, 1e-9)
+    log(f"read {format_bytes(loaded.bytes)} of weights at {format_bytes(round(rate))}/s")
     engine = Engine(
         model,
         world,
@@ -216,8 +204,9 @@ def _build_mesh_engine(
 def _initialise_missing_parameters(
     engine: Engine, shapes: dict[str, torch.Size], unread: Sequence[str], *, seed: int, deviation: float
 ) -> None:
-    """Initialise by name every parameter that no file has: adapters, new heads and PEFT's frozen copy of them."""
-    from .layout import copy_local_part
+    """Initialise by name every parameter that no file has: adapters, new heads and PEFT's frozen copy of them; DoRA's
+    magnitudes by the row norms of the base model, gathered one layer at a time."""
+    from .layout import copy_local_part, gather_full_tensor
 
     parameters = dict(engine.model.named_parameters())
     for full in unread:
@@ -228,17 +217,8 @@ def _initialise_missing_parameters(
         shape = shapes.get(name, engine.layout.shape(name, parameter.shape))
         value = initial_value(name, shape, seed, deviation).to(parameter.dtype)
         copy_local_part(parameter, value, engine.layout.slices.get(name))
-    _set_magnitudes(engine, parameters)
-
-
-@torch.no_grad()
-def _set_magnitudes(engine: Engine, parameters: dict[str, torch.nn.Parameter]) -> None:
-    """Set DoRA's magnitudes to the row norms of the base model, gathered one layer at a time."""
-    from .layout import copy_local_part, gather_full_tensor
-
     for name, module in engine.model.named_modules():
-        vectors = getattr(module, "lora_magnitude_vector", None)
-        if not vectors or "default" not in vectors:
+        if "default" not in (getattr(module, "lora_magnitude_vector", None) or ()):
             continue
         base = module.get_base_layer()
         weight = gather_full_tensor(base.weight, world=engine.world)

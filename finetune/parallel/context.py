@@ -10,7 +10,7 @@ Memory on a rank that still grows with T: gathered keys and values, of one layer
 layers without it; and one (B, 1, T/cp, T) boolean mask for each kind of layer.
 
 The two functions of a `ContextParallel` are registered with transformers as an attention implementation. Outside of
-`reading`, as in evaluation and generation, they are its `sdpa` on whole rows.
+`forward_pass`, as in evaluation and generation, they are its `sdpa` on whole rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -37,11 +37,8 @@ _serial = itertools.count()
 
 
 def check_context(model: nn.Module) -> None:
-    """Reject a base model whose tokens cannot be split over `mesh.cp`; parameters may be on the meta device.
-
-    Raises:
-        UserError: its family is unknown here, or its attention is not causal.
-    """
+    """Raise UserError for a base model whose tokens cannot be split over `mesh.cp`: its family is unknown here, or its
+    attention is not causal. Parameters may be on the meta device."""
     config, known = unwrap_peft(model).config, context_families()
     if config.model_type not in known:
         raise UserError(
@@ -67,7 +64,7 @@ class ContextParallel:
     """This rank's tokens, and attention across the ranks' tokens.
 
         mine = context.take(batch)
-        with context.reading(mine):
+        with context.forward_pass(mine):
             loss = batch_loss(model, mine, task=task)
         loss.backward()
 
@@ -81,9 +78,9 @@ class ContextParallel:
         self._positions: Tensor | None = None
         """(B, T) of the micro-batch in its forward pass; None outside."""
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module) -> Self:
         """Make the attention layers of `model` (with or without PEFT, or a pipeline's stages) gather keys and values
-        inside `reading`."""
+        inside `forward_pass`."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
         from .pipeline.stage import StageModules
@@ -91,9 +88,9 @@ class ContextParallel:
         name = f"flatshift_context_{next(_serial)}"
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, self._mask)
-        for part in model.children() if isinstance(model, StageModules) else [model]:
-            base: Any = getattr(part, "get_base_model", lambda part=part: part)()
-            base.config._attn_implementation = name
+        for stage in model.children() if isinstance(model, StageModules) else [model]:
+            unwrap_peft(stage).config._attn_implementation = name
+        return self
 
     def indices(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the tokens of a row of `length` that this rank holds, int64 (length / cp,)."""
@@ -107,34 +104,32 @@ class ContextParallel:
     def take(self, batch: Batch) -> TokenPart:
         """Return this rank's tokens of `batch`."""
         ids, labels = batch.inputs["input_ids"], batch.labels
-        mine = self.indices(ids.shape[1], ids.device)
+        own = self.indices(ids.shape[1], ids.device)
         positions = batch.inputs.get("position_ids")
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        inputs = {name: tensor[:, mine] for name, tensor in {**batch.inputs, "position_ids": positions}.items()}
+        inputs = {name: tensor[:, own] for name, tensor in {**batch.inputs, "position_ids": positions}.items()}
         # always given: without a mask transformers would search this rank's positions for samples
         inputs["attention_mask"] = batch.inputs.get("attention_mask", torch.ones_like(ids))
-        following = F.pad(labels[:, 1:], (0, 1), value=IGNORED)[:, mine]
+        following = F.pad(labels[:, 1:], (0, 1), value=IGNORED)[:, own]
         return TokenPart(inputs, F.pad(following, (1, 0), value=IGNORED), positions)
 
     @contextlib.contextmanager
-    def reading(self, part: TokenPart) -> Iterator[None]:
-        """Surround the forward pass of `part`; its backward pass may come later."""
-        self._positions = part.positions
+    def forward_pass(self, tokens: TokenPart) -> Iterator[None]:
+        """Surround the forward pass of `tokens`; its backward pass may come later."""
+        self._positions = tokens.positions
         try:
             yield
         finally:
             self._positions = None
 
-    # ------------------------------------------------------------------ functions for transformers
-
-    def _mask(self, **how: Any) -> Tensor | None:
+    def _mask(self, **options: Any) -> Tensor | None:
         """Mask function for transformers: the keys that each query of this rank sees, bool (B, 1, T/cp, T)."""
         if self._positions is None:
             from transformers.masking_utils import sdpa_mask
 
-            return sdpa_mask(**how)
-        assert not how.get("use_vmap"), "a mask function that cannot be broadcast"
+            return sdpa_mask(**options)
+        assert not options.get("use_vmap"), "a mask function that cannot be broadcast"
         positions, device = self._positions, self._positions.device
         rows, length = positions.shape
         row = torch.arange(rows, device=device)[:, None, None, None]
@@ -142,13 +137,19 @@ class ContextParallel:
         query = self.indices(length, device)[None, None, :, None]
         key = torch.arange(length, device=device)[None, None, None, :]
         sample = F.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(1)  # positions restart with each packed sample
-        allowed = (sample[row, query] == sample[row, key]) & how["mask_function"](
+        allowed = (sample[row, query] == sample[row, key]) & options["mask_function"](
             row, head, positions[row, query], positions[row, key]
         )
-        return allowed & how["attention_mask"].bool()[:, None, None, :]
+        return allowed & options["attention_mask"].bool()[:, None, None, :]
 
     def _attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **how: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         """Attention function for transformers: (B, H, T/cp, D) each → (B, T/cp, H, D).
 
@@ -158,18 +159,18 @@ class ContextParallel:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         if attention_mask is None or attention_mask.shape[-1] == key.shape[2]:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         step = query.shape[2] // 2
         key, value = self._gather(key, value)
         outputs = []
         for i, run in enumerate(self._runs()):
-            own, seen = slice(i * step, (i + 1) * step), (run + 1) * step
-            mask = attention_mask[:, :, own, :seen]
+            queries, key_count = slice(i * step, (i + 1) * step), (run + 1) * step
+            mask = attention_mask[:, :, queries, :key_count]
             with with_query_offset(run * step):
-                out, _ = sdpa_attention_forward(
-                    module, query[:, :, own], key[:, :, :seen], value[:, :, :seen], mask, **how
+                output, _ = sdpa_attention_forward(
+                    module, query[:, :, queries], key[:, :, :key_count], value[:, :, :key_count], mask, **options
                 )
-            outputs.append(out)
+            outputs.append(output)
         return torch.cat(outputs, dim=1), None
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

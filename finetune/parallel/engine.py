@@ -34,16 +34,16 @@ from ..compute.attention import drop_sample_offsets
 from ..compute.capabilities import copy_to_device
 from ..compute.dropout import DropoutPass, KeyedDropout
 from ..compute.loss import Head, add_reference, batch_loss, find_head, head_probe
+from ..compute.micro_batch import MicroBatch, PreferenceTargets
 from ..data.eval_batching import DataShard
 from ..errors import UserError
 from ..models.anatomy import position_limit
 from ..models.checkpoint import canonical_name
+from ..tasks import Task
 from .layout import Slice, TensorParallelLayout, copy_local_part, gather_full_tensors, local_part
 from .mesh import DATA, TOKENS, ProcessMesh
 
 if TYPE_CHECKING:
-    from ..compute.micro_batch import MicroBatch, PreferenceTargets
-    from ..tasks import Task
     from .context import ContextParallel
     from .fsdp import Sharding
     from .pipeline.runner import PipelineRunner
@@ -81,34 +81,23 @@ class Engine:
             multiple: rows are padded to a multiple of this many tokens.
         """
         self.model, self.world, self.multiple = model, world, multiple
+        self.device, self.is_main = world.device, world.is_main
         self.layout = layout or TensorParallelLayout()
         self.sharding, self.runner, self.tokens = sharding, runner, tokens
         self.parameters: dict[str, nn.Parameter] = trainable(model)
         """This rank's trained parameters (or its parts of them) by canonical name."""
         self.loss_scale = 1.0
         """Factor by which the gradients of `forward_backward` exceed the true ones
-        (`flatshift.finetune.train.loss_scale`)."""
+        (`flatshift.finetune.train.divergence.LossScale`)."""
         self.dropout_context: Callable[..., DropoutPass] | None = None
-        """`KeyedDropout.during` of the current step; None without dropout."""
+        """`KeyedDropout.forward_pass` of the current step; None without dropout."""
         self.heartbeat: Callable[[], None] = lambda: None
-        """Called after every micro-batch: a heartbeat for the watchdog."""
+        """Called after every micro-batch, for the watchdog."""
 
     @classmethod
     def alone(cls, model: nn.Module) -> Engine:
         """Return the engine of a single process with the whole model."""
         return cls(model, ProcessMesh.alone(next(model.parameters()).device))
-
-    # ------------------------------------------------------------------ position in the mesh
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the batches."""
-        return self.world.device
-
-    @property
-    def is_main(self) -> bool:
-        """True if this rank writes files."""
-        return self.world.is_main
 
     @property
     def share(self) -> tuple[int, int]:
@@ -162,32 +151,21 @@ class Engine:
             multiple=self.multiple,
             lockstep=self.sharding is not None and bool(self.sharding.units),
             add=lambda array: self.world.sum(torch.from_numpy(array).to(self.device), *TOKENS).cpu().numpy(),
-            union=self._union,
+            union=lambda items: self._merge(items, *TOKENS),
         )
 
-    def _union(self, items: Mapping[int, Any]) -> dict[int, Any]:
-        found = self._gather_objects(items, *TOKENS)
-        return {key: value for part in found for key, value in part.items()}
-
-    def _gather_objects(self, item: Any, *axes: str) -> list[Any]:
-        if self.world.width(*axes) == 1:
-            return [item]
-        found: list[Any] = [None] * self.world.width(*axes)
-        dist.all_gather_object(found, item, group=self.world.group(*axes))
-        return found
+    def _merge(self, items: Mapping[Any, Any], *axes: str) -> dict[Any, Any]:
+        """Return the items of all ranks along `axes`."""
+        gathered: list[Any] = [items] * self.world.width(*axes)
+        if len(gathered) > 1:
+            dist.all_gather_object(gathered, items, group=self.world.group(*axes))
+        return {key: value for mapping in gathered for key, value in mapping.items()}
 
     def position_limit(self) -> int | None:
         """Return the longest row, in tokens, that learned positions allow, from any pipeline stage; None without such a
         limit."""
-        limit = position_limit(self.model)
-        if self.world.width("pp") > 1:
-            limits = [found for found in self._gather_objects(limit, "pp") if found is not None]
-            return min(limits, default=None)
-        return limit
-
-    def usable(self, head: Head | None) -> Head | None:
-        """Return `head` for evaluation; None under a pipeline, whose stand-in gives logits only."""
-        return head if self.runner is None else None
+        limits = self._merge({self.world.index("pp"): position_limit(self.model)}, "pp")
+        return min((limit for limit in limits.values() if limit is not None), default=None)
 
     def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
         """Return the head whose loss needs no logits (`flatshift.finetune.compute.loss.find_head`), agreed by all ranks
@@ -207,8 +185,6 @@ class Engine:
         if self.sharding is not None:
             self.sharding.reshard()
 
-    # ------------------------------------------------------------------ one step
-
     def reference_log_probs(
         self,
         micros: Sequence[MicroBatch],
@@ -223,30 +199,26 @@ class Engine:
         Call it before the passes of the step and outside of a regularizer's step, so that the reference is the
         unperturbed base model. Every rank calls this.
         """
-        on_device = [micro.to(self.device) for micro in micros]
-        known = add_reference(
+        with_reference = add_reference(
             self.model,
-            on_device,
+            [micro.to(self.device) for micro in micros],
             task=task,
             head=head,
             precision=precision,
             add=lambda sums: self.world.sum(sums, *TOKENS),
         )
         self.reshard()
-        return [micro.sides for micro in known]
+        return [micro.preference for micro in with_reference]
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], count: int, *, task: Task, head: Head | None, context: Context
     ) -> Tensor:
         """Compute the gradients of Σ loss ÷ `count` over all micro-batches of the step and all ranks, times
-        `loss_scale`; return that loss, unscaled.
+        `loss_scale`; return that loss, unscaled: float32 scalar on the device, the same on every rank.
 
         Args:
             micros: this rank's rows.
             count: target tokens (examples) of the step, over all ranks.
-
-        Returns:
-            float32 scalar on the device, the same on every rank.
         """
         scale = self.gradient_scale * self.loss_scale
         if self.runner is not None:
@@ -257,8 +229,8 @@ class Engine:
                 head=head,
                 context=context,
                 scale=scale,
-                beat=self.heartbeat,
-                draws=self.dropout_context,
+                heartbeat=self.heartbeat,
+                dropout_context=self.dropout_context,
             )
         else:
             total = torch.zeros((), device=self.device)
@@ -266,7 +238,7 @@ class Engine:
             for index, micro in enumerate(micros):
                 if self.sharding is not None:
                     self.sharding.set_sync(last=index + 1 == len(micros))
-                with context(index), self._drawing(index, rows, micro):
+                with context(index), self._dropout_of(index, rows, micro):
                     loss = self._loss(micro.to(self.device), task=task, head=head) / count
                 (loss if scale == 1 else loss * scale).backward()
                 total += loss.detach()
@@ -274,29 +246,28 @@ class Engine:
         self._reduce_gradients()
         return self.world.sum(total, *TOKENS)
 
-    def _drawing(self, index: int, rows: int, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
+    def _dropout_of(self, index: int, rows: int, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         """Return the dropout context of the `index`-th micro-batch, of which a data rank has `rows` rows."""
         if self.dropout_context is None:
             return contextlib.nullcontext()
-        place, ranks = self.share
+        rank, ranks = self.share
         tokens = micro.inputs["input_ids"].shape[1] // self.world.width("cp")
-        return self.dropout_context(first=(index * ranks + place) * rows, rows=len(micro.labels), tokens=tokens)
+        return self.dropout_context(first_row=(index * ranks + rank) * rows, rows=len(micro.labels), tokens=tokens)
 
     def _loss(self, micro: MicroBatch, *, task: Task, head: Head | None) -> Tensor:
         """Return the loss summed over this rank's tokens of `micro`."""
         if self.tokens is None:
             return batch_loss(self.model, micro, task=task, head=head)
         part = self.tokens.take(micro)
-        with self.tokens.reading(part):
+        with self.tokens.forward_pass(part):
             return batch_loss(self.model, part, task=task, head=head)
 
     def _reduce_gradients(self) -> None:
         """Sum the gradients that are not summed yet, by one flat collective each: over tp those of factors that are
         whole there, over the data axes those of parameters that FSDP2 does not hold."""
-        summands = [p for name, p in self.parameters.items() if name in self.layout.partial]
-        self._all_reduce(summands, "tp")
-        held = self.sharding.held if self.sharding is not None else frozenset()
-        self._all_reduce([p for name, p in self.parameters.items() if name not in held], *TOKENS)
+        self._all_reduce([p for name, p in self.parameters.items() if name in self.layout.partial], "tp")
+        reduced = self.sharding.reduced if self.sharding is not None else frozenset()
+        self._all_reduce([p for name, p in self.parameters.items() if name not in reduced], *TOKENS)
 
     def _all_reduce(self, parameters: Iterable[nn.Parameter], *axes: str) -> None:
         if self.world.width(*axes) == 1:
@@ -309,8 +280,8 @@ class Engine:
         for grads in by_type.values():
             flat = torch.cat([grad.flatten() for grad in grads])
             self.world.sum(flat, *axes)
-            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
+            for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(total.view_as(grad))
 
     @torch.no_grad()
     def clip(self, bound: float | None) -> Tensor:
@@ -322,7 +293,7 @@ class Engine:
         limit = math.inf if bound is None else bound
         if self.world.size == 1:
             return nn.utils.clip_grad_norm_(self.parameters.values(), limit)
-        held = self.sharding is not None and bool(self.sharding.held)
+        sharded = self.sharding is not None and bool(self.sharding.reduced)
         # squares by [whole or FSDP-sharded][whole or sliced over tp], per device: offloaded shards have their
         # gradients in host memory, which a scalar on the device cannot multiply
         squares_at = {self.device: torch.zeros(2, 2, dtype=torch.float64, device=self.device)}
@@ -336,19 +307,17 @@ class Engine:
             if grad.device not in squares_at:
                 squares_at[grad.device] = torch.zeros(2, 2, dtype=torch.float64, device=grad.device)
             squares_at[grad.device][kind] += grad.double().square().sum() if grad.numel() else 0
-        squares = torch.stack([copy_to_device(part, self.device) for part in squares_at.values()]).sum(0)
-        squares[1] = self.world.sum(squares[1].clone(), *(("dp", "cp") if held else ()))
+        squares = torch.stack([copy_to_device(sums, self.device) for sums in squares_at.values()]).sum(0)
+        squares[1] = self.world.sum(squares[1].clone(), *(("dp", "cp") if sharded else ()))
         whole = squares.sum(0)
         whole[1] = self.world.sum(whole[1].clone(), "tp")
         norm = self.world.sum(whole.sum(), "pp").sqrt()
         if math.isfinite(limit):
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            factors = {place: factor.to(place) for place in squares_at}
+            factors = {device: factor.to(device) for device in squares_at}
             for grad in grads:
                 grad.mul_(factors[grad.device].to(grad.dtype))
         return norm.float()
-
-    # ------------------------------------------------------------------ full tensors
 
     @torch.no_grad()
     def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -359,30 +328,25 @@ class Engine:
         if self.world.size == 1:
             return {name: tensor.detach() for name, tensor in tensors.items()}
         self.reshard()
-        found = gather_full_tensors(tensors, like=tensors, layout=self.layout, world=self.world)
-        found = {name: tensor.cpu() for name, tensor in found.items()}
-        return {name: t for part in self._gather_objects(found, "pp") for name, t in part.items()}
+        wholes = gather_full_tensors(tensors, parameters=tensors, layout=self.layout, world=self.world)
+        return self._merge({name: tensor.cpu() for name, tensor in wholes.items()}, "pp")
 
     @torch.no_grad()
-    def load_full_tensors(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Copy this rank's part of each full tensor; names and shapes must agree over the mesh.
-
-        Raises:
-            UserError: starting with `where`, if the names or a shape differ.
-        """
+    def load_full_tensors(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, context: str) -> None:
+        """Copy this rank's part of each full tensor; names and shapes must agree over the mesh, else UserError that
+        starts with `context`."""
         if self.world.size == 1:
-            return copy_tensors(wholes, tensors, context=where)
+            return copy_tensors(wholes, tensors, context=context)
         self.reshard()
-        present = {name for part in self._gather_objects(sorted(tensors), "pp") for name in part}
-        if odd := sorted(present ^ wholes.keys()):
+        if odd := sorted(self._merge(dict.fromkeys(tensors), "pp").keys() ^ wholes.keys()):
             raise UserError(
-                f"{where}: this adapter belongs to other settings or another backbone ({odd[0]} has no partner)"
+                f"{context}: this adapter belongs to other settings or another backbone ({odd[0]} has no partner)"
             )
         for name, tensor in tensors.items():
-            wanted = self.layout.shape(name, tensor.shape)
-            if wholes[name].shape != wanted:
+            shape = self.layout.shape(name, tensor.shape)
+            if wholes[name].shape != shape:
                 raise UserError(
-                    f"{where}: {name} has the shape {tuple(wholes[name].shape)} and the model wants {wanted}"
+                    f"{context}: {name} has the shape {tuple(wholes[name].shape)} and the model wants {shape}"
                 )
         for name, tensor in tensors.items():
             copy_local_part(tensor, wholes[name], self.layout.slices.get(name))
@@ -393,9 +357,7 @@ class Engine:
         if self.world.width("pp") == 1:
             return dict(items)
         host = {name: tensor.detach().cpu() for name, tensor in items.items()}
-        return {name: t for part in self._gather_objects(host, "pp") for name, t in part.items()}
-
-    # ------------------------------------------------------------------ adapters on disk
+        return self._merge(host, "pp")
 
     def save_adapter(self, directory: Path) -> None:
         """Write the adapter as plain PEFT, re-opened and compared; on a mesh collective, written by the main rank."""
@@ -414,9 +376,9 @@ class Engine:
             return
         source, target = read_adapter(directory), dict[str, Tensor](self.parameters)
         if partial:
-            present = {name for part in self._gather_objects(sorted(target), "pp") for name in part}
+            present = self._merge(dict.fromkeys(target), "pp")
             source, target = shared_lora(source, target, present=present)
-        self.load_full_tensors(source, target, where=str(directory))
+        self.load_full_tensors(source, target, context=str(directory))
 
     @property
     def peft(self) -> Any:
@@ -437,11 +399,9 @@ class MeshPlacement:
     ) -> None:
         """Create the view. `parameters`: this rank's trained ones by canonical name."""
         self._world, self._layout, self._parameters = world, layout, parameters
-        self.gradient_scale = gradient_scale
-
-    @property
-    def device(self) -> torch.device:
-        return self._world.device
+        self.device, self.gradient_scale = world.device, gradient_scale
+        self.pipelined = world.width("pp") > 1
+        self.share = world.index(*DATA), world.width(*DATA)
 
     def rows(self, layer: str) -> Slice | None:
         return self._layout.slices.get(f"{canonical_name(layer)}.lora_B.weight")
@@ -458,37 +418,32 @@ class MeshPlacement:
     def sum_pipeline(self, tensor: Tensor) -> None:
         self._world.sum(tensor, "pp")
 
-    @property
-    def pipelined(self) -> bool:
-        return self._world.width("pp") > 1
-
-    @property
-    def share(self) -> tuple[int, int]:
-        return self._world.index(*DATA), self._world.width(*DATA)
-
     def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
         names = [canonical_name(name) for name in tensors]
-        found = torch.stack(
+        squares = torch.stack(
             [t.detach().double().square().sum() for t in tensors.values()]
             or [torch.zeros((), dtype=torch.float64, device=self.device)]
         )
         sharded = [isinstance(self._parameters[name], DTensor) for name in names]
-        cut = [name in self._layout.slices for name in names]
-        for members, axes in ((sharded, ("dp", "cp")), (cut, ("tp",))):
+        sliced = [name in self._layout.slices for name in names]
+        for members, axes in ((sharded, ("dp", "cp")), (sliced, ("tp",))):
             if any(members):
-                index = copy_to_device(torch.tensor([i for i, member in enumerate(members) if member]), found.device)
-                found[index] = self._world.sum(found[index], *axes)
-        return found[: len(names)]
+                index = copy_to_device(torch.tensor([i for i, member in enumerate(members) if member]), squares.device)
+                squares[index] = self._world.sum(squares[index], *axes)
+        return squares[: len(names)]
 
     def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         keys = {canonical_name(name): name for name in tensors}
-        parts = {key: tensors[name] for key, name in keys.items()}
-        like = {key: self._parameters[key] for key in keys}
-        found = gather_full_tensors(parts, like=like, layout=self._layout, world=self._world)
-        return {keys[key]: tensor for key, tensor in found.items()}
+        wholes = gather_full_tensors(
+            {key: tensors[name] for key, name in keys.items()},
+            parameters=self._parameters,
+            layout=self._layout,
+            world=self._world,
+        )
+        return {keys[key]: tensor for key, tensor in wholes.items()}
 
     def take(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             key = canonical_name(name)
             whole = wholes[name].to(tensor.device)
-            copy_local_part(tensor, whole, self._layout.slices.get(key), like=self._parameters[key])
+            copy_local_part(tensor, whole, self._layout.slices.get(key), parameter=self._parameters[key])

@@ -11,6 +11,7 @@ import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,26 +41,31 @@ _LONG = 64
 
 @dataclass(frozen=True)
 class Sharding:
-    """FSDP2's shards of a model."""
+    """FSDP2's shards of a model.
+
+    Args:
+        units: its modules.
+        reduced: canonical names of the trainable parameters whose gradients FSDP2 reduces (the *mean* over `group`
+            ranks).
+        group: ranks over which those gradients are averaged; 1 if there are none.
+        whole_bytes: bytes of all parameters without sharding (but sliced by tp and pp).
+        sharded_bytes: bytes of the sharded ones among them.
+        local_bytes: bytes of all parameters on this rank.
+        reduces_always: True if gradients are reduced in every micro-batch (ZeRO-2).
+    """
 
     units: tuple[FSDPModule, ...]
-    held: frozenset[str]
-    """Canonical names of the trainable parameters whose gradients FSDP2 reduces (the *mean* over `group` ranks)."""
+    reduced: frozenset[str]
     group: int
-    """Ranks over which those gradients are averaged; 1 if there are none."""
     whole_bytes: int
-    """Bytes of all parameters without sharding (but sliced by tp and pp)."""
     sharded_bytes: int
-    """Bytes of the sharded ones among them."""
     local_bytes: int
-    """Bytes of all parameters on this rank."""
-    each: bool
-    """True if gradients are reduced in every micro-batch (ZeRO-2)."""
+    reduces_always: bool
 
     def set_sync(self, *, last: bool) -> None:
         """Set gradient reduction for the next backward pass: in the step's last micro-batch, or always for ZeRO-2."""
         for unit in self.units:
-            unit.set_requires_gradient_sync(last or self.each, recurse=False)
+            unit.set_requires_gradient_sync(last or self.reduces_always, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
 
     def reshard(self) -> None:
@@ -75,14 +81,13 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
         model: on meta or real; a module with the children `part0`, `part1`, … is sharded part by part.
         reshard: True to free a unit's weights after its forward pass; by default `mesh.reshard`.
 
-    Raises:
-        UserError: `mesh.offload` without CUDA; `mesh.adapters: replicate` with `mesh.zero` 1 or 2.
-        RuntimeError: FSDP2 left something unsharded.
+    Raises UserError for `mesh.offload` without CUDA and `mesh.adapters: replicate` with `mesh.zero` 1 or 2,
+    RuntimeError if FSDP2 left something unsharded.
     """
-    parameters = dict(model.named_parameters())
+    parameters = list(model.parameters())
+    whole_bytes = sum(p.nbytes for p in parameters)
     if world.width("dp", "cp") == 1:
-        whole = sum(_parameter_bytes(p) for p in parameters.values())
-        return Sharding((), frozenset(), 1, whole, 0, whole, False)
+        return Sharding((), frozenset(), 1, whole_bytes, 0, whole_bytes, False)
     if mesh.offload and not capabilities(world.device).pages:
         raise UserError("mesh.offload keeps shards in host memory, which needs a CUDA device; leave it out on the CPU")
     if mesh.zero < 3 and mesh.adapters == "replicate":
@@ -90,31 +95,47 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
             f"mesh.zero {mesh.zero} shards adapters only and mesh.adapters: replicate forbids it; take mesh.zero 3 or "
             "mesh.adapters: shard"
         )
-    ignored = {p for p in parameters.values() if (mesh.adapters == "replicate" if p.requires_grad else mesh.zero < 3)}
+    ignored = {p for p in parameters if (mesh.adapters == "replicate" if p.requires_grad else mesh.zero < 3)}
+    # gradients are reduced in float32 in any case; weights are used in their own dtype
+    narrow = any(p.requires_grad and p.dtype != torch.float32 for p in parameters)
     options: dict[str, Any] = {
         "mesh": _fsdp_mesh(world),
         "reshard_after_forward": mesh.reshard if reshard is None else reshard,
-        "shard_placement_fn": _make_placement_function(world.width("dp", "cp")),
-        "mp_policy": _mixed_precision_policy(parameters.values()),
+        "shard_placement_fn": partial(_placement, world.width("dp", "cp")),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32) if narrow else MixedPrecisionPolicy(),
         "offload_policy": CPUOffloadPolicy() if mesh.offload else OffloadPolicy(),
         "ignored_params": ignored,
     }
-    whole, expected = sum(_parameter_bytes(p) for p in parameters.values()), 0
-    for root in _find_roots(model):
+    unit_count = 0
+    # the stages of a pipeline rank, each of which is called by itself, or the model
+    stages = [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)]
+    for root in stages or [model]:
         units = _find_units(root, ignored)
         for unit in [*units, root]:
             fully_shard(unit, **options)
-            expected += 1
+        unit_count += len(units) + 1
         if capabilities(world.device).kind == "cuda":
             set_prefetch(sort_by_forward_order(root, units))
         if hasattr(root, "generate"):  # it calls parts, not the root, whose weights it needs gathered
             register_fsdp_forward_method(root, "generate")
-    return _check_sharding(model, expected=expected, ignored=ignored, whole=whole, world=world, each=mesh.zero == 2)
-
-
-def _find_roots(model: nn.Module) -> list[nn.Module]:
-    """Return the parts of a pipeline rank, each of which is called by itself, or the model."""
-    return [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)] or [model]
+    fsdp_units = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
+    sharded = {canonical_name(name): p for name, p in model.named_parameters()}
+    plain = [name for name, p in sharded.items() if not isinstance(p, DTensor) and p not in ignored]
+    if len(fsdp_units) != unit_count or plain:
+        raise RuntimeError(
+            f"silently unsharded: {len(fsdp_units)} of {unit_count} units were made, {len(plain)} parameters were left "
+            f"whole{f', the first {plain[0]}' if plain else ''}"
+        )
+    reduced = frozenset(n for n, p in sharded.items() if p.requires_grad and isinstance(p, DTensor))
+    return Sharding(
+        fsdp_units,
+        reduced,
+        world.width("replicate", "dp", "cp") if reduced else 1,
+        whole_bytes,
+        sum(p.numel() * p.itemsize for p in model.parameters() if isinstance(p, DTensor)),
+        sum(local_part(p).nbytes for p in model.parameters()),
+        mesh.zero == 2,
+    )
 
 
 def _find_units(root: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
@@ -132,9 +153,9 @@ def _find_units(root: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
 
 def sort_by_forward_order(root: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     """Return `units` in the order of a forward pass: the embedding, the blocks, the head."""
-    inside = set(transformer_blocks(root))
+    blocks = set(transformer_blocks(root))
     head = {id(end) for end in _find_embedding_and_head(root, "get_output_embeddings")}
-    return sorted(units, key=lambda unit: 1 if unit in inside else 2 if id(unit) in head else 0)
+    return sorted(units, key=lambda unit: 1 if unit in blocks else 2 if id(unit) in head else 0)
 
 
 def set_prefetch(units: list[Any]) -> None:
@@ -173,46 +194,8 @@ def _fsdp_mesh(world: ProcessMesh) -> DeviceMesh:
     return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("replicate", "_".join(inner)))
 
 
-def _make_placement_function(width: int) -> Any:
-    def place(parameter: nn.Parameter) -> Shard | None:
-        """Shard the first dim, unless it is short and does not divide and a later one does (A with r below the
-        ranks)."""
-        if parameter.ndim == 0 or parameter.shape[0] % width == 0 or parameter.shape[0] >= _LONG * width:
-            return None
-        return next((Shard(dim) for dim, size in enumerate(parameter.shape) if size and size % width == 0), None)
-
-    return place
-
-
-def _mixed_precision_policy(parameters: Any) -> MixedPrecisionPolicy:
-    """Return the policy: gradients are reduced in float32 in any case; weights are used in their own dtype."""
-    narrow = any(p.requires_grad and p.dtype != torch.float32 for p in parameters)
-    return MixedPrecisionPolicy(reduce_dtype=torch.float32) if narrow else MixedPrecisionPolicy()
-
-
-def _parameter_bytes(parameter: torch.Tensor) -> int:
-    return parameter.numel() * parameter.itemsize
-
-
-def _check_sharding(
-    model: nn.Module, *, expected: int, ignored: set[nn.Parameter], whole: int, world: ProcessMesh, each: bool
-) -> Sharding:
-    units = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
-    parameters = {canonical_name(name): p for name, p in model.named_parameters()}
-    plain = [name for name, p in parameters.items() if not isinstance(p, DTensor) and p not in ignored]
-    if len(units) != expected or plain:
-        raise RuntimeError(
-            f"silently unsharded: {len(units)} of {expected} units were made, {len(plain)} parameters were left whole"
-            + (f", the first {plain[0]}" if plain else "")
-        )
-    held = frozenset(n for n, p in parameters.items() if p.requires_grad and isinstance(p, DTensor))
-    everything = list(model.parameters())
-    return Sharding(
-        units,
-        held,
-        world.width("replicate", "dp", "cp") if held else 1,
-        whole,
-        sum(_parameter_bytes(p) for p in everything if isinstance(p, DTensor)),
-        sum(_parameter_bytes(local_part(p)) for p in everything),
-        each,
-    )
+def _placement(width: int, parameter: nn.Parameter) -> Shard | None:
+    """Shard the first dim, unless it is short and does not divide and a later one does (A with r below the ranks)."""
+    if parameter.ndim == 0 or parameter.shape[0] % width == 0 or parameter.shape[0] >= _LONG * width:
+        return None
+    return next((Shard(dim) for dim, size in enumerate(parameter.shape) if size and size % width == 0), None)

@@ -66,14 +66,13 @@ class TensorParallelLayout:
     def first_features(self, modules: Iterable[str]) -> dict[str, int]:
         """Return the first global feature of the input of each of these dropout modules, if features are sliced: before
         the adapter of a row layer, and between the two layers of T5's feed-forward."""
-        found = {}
+        features = {}
         for name in modules:
-            layer, _, what = name.rpartition(".")
-            follows = {"lora_dropout": f"{layer}.lora_A.weight", "dropout": f"{layer}.wo.weight"}
-            held = self.slices.get(follows.get(what, ""))
-            if held is not None:
-                found[name] = held.runs[0][0]
-        return found
+            layer, _, leaf = name.rpartition(".")
+            next_weight = {"lora_dropout": f"{layer}.lora_A.weight", "dropout": f"{layer}.wo.weight"}.get(leaf, "")
+            if (next_slice := self.slices.get(next_weight)) is not None:
+                features[name] = next_slice.runs[0][0]
+        return features
 
     def shape(self, name: str, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """Return the full shape of the parameter `name` whose tensor-parallel part has the shape `local_part`."""
@@ -94,17 +93,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_index_runs(like: Tensor, cut: Slice | None) -> list[Runs]:
-    """Return per dim the half-open runs of global indices that the local part of parameter `like` consists of, in
-    order."""
-    runs: list[Runs] = [((0, size),) for size in like.shape]
-    if cut is not None:
-        runs[cut.dim] = cut.runs
-    if isinstance(like, DTensor):
-        for mesh_dim, dim in _sharded_dims(like):
-            start, stop = _chunk_bounds(
-                like.shape[dim], like.device_mesh.get_local_rank(mesh_dim), _mesh_dim_size(like, mesh_dim)
-            )
+def local_index_runs(parameter: Tensor, tp_slice: Slice | None) -> list[Runs]:
+    """Return per dim the half-open runs of global indices that the local part of `parameter` consists of, in order."""
+    runs: list[Runs] = [((0, size),) for size in parameter.shape]
+    if tp_slice is not None:
+        runs[tp_slice.dim] = tp_slice.runs
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for mesh_dim, dim in _sharded_dims(parameter):
+            start, stop = _chunk_bounds(parameter.shape[dim], mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))
             runs[dim] = _select_runs(runs[dim], start, stop)
     return runs
 
@@ -116,10 +113,6 @@ def _sharded_dims(tensor: DTensor) -> list[tuple[int, int]]:
     return pairs
 
 
-def _mesh_dim_size(tensor: DTensor, mesh_dim: int) -> int:
-    return tensor.device_mesh.size(mesh_dim)
-
-
 def _chunk_bounds(size: int, rank: int, width: int) -> tuple[int, int]:
     """Return the indices of `size` that a `Shard` gives to `rank`: chunks of ⌈size / width⌉, the last ones short or
     empty."""
@@ -129,76 +122,71 @@ def _chunk_bounds(size: int, rank: int, width: int) -> tuple[int, int]:
 
 def _select_runs(runs: Runs, start: int, stop: int) -> Runs:
     """Return the indices number `start` to `stop` of the concatenated `runs`."""
-    kept, offset = [], 0
+    selected, offset = [], 0
     for first, last in runs:
         low, high = max(first, first + start - offset), min(last, first + stop - offset)
         if low < high:
-            kept.append((low, high))
+            selected.append((low, high))
         offset += last - first
-    return tuple(kept)
+    return tuple(selected)
 
 
 @torch.no_grad()
-def copy_local_part(tensor: Tensor, whole: Tensor, cut: Slice | None = None, *, like: Tensor | None = None) -> None:
+def copy_local_part(
+    tensor: Tensor, whole: Tensor, tp_slice: Slice | None = None, *, parameter: Tensor | None = None
+) -> None:
     """Copy this rank's part of `gather_full_tensor` into `tensor`, a parameter or a tensor sharded like the parameter
-    `like`."""
+    `parameter`."""
     target = local_part(tensor)
-    for dim, runs in enumerate(local_index_runs(tensor if like is None else like, cut)):
+    for dim, runs in enumerate(local_index_runs(tensor if parameter is None else parameter, tp_slice)):
         parts = [whole.narrow(dim, start, stop - start) for start, stop in runs] or [whole.narrow(dim, 0, 0)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     assert target.shape == whole.shape, (target.shape, whole.shape)
     target.copy_(whole)
 
 
-def gather_full_tensor(
-    tensor: Tensor, cut: Slice | None = None, *, world: ProcessMesh, like: Tensor | None = None
-) -> Tensor:
-    """Return one full tensor on every rank (see `gather_full_tensors`)."""
-    slices = {} if cut is None else {"it": cut}
-    like = tensor if like is None else like
-    return gather_full_tensors({"it": tensor}, like={"it": like}, layout=TensorParallelLayout(slices), world=world)[
-        "it"
-    ]
+def gather_full_tensor(tensor: Tensor, *, world: ProcessMesh) -> Tensor:
+    """Return the full tensor of a parameter that is not sliced over tp (see `gather_full_tensors`)."""
+    only = {"": tensor}
+    return gather_full_tensors(only, parameters=only, layout=TensorParallelLayout(), world=world)[""]
 
 
 @torch.no_grad()
 def gather_full_tensors(
-    tensors: Mapping[str, Tensor], *, like: Mapping[str, Tensor], layout: TensorParallelLayout, world: ProcessMesh
+    tensors: Mapping[str, Tensor],
+    *,
+    parameters: Mapping[str, Tensor],
+    layout: TensorParallelLayout,
+    world: ProcessMesh,
 ) -> dict[str, Tensor]:
-    """Gather `tensors`, by one collective for each axis along which any of them is sharded.
+    """Gather `tensors` (parameters, gradients or moments by canonical name, with the parameter of each), by one
+    collective for each axis along which any of them is sharded.
 
-    Collective over the FSDP axis and over tp: every rank there calls it with the same names in the same order.
-
-    Args:
-        tensors: by canonical name: parameters, gradients or moments.
-        like: the parameter of each of them.
-
-    Returns:
-        Full tensors on `world.device`, the same on every rank. Unsharded tensors are returned as they are, not copied.
+    Collective over the FSDP axis and over tp: every rank there calls it with the same names in the same order, and gets
+    the same full tensors on `world.device`. Unsharded tensors are returned as they are, not copied.
     """
     parts = {name: local_part(tensor).to(world.device) for name, tensor in tensors.items()}
     meshes: dict[tuple[DeviceMesh, int], dict[str, int]] = {}
     for name in parts:
-        parameter = like[name]
+        parameter = parameters[name]
         if isinstance(parameter, DTensor):
             for mesh_dim, dim in _sharded_dims(parameter):
                 meshes.setdefault((parameter.device_mesh, mesh_dim), {})[name] = dim
     for (mesh, mesh_dim), dims in meshes.items():
         width = mesh.size(mesh_dim)
-        shapes = {name: _chunk_shapes(like[name].shape, dim, width) for name, dim in dims.items()}
+        shapes = {name: _chunk_shapes(parameters[name].shape, dim, width) for name, dim in dims.items()}
         chunks = _all_gather_bytes({name: parts[name] for name in dims}, shapes, mesh.get_group(mesh_dim), width)
         parts |= {name: torch.cat(chunks[name], dim) for name, dim in dims.items()}
     tp = world.width("tp")
-    cut = {name: layout.slices[name] for name in parts if name in layout.slices}
-    if tp > 1 and cut:
-        shapes = {name: [parts[name].shape] * tp for name in cut}
-        chunks = _all_gather_bytes({name: parts[name] for name in cut}, shapes, world.group("tp"), tp)
-        parts |= {name: _join_slices(chunks[name], piece, world.index("tp")) for name, piece in cut.items()}
+    tp_slices = {name: layout.slices[name] for name in parts if name in layout.slices}
+    if tp > 1 and tp_slices:
+        shapes = {name: [parts[name].shape] * tp for name in tp_slices}
+        chunks = _all_gather_bytes({name: parts[name] for name in tp_slices}, shapes, world.group("tp"), tp)
+        parts |= {name: _join_slices(chunks[name], own, world.index("tp")) for name, own in tp_slices.items()}
     return parts
 
 
 def _chunk_shapes(shape: torch.Size, dim: int, width: int) -> list[torch.Size]:
-    """Return the shape of each rank's chunk."""
     bounds = [_chunk_bounds(shape[dim], rank, width) for rank in range(width)]
     return [torch.Size([*shape[:dim], stop - start, *shape[dim + 1 :]]) for start, stop in bounds]
 
@@ -207,39 +195,36 @@ def _all_gather_bytes(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, list[torch.Size]], group: dist.ProcessGroup, width: int
 ) -> dict[str, list[Tensor]]:
     """Return every rank's `tensors`, by name in rank order, through one all-gather of bytes."""
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    room = {name: -(-max(s.numel() for s in shapes[name]) * t.itemsize // _ALIGNED) for name, t in tensors.items()}
-    device = next(iter(tensors.values())).device
-    ours = torch.zeros(sum(room.values()) * _ALIGNED, dtype=torch.uint8, device=device)
-    starts, offset = {}, 0
+    starts, size = {}, 0
     for name, tensor in tensors.items():
-        starts[name] = offset
+        starts[name] = size
+        largest = max(shape.numel() for shape in shapes[name]) * tensor.itemsize
+        size += -(-largest // _ALIGNED) * _ALIGNED
+    own = torch.zeros(size, dtype=torch.uint8, device=next(iter(tensors.values())).device)
+    for name, tensor in tensors.items():
         flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-        ours[offset : offset + len(flat)].copy_(flat)
-        offset += room[name] * _ALIGNED
-    everyone = torch.empty(width * len(ours), dtype=torch.uint8, device=device)
+        own[starts[name] : starts[name] + len(flat)].copy_(flat)
+    buffer = torch.empty(width * size, dtype=torch.uint8, device=own.device)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    gather(everyone, ours, group=group)
+    gather(buffer, own, group=group)
     gathered: dict[str, list[Tensor]] = {name: [] for name in tensors}
     for rank in range(width):
-        for name, dtype in dtypes.items():
-            shape = shapes[name][rank]
-            start = rank * len(ours) + starts[name]
-            piece = everyone[start : start + shape.numel() * dtype.itemsize]
-            gathered[name].append(piece.view(dtype).view(shape))
+        for name, tensor in tensors.items():
+            shape, start = shapes[name][rank], rank * size + starts[name]
+            piece = buffer[start : start + shape.numel() * tensor.itemsize]
+            gathered[name].append(piece.view(tensor.dtype).view(shape))
     return gathered
 
 
-def _join_slices(parts: list[Tensor], cut: Slice, rank: int) -> Tensor:
+def _join_slices(parts: list[Tensor], own: Slice, rank: int) -> Tensor:
     """Return the full tensor from the parts that `Slice.even` gives to the tensor-parallel ranks."""
-    fused, dim = len(cut.runs), cut.dim
-    slices = [Slice.even(dim, cut.size, rank=r, width=len(parts), fused=fused) for r in range(len(parts))]
-    assert slices[rank] == cut, (slices[rank], cut)
-    shape = [*parts[0].shape[:dim], cut.size, *parts[0].shape[dim + 1 :]]
-    joined = parts[0].new_empty(shape)
-    for part, own in zip(parts, slices, strict=True):
+    dim, fused = own.dim, len(own.runs)
+    slices = [Slice.even(dim, own.size, rank=r, width=len(parts), fused=fused) for r in range(len(parts))]
+    assert slices[rank] == own, (slices[rank], own)
+    joined = parts[0].new_empty([*parts[0].shape[:dim], own.size, *parts[0].shape[dim + 1 :]])
+    for part, tp_slice in zip(parts, slices, strict=True):
         offset = 0
-        for start, stop in own.runs:
+        for start, stop in tp_slice.runs:
             joined.narrow(dim, start, stop - start).copy_(part.narrow(dim, offset, stop - start))
             offset += stop - start
     return joined

@@ -14,6 +14,7 @@ The mesh always has all five axes, in this order, unused ones of size 1:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -51,13 +52,7 @@ class ProcessMesh:
     @classmethod
     def of(cls, mesh: Mesh, device: torch.device) -> ProcessMesh:
         """Return this rank's position in `mesh`; the default process group must exist and have as many ranks as the
-        mesh.
-
-        Collective: every rank calls it together.
-
-        Raises:
-            UserError: the axes do not multiply to the number of processes.
-        """
+        mesh, else UserError. Collective: every rank calls it together."""
         from torch.distributed.device_mesh import init_device_mesh
 
         size = dist.get_world_size()
@@ -69,20 +64,16 @@ class ProcessMesh:
         """Return the number of ranks along `axes` together."""
         if self.mesh is None:
             return 1
-        sizes = dict(zip(AXES, self.mesh.shape, strict=True))
-        width = 1
-        for axis in axes:
-            width *= sizes[axis]
-        return width
+        return math.prod(self.mesh.shape[AXES.index(axis)] for axis in axes)
 
     def index(self, *axes: str) -> int:
         """Return this rank's number along `axes`, the last of them counting fastest."""
         if self.mesh is None:
             return 0
-        place = dict(zip(AXES, self.mesh.get_coordinate() or (), strict=True))
+        coordinates = self.mesh.get_coordinate() or ()
         index = 0
         for axis in axes:
-            index = index * self.width(axis) + place[axis]
+            index = index * self.width(axis) + coordinates[AXES.index(axis)]
         return index
 
     def submesh(self, *axes: str) -> DeviceMesh:
@@ -96,11 +87,10 @@ class ProcessMesh:
 
     def flat(self, *axes: str) -> DeviceMesh:
         """Return a one-dimensional mesh over `axes` together. Collective at its first call."""
-        assert self.mesh is not None
         axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self._groups:  # cached: slicing a mesh is slower than many a collective
-            cut = self.mesh[axes if len(axes) > 1 else axes[0]]
-            self._groups[axes] = cut._flatten("_".join(axes)) if len(axes) > 1 else cut
+            mesh = self.submesh(*axes)
+            self._groups[axes] = mesh._flatten("_".join(axes)) if len(axes) > 1 else mesh
         return self._groups[axes]
 
     def group(self, *axes: str) -> dist.ProcessGroup:
@@ -117,9 +107,9 @@ class ProcessMesh:
         """Return True if `flag` holds on any rank (a signal reaches the ranks at different times)."""
         if self.size == 1:
             return flag
-        told = torch.tensor(float(flag), device=self.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        return bool(told.item())
+        result = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(result, dist.ReduceOp.MAX)
+        return bool(result.item())
 
     def wait(self) -> None:
         """Wait until all ranks are here."""

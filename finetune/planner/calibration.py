@@ -187,7 +187,7 @@ def _measure_overhead_bytes(
 
     import torch
 
-    from ..compute.process_memory import malloc_bytes, measure_peaks, process_bytes
+    from ..compute.memory import malloc_bytes, measure_peaks, process_bytes
 
     torch.set_num_threads(1)
     # a first small step, so that everything loaded on first use counts as libraries

@@ -30,7 +30,7 @@ from flatshift.regularizers.config import (
     default_rank,
 )
 
-from ..compute.slices import slice_columns, slice_rows
+from ..compute.memory import slice_columns, slice_rows
 from ..config import WIDTHS, Adapter, Mesh, Train
 from ..figures import format_bytes
 from .sizes import BackboneSizes

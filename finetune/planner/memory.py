@@ -332,7 +332,7 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
     if mesh.pp > 1:
         stages = virtual_stages(mesh.schedule, mesh.virtual)
         pieces = pieces_per_micro(
-            rows, train.accumulate, pp=mesh.pp, virtual=stages, schedule=mesh.schedule, wanted=mesh.microbatches
+            rows, train.accumulate, pp=mesh.pp, virtual=stages, schedule=mesh.schedule, requested=mesh.microbatches
         )
         pieces = round_up_pieces(pieces * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
         idle = bubble_fraction(mesh.pp, stages, pieces, mesh.schedule)

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ..compute.task import TaskTraits
+from ..compute.protocols import TaskTraits
 from ..errors import UserError
 from ..evaluate.metrics import metric_names
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ..compute.task import TaskTraits
+from ..compute.protocols import TaskTraits
 from ..evaluate.metrics import metric_names
 from .base import SequenceLevelTask
 

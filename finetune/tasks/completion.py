@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ..compute.task import TaskTraits
+from ..compute.protocols import TaskTraits
 from ..config import check_bounds
 from ..errors import UserError
 from .base import TemplateTask, check_task_metrics

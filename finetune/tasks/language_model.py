@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ..compute.task import TaskTraits
+from ..compute.protocols import TaskTraits
 from .base import BaseTask
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ..compute.task import TaskTraits
+from ..compute.protocols import TaskTraits
 from ..config import check_bounds
 from .base import BaseTask, InputFormat
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from ..compute.task import TaskTraits
+from ..compute.protocols import TaskTraits
 from ..config import check_bounds
 from ..errors import UserError
 from ..evaluate.metrics import metric_names

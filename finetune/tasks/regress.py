@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ..compute.task import TaskTraits
+from ..compute.protocols import TaskTraits
 from ..errors import UserError
 from ..evaluate.metrics import metric_names
 from .base import BaseTask, SequenceLevelTask

@@ -21,50 +21,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 from ..errors import UserError
 from ..evaluate.metrics import find_metric
-from .stage import full_evaluation_metric
+from .stage import TrainingStage, full_evaluation_metric
 
-if TYPE_CHECKING:
-    from .stage import TrainingStage
-
-_EVENTS = frozenset(
-    f"on_{event}"
-    for event in (
-        *("init_end", "train_begin", "step_begin", "pre_optimizer_step", "step_end"),
-        *("log", "evaluate", "save", "train_end"),
-    )
-)
+_EVENTS = {
+    *("init_end", "train_begin", "step_begin", "pre_optimizer_step", "step_end", "log", "evaluate", "save", "train_end")
+}
 
 
-@dataclass(frozen=True)
-class CallbackArguments:
-    """Attributes of `TrainingArguments` available to callbacks; any other raises an AttributeError."""
+class CallbackArguments(SimpleNamespace):
+    """Attributes of `TrainingArguments` available to callbacks; any other raises an AttributeError.
 
-    output_dir: str
-    max_steps: int
-    per_device_train_batch_size: int
-    """Rows of one micro-batch, over all data ranks together."""
-    gradient_accumulation_steps: int
-    learning_rate: float
-    weight_decay: float
-    max_grad_norm: float | None
-    seed: int
-    eval_strategy: str
-    """`steps`, or `no` without dev rows."""
-    eval_steps: int
-    save_strategy: str
-    save_steps: int
-    metric_for_best_model: str
-    greater_is_better: bool
-    load_best_model_at_end: bool
-    """True if there are dev rows."""
-    logging_strategy: str = "steps"
-    logging_steps: int = 1
-    disable_tqdm: bool = True
+    `per_device_train_batch_size` is the rows of one micro-batch, over all data ranks together; `eval_strategy` is `no`
+    and `load_best_model_at_end` False without dev rows.
+    """
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -75,14 +49,16 @@ class CallbackArguments:
 class Callbacks:
     """Fires a stage's events to callbacks and collects their requests."""
 
-    def __init__(self, stage: TrainingStage, *, is_main: bool, about: Mapping[str, Any]) -> None:
-        """Check the callbacks and fire `init_end`. about: `model`, `processing_class` and `optimizer`, passed to every
-        event."""
-        train, optimizer, judged = stage.train, stage.optimizer, bool(stage.dev)
+    def __init__(self, stage: TrainingStage, *, is_main: bool, objects: Mapping[str, Any]) -> None:
+        """Check the callbacks and fire `init_end`.
+
+        objects: `model`, `processing_class` and `optimizer`, passed to every event.
+        """
+        train, optimizer, has_dev = stage.train, stage.optimizer, bool(stage.dev)
         metric = full_evaluation_metric(train, stage.task)
         metric = metric or ("accuracy" if stage.task.traits.has_accuracy and train.best != "loss" else "loss")
         self.callbacks = list(stage.callbacks)
-        self._about, self._log = dict(about), stage.run.log
+        self._objects = dict(objects)
         if not self.callbacks:
             return
         from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
@@ -106,87 +82,83 @@ class Callbacks:
             weight_decay=optimizer.weight_decay,
             max_grad_norm=optimizer.clip,
             seed=train.seed,
-            eval_strategy="steps" if judged else "no",
+            eval_strategy="steps" if has_dev else "no",
             eval_steps=train.evaluation_interval,
             save_strategy="steps" if train.save_every else "no",
             save_steps=train.save_every,
             metric_for_best_model=f"eval_{metric}",
             greater_is_better=not find_metric(metric).lower,
-            load_best_model_at_end=judged,
+            load_best_model_at_end=has_dev,
+            logging_strategy="steps",
+            logging_steps=1,
+            disable_tqdm=True,
         )
         for callback in self.callbacks:
             if not isinstance(callback, TrainerCallback):
                 raise UserError(
                     f"callbacks: {type(callback).__name__} is no transformers.TrainerCallback; derive it from that"
                 )
-            deaf = [
+            never_fired = [
                 name
-                for name in vars(TrainerCallback)
-                if name.startswith("on_") and name not in _EVENTS and _overrides(callback, name, TrainerCallback)
+                for name, method in vars(TrainerCallback).items()
+                if name.startswith("on_")
+                and name.removeprefix("on_") not in _EVENTS
+                and getattr(type(callback), name) is not method
             ]
-            if deaf:
-                self._warn(f"{type(callback).__name__} listens to {', '.join(deaf)}, which never comes here")
+            if never_fired:
+                text = f"{type(callback).__name__} listens to {', '.join(never_fired)}, which never comes here"
+                stage.run.log(f"warning: {text}")
+                warnings.warn(text, stacklevel=2)
         self.fire("init_end")
 
-    def _warn(self, text: str) -> None:
-        self._log(f"warning: {text}")
-        warnings.warn(text, stacklevel=3)
-
-    def fire(self, event: str, **more: Any) -> None:
+    def fire(self, event: str, **details: Any) -> None:
         """Call every callback for `event` (without `on_`)."""
         for callback in self.callbacks:
-            answer = getattr(callback, f"on_{event}")(self.args, self.state, self.control, **self._about, **more)
-            if answer is not None:
-                self.control = answer
+            control = getattr(callback, f"on_{event}")(self.args, self.state, self.control, **self._objects, **details)
+            if control is not None:
+                self.control = control
         if self.callbacks and self.control.should_epoch_stop:
             raise UserError(
                 "callbacks: should_epoch_stop has no meaning where there are no epochs; use should_training_stop"
             )
 
-    def at(self, step: int, *, tokens: int, best_step: int | None, best: float | None) -> None:
+    def set_position(self, step: int, *, tokens: int, best_step: int | None, best: float | None) -> None:
         """Set the current position of the stage."""
         if self.callbacks:
             self.state.global_step, self.state.num_input_tokens_seen = step, tokens
             self.state.best_global_step, self.state.best_metric = best_step, best
 
-    def step_begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin the next step; requests of the last one are cleared."""
         if self.callbacks:
             self.control.should_save = self.control.should_evaluate = self.control.should_log = False
             self.fire("step_begin")
 
-    def logged(self, line: Mapping[str, Any]) -> None:
+    def report(self, row: Mapping[str, Any]) -> None:
         """Report a row of metrics.jsonl: `loss`, `grad_norm`, `learning_rate` and so on, or `eval_loss`."""
         if not self.callbacks:
             return
-        numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("attempt", "step")}
-        if line["split"] == "dev":
+        numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and k not in ("attempt", "step")}
+        if row["split"] == "dev":
             numbers = {f"eval_{name}": value for name, value in numbers.items() if name in ("loss", "accuracy")}
         elif "lr" in numbers:
             numbers["learning_rate"] = numbers.pop("lr")
-        self.state.log_history.append({**numbers, "step": line["step"]})
+        self.state.log_history.append({**numbers, "step": row["step"]})
         self.fire("log", logs=numbers)
-        if line["split"] == "dev":
+        if row["split"] == "dev":
             self.fire("evaluate", metrics=numbers)
 
-    def asks(self, what: str) -> bool:
-        """Return True if a callback has set `control.should_<what>`."""
-        return bool(self.callbacks) and bool(getattr(self.control, f"should_{what}"))
+    def requests(self, action: str) -> bool:
+        """Return True if a callback has set `control.should_<action>`."""
+        return bool(self.callbacks) and bool(getattr(self.control, f"should_{action}"))
 
     def states(self) -> list[dict[str, Any] | None]:
         """Return the state of each callback, for JSON; None for those without one."""
-        found = []
-        for callback in self.callbacks:
-            said = callback.state() if hasattr(callback, "state") else None
-            found.append(dict(said["attributes"]) if said else None)
-        return found
+        states = [callback.state() if hasattr(callback, "state") else None for callback in self.callbacks]
+        return [dict(state["attributes"]) if state else None for state in states]
 
     def restore(self, states: Sequence[Mapping[str, Any] | None]) -> None:
         """Restore the callbacks' `states`, in the same order."""
         for callback, attributes in zip(self.callbacks, states, strict=False):
             for name, value in (attributes or {}).items():
                 setattr(callback, name, value)
-
-
-def _overrides(callback: Any, name: str, base: type) -> bool:
-    return getattr(type(callback), name) is not getattr(base, name)

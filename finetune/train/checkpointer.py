@@ -10,24 +10,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..atomic import atomic_directory, remove_leftovers, write_json
+from ..config import SpikeRecovery
 from ..digests import file_sha256, record_digest
 from ..launch import watchdog
 from ..parallel.engine import Engine
 from ..run_directory import METRICS, disk_full_interrupts, last_attempt, read_metrics
-from .data_order import batch_index, merge_skipped_ranges, rollback_step
 from .optimizer import AdapterOptimizer
-
-if TYPE_CHECKING:
-    from .stage import TrainingStage
+from .stage import TrainingStage
 
 
 @dataclass
@@ -46,24 +45,19 @@ class TrainingState:
     """True while the dev evaluation after `step` is still to be done."""
     stopped_early: bool = False
     skipped: int = 0
-    """Steps skipped because their loss or gradient was not finite."""
+    """Steps whose loss or gradient was not finite; `skipped_in_a_row`: since the last applied one."""
     skipped_in_a_row: int = 0
-    """Consecutive skipped steps since the last applied one."""
     loss_scale: dict[str, float] = field(default_factory=dict)
-    """State of `flatshift.finetune.train.loss_scale`; empty unless the stage computes in fp16."""
+    """State of `flatshift.finetune.train.divergence.LossScale`; empty unless the stage computes in fp16."""
     recent: list[float] = field(default_factory=list)
     """Losses of the last steps, up to `train.spikes.window` of them."""
     skipped_ranges: list[list[int]] = field(default_factory=list)
-    """Batches [first, stop) skipped because of spikes (`flatshift.finetune.train.data_order`)."""
+    """Batches [first, stop) skipped because of spikes (`batch_index`)."""
     rewinds: list[dict[str, Any]] = field(default_factory=list)
     """Spikes that the stage rolled back for: `step`, `loss`, `limit`, and `to`, the step of the checkpoint."""
     callbacks: list[dict[str, Any] | None] = field(default_factory=list)
     best: dict[str, Tensor] = field(default_factory=dict)
     """Adapter after `best_step`, this rank's part; empty while it is the live one or there is no dev set."""
-
-    def meta(self) -> dict[str, Any]:
-        """Return everything but tensors and the step, for JSON."""
-        return {k: v for k, v in vars(self).items() if k not in {"best", "step"}}
 
 
 class Checkpointer:
@@ -82,33 +76,39 @@ class Checkpointer:
         """Restore the newest valid checkpoint of the stage, if there is one; count the attempt."""
         if self.engine.is_main:  # removes leftovers of a killed save, so one rank does it before the others read
             drop_checkpoints(self.run.state, other_than=self.stage)
-            latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
-        self.engine.world.wait()
-        found = latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
+        checkpoint = self._latest_on_all_ranks()
         self.attempt = last_attempt(read_metrics(self.run.stage(self.stage) / METRICS), self.stage) + 1
-        if found is None:
+        if checkpoint is None:
             self.run.log(f"{self.stage}: attempt {self.attempt} from step 0")
             return
-        self._take(found)
-        self.run.log(f"{self.stage}: attempt {self.attempt} continues after step {found.step}")
+        self._apply(checkpoint)
+        self.run.log(f"{self.stage}: attempt {self.attempt} continues after step {checkpoint.step}")
 
-    def _take(self, found: Checkpoint) -> None:
-        where, parameters = f"checkpoint {found.path}", self.engine.parameters
-        self.engine.load_full_tensors(select_group(found.tensors, "adapter"), parameters, where=where)
-        for kind, moments in self.optimizer.expect(select_group(found.tensors, "step")).items():
-            self.engine.load_full_tensors(select_group(found.tensors, kind), moments, where=where)
+    def _latest_on_all_ranks(self) -> Checkpoint | None:
+        """Return the newest valid checkpoint, once the main rank has removed damaged ones."""
+        if self.engine.is_main:
+            latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
+        self.engine.world.wait()
+        return latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
+
+    def _apply(self, checkpoint: Checkpoint) -> None:
+        context, parameters = f"checkpoint {checkpoint.path}", self.engine.parameters
+        groups, metadata = partial(select_group, checkpoint.tensors), checkpoint.meta
+        self.engine.load_full_tensors(groups("adapter"), parameters, context=context)
+        for kind, moments in self.optimizer.expect(groups("step")).items():
+            self.engine.load_full_tensors(groups(kind), moments, context=context)
         self.regularizer.load_state_dict(
-            {name: tensor.to(self.engine.device) for name, tensor in select_group(found.tensors, "regularizer").items()}
+            {name: tensor.to(self.engine.device) for name, tensor in groups("regularizer").items()}
         )
-        place, before = self._place(), found.meta["place"]
-        if place != before:
-            self.run.log(f"warning: {before} before, {place} now: the same curve to rounding, not the same bits")
-        self.progress = TrainingState(step=found.step, **found.meta["progress"])
-        if best := select_group(found.tensors, "best"):
+        platform, before = self._platform(), metadata["place"]
+        if platform != before:
+            self.run.log(f"warning: {before} before, {platform} now: the same curve to rounding, not the same bits")
+        self.progress = TrainingState(step=checkpoint.step, **metadata["progress"])
+        if best := groups("best"):
             self.progress.best = clone_tensors(parameters)
-            self.engine.load_full_tensors(best, self.progress.best, where=where)
-        self.attempt = max(self.attempt, int(found.meta["attempt"]) + 1)
-        self.saved_step = found.step
+            self.engine.load_full_tensors(best, self.progress.best, context=context)
+        self.attempt = max(self.attempt, int(metadata["attempt"]) + 1)
+        self.saved_step = checkpoint.step
 
     def rewind(self, spike: dict[str, Any], *, reattach: Callable[[], None]) -> bool:
         """Roll back for `spike` (`step, loss, limit`) to the checkpoint of `rollback_step`, and skip the batches from
@@ -121,31 +121,31 @@ class Checkpointer:
 
         Returns False if there is no checkpoint to roll back to.
         """
-        spikes, now = self.train.spikes, self.progress
+        spikes, now, attempt = self.train.spikes, self.progress, self.attempt
         assert spikes is not None
-        to = rollback_step(now.step, spikes, self.train.save_every)
-        if not any(step <= to for step in checkpoint_steps(self.run.state)):
+        target = rollback_step(now.step, spikes, self.train.save_every)
+        steps = checkpoint_steps(self.run.state)
+        if not any(step <= target for step in steps):
             return False
         if self.engine.is_main:
-            drop_checkpoints_after(self.run.state, to)
-            latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
-        self.engine.world.wait()
-        found = latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
-        if found is None:
+            for step in steps:
+                if step > target:
+                    _remove_directory(self.run.state / f"step-{step}")
+        checkpoint = self._latest_on_all_ranks()
+        if checkpoint is None:
             return False
         reattach()
-        attempt = self.attempt
-        self._take(found)
+        self._apply(checkpoint)
         self.attempt = attempt + 1
-        first = batch_index(found.step, now.skipped_ranges)
+        first = batch_index(checkpoint.step, now.skipped_ranges)
         stop = max(first + spikes.skip, batch_index(now.step, now.skipped_ranges) + 1)
         self.progress.skipped_ranges = merge_skipped_ranges(now.skipped_ranges, first, stop)
-        self.progress.rewinds = [*now.rewinds, {**spike, "to": found.step}]
+        self.progress.rewinds = [*now.rewinds, {**spike, "to": checkpoint.step}]
         self.saved_step = -1  # so that the checkpoint of this step is written again
         self.save()
         return True
 
-    def _kept(self) -> int:
+    def _checkpoints_to_keep(self) -> int:
         """Return the number of checkpoints to keep, including the new one: at least those that spikes may roll back to.
 
         Another spike may follow right after a rollback, so the distances of all remaining rollbacks add up.
@@ -159,37 +159,35 @@ class Checkpointer:
 
     def save(self) -> None:
         """Write a checkpoint of the completed updates, unless this step has one."""
-        if self.saved_step == self.progress.step:
+        state = self.progress
+        if self.saved_step == state.step:
             return
-        whole = self.engine.full_tensors
+        gather = self.engine.full_tensors
         tensors = flatten_groups(
-            adapter=whole(self.engine.parameters),
+            adapter=gather(self.engine.parameters),
             step=self.engine.union(self.optimizer.counters()),
-            **{kind: whole(moments) for kind, moments in self.optimizer.moments().items()},
-            best=whole(self.progress.best),
+            **{kind: gather(moments) for kind, moments in self.optimizer.moments().items()},
+            best=gather(state.best),
             regularizer=self.engine.union(self.regularizer.state_dict()),
         )
-        meta = {
+        metadata = {
             "stage": self.stage,
             "attempt": self.attempt,
-            "progress": self.progress.meta(),
-            "data": {
-                "step": self.progress.step,
-                "batch": batch_index(self.progress.step, self.progress.skipped_ranges),
-            },
+            "progress": {name: value for name, value in vars(state).items() if name not in ("best", "step")},
+            "data": {"step": state.step, "batch": batch_index(state.step, state.skipped_ranges)},
             "random": {"seed": self.seed},
-            "place": self._place(),
+            "place": self._platform(),
             "scheduler": {**asdict(self.settings), "steps": self.train.steps},
             "regularizer": type(self.regularizer).__name__,
         }
         with watchdog.no_progress_timeout("saving a checkpoint"):
             if self.engine.is_main:
                 self.run.sync_metrics(self.stage)
-                save_checkpoint(self.run.state, self.progress.step, tensors, meta, keep=self._kept())
+                save_checkpoint(self.run.state, state.step, tensors, metadata, keep=self._checkpoints_to_keep())
             self.engine.world.wait()
-        self.saved_step = self.progress.step
+        self.saved_step = state.step
 
-    def _place(self) -> dict[str, Any]:
+    def _platform(self) -> dict[str, Any]:
         """Return everything but the state that determines the last bits of a result."""
         return {
             "device": self.engine.device.type,
@@ -197,9 +195,6 @@ class Checkpointer:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
         }
-
-
-# ---------------------------------------------------------------------------------------------------------------- files
 
 
 FORMAT = 1
@@ -217,13 +212,12 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    directory: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, keep: int
+    directory: Path, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], *, keep: int
 ) -> Path:
     """Write `directory/step-<step>` and drop all but the newest `keep` checkpoints; return its path.
 
-    Raises:
-        Interrupted: the disk is full (earlier checkpoints are untouched).
-        RuntimeError: the files do not read back as written.
+    Raises Interrupted on a full disk (earlier checkpoints are untouched), RuntimeError if the files do not read back as
+    written.
     """
     from safetensors.torch import save_file
 
@@ -231,9 +225,9 @@ def save_checkpoint(
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with disk_full_interrupts(f"saving a checkpoint in {directory}"), atomic_directory(target) as temporary:
         save_file(host, temporary / TENSORS)
-        record = {"format": FORMAT, "step": step, "sha256": file_sha256(temporary / TENSORS), **meta}
+        record = {"format": FORMAT, "step": step, "sha256": file_sha256(temporary / TENSORS), **metadata}
         write_json(temporary / META, {**record, "self": record_digest(record)})
-    if _read_checkpoint(target) is None:
+    if read_checkpoint(target) is None:
         raise RuntimeError(f"the checkpoint {target} does not read back as it was written")
     for stale in checkpoint_steps(directory)[max(keep, 1) :]:
         _remove_directory(directory / f"step-{stale}")
@@ -248,34 +242,22 @@ def latest_checkpoint(directory: Path, *, stage: str, warn: Callable[[str], None
     """
     remove_leftovers(directory)
     for step in checkpoint_steps(directory):
-        found = _read_checkpoint(directory / f"step-{step}")
-        if found is None:
+        checkpoint = read_checkpoint(directory / f"step-{step}")
+        if checkpoint is None:
             warn(f"warning: checkpoint {directory.name}/step-{step} is damaged or incomplete; taking the one before")
             _remove_directory(directory / f"step-{step}")
-        elif found.meta.get("stage") == stage:
-            return found
+        elif checkpoint.meta.get("stage") == stage:
+            return checkpoint
     return None
-
-
-def is_valid_checkpoint(folder: Path) -> bool:
-    """Return True if the checkpoint in `folder` is undamaged."""
-    return _read_checkpoint(folder) is not None
 
 
 def drop_checkpoints(directory: Path, *, other_than: str) -> None:
     """Remove the checkpoints of every stage but `other_than` (a finished stage needs none)."""
     for step in checkpoint_steps(directory):
         folder = directory / f"step-{step}"
-        meta = _read_metadata(folder)
-        if meta is None or meta.get("stage") != other_than:
+        metadata = _read_metadata(folder)
+        if metadata is None or metadata.get("stage") != other_than:
             _remove_directory(folder)
-
-
-def drop_checkpoints_after(directory: Path, step: int) -> None:
-    """Remove the checkpoints after `step`, the newest first."""
-    for later in checkpoint_steps(directory):
-        if later > step:
-            _remove_directory(directory / f"step-{later}")
 
 
 def checkpoint_steps(directory: Path) -> list[int]:
@@ -296,27 +278,27 @@ def _remove_directory(folder: Path) -> None:
 
 def _read_metadata(folder: Path) -> dict[str, Any] | None:
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        metadata = json.loads((folder / META).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    return meta if isinstance(meta, dict) else None
+    return metadata if isinstance(metadata, dict) else None
 
 
-def _read_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in `folder`, or None if it is damaged in any way."""
+def read_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return the checkpoint in `folder`; None if it is damaged in any way."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    meta = _read_metadata(folder)
+    metadata = _read_metadata(folder)
     try:
-        if meta is None or meta.pop("self", None) != record_digest(meta) or meta["format"] != FORMAT:
+        if metadata is None or metadata.pop("self", None) != record_digest(metadata) or metadata["format"] != FORMAT:
             return None
-        if file_sha256(folder / TENSORS) != meta["sha256"]:
+        if file_sha256(folder / TENSORS) != metadata["sha256"]:
             return None
         tensors = load_file(folder / TENSORS)
     except (OSError, SafetensorError):
         return None
-    return Checkpoint(folder, int(meta["step"]), {n: t.clone() for n, t in tensors.items()}, meta)
+    return Checkpoint(folder, int(metadata["step"]), {n: t.clone() for n, t in tensors.items()}, metadata)
 
 
 def flatten_groups(**groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -333,3 +315,33 @@ def select_group(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]
 def clone_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a detached copy of each tensor."""
     return {name: torch.clone(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def batch_index(step: int, skipped_ranges: Sequence[Sequence[int]]) -> int:
+    """Return the batch (from 0) of the step from `step` to `step + 1`: the step-th that is not skipped."""
+    index = step
+    for first, stop in skipped_ranges:
+        if index < first:
+            break
+        index += stop - first
+    return index
+
+
+def merge_skipped_ranges(skipped_ranges: Sequence[Sequence[int]], first: int, stop: int) -> list[list[int]]:
+    """Return the union of `skipped_ranges` and the batches [first, stop)."""
+    merged: list[list[int]] = []
+    for low, high in sorted([tuple(skipped) for skipped in skipped_ranges] + [(first, stop)]):
+        if merged and low <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], high)
+        else:
+            merged.append([low, high])
+    return merged
+
+
+def rollback_step(step: int, spikes: SpikeRecovery, save_every: int) -> int:
+    """Return the step of the regular checkpoint to roll back to for a spike in the step from `step` to `step + 1`.
+
+    The newest multiple of `save_every` that is at least `spikes.back` steps before, or 0. Not simply the newest file:
+    an interrupted run, which saved at other steps too, must roll back as far as an uninterrupted one.
+    """
+    return max((step - spikes.back) // save_every * save_every, 0)

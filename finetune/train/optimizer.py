@@ -20,7 +20,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,26 +28,18 @@ from torch import Tensor, nn
 
 from ..compute.capabilities import capabilities
 from ..compute.jacobian import jacobian
+from ..compute.micro_batch import MicroBatch
 from ..config import Optimizer, OptimizerKind
 from ..errors import UserError
 from ..models.quantize import GET, import_bitsandbytes
+from ..parallel.engine import Context, Engine
 from ..planner.memory import QUANTISED_BLOCK, QUANTISED_FROM
-
-if TYPE_CHECKING:
-    from ..compute.micro_batch import MicroBatch
-    from ..parallel.engine import Context, Engine
-    from ..tasks import Task
+from ..tasks import Task
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Lower-case names that transformers' `Trainer.get_decay_parameter_names` excludes from weight decay."""
-
-
-def _is_factor_b(name: str) -> bool:
-    """Return True for LoRA's factor B, which starts at zero and gets LoRA+'s learning rate."""
-    # PEFT initialises an embedding's A with zeros and its B randomly, the reverse of other layers
-    return ".lora_B." in name or name.endswith(".lora_embedding_A")
 
 
 def is_fixed(name: str, settings: Optimizer) -> bool:
@@ -66,71 +58,41 @@ def has_weight_decay(name: str, tensor: Tensor) -> bool:
     return tensor.ndim > 1 and _UNDECAYED.search(name.lower()) is None
 
 
-class _AdamProtocol(Protocol):
-    """Interface of an AdamW implementation for `AdapterOptimizer`."""
-
-    inner: torch.optim.Optimizer
-
-    def state(self, tensor: Tensor) -> dict[str, Tensor]: ...
-
-    def updates(self, tensor: Tensor) -> Tensor: ...
-
-    def second_moment(self, tensor: Tensor) -> Tensor: ...
-
-    def prepare(self, tensor: Tensor, updates: Tensor) -> None: ...
-
-
-class _TorchAdam:
-    """torch's AdamW: one fused pass over all tensors if the device supports it."""
+class _TorchState:
+    """State of torch's AdamW by tensor; plain SGD, whose gradients already hold minus the step, keeps none."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, *, fused: bool) -> None:
-        self._fused = fused
-        self.inner: torch.optim.Optimizer = torch.optim.AdamW(
-            groups,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=fused,
-        )
+        """Create the optimizer. fused: one pass over all tensors, if the device supports it."""
+        self.inner: torch.optim.Optimizer
+        if settings.kind == "gauss-newton":
+            self.inner = torch.optim.SGD([{**group, "weight_decay": 0.0} for group in groups], lr=1.0)
+        else:
+            self.inner = torch.optim.AdamW(groups, fused=fused, **_adam_settings(settings))
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
-        found = self.inner.state.get(tensor, {})
-        return {kind: found[kind] for kind in MOMENTS if kind in found}
+        """Return moments (and scales) of a tensor by kind; empty before its first step."""
+        state = self.inner.state.get(tensor, {})
+        return {kind: state[kind] for kind in MOMENTS if kind in state}
 
     def updates(self, tensor: Tensor) -> Tensor:
+        """Return the number of steps that the tensor has had, scalar."""
         count: Tensor = self.inner.state[tensor]["step"]
         return count
 
     def second_moment(self, tensor: Tensor) -> Tensor:
+        """Return v, float32, on the tensor's device, as the next step will read it."""
         v: Tensor = self.inner.state[tensor]["exp_avg_sq"].clone()
         return v
 
     def prepare(self, tensor: Tensor, updates: Tensor) -> None:
-        self.inner.state[tensor] = {"step": updates.to(tensor.device if self._fused else "cpu")} | {
+        """Allocate the state of a tensor that has had `updates` steps."""
+        self.inner.state[tensor] = {"step": updates.to(tensor.device if self.inner.defaults["fused"] else "cpu")} | {
             kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS
         }
 
 
-class _GradientSteps:
-    """Plain SGD with learning rate only: the gradients already hold minus the step. Keeps no state."""
-
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        self.inner: torch.optim.Optimizer = torch.optim.SGD(
-            [{**group, "weight_decay": 0.0} for group in groups], lr=1.0
-        )
-
-    def state(self, tensor: Tensor) -> dict[str, Tensor]:
-        return {}
-
-    def updates(self, tensor: Tensor) -> Tensor:
-        return torch.zeros(())
-
-    def second_moment(self, tensor: Tensor) -> Tensor:
-        return torch.ones_like(tensor)
-
-    def prepare(self, tensor: Tensor, updates: Tensor) -> None:
-        pass
+def _adam_settings(settings: Optimizer) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in ("lr", "betas", "eps", "weight_decay")}
 
 
 class AdapterOptimizer:
@@ -140,12 +102,8 @@ class AdapterOptimizer:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
-        """Create the optimizer.
-
-        Raises:
-            UserError: `settings.kind` needs something that is not available (`check_optimizer`), or nothing is left to
-                train.
-        """
+        """Create the optimizer. Raises UserError if `settings.kind` needs something that is not available
+        (`check_optimizer`), or nothing is left to train."""
         self.parameters = {name: p for name, p in parameters.items() if not is_fixed(name, settings)}
         """Parameters that are not fixed."""
         self._fixed = [p for name, p in parameters.items() if name not in self.parameters]
@@ -156,26 +114,27 @@ class AdapterOptimizer:
         self._updated: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.parameters.items()}
         groups = self._groups(settings)
         devices = {p.device for p in self.parameters.values()}
-        self._adam: _AdamProtocol = (
-            _TorchAdam(groups, settings, fused=all(capabilities(device).fused_optimizer for device in devices))
-            if settings.kind == "adamw"
-            else _GradientSteps(groups)
-            if settings.kind == "gauss-newton"
-            else LowBitAdam(groups, settings, device=next(iter(devices), torch.device("cpu")))
-        )
+        self._adam: _TorchState | LowBitAdam
+        if settings.kind in ("adamw", "gauss-newton"):
+            fused = all(capabilities(device).fused_optimizer for device in devices)
+            self._adam = _TorchState(groups, settings, fused=fused)
+        else:
+            self._adam = LowBitAdam(groups, settings, device=next(iter(devices), torch.device("cpu")))
 
     def _groups(self, settings: Optimizer) -> list[dict[str, Any]]:
         """Group the tensors to update by learning-rate factor and weight decay.
 
         The first group always exists, because a pipeline stage may have no tensor at all.
         """
-        by: dict[tuple[float, bool], list[Tensor]] = {(1.0, True): []}
+        groups: dict[tuple[float, bool], list[Tensor]] = {(1.0, True): []}
         for name, tensor in self._updated.items():
-            factor = settings.lora_plus if settings.lora_plus is not None and _is_factor_b(name) else 1.0
-            by.setdefault((factor, has_weight_decay(name, tensor)), []).append(tensor)
+            # LoRA's factor B starts at zero; PEFT initialises an embedding's A with zeros and its B randomly
+            is_b = ".lora_B." in name or name.endswith(".lora_embedding_A")
+            factor = settings.lora_plus if settings.lora_plus is not None and is_b else 1.0
+            groups.setdefault((factor, has_weight_decay(name, tensor)), []).append(tensor)
         return [
             {"params": tensors, "factor": factor, "weight_decay": settings.weight_decay if decayed else 0.0}
-            for (factor, decayed), tensors in by.items()
+            for (factor, decayed), tensors in groups.items()
         ]
 
     @property
@@ -194,17 +153,17 @@ class AdapterOptimizer:
         with torch.no_grad():
             for name, master in self.masters.items():
                 self.parameters[name].copy_(master)
-        self.drop_gradients()
+        self.zero_grad()
 
-    def clear_fixed_gradients(self) -> None:
+    def zero_fixed_grad(self) -> None:
         """Drop the gradients of fixed parameters, so that no norm counts them."""
         for parameter in self._fixed:
             parameter.grad = None
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Drop all gradients, as after a skipped step."""
         self.inner.zero_grad(set_to_none=True)
-        self.clear_fixed_gradients()
+        self.zero_fixed_grad()
         for name in self.masters:
             self.parameters[name].grad = None
 
@@ -213,26 +172,24 @@ class AdapterOptimizer:
 
         Moments and masters are sharded like the parameter.
         """
-        states = {name: self._adam.state(t) for name, t in self._updated.items() if t in self.inner.state}
-        found: dict[str, dict[str, Tensor]] = (
-            {kind: {} for kind in MOMENTS} if isinstance(self._adam, _TorchAdam) else {}
-        )
-        for name, state in states.items():
-            for kind, tensor in state.items():
-                found.setdefault(kind, {})[name] = tensor
-        return {**found, MASTER: dict(self.masters)} if self.masters else found
+        is_torch = isinstance(self.inner, torch.optim.AdamW)
+        moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS} if is_torch else {}
+        for name, updated in self._updated.items():
+            for kind, tensor in self._adam.state(updated).items():
+                moments.setdefault(kind, {})[name] = tensor
+        return {**moments, MASTER: dict(self.masters)} if self.masters else moments
 
     @torch.no_grad()
     def preconditioner(self) -> dict[str, Tensor]:
         """Return P of Adam's step −rate · P⁻¹ m̂ by name, float32: √v̂ + ε with bias-corrected v̂, divided by
         `lora_plus` for the factors that it speeds up. Parameters without a step yet are omitted."""
-        found = {}
+        result = {}
         for name, (tensor, group) in self._by_name().items():
             if tensor in self.inner.state:
                 updates = float(self._adam.updates(tensor))
                 second = self._adam.second_moment(tensor).div_(1 - group["betas"][1] ** updates)
-                found[name] = second.sqrt_().add_(group["eps"]).div_(group["factor"])
-        return found
+                result[name] = second.sqrt_().add_(group["eps"]).div_(group["factor"])
+        return result
 
     @torch.no_grad()
     def first_preconditioner(self, squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -241,7 +198,7 @@ class AdapterOptimizer:
         squares: by name the mean square of those steps' gradients, used as v̂, float32. An entry that had no gradient
         gets an infinite P, because nothing moves it (A, as long as B = 0). Empty for an optimizer other than Adam.
         """
-        if isinstance(self._adam, _GradientSteps):
+        if isinstance(self.inner, torch.optim.SGD):
             return {}
         return {
             name: torch.where(square > 0, (square.sqrt() + group["eps"]) / group["factor"], math.inf)
@@ -250,7 +207,6 @@ class AdapterOptimizer:
         }
 
     def _by_name(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
-        """Return the updated tensors by name, each with its parameter group."""
         names = {id(tensor): name for name, tensor in self._updated.items()}
         return {names[id(t)]: (t, group) for group in self.inner.param_groups for t in group["params"]}
 
@@ -258,17 +214,14 @@ class AdapterOptimizer:
         """Return the number of steps that each parameter has had, scalars."""
         return {name: self._adam.updates(t) for name, t in self._updated.items() if t in self.inner.state}
 
-    def expect(self, names: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Allocate the state of a checkpoint with counters `names`, and no other; return the tensors of `moments` to be
+    def expect(self, counters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Allocate the state of a checkpoint with these `counters`, and no other; return the tensors of `moments` to be
         filled."""
         self.inner.state.clear()
-        for name, counter in names.items():
+        for name, counter in counters.items():
             if (tensor := self._updated.get(name)) is not None:  # else of another pipeline stage
                 self._adam.prepare(tensor, counter)
         return self.moments()
-
-
-# ---------------------------------------------------------------------------------------------------- moments in 8 bits
 
 
 KINDS = ("state1", "state2", "absmax1", "absmax2")
@@ -292,7 +245,7 @@ def check_optimizer(kind: OptimizerKind, *, device: str | None = None) -> None:
 
 
 class LowBitAdam:
-    """bitsandbytes' AdamW, with a state that can be read by name and restored."""
+    """bitsandbytes' AdamW; methods as those of `_TorchState`."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, *, device: torch.device) -> None:
         """Create the optimizer. Raises UserError if the package or the device is missing (`check_optimizer`)."""
@@ -301,27 +254,21 @@ class LowBitAdam:
         self._dequantize = library.functional.dequantize_blockwise
         self.inner: Any = library.optim.AdamW(
             groups,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
             optim_bits=8 if settings.kind.endswith("8bit") else 32,
             min_8bit_size=QUANTISED_FROM,
             is_paged=settings.kind.startswith("paged"),
+            **_adam_settings(settings),
         )
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Return moments and scales of a tensor by kind; empty before its first step."""
-        found = self.inner.state.get(tensor, {})
-        return {kind: found[kind] for kind in KINDS if kind in found}
+        state = self.inner.state.get(tensor, {})
+        return {kind: state[kind] for kind in KINDS if kind in state}
 
     def updates(self, tensor: Tensor) -> Tensor:
-        """Return the number of steps that the tensor has had, scalar."""
         return torch.tensor(float(self.inner.state[tensor]["step"]))
 
     def second_moment(self, tensor: Tensor) -> Tensor:
-        """Return v, float32, on the tensor's device (paged moments count as host memory), as the next step will read
-        it."""
+        """Paged moments count as host memory."""
         state = self.inner.state[tensor]
         if state["state2"].dtype == torch.float32:
             return state["state2"].to(tensor.device, copy=True)
@@ -329,15 +276,11 @@ class LowBitAdam:
         return self._dequantize(moment, absmax=scales, code=code, blocksize=QUANTISED_BLOCK)
 
     def prepare(self, tensor: Tensor, updates: Tensor) -> None:
-        """Allocate the state of a tensor that has had `updates` steps."""
-        for number, group in enumerate(self.inner.param_groups):
-            for place, each in enumerate(group["params"]):
-                if each is tensor:
-                    self.inner.init_state(group, tensor, number, place)
+        for group_index, group in enumerate(self.inner.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter is tensor:
+                    self.inner.init_state(group, tensor, group_index, index)
         self.inner.state[tensor]["step"] = int(updates)
-
-
-# --------------------------------------------------------------------------------------------------------- Gauss-Newton
 
 
 LARGEST = 300_000_000
@@ -346,15 +289,15 @@ _NOISE = 1e-12
 """Eigenvalues below this share of the largest are rounding noise of features computed in float32."""
 
 
-def solve_least_squares(jac: np.ndarray, wanted: np.ndarray, decay: float) -> np.ndarray:
-    """Return argmin over θ of ‖wanted − jac·θ‖² + decay·‖θ‖², of least norm, [P]; jac [N, P], wanted [N], float64."""
+def solve_least_squares(jac: np.ndarray, target: np.ndarray, decay: float) -> np.ndarray:
+    """Return argmin over θ of ‖target − jac·θ‖² + decay·‖θ‖², of least norm, [P]; jac [N, P], target [N], float64."""
     wide = jac.shape[0] <= jac.shape[1]
     values, vectors = np.linalg.eigh(jac @ jac.T if wide else jac.T @ jac)
-    kept = values > _NOISE * values[-1]
-    gains = np.divide(1.0, values + decay, out=np.zeros_like(values), where=kept)
-    right = wanted if wide else jac.T @ wanted
-    found = vectors @ (gains * (vectors.T @ right))
-    return jac.T @ found if wide else found
+    significant = values > _NOISE * values[-1]
+    gains = np.divide(1.0, values + decay, out=np.zeros_like(values), where=significant)
+    right = target if wide else jac.T @ target
+    solution = vectors @ (gains * (vectors.T @ right))
+    return jac.T @ solution if wide else solution
 
 
 class GaussNewton:
@@ -367,10 +310,10 @@ class GaussNewton:
     def compute(
         self, engine: Engine, micros: Sequence[MicroBatch], count: int, *, task: Task, context: Context
     ) -> Tensor:
-        """The step of an update into the gradients; returns its loss before it, as `Engine.forward_backward`.
+        """Write minus the step of an update into the gradients; return the loss before it, as
+        `Engine.forward_backward`.
 
-        Raises:
-            UserError: more numbers than `LARGEST`, or a parameter outside linear layers.
+        Raises UserError for more numbers than `LARGEST`, or a parameter outside linear layers.
         """
         sizes = [p.numel() for p in self.parameters.values()]
         jacobians, residuals = [], []
@@ -378,8 +321,8 @@ class GaussNewton:
             batch = micro.to(engine.device)
             with context(index):
                 outputs, rows = jacobian(engine.model, self.parameters, batch.inputs)
-            whole = count * rows.shape[1] * rows.shape[2]
-            if whole > LARGEST:
+            entries = count * rows.shape[1] * rows.shape[2]
+            if entries > LARGEST:
                 raise UserError(
                     f"optimizer.kind: gauss-newton solves for {count} rows × {rows.shape[1]} outputs × "
                     f"{sum(sizes):,} weights at once, above its {LARGEST:.0e} numbers; lower adapter.rank, or "
@@ -389,13 +332,11 @@ class GaussNewton:
             residuals.append(task.residuals(outputs, batch.labels).flatten().double().cpu().numpy())
             engine.heartbeat()
         jac, residual = np.concatenate(jacobians), np.concatenate(residuals)
-        now = torch.cat([p.detach().flatten() for p in self.parameters.values()]).double().cpu().numpy()
+        weights = torch.cat([p.detach().flatten() for p in self.parameters.values()]).double().cpu().numpy()
         if self.decay:
-            step = solve_least_squares(jac, residual + jac @ now, self.decay) - now
+            step = solve_least_squares(jac, residual + jac @ weights, self.decay) - weights
         else:
             step = solve_least_squares(jac, residual, 0.0)
-        parts = torch.from_numpy(step).split(sizes)
-        for parameter, part in zip(self.parameters.values(), parts, strict=True):
-            parameter.grad = -part.view_as(parameter).to(parameter)
-        loss = float(residual @ residual) / count
-        return torch.tensor(loss, device=engine.device)
+        for parameter, change in zip(self.parameters.values(), torch.from_numpy(step).split(sizes), strict=True):
+            parameter.grad = -change.view_as(parameter).to(parameter)
+        return torch.tensor(float(residual @ residual) / count, device=engine.device)

@@ -15,70 +15,67 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..compute.process_memory import process_bytes
+from ..compute.memory import process_bytes
 from ..config import Optimizer, Train
 from ..errors import OutOfMemory, is_out_of_memory
 from ..figures import format_bytes
 from ..models.anatomy import transformer_blocks
 from ..models.quantize import quantization_scales
+from ..parallel.engine import Engine
 from ..parallel.layout import local_part
 from ..planner.memory import MemoryPlan, memory_plan, optimizer_bytes
 from ..run_directory import resume_command
-from .checkpointer import checkpoint_steps
-
-if TYPE_CHECKING:
-    from ..parallel.engine import Engine
-    from .checkpointer import Checkpointer
-    from .stage import TrainingStage
+from .checkpointer import Checkpointer, checkpoint_steps
+from .stage import TrainingStage
 
 _WORTH = 0.03
 """Smallest share of the plan that a proposed change must save."""
 _NF4_BYTES = 0.5 + 4 / 64
 """Bytes per value in 4 bits, including its share of a scale (`flatshift.finetune.models.quantize`)."""
-_ASKED = re.compile(r"tried to allocate ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
+_REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class MemoryAtFailure:
-    """Memory in bytes at the failure."""
+    """Memory in bytes at the failure.
 
-    place: str
-    """Device: cuda:0, or `this machine`."""
-    held: int
-    """Allocated tensors on a CUDA device; the process's resident memory on a CPU."""
+    Args:
+        device: cuda:0, or `this machine`.
+        used: by allocated tensors on a CUDA device; by the process (resident) on a CPU.
+        reserved: by the allocator on a CUDA device, including gaps; None on a CPU.
+        total: size of the device or of the machine's memory; None if unknown.
+        others: of other processes on a CUDA device.
+    """
+
+    device: str
+    used: int
     reserved: int | None
-    """Memory reserved by the allocator on a CUDA device, including gaps; None on a CPU."""
     total: int | None
-    """Size of the device or of the machine's memory; None if unknown."""
     others: int = 0
-    """Memory of other processes on a CUDA device."""
 
     def __str__(self) -> str:
-        of = f" of {format_bytes(self.total)}" if self.total is not None else ""
+        total = f" of {format_bytes(self.total)}" if self.total is not None else ""
         if self.reserved is None:
-            return f"{format_bytes(self.held)} held by the process{of} on {self.place}"
+            return f"{format_bytes(self.used)} held by the process{total} on {self.device}"
         others = f", {format_bytes(self.others)} by other processes" if self.others > (self.total or 0) / 50 else ""
         return (
-            f"{format_bytes(self.held)} allocated and {format_bytes(self.reserved)} reserved{others}{of} on "
-            f"{self.place}"
+            f"{format_bytes(self.used)} allocated and {format_bytes(self.reserved)} reserved{others}{total} on "
+            f"{self.device}"
         )
 
 
 @dataclass(frozen=True)
 class SettingChange:
-    """One proposed change of settings."""
+    """One proposed change: the setting with its value, its effect on the run, and the bytes saved by the plan."""
 
     setting: str
-    """Setting and value, as flags are written."""
     cost: str
-    """Effect on the run."""
     saves: int
-    """Bytes saved by the plan."""
 
     def __str__(self) -> str:
         return f"{self.setting} ({self.cost}; saves {format_bytes(self.saves)} by the plan)"
@@ -86,33 +83,29 @@ class SettingChange:
 
 def measure_memory(device: torch.device) -> MemoryAtFailure:
     """Return the memory in use now; call it before the failed pass is released."""
-    if device.type != "cuda":
-        return _measure_host_memory()
-    held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return MemoryAtFailure(str(device), held, reserved, total, max(0, total - free - reserved))
-
-
-def _measure_host_memory() -> MemoryAtFailure:
-    held, total = process_bytes("VmRSS") or 0, None
+    if device.type == "cuda":
+        used, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return MemoryAtFailure(str(device), used, reserved, total, max(0, total - free - reserved))
+    machine = None
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
-        total = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal:"))
-    return MemoryAtFailure("this machine", held, None, total)
+        machine = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal:"))
+    return MemoryAtFailure("this machine", process_bytes("VmRSS") or 0, None, machine)
 
 
 def failed_allocation_bytes(error: BaseException) -> int | None:
     """Return the bytes of the failed allocation, parsed from torch's message; None if it does not contain them."""
-    found = _ASKED.search(str(error))
-    if found is None:
+    match = _REQUESTED.search(str(error))
+    if match is None:
         return None
-    number, unit = found.groups()
+    number, unit = match.groups()
     power = "kmgt".find(unit[0].lower()) + 1 if unit.lower() != "bytes" else 0
     return round(float(number) * 1024**power)
 
 
 def plan_memory(engine: Engine, *, train: Train, optimizer: Optimizer, measured: MemoryAtFailure) -> MemoryPlan:
-    """Return the memory plan of this rank. On a mesh activations are not planned: they are the measured rest."""
+    """Return the memory plan of this rank. On a mesh activations are not planned: they are the measured remainder."""
     if engine.world.size == 1:
         try:
             return memory_plan(engine.model, train=train, kind=optimizer.kind)
@@ -120,45 +113,46 @@ def plan_memory(engine: Engine, *, train: Train, optimizer: Optimizer, measured:
             gc.collect()
     adapter = sum(local_part(p).nbytes for p in engine.parameters.values())
     frozen = sum(local_part(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
-    frozen += sum(part.nbytes for part in quantization_scales(engine.model).values())
+    frozen += sum(scale.nbytes for scale in quantization_scales(engine.model).values())
     moments = optimizer_bytes([local_part(p).numel() for p in engine.parameters.values()], optimizer.kind)
-    rest = frozen + 2 * adapter + moments
-    return MemoryPlan(frozen, adapter, adapter, moments, max(0, measured.held - rest))
+    activations = max(0, measured.used - (frozen + 2 * adapter + moments))
+    return MemoryPlan(frozen, adapter, adapter, moments, activations)
 
 
 def propose_changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimizer) -> list[SettingChange]:
     """Return the changes that this run allows and that save something, the cheapest first."""
-    world = engine.world
-    found = []
+    world, changes = engine.world, []
     rows = train.batch_size // engine.share[1]
-    parts = next((n for n in range(2, rows + 1) if rows % n == 0), None)
-    if parts is not None and world.width("pp") == 1:
-        setting = f"train.batch_size {train.batch_size // parts} with train.accumulate {train.accumulate * parts}"
-        found.append(SettingChange(setting, "the same steps", plan.activations - plan.activations // parts))
-    kept = _full_checkpointing_bytes(engine.model, plan, rows=rows, train=train)
-    if train.checkpointing != "full" and not train.compile and kept is not None:
-        saves = max(0, plan.activations - kept)
-        found.append(SettingChange("train.checkpointing: full", "the same steps, about a third slower", saves))
-    if train.quantization is None and not train.compile and world.width("tp", "pp") == 1 and _has_plain_init(engine):
+    divisor = next((n for n in range(2, rows + 1) if rows % n == 0), None)
+    if divisor is not None and world.width("pp") == 1:
+        setting = f"train.batch_size {train.batch_size // divisor} with train.accumulate {train.accumulate * divisor}"
+        changes.append(SettingChange(setting, "the same steps", plan.activations - plan.activations // divisor))
+    checkpointed = _full_checkpointing_bytes(engine.model, plan, rows=rows, train=train)
+    if train.checkpointing != "full" and not train.compile and checkpointed is not None:
+        saves = max(0, plan.activations - checkpointed)
+        changes.append(SettingChange("train.checkpointing: full", "the same steps, about a third slower", saves))
+    # packed weights fit an adapter whose initialisation has subtracted nothing from them
+    plain = all(
+        getattr(config, "init_lora_weights", None) in (True, False)
+        for config in getattr(engine.peft, "peft_config", {}).values()
+    )
+    if train.quantization is None and not train.compile and world.width("tp", "pp") == 1 and plain:
         saves = _four_bit_savings(engine.model)
-        found.append(SettingChange("train.quantization: nf4", "another backbone, to rounding; extra `quant`", saves))
+        changes.append(SettingChange("train.quantization: nf4", "another backbone, to rounding; extra `quant`", saves))
     if optimizer.kind == "adamw" and world.size == 1:
-        small = optimizer_bytes([p.numel() for p in engine.parameters.values()], "adamw-8bit")
-        found.append(
-            SettingChange("optimizer.kind: adamw-8bit", "moments in 8 bits; extra `quant`", plan.optimizer - small)
-        )
-    shorter = train.max_length // 2
-    if shorter >= 2:
-        saves = plan.activations // 2
-        found.append(SettingChange(f"train.max_length {shorter}", "longer samples are cut", saves))
-    return [change for change in found if change.saves > _WORTH * plan.total]
+        saves = plan.optimizer - optimizer_bytes([p.numel() for p in engine.parameters.values()], "adamw-8bit")
+        changes.append(SettingChange("optimizer.kind: adamw-8bit", "moments in 8 bits; extra `quant`", saves))
+    if (shorter := train.max_length // 2) >= 2:
+        cost = "longer samples are cut"
+        changes.append(SettingChange(f"train.max_length {shorter}", cost, plan.activations // 2))
+    return [change for change in changes if change.saves > _WORTH * plan.total]
 
 
 def _full_checkpointing_bytes(model: nn.Module, plan: MemoryPlan, *, rows: int, train: Train) -> int | None:
     """Return the activation bytes under `train.checkpointing: full`: each block's input, and one block's own at a
     time."""
-    depth, config = len(transformer_blocks(model)), getattr(model, "config", None)
-    hidden: Any = getattr(config, "hidden_size", None)
+    depth = len(transformer_blocks(model))
+    hidden: Any = getattr(getattr(model, "config", None), "hidden_size", None)
     if not depth or not isinstance(hidden, int):
         return None
     width = 2 if train.precision != "fp32" else 4
@@ -176,29 +170,22 @@ def _four_bit_savings(model: nn.Module) -> int:
     return max(0, int(saved))
 
 
-def _has_plain_init(engine: Engine) -> bool:
-    """Return True if the adapter's initialisation works with packed weights: nothing was subtracted from them for
-    it."""
-    configs = getattr(engine.peft, "peft_config", {}).values()
-    return all(getattr(config, "init_lora_weights", None) in (True, False) for config in configs)
-
-
 @contextlib.contextmanager
-def oom_context(place: str) -> Iterator[None]:
-    """Attach `place` to an exception raised inside, for the message of `OutOfMemoryHandler`."""
+def oom_context(activity: str) -> Iterator[None]:
+    """Attach `activity` to an exception raised inside, for the message of `OutOfMemoryHandler`."""
     try:
         yield
     except Exception as error:
-        vars(error).setdefault("place", place)
+        vars(error).setdefault("activity", activity)
         raise
 
 
 class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]):
-    """Around a stage: what says inside that memory ran out leaves as an OutOfMemory with one message."""
+    """Surrounds a stage: an error inside that means memory ran out leaves as an OutOfMemory with one message."""
 
     def __init__(self, engine: Engine, stage: TrainingStage) -> None:
         self._engine, self._stage = engine, stage
-        self.keeper: Checkpointer | None = None
+        self.checkpointer: Checkpointer | None = None
         """Provides the current step; None until the stage has one."""
 
     def __exit__(
@@ -207,64 +194,52 @@ class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]
         if not isinstance(error, Exception) or isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             return
         before = "the tests before the first step"
-        step = before if self.keeper is None else f"step {self.keeper.progress.step + 1}"
-        raise self._told(error, vars(error).get("place", step)) from error
+        step = before if self.checkpointer is None else f"step {self.checkpointer.progress.step + 1}"
+        raise self._out_of_memory(error, vars(error).get("activity", step)) from error
 
-    def _told(self, error: Exception, where: str) -> OutOfMemory:
+    def _out_of_memory(self, error: Exception, activity: str) -> OutOfMemory:
+        """Return the error to raise: the failure, the plan, the two cheapest changes, and how the run continues."""
         engine, stage, run = self._engine, self._stage, self._stage.run
         measured = measure_memory(engine.device)
-        run.log(f"{stage.name}: out of memory in {where}: {str(error).strip()}")
+        run.log(f"{stage.name}: out of memory in {activity}: {str(error).strip()}")
         # planning below runs a short pass, which needs the memory of the failed one
         _free_failed_pass(error, engine)
         train = stage.task.traits.count_token_rows(stage.train)
         plan = plan_memory(engine, train=train, optimizer=stage.optimizer, measured=measured)
-        options = propose_changes(engine, plan, train=stage.train, optimizer=stage.optimizer)
-        told = oom_message(engine, stage.name, where, error, measured, plan, options)
-        kept = max(checkpoint_steps(run.state), default=None)
+        changes = propose_changes(engine, plan, train=stage.train, optimizer=stage.optimizer)
+        rank = f"rank {engine.world.rank} " if engine.world.size > 1 else ""
+        requested = failed_allocation_bytes(error)
+        more = f" and {format_bytes(requested)} more asked for" if requested else ""
+        causes = {
+            "backbone": plan.backbone,
+            "adapter": plan.adapter,
+            "gradients": plan.gradients,
+            "optimizer state": plan.optimizer,
+            "activations": plan.activations,
+        }
+        causes |= {name: count for name, count in (("work", plan.work), ("regularizer", plan.regularizer)) if count}
+        planned = ", ".join(f"{name} {format_bytes(count)}" for name, count in causes.items())
+        advice = ", then ".join(map(str, changes[:2])) or "a smaller backbone, or a device with more memory"
+        message = (
+            f"{stage.name}: {rank}ran out of memory in {activity}: {measured}{more}; planned "
+            f"{format_bytes(plan.total)} ({planned}). Cheapest changes: {advice}"
+        )
+        step = max(checkpoint_steps(run.state), default=None)
         earlier = any((run.path / "stages").glob("*/done.json")) or (run.path / "selection" / "manifest.json").is_file()
-        if kept is None and not earlier:
-            return OutOfMemory(f"{told}. Nothing is kept: no checkpoint had been written", resumable=False)
-        what = f"The checkpoint of step {kept} is" if kept is not None else "What was finished before it is"
+        if step is None and not earlier:
+            return OutOfMemory(f"{message}. Nothing is kept: no checkpoint had been written", resumable=False)
+        state = f"The checkpoint of step {step} is" if step is not None else "What was finished before it is"
         mesh = " --mesh.dp 2" if engine.world.size == 1 else " on a mesh of more ranks"
         resume = f"on a device with more memory, or by `{resume_command(run.path)}{mesh}`"
-        return OutOfMemory(f"{told}. {what} kept: the run continues {resume}", resumable=True)
-
-
-def oom_message(
-    engine: Engine,
-    stage: str,
-    where: str,
-    error: BaseException,
-    measured: MemoryAtFailure,
-    plan: MemoryPlan,
-    options: list[SettingChange],
-) -> str:
-    """Return the error message: the failure, the plan, and the proposed changes."""
-    who = f"rank {engine.world.rank} " if engine.world.size > 1 else ""
-    asked = failed_allocation_bytes(error)
-    more = f" and {format_bytes(asked)} more asked for" if asked else ""
-    causes = {
-        "backbone": plan.backbone,
-        "adapter": plan.adapter,
-        "gradients": plan.gradients,
-        "optimizer state": plan.optimizer,
-        "activations": plan.activations,
-    }
-    causes |= {name: count for name, count in (("work", plan.work), ("regularizer", plan.regularizer)) if count}
-    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in causes.items())
-    advice = ", then ".join(map(str, options[:2])) or "a smaller backbone, or a device with more memory"
-    return (
-        f"{stage}: {who}ran out of memory in {where}: {measured}{more}; planned {format_bytes(plan.total)} ({parts}). "
-        f"Cheapest changes: {advice}"
-    )
+        return OutOfMemory(f"{message}. {state} kept: the run continues {resume}", resumable=True)
 
 
 def _free_failed_pass(error: BaseException, engine: Engine) -> None:
     """Free the memory of the failed pass: the frames of the traceback keep its activations alive."""
-    shown: BaseException | None = error
-    while shown is not None:
-        traceback.clear_frames(shown.__traceback__)
-        shown = shown.__context__
+    current: BaseException | None = error
+    while current is not None:
+        traceback.clear_frames(current.__traceback__)
+        current = current.__context__
     for parameter in engine.parameters.values():
         parameter.grad = None
     gc.collect()

@@ -10,7 +10,6 @@ freed memory, and oneDNN what it has compiled. It may be twice as much.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..compute.process_memory import malloc_bytes, process_bytes
+from ..compute.memory import malloc_bytes, polling, process_bytes
 from ..planner.memory import MemoryPlan
 
 _EVERY = 0.02
@@ -40,28 +39,26 @@ class StepMemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._peak: int | None = None
+        self._reserved: int | None = None
         self._level = 0
         """Bytes in use before the current step (CPU)."""
-        self._reserved: int | None = None
-        self._seconds: list[float] = [0.0, 0.0]  # sum and count of all but the first
-        self._made = 0
+        self._seconds, self._steps = 0.0, 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self._base = process_bytes("RssAnon")
 
     @contextlib.contextmanager
-    def during(self) -> Iterator[None]:
+    def measure_step(self) -> Iterator[None]:
         """Surround a step."""
         began = time.monotonic()
-        with self._allocator() if self._device.type == "cuda" else self._sampled():
+        with self._read_allocator() if self._device.type == "cuda" else self._poll_process():
             yield
-        if self._made:
-            self._seconds[0] += time.monotonic() - began
-            self._seconds[1] += 1
-        self._made += 1
+        if self._steps:
+            self._seconds += time.monotonic() - began
+        self._steps += 1
 
     @contextlib.contextmanager
-    def _allocator(self) -> Iterator[None]:
+    def _read_allocator(self) -> Iterator[None]:
         """Read the allocator's peak; one that rises outside of steps, as in an evaluation, is ignored."""
         before = torch.cuda.max_memory_allocated(self._device)
         yield
@@ -70,22 +67,14 @@ class StepMemoryMeter:
             self._peak, self._reserved = after, torch.cuda.max_memory_reserved(self._device)
 
     @contextlib.contextmanager
-    def _sampled(self) -> Iterator[None]:
-        done, self._level = threading.Event(), malloc_bytes() or 0
-        if self._made == 1:  # the first step also allocates one-off memory
+    def _poll_process(self) -> Iterator[None]:
+        self._level = malloc_bytes() or 0
+        if self._steps == 1:  # the first step also allocates one-off memory
             self._peak = None
-
-        def watch() -> None:
-            while not done.wait(_EVERY):
-                self._sample()
-
-        watcher = threading.Thread(target=watch, name="memory of a step", daemon=True)
-        watcher.start()
         try:
-            yield
+            with polling(self._sample, every=_EVERY):
+                yield
         finally:
-            done.set()
-            watcher.join()
             self._sample()
 
     def _sample(self) -> None:
@@ -95,23 +84,21 @@ class StepMemoryMeter:
         if resident is not None and self._base is not None:
             self._reserved = max(self._reserved or 0, resident - self._base)
 
-    def beside(self, planned: PlannedStep) -> dict[str, Any]:
+    def compare(self, plan: PlannedStep) -> dict[str, Any]:
         """Return plan and measurements for `stages/<name>/done.json`. Bytes and seconds; None: unknown.
 
         `predicted` has the same causes as `measured`: all of them on a CUDA device; on a CPU those that come and go
         with every step (gradients, activations, work, memory of the regularizer). `reserved`: memory held by the
         allocator on a CUDA device; growth of the process on a CPU.
         """
-        memory, (total, count) = planned.memory, self._seconds
-        cuda = self._device.type == "cuda"
+        memory, cuda = plan.memory, self._device.type == "cuda"
+        temporary = memory.gradients + memory.activations + memory.work + memory.regularizer
         return {
             "bytes": memory.causes,
-            "predicted": memory.total
-            if cuda
-            else memory.gradients + memory.activations + memory.work + memory.regularizer,
+            "predicted": memory.total if cuda else temporary,
             "measured": self._peak,
             "reserved": self._reserved,
             "what": "allocated" if cuda else "growth",
-            "predicted_s": planned.seconds,
-            "measured_s": round(total / count, 6) if count else None,
+            "predicted_s": plan.seconds,
+            "measured_s": round(self._seconds / (self._steps - 1), 6) if self._steps > 1 else None,
         }

@@ -31,17 +31,18 @@ def learning_rate(step: int, *, steps: int, optimizer: Optimizer) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rates by number of completed steps; calling it is like `learning_rate`."""
+    """Learning rates by number of completed steps; calling it is like `learning_rate`.
+
+    `begin` is the number of steps of the finished training that is extended (0: none), `planned` its planned number
+    (more if it stopped early), `end` the learning rate of its last step.
+    """
 
     optimizer: Optimizer
     steps: int
     extend: Extend = "stretch"
     begin: int = 0
-    """Steps of the finished training that is extended; 0: none."""
     planned: int = 0
-    """Planned steps of that training: more than `begin` if it stopped early."""
     end: float = 0.0
-    """Learning rate of its last step."""
 
     @classmethod
     def of(cls, train: Train, optimizer: Optimizer, folder: Path) -> Schedule:

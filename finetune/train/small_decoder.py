@@ -54,16 +54,16 @@ class SmallDecoder:
 
 def split_into_pieces(texts: Sequence[str], size: int) -> list[str]:
     """Return `texts` in pieces of at most `size` bytes of UTF-8, cut between characters; in order, none empty."""
-    found = []
+    pieces = []
     for text in texts:
         raw, start = text.encode(), 0
         while start < len(raw):
             stop = min(start + size, len(raw))
             while stop < len(raw) and raw[stop] & 0xC0 == 0x80:  # within a character
                 stop -= 1
-            found.append(raw[start:stop].decode())
+            pieces.append(raw[start:stop].decode())
             start = stop
-    return found
+    return pieces
 
 
 def batch_schedule(sizes: Sequence[int], budget: int, batch: int, *, seed: int) -> list[np.ndarray]:
@@ -72,16 +72,16 @@ def batch_schedule(sizes: Sequence[int], budget: int, batch: int, *, seed: int) 
     sizes: bytes of each piece. The last step is a full one, so the budget is exceeded by at most one batch.
     """
     steps: list[np.ndarray] = []
-    seen, epoch, waiting = 0, 0, np.empty(0, dtype=np.int64)
+    bytes_read, epoch, queue = 0, 0, np.empty(0, dtype=np.int64)
     lengths = np.asarray(sizes)
-    while seen < budget:
-        if len(waiting) < batch:
+    while bytes_read < budget:
+        if len(queue) < batch:
             order = numpy_generator(seed, "small-decoder", "order", epoch).permutation(len(lengths))
-            waiting, epoch = np.concatenate([waiting, order]), epoch + 1
+            queue, epoch = np.concatenate([queue, order]), epoch + 1
             continue
-        steps.append(waiting[:batch])
-        waiting = waiting[batch:]
-        seen += int(lengths[steps[-1]].sum())
+        steps.append(queue[:batch])
+        queue = queue[batch:]
+        bytes_read += int(lengths[steps[-1]].sum())
     return steps
 
 
@@ -123,25 +123,22 @@ def train_and_evaluate(
 ) -> tuple[np.ndarray, int]:
     """Train a decoder on `training` and evaluate it on `held_out`.
 
+    Return nats (N,) float64 of each held-out document, its pieces summed, and the number of tokens seen in training.
+    Raises UserError for a tokenizer of more tokens than `vocabulary`, or fewer pieces than one step needs.
+
     Args:
         tokenizer: with <bos>; at most `vocabulary` tokens.
         vocabulary: rows of the embedding, so that models of several tokenizers have the same parameters.
-
-    Returns:
-        Nats (N,) float64 of each held-out document, its pieces summed, and the number of tokens seen in training.
-
-    Raises:
-        UserError: a tokenizer of more tokens than `vocabulary`, or fewer pieces than one step needs.
     """
     if len(tokenizer) > vocabulary:
         raise UserError(f"this tokenizer has {len(tokenizer)} tokens, more than the model's {vocabulary}")
-    shown = split_into_pieces(training, settings.piece)
-    if len(shown) < settings.batch_size:
+    pieces = split_into_pieces(training, settings.piece)
+    if len(pieces) < settings.batch_size:
         raise UserError(
-            f"the training texts are {len(shown)} pieces of {settings.piece} bytes, less than one step of "
+            f"the training texts are {len(pieces)} pieces of {settings.piece} bytes, less than one step of "
             f"{settings.batch_size}; give more text"
         )
-    examples = _examples(tokenizer, shown)
+    examples = _examples(tokenizer, pieces)
     steps = batch_schedule([e.bytes for e in examples], settings.bytes, settings.batch_size, seed=seed)
     model = build_decoder(settings, vocabulary=vocabulary, seed=seed).train()
     rates = Optimizer(lr=settings.lr, weight_decay=0.1, betas=(0.9, 0.95), warmup=0.1)
@@ -158,11 +155,11 @@ def train_and_evaluate(
         optimizer.step(learning_rate(step, steps=len(steps), optimizer=rates))
         tokens += int((labels[:, 1:] != IGNORE).sum())
     model.eval()
-    parts = [split_into_pieces([text], settings.piece) for text in held_out]
-    read = _examples(tokenizer, [piece for part in parts for piece in part])
-    nats, _ = document_nats(model, read, EvalBatching(settings.batch_size, 0), task=LanguageModel(), masked=False)
-    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    return np.bincount(owner, weights=nats, minlength=len(parts)), tokens
+    documents = [split_into_pieces([text], settings.piece) for text in held_out]
+    examples = _examples(tokenizer, [piece for document in documents for piece in document])
+    nats, _ = document_nats(model, examples, EvalBatching(settings.batch_size, 0), task=LanguageModel(), masked=False)
+    document_index = np.repeat(np.arange(len(documents)), [len(pieces) for pieces in documents])
+    return np.bincount(document_index, weights=nats, minlength=len(documents)), tokens
 
 
 def count_parameters(settings: SmallDecoder, vocabulary: int) -> int:

@@ -7,37 +7,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatshift.regularizers.protocol import Regularizer
+
 from ..atomic import read_json_object
 from ..config import Evaluate, Optimizer, Train
+from ..data.batches import TrainingDataLoader
+from ..data.example import Example
 from ..digests import DONE
 from ..errors import UserError
 from ..evaluate.metrics import find_metric
 from ..models.anatomy import describe_prefix
 from ..parallel.engine import Engine
 from ..run_directory import RunDirectory
+from ..tasks import Task
 from .peak_memory import PlannedStep
+from .trace.examples import Recording
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from flatshift.regularizers.protocol import Regularizer
-
-    from ..data.batches import TrainingDataLoader
-    from ..data.example import Example
-    from ..tasks import Task
-    from .trace.recording import Recording
-
 
 @dataclass(frozen=True)
 class StageResult:
-    """Result of a finished stage."""
+    """Result of a finished stage.
+
+    `best_step` is the step after which dev was best (`train.best`), None without dev rows; the other `best_` values are
+    those after it: `best_dev_loss` in nats per target token (per example for classification), `best_accuracy` where
+    there are classes, and `best_metric` where `train.best` is neither loss nor accuracy.
+    """
 
     steps: int
     """Completed optimizer steps."""
     best_step: int | None
-    """Step after which dev was best (`train.best`); None without dev rows."""
     best_dev_loss: float | None
-    """Dev loss there, nats per target token (per example for classification)."""
     tokens: int
     """Target tokens seen."""
     stopped_early: bool
@@ -47,9 +49,7 @@ class StageResult:
     rewinds: int = 0
     """Loss spikes that were rolled back (`train.spikes`)."""
     best_accuracy: float | None = None
-    """Dev accuracy after `best_step`; None where there are no classes."""
     best_metric: float | None = None
-    """The metric of `train.best` after `best_step`, where that is neither loss nor accuracy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,20 +82,15 @@ class TrainingStage:
     """Receives every row of metrics.jsonl, on the main rank (`flatshift.finetune.train.trackers`)."""
     peak_tflops: float | None = None
     """Peak of one device, for the MFU; default: `train.peak_tflops`."""
-    planned: PlannedStep | None = None
+    plan: PlannedStep | None = None
     """Plan printed before step 1, to be compared with the measured steps; None: not measured."""
-    say: Callable[[str], None] | None = None
+    log: Callable[[str], None] | None = None
     """Receives lines on decisions for a CUDA device; default: the run's log."""
 
     @property
     def folder(self) -> Path:
         """Directory of the stage's own files."""
         return self.run.stage(self.name)
-
-
-def check_best(train: Train, task: Task) -> None:
-    """Raise UserError for a `train.best` that no dev evaluation of `task` has."""
-    check_metric(train.best, task, "train.best")
 
 
 def check_metric(metric: str, task: Task, setting: str) -> None:
@@ -130,9 +125,9 @@ def check_length(engine: Engine, batches: TrainingDataLoader) -> None:
 
 def positions_left(limit: int, model: Any) -> str:
     """`limit` as in `this backbone's 96 positions`; of `model` only the soft tokens before every text are read."""
-    front = describe_prefix(model)
-    beside = f"the {limit} positions that this backbone has left after {front}"
-    return beside if front else f"this backbone's {limit} positions"
+    if prefix := describe_prefix(model):
+        return f"the {limit} positions that this backbone has left after {prefix}"
+    return f"this backbone's {limit} positions"
 
 
 def finished_result(stage: TrainingStage) -> StageResult | None:

@@ -17,11 +17,12 @@ DoRA are not.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +31,11 @@ from flatshift.regularizers.protocol import MetricTensors
 
 from ..compute.capabilities import copy_to_device
 from ..compute.loss import Head, batch_loss
+from ..compute.micro_batch import MicroBatch
 from ..models.anatomy import attention_modules, is_linear
+from ..parallel.engine import Engine
 from ..parallel.mesh import DATA, TOKENS
-
-if TYPE_CHECKING:
-    from ..compute.micro_batch import MicroBatch
-    from ..parallel.engine import Engine
-    from ..tasks import Task
-
+from ..tasks import Task
 
 EVERY = 10
 """Steps per row of throughput metrics."""
@@ -51,115 +49,104 @@ class ThroughputMeter:
         self._engine, self._peak = engine, peak_tflops
         self._cost: StepCost | None = None
         self._first = True
-        self._now, self._all = _WorkTotals(), _WorkTotals()
+        self._recent, self._total = defaultdict[str, float](float), defaultdict[str, float](float)
 
     @contextmanager
-    def watching(self, micros: Sequence[MicroBatch], *, head: Head | None) -> Iterator[None]:
+    def count(self, micros: Sequence[MicroBatch], *, head: Head | None) -> Iterator[None]:
         """Surround a forward and backward pass over a step's micro-batches of this rank."""
-        if self._first:
-            with self._counting(micros, head) if self._cost is None else nullcontext():
-                yield
-        else:
+        if not self._first:
             yield
-            self._now.work(micros, self._cost, ranks=self._engine.world.width("cp"))
+            self._add_work(micros)
+            return
+        with self._measure_cost(micros, head) if self._cost is None else nullcontext():
+            yield
 
-    def ahead(self, micro: MicroBatch, *, task: Task, head: Head | None, around: AbstractContextManager[Any]) -> None:
-        """Count in a separate forward pass, if hooks in the first step would be compiled into the model."""
-        with self._counting([micro], head), around:
+    def count_separately(self, micro: MicroBatch, *, task: Task, head: Head | None) -> None:
+        """Measure a step's cost in a forward pass of its own, if hooks in the first step would be compiled into the
+        model."""
+        with self._measure_cost([micro], head):
             batch_loss(self._engine.model, micro.to(self._engine.device), task=task, head=head)
 
     @contextmanager
-    def _counting(self, micros: Sequence[MicroBatch], head: Head | None) -> Iterator[None]:
+    def _measure_cost(self, micros: Sequence[MicroBatch], head: Head | None) -> Iterator[None]:
         world = self._engine.world
         width = attention_width(self._engine.peft.config)
         if width is None or any("decoder_input_ids" in micro.inputs for micro in micros):
             yield  # seq2seq has two kinds of rows: tokens are counted, operations are not
             return
-        tally = FlopCounter()
+        counter = FlopCounter()
         # heads are split along tp; along cp a rank has some of the queries and all keys
-        with tally.watching(self._engine.model, width=width * world.width("cp") / world.width("tp"), head=head):
+        with counter.count(self._engine.model, width=width * world.width("cp") / world.width("tp"), head=head):
             yield
-        if tally.lost is not None:
+        if counter.error is not None:
             return  # tokens are counted, operations are not
         shapes = [micro.inputs["input_ids"].shape for micro in micros]
-        self._cost = tally.cost(
+        self._cost = counter.cost(
             positions=sum(b * t for b, t in shapes), pairs=sum(b * t * t for b, t in shapes), head=head
         )
 
-    def updated(self, seconds: float) -> MetricTensors:
+    def _add_work(self, micros: Sequence[MicroBatch]) -> None:
+        work, cost = self._recent, self._cost
+        work["passes"] += 1
+        for micro in micros:
+            tokens, pairs = _count_real_tokens(micro)
+            work["tokens"] += tokens
+            if cost is not None:
+                rows, width = micro.inputs["input_ids"].shape
+                by_answer = getattr(micro, "preference", None) is not None  # answers are counted, not their tokens
+                targets: float = len(micro.chosen) if by_answer and micro.chosen is not None else micro.supervised
+                targets /= self._engine.world.width("cp")
+                work["model"] += cost.model(tokens, pairs, targets)
+                work["hardware"] += cost.hardware(rows * width, rows * width * width, targets)
+
+    def end_step(self, seconds: float) -> MetricTensors:
         """Record a step that took `seconds`; return the metrics of the last `EVERY` steps once they are complete, else
         nothing.
 
         Collective when it returns metrics: all ranks of a mesh get the same. Does not wait for the device.
         """
-        nothing = MetricTensors(torch.empty(0), lambda numbers: {})
         first, self._first = self._first, False
-        if first or not self._now.passes:  # none: a solver makes the update without them
-            return nothing
-        self._now.updates += 1
-        self._now.seconds += seconds
-        if self._now.updates < EVERY:
-            return nothing
-        return self._close()
+        if not first and self._recent["passes"]:  # none: a solver makes the update without them
+            self._recent["updates"] += 1
+            self._recent["seconds"] += seconds
+            if self._recent["updates"] == EVERY:
+                return self._rates(self._take_recent())
+        return MetricTensors(torch.empty(0), lambda numbers: {})
 
-    def _close(self) -> MetricTensors:
-        now, self._now = self._now, _WorkTotals()
-        self._all.add(now)
-        return self._figures(now)
-
-    def whole(self) -> dict[str, float]:
+    def total_rates(self) -> dict[str, float]:
         """Return the metrics of all steps of this attempt but the first; empty if there were none. Collective."""
-        self._all.add(self._now)
-        self._now = _WorkTotals()
-        return self._figures(self._all).read() if self._all.updates else {}
+        self._take_recent()
+        return self._rates(self._total).read() if self._total["updates"] else {}
 
-    def _figures(self, sums: _WorkTotals) -> MetricTensors:
+    def _take_recent(self) -> dict[str, float]:
+        recent, self._recent = self._recent, defaultdict(float)
+        for name, value in recent.items():
+            self._total[name] += value
+        return recent
+
+    def _rates(self, work: dict[str, float]) -> MetricTensors:
         """Return `tokens_s` of the whole mesh; `tflops` of one device, and `mfu` and `hfu`, its share of the peak."""
         world = self._engine.world
-        work = torch.tensor([sums.model, sums.hardware, sums.tokens], dtype=torch.float64)
+        sums = torch.tensor([work["model"], work["hardware"], work["tokens"]], dtype=torch.float64)
         if world.size > 1:
-            work = copy_to_device(work, world.device)
+            sums = copy_to_device(sums, world.device)
             for axes in (TOKENS, ("tp",), ("pp",)):
-                world.sum(work[:2], *axes)
-            world.sum(work[2:], *DATA)
-        seconds, known = sums.seconds, self._cost is not None
+                world.sum(sums[:2], *axes)
+            world.sum(sums[2:], *DATA)
+        seconds, cost_known = work["seconds"], self._cost is not None
 
         def named(numbers: Sequence[float]) -> dict[str, float]:
-            *both, tokens = numbers
-            figures = {"tokens_s": tokens / seconds}
-            if known:
-                model, hardware = (w / seconds / world.size / 1e12 for w in both)
-                figures["tflops"] = model
+            *flops, tokens = numbers
+            rates = {"tokens_s": tokens / seconds}
+            if cost_known:
+                model, hardware = (number / seconds / world.size / 1e12 for number in flops)
+                rates["tflops"] = model
                 if self._peak is not None:
                     self._peak = max(self._peak, hardware)  # the measured peak was too low: the machine was busy
-                    figures |= {"mfu": model / self._peak, "hfu": hardware / self._peak}
-            return {name: float(f"{value:.4g}") for name, value in figures.items()}
+                    rates |= {"mfu": model / self._peak, "hfu": hardware / self._peak}
+            return {name: float(f"{value:.4g}") for name, value in rates.items()}
 
-        return MetricTensors(work, named)
-
-
-class _WorkTotals:
-    """Work of several steps on this rank."""
-
-    def __init__(self) -> None:
-        self.passes = self.updates = 0
-        self.tokens = self.model = self.hardware = self.seconds = 0.0
-
-    def work(self, micros: Sequence[MicroBatch], cost: StepCost | None, *, ranks: int) -> None:
-        self.passes += 1
-        for micro in micros:
-            tokens, pairs = _count_real_tokens(micro)
-            self.tokens += tokens
-            if cost is not None:
-                rows, width = micro.inputs["input_ids"].shape
-                answers = getattr(micro, "sides", None) is not None  # answers are counted, not their tokens
-                supervised = (len(micro.chosen) if answers and micro.chosen is not None else micro.supervised) / ranks
-                self.model += cost.model(tokens, pairs, supervised)
-                self.hardware += cost.hardware(rows * width, rows * width * width, supervised)
-
-    def add(self, other: _WorkTotals) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+        return MetricTensors(sums, named)
 
 
 def _count_real_tokens(micro: MicroBatch) -> tuple[int, int]:
@@ -170,27 +157,19 @@ def _count_real_tokens(micro: MicroBatch) -> tuple[int, int]:
     inputs: dict[str, Any] = micro.inputs
     if "position_ids" in inputs:  # packed: positions restart at each sample; the run after the last one is padding
         lengths = torch.cat(
-            [_run_lengths(row)[: len(held)] for row, held in zip(inputs["position_ids"], micro.rows, strict=True)]
+            [
+                torch.diff((positions == 0).nonzero().flatten(), append=positions.new_tensor([len(positions)]))[
+                    : len(samples)
+                ]
+                for positions, samples in zip(inputs["position_ids"], micro.rows, strict=True)
+            ]
         )
     elif "attention_mask" in inputs:
         lengths = inputs["attention_mask"].sum(1)
     else:
         lengths = torch.full((len(inputs["input_ids"]),), inputs["input_ids"].shape[1])
-    more = inputs["decoder_input_ids"].numel() if "decoder_input_ids" in inputs else 0
-    return int(lengths.sum()) + more, int(lengths.square().sum())
-
-
-def _run_lengths(positions: Tensor) -> Tensor:
-    """Return the lengths of the runs 0, 1, 2, … in a row's positions."""
-    starts = (positions == 0).nonzero().flatten()
-    return torch.diff(starts, append=torch.tensor([len(positions)], device=starts.device))
-
-
-RATES = frozenset({"tokens_s", "tflops", "mfu", "hfu"})
-"""Throughput metrics in a row of metrics.jsonl (`flatshift.finetune.train.throughput`)."""
-
-
-# -------------------------------------------------------------------------------------------- floating-point operations
+    decoder_tokens = inputs["decoder_input_ids"].numel() if "decoder_input_ids" in inputs else 0
+    return int(lengths.sum()) + decoder_tokens, int(lengths.square().sum())
 
 
 _FUSED = ("qkv", "query_key_value", "c_attn", "in_proj")
@@ -198,18 +177,18 @@ _FUSED = ("qkv", "query_key_value", "c_attn", "in_proj")
 
 @dataclass(frozen=True)
 class StepCost:
-    """Operations of one rank, forward and backward."""
+    """Operations of one rank, forward and backward.
+
+    `token`: of linear layers, per position of its rows; `pair`: of attention, per pair of positions of a row;
+    `supervised`: of the output head, per target token, if the loss is computed in slices; `again_token`, `again_pair`:
+    of recomputation by checkpointing.
+    """
 
     token: float
-    """Linear layers, per position of its rows."""
     pair: float
-    """Attention, per pair of positions of a row."""
     supervised: float
-    """Output head, per target token, if the loss is computed in slices."""
     again_token: float
-    """Recomputation by checkpointing, per position."""
     again_pair: float
-    """Recomputation by checkpointing, per pair."""
 
     def model(self, tokens: float, pairs: float, supervised: float) -> float:
         """Return the operations that the method needs, without recomputation."""
@@ -221,49 +200,46 @@ class StepCost:
         return linear * positions + attention * pairs + self.supervised * supervised
 
 
-@dataclass
 class FlopCounter:
-    """Sums the operations of the forward passes inside `watching` and of their backward passes."""
+    """Sums the operations of the forward passes inside `count` and of their backward passes."""
 
-    linear: float = 0.0
-    attention: float = 0.0
-    again_linear: float = 0.0
-    again_attention: float = 0.0
-    lost: Exception | None = None
-    """Error of a layer that could not be counted because its inputs or outputs have an unknown form. The sums are then
-    a lower bound."""
-    _forward: dict[nn.Module, tuple[float, float]] = field(default_factory=dict)
-    """Operations of each layer's last forward pass: linear, attention."""
+    def __init__(self) -> None:
+        self.linear = self.attention = self.again_linear = self.again_attention = 0.0
+        self.error: Exception | None = None
+        """Error of a layer that could not be counted because its inputs or outputs have an unknown form. The sums are
+        then a lower bound."""
+        self._forward: dict[nn.Module, tuple[float, float]] = {}
+        """Operations of each layer's last forward pass: linear, attention."""
 
     @contextmanager
-    def watching(self, model: nn.Module, *, width: float, head: Head | None) -> Iterator[None]:
+    def count(self, model: nn.Module, *, width: float, head: Head | None) -> Iterator[None]:
         """Hook the linear layers and attention modules of `model` inside.
 
-        Results are unchanged, and a layer that cannot be counted raises nothing (`lost`).
+        Results are unchanged, and a layer that cannot be counted raises nothing (`error`).
 
         Args:
             width: of attention (`attention_width`), on this rank.
             head: its loss is computed in slices of target tokens, so it is not counted here.
         """
-        counted: dict[nn.Module, Any] = {a: partial(self._attend, width) for a in attention_modules(model)}
+        counted: dict[nn.Module, Any] = {a: partial(self._attention, width) for a in attention_modules(model)}
         skipped: set[nn.Module] = {head.linear} if head is not None else set()
         for module in model.modules():
             if module in skipped:
                 continue
             if is_linear(getattr(module, "base_layer", None)) and hasattr(module, "lora_A"):
                 skipped.update(module.modules())
-                counted[module] = self._adapted
+                counted[module] = self._adapted_linear
             elif is_linear(module):
-                counted[module] = self._plain
+                counted[module] = self._plain_linear
         handles = [
-            module.register_forward_hook(partial(self._count, hook), with_kwargs=True)
+            module.register_forward_hook(partial(self._call_safely, hook), with_kwargs=True)
             for module, hook in counted.items()
         ]
         # pre-hooks, because checkpointing aborts a layer midway once it has what backward needs
         for module in counted:
             # if only attention is recomputed, its own hooks do not run, so its last product is hooked
             last = [inner for inner in module.modules() if inner in counted][-1]
-            handles.append(last.register_forward_pre_hook(partial(self._again, module)))
+            handles.append(last.register_forward_pre_hook(partial(self._recomputed, module)))
         try:
             yield
         finally:
@@ -272,55 +248,50 @@ class FlopCounter:
 
     def cost(self, *, positions: int, pairs: int, head: Head | None) -> StepCost:
         """Return the operations counted so far per position, pair of positions and target token."""
-        shape = head.linear.weight.shape if head is not None else (0, 0)
+        rows, columns = head.linear.weight.shape if head is not None else (0, 0)
         return StepCost(
             token=self.linear / max(positions, 1),
             pair=self.attention / max(pairs, 1),
-            supervised=4.0 * shape[0] * shape[1],  # forward, and the gradient of the hidden states
+            supervised=4.0 * rows * columns,  # forward, and the gradient of the hidden states
             again_token=self.again_linear / max(positions, 1),
             again_pair=self.again_attention / max(pairs, 1),
         )
 
-    # ------------------------------------------------------------------ hooks
-
-    def _count(self, hook: Any, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _call_safely(self, hook: Any, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         try:
-            hook(layer, args, kwargs, output)
+            hook(layer, args[0] if args else next(iter(kwargs.values())), output)
         except Exception as error:  # a meter must not stop training
-            self.lost = self.lost or error
+            self.error = self.error or error
 
-    def _plain(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        x = _layer_input(args, kwargs)
-        products = 2.0 * _row_count(x) * x.shape[-1] * _layer_output(output).shape[-1]
+    def _plain_linear(self, layer: nn.Module, x: Tensor, output: Any) -> None:
+        products = 2.0 * x.numel() * _layer_output(output).shape[-1]
         trained = any(p.requires_grad for p in layer.parameters(recurse=False))
-        self._add(layer, products, products * (int(x.requires_grad) + int(trained)))
+        self._add_linear(layer, products, products * (int(x.requires_grad) + int(trained)))
 
-    def _adapted(self, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        x = _layer_input(args, kwargs)
-        rows, into, out = _row_count(x), x.shape[-1], _layer_output(output).shape[-1]
-        frozen = 2.0 * rows * into * out
+    def _adapted_linear(self, layer: Any, x: Tensor, output: Any) -> None:
+        rows, width_in, width_out = x.numel() // x.shape[-1], x.shape[-1], _layer_output(output).shape[-1]
+        frozen = 2.0 * rows * width_in * width_out
         rank = sum(layer.r[name] for name in layer.active_adapters if name in layer.r)
-        a, b = 2.0 * rows * rank * into, 2.0 * rows * rank * out
+        a, b = 2.0 * rows * rank * width_in, 2.0 * rows * rank * width_out
         needed = int(x.requires_grad)
         # backward: gradients of A, of B and of the activation between them; that of the input only if needed
-        self._add(layer, frozen + a + b, needed * (frozen + a) + a + 2 * b)
+        self._add_linear(layer, frozen + a + b, needed * (frozen + a) + a + 2 * b)
 
-    def _attend(self, width: float, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        x = _layer_input(args, kwargs)
+    def _add_linear(self, layer: nn.Module, forward: float, backward: float) -> None:
+        if _is_first_forward():
+            self.linear += forward + backward
+            self._forward[layer] = (forward, 0.0)
+
+    def _attention(self, width: float, layer: nn.Module, x: Tensor, output: Any) -> None:
         product = 2.0 * x.shape[0] * x.shape[1] ** 2 * width
-        q, k, v = (x.requires_grad or trained for trained in _trained_parts(layer))
+        q, k, v = (x.requires_grad or trained for trained in _trained_projections(layer))
         # dO·Vᵀ if the attention weights need a gradient, then dQ and dK; Pᵀ·dO for dV
         backward = product * (int(q or k) + int(q) + int(k) + int(v))
         if _is_first_forward():
             self.attention += 2 * product + backward
             self._forward[layer] = (0.0, 2 * product)
 
-    def _add(self, layer: nn.Module, forward: float, backward: float) -> None:
-        if _is_first_forward():
-            self.linear += forward + backward
-            self._forward[layer] = (forward, 0.0)
-
-    def _again(self, layer: nn.Module, inner: nn.Module, args: Any) -> None:
+    def _recomputed(self, layer: nn.Module, inner: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and not _is_first_forward():
             linear, attention = self._forward.get(layer, (0.0, 0.0))
             self.again_linear += linear
@@ -332,48 +303,35 @@ def _is_first_forward() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
-def _layer_input(args: Any, kwargs: Any) -> Tensor:
-    """Return a layer's input tensor."""
-    x: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return x
-
-
 def _layer_output(output: Any) -> Tensor:
     """Return a layer's product; routers of mixtures (Llama 4) are linear layers that return two tensors."""
     x: Tensor = output[-1] if isinstance(output, tuple) else output
     return x
 
 
-def _row_count(x: Tensor) -> int:
-    return x.numel() // x.shape[-1]
-
-
-def _trained_parts(attention: nn.Module) -> tuple[bool, bool, bool]:
+def _trained_projections(attention: nn.Module) -> tuple[bool, bool, bool]:
     """Return for queries, keys and values True if their own layers have trainable parameters."""
-    found = {"q": False, "k": False, "v": False}
+    trained: set[str] = set()
     for name, parameter in attention.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        parts = name.split(".")
-        letters = "qkv" if any(fused in part.lower() for part in parts for fused in _FUSED) else ""
-        for part in parts:
-            letters += {"q": "q", "query": "q", "k": "k", "key": "k", "v": "v", "value": "v"}.get(
-                part.split("_")[0], ""
-            )
-        for letter in letters:
-            found[letter] = True
-    return found["q"], found["k"], found["v"]
+        if parameter.requires_grad:
+            words = {word.split("_")[0] for word in name.split(".")}
+            trained |= {
+                letter for letter, word in zip("qkv", ("query", "key", "value"), strict=True) if words & {letter, word}
+            }
+            if any(fused in name.lower() for fused in _FUSED):
+                trained |= set("qkv")
+    return "q" in trained, "k" in trained, "v" in trained
 
 
 def attention_width(config: Any) -> int | None:
     """Return d, the number of heads times the width of one, from a base model's configuration; None if it is
     unspecified."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = _first_int_attribute(config, "num_attention_heads", "n_head", "num_heads")
-    hidden = _first_int_attribute(config, "hidden_size", "n_embd", "d_model")
-    each = _first_int_attribute(config, "head_dim") or (hidden // heads if heads and hidden else None)
-    return heads * each if heads and each else None
 
+    def first_int(*names: str) -> int | None:
+        return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
-def _first_int_attribute(config: Any, *names: str) -> int | None:
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+    heads = first_int("num_attention_heads", "n_head", "num_heads")
+    hidden = first_int("hidden_size", "n_embd", "d_model")
+    width = first_int("head_dim") or (hidden // heads if heads and hidden else None)
+    return heads * width if heads and width else None

@@ -1,6 +1,6 @@
 """Experiment trackers in addition to metrics.jsonl: each receives the same rows through one `log(dict)`.
 
-    trackers = open_trackers(Tracker(kinds=("tensorboard",)), run, config={...}, say=print)
+    trackers = open_trackers(Tracker(kinds=("tensorboard",)), run, config={...}, log=print)
     trackers.log({"stage": "fine-tune", "split": "train", "step": 3, "loss": 2.1})
     trackers.close()
 
@@ -14,7 +14,9 @@ import hashlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +32,7 @@ _SENDING = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
 class TrackerBackend(Protocol):
     """Interface of a tracker."""
 
-    def log(self, line: Mapping[str, Any]) -> None:
+    def log(self, row: Mapping[str, Any]) -> None:
         """Record a row of metrics.jsonl: `stage`, `split`, `step` and metrics."""
 
     def close(self) -> None:
@@ -44,69 +46,68 @@ def check_trackers(settings: Tracker) -> None:
             raise UserError(
                 f"tracker.kinds: {kind} needs the package {kind}; pip install 'flatshift[track-{kind}]', or drop it"
             )
-    told = [name for name in _SENDING if os.environ.get(name)]
-    if "trackio" in settings.kinds and told and not settings.online:
+    variables = [name for name in _SENDING if os.environ.get(name)]
+    if "trackio" in settings.kinds and variables and not settings.online:
         raise UserError(
-            f"tracker.online: {told[0]} is set, so trackio would send; unset it, or set tracker.online: true"
+            f"tracker.online: {variables[0]} is set, so trackio would send; unset it, or set tracker.online: true"
         )
 
 
 def open_trackers(
-    settings: Tracker, run: RunDirectory, *, config: Mapping[str, Any], say: Callable[[str], None]
+    settings: Tracker, run: RunDirectory, *, config: Mapping[str, Any], log: Callable[[str], None]
 ) -> Trackers:
     """Return the trackers of a run; none on ranks that do not write.
 
-    config: the whole recipe, shown next to the curves. say: receives the warning about a tracker that failed.
+    config: the whole recipe, shown next to the curves. log: receives the warning about a tracker that failed.
     """
-    trackers = Trackers(say)
+    trackers = Trackers(log)
     for kind in settings.kinds if run.writes else ():
-        trackers.add(kind, lambda kind=kind: _SINKS[kind](settings, run.path, config))  # type: ignore[misc]
+        trackers.add(kind, partial(_BACKENDS[kind], settings, run.path, config))
     return trackers
 
 
 class Trackers:
-    """Any number of sinks; none of them can stop the training."""
+    """Any number of backends; none of them can stop the training."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._sinks: dict[str, TrackerBackend] = {}
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+        self._backends: dict[str, TrackerBackend] = {}
 
     def add(self, name: str, make: Callable[[], TrackerBackend]) -> None:
-        """Open one more sink."""
-        try:
-            self._sinks[name] = make()
-        except Exception as error:
-            self._lose(name, error)
+        """Open one more backend."""
+        with self._failures(name):
+            self._backends[name] = make()
 
-    def log(self, line: Mapping[str, Any]) -> None:
-        """Pass a row to all sinks."""
-        for name, sink in list(self._sinks.items()):
-            try:
-                sink.log(line)
-            except Exception as error:
-                self._lose(name, error)
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Pass a row to all backends."""
+        for name, backend in list(self._backends.items()):
+            with self._failures(name):
+                backend.log(row)
 
     def close(self) -> None:
-        """Flush and close all sinks."""
-        for name, sink in list(self._sinks.items()):
-            try:
-                sink.close()
-            except Exception as error:
-                self._lose(name, error)
-        self._sinks = {}
+        """Flush and close all backends."""
+        for name, backend in list(self._backends.items()):
+            with self._failures(name):
+                backend.close()
+        self._backends = {}
 
-    def _lose(self, name: str, error: Exception) -> None:
-        self._sinks.pop(name, None)
-        self._say(
-            f"warning: the tracker {name} failed and is left out from here on ({error}); metrics.jsonl has everything"
-        )
+    @contextmanager
+    def _failures(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._backends.pop(name, None)
+            self._log(
+                f"warning: the tracker {name} failed and is left out from here on ({error}); metrics.jsonl has "
+                "everything"
+            )
 
 
-def finite_numbers(line: Mapping[str, Any]) -> dict[str, float]:
+def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a row, by `split/name`."""
     return {
-        f"{line['split']}/{name}": float(value)
-        for name, value in line.items()
+        f"{row['split']}/{name}": float(value)
+        for name, value in row.items()
         if name not in ("attempt", "step") and isinstance(value, int | float) and math.isfinite(value)
     }
 
@@ -120,18 +121,18 @@ class TensorBoard:
     def __init__(self, settings: Tracker, path: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._make, self._folder = SummaryWriter, path / FOLDER / "tensorboard"
+        self._new_writer, self._folder = SummaryWriter, path / FOLDER / "tensorboard"
         self._writers: dict[str, Any] = {}
         self._last: dict[str, int] = {}
 
-    def log(self, line: Mapping[str, Any]) -> None:
-        stage, step = line["stage"], line["step"]
+    def log(self, row: Mapping[str, Any]) -> None:
+        stage, step = row["stage"], row["step"]
         if step < self._last.get(stage, step + 1):
             if stage in self._writers:
                 self._writers[stage].close()
-            self._writers[stage] = self._make(log_dir=str(self._folder / stage), purge_step=step)
+            self._writers[stage] = self._new_writer(log_dir=str(self._folder / stage), purge_step=step)
         self._last[stage] = step
-        for name, value in finite_numbers(line).items():
+        for name, value in finite_numbers(row).items():
             self._writers[stage].add_scalar(name, value, global_step=step)
 
     def close(self) -> None:
@@ -158,13 +159,13 @@ class Wandb:
         )
         self._stages: set[str] = set()
 
-    def log(self, line: Mapping[str, Any]) -> None:
-        stage = line["stage"]
+    def log(self, row: Mapping[str, Any]) -> None:
+        stage = row["stage"]
         if stage not in self._stages:  # an axis per stage: wandb's step must not decrease, but a resumed run's does
             self._stages.add(stage)
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-        named = {f"{stage}/{name}": value for name, value in finite_numbers(line).items()}
-        self._run.log({f"{stage}/step": line["step"], **named})
+        named = {f"{stage}/{name}": value for name, value in finite_numbers(row).items()}
+        self._run.log({f"{stage}/step": row["step"], **named})
 
     def close(self) -> None:
         self._run.finish()
@@ -180,9 +181,9 @@ class Trackio:
         name = f"{path.name}-{run_id(path)}"
         trackio.init(project=settings.project, name=name, config=dict(config), resume="allow", embed=False)
 
-    def log(self, line: Mapping[str, Any]) -> None:
-        named = {f"{line['stage']}/{name}": value for name, value in finite_numbers(line).items()}
-        self._library.log(named, step=line["step"])
+    def log(self, row: Mapping[str, Any]) -> None:
+        named = {f"{row['stage']}/{name}": value for name, value in finite_numbers(row).items()}
+        self._library.log(named, step=row["step"])
 
     def close(self) -> None:
         self._library.finish()
@@ -191,11 +192,11 @@ class Trackio:
 def run_id(path: Path) -> str:
     """Return an id for the run in `path` that survives resuming and moving it."""
     file = path / ENVIRONMENT
-    about = file.read_bytes() if file.is_file() else str(path.resolve()).encode()
-    return hashlib.sha256(about).hexdigest()[:12]
+    content = file.read_bytes() if file.is_file() else str(path.resolve()).encode()
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
-_SINKS: dict[TrackerKind, Callable[[Tracker, Path, Mapping[str, Any]], TrackerBackend]] = {
+_BACKENDS: dict[TrackerKind, Callable[[Tracker, Path, Mapping[str, Any]], TrackerBackend]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "trackio": Trackio,

@@ -24,41 +24,48 @@ from flatshift.regularizers.protocol import MetricTensors
 
 from ..atomic import write_json
 from ..compute import attention
+from ..compute.capabilities import seeded_rng
 from ..compute.fused_loss import choose_loss_kernel
-from ..compute.numerics import cpu_threads, deterministic_algorithms, seeded_rng, uses_dropout, without_input_casts
+from ..compute.loss import Head, batch_loss, loss_sum
+from ..compute.micro_batch import MicroBatch, PreferenceTargets
+from ..compute.numerics import (
+    cpu_threads,
+    deterministic_algorithms,
+    evaluation_mode,
+    uses_dropout,
+    without_input_casts,
+)
 from ..compute.precision import autocast, infer_precision, tf32_products
 from ..data.eval_batching import EvalBatching
+from ..data.example import Example
 from ..digests import DONE, FILES, adapter_file_digests
 from ..errors import Interrupted
 from ..evaluate.evaluator import evaluate
 from ..evaluate.metrics import find_metric
+from ..evaluate.preference import point_metrics, score_answers
 from ..figures import format_throughput
 from ..launch import watchdog
 from ..models.compiled import CompiledBlocks
 from ..parallel.engine import Engine
 from ..run_directory import SPIKE, disk_full_interrupts
 from ..seeds import derive_seed
+from ..tasks import Task
 from .callbacks import Callbacks
-from .checkpointer import Checkpointer, TrainingState, clone_tensors
-from .data_order import batch_index
+from .checkpointer import Checkpointer, TrainingState, batch_index, clone_tensors
 from .deferred_metrics import MetricsBuffer, MetricsRow, read_numbers
-from .dev_loss import dev_metrics
-from .divergence import DivergenceGuard, RejectedUpdate, UpdateRejected
-from .loss_scale import LossScale
+from .divergence import DivergenceGuard, LossScale, RejectionReason, UpdateRejected
 from .optimizer import AdapterOptimizer, GaussNewton
 from .out_of_memory import OutOfMemoryHandler, oom_context
 from .peak_memory import StepMemoryMeter
 from .prefetch import with_prefetch
 from .schedule import Schedule
-from .stage import StageResult, TrainingStage, check_best, check_length, finished_result, full_evaluation_metric
+from .stage import StageResult, TrainingStage, check_length, check_metric, finished_result, full_evaluation_metric
 from .throughput import ThroughputMeter
 from .trace.recorder import Recorder
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
-
-    from ..compute.micro_batch import MicroBatch, PreferenceTargets
 
 
 class Trainer:
@@ -75,13 +82,13 @@ class Trainer:
         self.stage = replace(stage, train=self.train)
         self.regularizer, self.run, self.device = stage.regularizer, stage.run, self.engine.device
         self.on_step, self.stop = stage.on_step or (lambda row: None), stage.stop or (lambda: False)
+        self.log_line = stage.log or stage.run.log
+        self.precision = partial(autocast, self.train, self.device)
 
     @property
     def state(self) -> TrainingState:
         """Step number and everything else that a checkpoint says besides tensors; a rollback replaces it."""
         return self.checkpointer.progress
-
-    # ------------------------------------------------------------------ the loop
 
     def fit(self) -> StageResult:
         """Train for `train.steps` steps; afterwards the model holds the stage's adapter.
@@ -99,7 +106,7 @@ class Trainer:
                 of another adapter, a recording on a mesh.
         """
         check_length(self.engine, self.stage.batches)
-        check_best(self.train, self.stage.task)
+        check_metric(self.train.best, self.stage.task, "train.best")
         if (result := finished_result(self.stage)) is not None:
             self.engine.load_adapter(self.stage.folder / "adapter")
             return result
@@ -108,12 +115,12 @@ class Trainer:
             with self._session():
                 self._begin()
                 while self.state.step < self.train.steps and not self.state.stopped_early:
-                    self.callbacks.step_begin()
+                    self.callbacks.begin_step()
                     began = time.monotonic()
-                    with self.peak_memory.during() if self.peak_memory is not None else contextlib.nullcontext():
+                    with self.peak_memory.measure_step() if self.peak_memory is not None else contextlib.nullcontext():
                         row = self.step()
-                    rates = self.throughput.updated(time.monotonic() - began)
-                    if isinstance(row, RejectedUpdate):
+                    rates = self.throughput.end_step(time.monotonic() - began)
+                    if isinstance(row, RejectionReason):
                         self._flush_metrics()
                         self._roll_back(row)
                     else:
@@ -122,22 +129,21 @@ class Trainer:
                 self.callbacks.fire("train_end")
             return self._finish()
 
-    def step(self) -> MetricsRow | RejectedUpdate:
+    def step(self) -> MetricsRow | RejectionReason:
         """Take one optimizer step; returns its metrics row, or the reason to roll back to a checkpoint.
 
         Whether the step is taken is decided by numbers that are the same on every rank.
         """
-        state, engine, task = self.state, self.engine, self.stage.task
+        state, engine, task, batches = self.state, self.engine, self.stage.task, self.stage.batches
         step, index = state.step, batch_index(state.step, state.skipped_ranges)
         context = partial(self._forward_context, step)
         engine.heartbeat = partial(watchdog.report_progress, step, self.stage.name)
-        engine.dropout_context = partial(self.dropout.during, step) if self.dropout is not None else None
-        count = self.stage.batches.supervised(index)
+        engine.dropout_context = partial(self.dropout.forward_pass, step) if self.dropout is not None else None
+        count = batches.supervised(index)
         lr = self.lr_scheduler(step)
-        reference: Sequence[PreferenceTargets | None] = ()
+        targets: Sequence[PreferenceTargets | None] = ()
         if task.has_reference:  # outside the regularizer's step: the reference is the base model as it is
-            micros = self.stage.batches.at(index)
-            reference = engine.reference_log_probs(micros, task=task, head=self.head, precision=self._precision)
+            targets = engine.reference_log_probs(batches.at(index), task=task, head=self.head, precision=self.precision)
         rejected, overflowed = None, True
         while overflowed:  # fp16: the same batch again at a smaller loss scale
             losses: list[torch.Tensor] = []
@@ -145,29 +151,31 @@ class Trainer:
             try:
                 with self.regularizer.step(step, loss_scale=self.loss_scale.value) as passes:
                     for _ in passes:
-                        micros = self._micro_batches(index, reference)
+                        micros: list[MicroBatch] = batches.at(index)
+                        if targets:
+                            micros = [replace(m, preference=t) for m, t in zip(micros, targets, strict=True)]
                         if self.solver is not None:  # Gauss-Newton: writes its step into the gradients, no backward
                             losses.append(self.solver.compute(engine, micros, count, task=task, context=context))
                             continue
-                        with self.throughput.watching(micros, head=self.head), self.layers.working():
+                        with self.throughput.count(micros, head=self.head), self.layers.replace_forwards():
                             losses.append(
                                 engine.forward_backward(micros, count, task=task, head=self.head, context=context)
                             )
                     if self.loss_scale.on and (overflowed := self.loss_scale.overflows(losses, engine.clip)):
                         raise UpdateRejected
-                    if self.guard.watches and (rejected := self.guard.check(losses)) is not None:
+                    if self.guard.checks_steps and (rejected := self.guard.check(losses)) is not None:
                         raise UpdateRejected
             except UpdateRejected:
                 if rejected is not None:
                     return self._skip_step(rejected, lr)
-                self.optimizer.drop_gradients()
-        self.loss_scale.undo(engine.parameters.values())
-        self.optimizer.clear_fixed_gradients()
+                self.optimizer.zero_grad()
+        self.loss_scale.unscale(engine.parameters.values())
+        self.optimizer.zero_fixed_grad()
         with self.recorder.update(step + 1):
             norm = engine.clip(self.stage.optimizer.clip)
             row = MetricsRow(step + 1, {"loss": None, "tokens": state.tokens + count, "lr": lr, "grad_norm": None})
             row.pending = {"loss": losses[0], "grad_norm": norm}  # of two passes, the first is at the weights
-            if self.guard.watches or self.loss_scale.on:  # they have read both already
+            if self.guard.checks_steps or self.loss_scale.on:  # they have read both already
                 row.pending, row.values = {}, row.values | (self.guard.last_values or self.loss_scale.last_values)
             elif self.metrics.reads_are_free:
                 row.values, row.pending = row.complete(iter(read_numbers(row.vectors))), {}
@@ -179,50 +187,44 @@ class Trainer:
         state.tokens += count
         self.guard.step_applied()
         self.loss_scale.step_applied()
-        row.figures.append(self.regularizer.figures())
+        row.tensors.append(self.regularizer.metric_tensors())
         return row
 
     def _after_step(self, row: MetricsRow, rates: MetricTensors) -> None:
-        """Buffer the step's metrics, evaluate and checkpoint where due, and stop where asked."""
         state, train = self.state, self.train
         state.seconds = self._elapsed()
         self._update_callbacks()
         row.values = {"attempt": self.checkpointer.attempt, "step": state.step, "split": "train", **row.values}
-        row.figures.append(rates)
+        row.tensors.append(rates)
         row.end = {"time_s": round(state.seconds, 4)}
         self.metrics.add(row)
         last = state.step == train.steps
         stop = self._flush_metrics() if self.metrics.reads_are_free else self._flush_metrics_if_due()
         self.callbacks.fire("step_end")
-        evaluate_now = self._callback_asks("evaluate")
-        if self.stage.dev and (last or evaluate_now or _every(train.evaluation_interval, state.step)):
+        evaluate_now = self._callback_requests("evaluate")
+        if self.stage.dev and (last or evaluate_now or _is_due(train.evaluation_interval, state.step)):
             stop |= self._flush_metrics()
             self.evaluate_dev()
-        state.stopped_early |= self._callback_asks("training_stop") and not last
-        self.recorder.at(state, self.checkpointer.attempt)
+        state.stopped_early |= self._callback_requests("training_stop") and not last
+        self.recorder.record(state, self.checkpointer.attempt)
         state.seconds = self._elapsed()
         if self.metrics.reads_are_free:
             stop = self.engine.world.any(self.stop())
-        due = last or state.stopped_early or _every(train.save_every, state.step)
-        if stop or due or self._callback_asks("save"):
+        save_now = last or state.stopped_early or _is_due(train.save_every, state.step)
+        if stop or save_now or self._callback_requests("save"):
             stop |= self._flush_metrics()
             self.save()
         if stop and not (last or state.stopped_early):
-            where = f"{self.stage.name} stopped after step {state.step} of {train.steps}"
-            raise Interrupted(f"{where}; its state is saved")
-
-    # ------------------------------------------------------------------ before the first step
+            raise Interrupted(f"{self.stage.name} stopped after step {state.step} of {train.steps}; its state is saved")
 
     @contextlib.contextmanager
     def _device_settings(self) -> Iterator[OutOfMemoryHandler]:
-        """Threads, deterministic algorithms, float32 matmul precision, prefetched batches, and the out-of-memory
-        message."""
         train = self.train
         with (
             cpu_threads(train.threads),
             deterministic_algorithms(train, self.device),
             tf32_products(train, self.device),
-            with_prefetch(self.stage.batches, self.engine, train=train, say=self._log_line) as batches,
+            with_prefetch(self.stage.batches, self.engine, train=train, log=self.log_line) as batches,
             OutOfMemoryHandler(self.engine, self.stage) as out_of_memory,
         ):
             self.stage = replace(self.stage, batches=batches)
@@ -252,23 +254,27 @@ class Trainer:
         self.checkpointer = Checkpointer(engine, self.optimizer, stage)
         self.guard = DivergenceGuard(engine, self.checkpointer, stage)
         self.metrics = MetricsBuffer(engine.world)
-        with self._precision():
+        with self.precision():
             if batches.packed:
                 check_packing_isolation(engine.eval_model, agree=engine.world.any)
             head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=stage.task)
         engine.reshard()
         self.recorder = Recorder(stage, engine, self.optimizer, self.eval_batching, head=head)
-        out_of_memory.keeper = self.checkpointer
+        out_of_memory.checkpointer = self.checkpointer
         self.head = choose_loss_kernel(
-            engine, head, batches, task=stage.task, train=train, folder=stage.folder, say=self._log_line
+            engine, head, batches, task=stage.task, train=train, folder=stage.folder, say=self.log_line
         )
         self.throughput = ThroughputMeter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
-        self.peak_memory = StepMemoryMeter(engine.device) if stage.planned is not None else None
+        self.peak_memory = StepMemoryMeter(engine.device) if stage.plan is not None else None
         if train.compile:
-            self.throughput.ahead(batches.at(0)[0], task=stage.task, head=self.head, around=self._precision())
+            with self.precision():
+                self.throughput.count_separately(batches.at(0)[0], task=stage.task, head=self.head)
             engine.reshard()
-        objects = {"model": engine.model, "processing_class": self.tokenizer, "optimizer": self.optimizer.inner}
-        self.callbacks = Callbacks(stage, is_main=engine.is_main, about=objects)
+        self.callbacks = Callbacks(
+            stage,
+            is_main=engine.is_main,
+            objects={"model": engine.model, "processing_class": self.tokenizer, "optimizer": self.optimizer.inner},
+        )
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
@@ -307,55 +313,39 @@ class Trainer:
         self.callbacks.restore(state.callbacks)
         self.loss_scale.restore(state.loss_scale)
         if state.step == 0:
-            self.recorder.at(state, self.checkpointer.attempt)
+            self.recorder.record(state, self.checkpointer.attempt)
             if self.train.spikes is not None:
                 self.save()  # a rollback needs a checkpoint to return to
         self._update_callbacks()
         self.callbacks.fire("train_begin")
         if state.evaluation_pending:
             self.evaluate_dev()
-            self.recorder.at(state, self.checkpointer.attempt)
-
-    # ------------------------------------------------------------------ parts of a step
-
-    def _micro_batches(self, index: int, reference: Sequence[PreferenceTargets | None]) -> list[MicroBatch]:
-        """The micro-batches of a step, with the reference's log-probabilities where the task has them."""
-        micros: list[MicroBatch] = self.stage.batches.at(index)
-        if not reference:
-            return micros
-        return [replace(micro, sides=known) for micro, known in zip(micros, reference, strict=True)]
+            self.recorder.record(state, self.checkpointer.attempt)
 
     @contextlib.contextmanager
     def _forward_context(self, step: int, micro: int) -> Iterator[None]:
         """Autocast, and a seed of (seed, step, micro-batch, rank) for random draws other than dropout (layerdrop)."""
         self.regularizer.on_micro_batch(micro)
         index, width = self.engine.stream
-        rank = (index,) if width > 1 else ()
-        draws = (
-            seeded_rng(derive_seed(self.stage.seed, "dropout", step, micro, *rank), self.device)
-            if self.has_dropout
-            else None
-        )
-        with draws or contextlib.nullcontext(), self._precision():
+        random: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.has_dropout:
+            rank = (index,) if width > 1 else ()
+            random = seeded_rng(derive_seed(self.stage.seed, "dropout", step, micro, *rank), self.device)
+        with random, self.precision():
             yield
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        return autocast(self.train, self.device)
-
-    def _skip_step(self, rejected: RejectedUpdate, lr: float) -> MetricsRow | RejectedUpdate:
+    def _skip_step(self, rejected: RejectionReason, lr: float) -> MetricsRow | RejectionReason:
         """Leave the step out and return its row, or `rejected` where the stage has to roll back."""
-        with self.recorder.update(self.state.step + 1):
-            self.optimizer.drop_gradients()
-        note = self.guard.skip(rejected)
-        if note is None:
-            return rejected
         state = self.state
-        return MetricsRow(
-            state.step, {"loss": rejected.loss, "tokens": state.tokens, "lr": lr, "grad_norm": rejected.norm, **note}
-        )
+        with self.recorder.update(state.step + 1):
+            self.optimizer.zero_grad()
+        fields = self.guard.skip(rejected)
+        if fields is None:
+            return rejected
+        values = {"loss": rejected.loss, "tokens": state.tokens, "lr": lr, "grad_norm": rejected.norm, **fields}
+        return MetricsRow(state.step, values)
 
-    def _roll_back(self, rejected: RejectedUpdate) -> None:
-        """Return to the checkpoint before a loss spike."""
+    def _roll_back(self, rejected: RejectionReason) -> None:
 
         def reattach() -> None:
             self.regularizer.detach()
@@ -369,19 +359,14 @@ class Trainer:
         self._update_callbacks()
         self.log(**row, split=SPIKE, time_s=round(self.state.seconds, 4))
 
-    # ------------------------------------------------------------------ metrics, callbacks, checkpoints
-
     def log(self, **row: Any) -> dict[str, Any]:
         """Write a row of metrics.jsonl and pass it to trackers and callbacks; rows keep the order of their steps."""
         self.run.log_metrics(self.stage.name, **row)
         tracked = {"stage": self.stage.name, **row}
         if self.stage.track is not None and self.engine.is_main:
             self.stage.track(tracked)
-        self.callbacks.logged(tracked)
+        self.callbacks.report(tracked)
         return tracked
-
-    def _log_line(self, line: str) -> None:
-        (self.stage.say or self.run.log)(line)
 
     def _flush_metrics(self) -> bool:
         """Write all buffered rows, as before every checkpoint; True if any rank wants to stop."""
@@ -394,7 +379,7 @@ class Trainer:
         """
         state, stop = self.state, self.stop()
         self.metrics.request_stop(stop)
-        due = self.metrics.due or bool(self.callbacks.callbacks) or self.recorder.wants(state)
+        due = self.metrics.due or bool(self.callbacks.callbacks) or self.recorder.is_due(state)
         now = due or (stop and self.engine.world.size == 1) or state.step == self.train.steps
         return now and self._flush_metrics()
 
@@ -406,11 +391,10 @@ class Trainer:
         state = self.state
         best = state.best_accuracy if self.train.best != "loss" else None
         best = state.best_metric if self.metric is not None else state.best_dev_loss if best is None else best
-        self.callbacks.at(state.step, tokens=state.tokens, best_step=state.best_step, best=best)
+        self.callbacks.set_position(state.step, tokens=state.tokens, best_step=state.best_step, best=best)
 
-    def _callback_asks(self, what: str) -> bool:
-        """True if a callback asks for it, on any rank."""
-        return bool(self.callbacks.callbacks) and self.engine.world.any(self.callbacks.asks(what))
+    def _callback_requests(self, action: str) -> bool:
+        return bool(self.callbacks.callbacks) and self.engine.world.any(self.callbacks.requests(action))
 
     def save(self) -> None:
         """Save a checkpoint, unless this step has one."""
@@ -421,11 +405,9 @@ class Trainer:
         if self.checkpointer.saved_step != before:
             self.callbacks.fire("save")
 
-    # ------------------------------------------------------------------ dev evaluation and end
-
     def evaluate_dev(self) -> None:
         """Evaluate the current adapter on dev; keep it if it is the best so far, else count it for `train.patience`."""
-        state = self.state
+        state, stage = self.state, self.stage
         state.evaluation_pending = True
         batching = replace(self.eval_batching, beat=self._dev_heartbeat)
         try:
@@ -433,13 +415,21 @@ class Trainer:
                 watchdog.no_progress_timeout("dev evaluation"),
                 oom_context(f"the dev evaluation after step {state.step}"),
             ):
-                metrics = dev_metrics(self.engine, self.stage.dev, batching, task=self.stage.task, head=self.head)
-                if self.metric is not None:
-                    metrics[self.metric] = self._full_evaluation(batching)[self.metric]["value"]
+                metrics: dict[str, Any] = dev_metrics(self.engine, stage.dev, batching, task=stage.task, head=self.head)
+                if self.metric is not None:  # of every metric, the same on every rank
+                    metrics[self.metric] = evaluate(
+                        self.engine.eval_model,
+                        self.tokenizer,
+                        stage.dev,
+                        task=stage.task.for_evaluation(),
+                        config=replace(stage.evaluate, bootstrap=1),
+                        inference=batching,
+                        label_names=stage.label_names,
+                    )[self.metric]["value"]
         except Interrupted as error:
             self.engine.reshard()
             self.save()
-            raise Interrupted(f"{self.stage.name} {error}; its state is saved") from error
+            raise Interrupted(f"{stage.name} {error}; its state is saved") from error
         state.evaluation_pending = False
         row = {"attempt": self.checkpointer.attempt, "step": state.step, "split": "dev", **metrics}
         self.log(**row, tokens=state.tokens, time_s=round(self._elapsed(), 4))
@@ -458,77 +448,100 @@ class Trainer:
         if self.engine.world.any(self.stop()):
             raise Interrupted(f"stopped in the dev evaluation after step {self.state.step}")
 
-    def _full_evaluation(self, batching: EvalBatching) -> dict[str, Any]:
-        """Every metric of the current adapter on dev; the same on every rank."""
-        return dict(
-            evaluate(
-                self.engine.eval_model,
-                self.tokenizer,
-                self.stage.dev,
-                task=self.stage.task.for_evaluation(),
-                config=replace(self.stage.evaluate, bootstrap=1),
-                inference=batching,
-                label_names=self.stage.label_names,
-            )
-        )
-
     def _is_better(self, metrics: dict[str, Any]) -> bool:
         """True if these dev metrics are the best so far, by `train.best`; loss decides between equal ones."""
-        state = self.state
+        state, lower = self.state, False
         if state.best_dev_loss is None:
             return True
+        value = best = None
         if self.metric is not None:
-            value, best = metrics[self.metric], state.best_metric
-            if value != best and (value is None or best is None):
-                return best is None
-            if value != best:
-                return bool(value < best) is find_metric(self.metric).lower
+            value, best, lower = metrics[self.metric], state.best_metric, find_metric(self.metric).lower
+        elif self.train.best != "loss":
+            value, best = metrics.get("accuracy"), state.best_accuracy
+        if value == best:
             return metrics["loss"] < state.best_dev_loss
-        accuracy, before = metrics.get("accuracy"), state.best_accuracy
-        if self.train.best != "loss" and accuracy is not None and before is not None and accuracy != before:
-            return accuracy > before
-        return metrics["loss"] < state.best_dev_loss
+        return best is None if value is None or best is None else bool(value < best) is lower
 
     def _finish(self) -> StageResult:
-        """Put the best adapter into the model, save it, and mark the stage as done."""
-        state = self.state
+        state, stage = self.state, self.stage
         if state.best:
             with torch.no_grad():
                 for name, parameter in self.engine.parameters.items():
                     parameter.copy_(state.best[name])
+        shared = StageResult.__dataclass_fields__.keys() & vars(state).keys()
         result = StageResult(
             steps=state.step,
-            best_step=state.best_step,
-            best_dev_loss=state.best_dev_loss,
-            tokens=state.tokens,
-            stopped_early=state.stopped_early,
-            skipped=state.skipped,
             rewinds=len(state.rewinds),
-            best_accuracy=state.best_accuracy,
-            best_metric=state.best_metric,
+            **{name: getattr(state, name) for name in shared - {"rewinds"}},
         )
-        rates = self.throughput.whole()
-        folder = self.stage.folder
-        with disk_full_interrupts(f"saving the adapter of {self.stage.name}"):
-            self.engine.save_adapter(folder / "adapter")
+        rates = self.throughput.total_rates()
+        with disk_full_interrupts(f"saving the adapter of {stage.name}"):
+            self.engine.save_adapter(stage.folder / "adapter")
             if self.engine.is_main:
-                self.run.sync_metrics(self.stage.name)
+                self.run.sync_metrics(stage.name)
                 record = {"target_steps": self.train.steps, **asdict(result), "attempts": self.checkpointer.attempt}
                 record["seconds"] = round(state.seconds, 3)
                 record["lr"] = self.lr_scheduler(state.step - 1)
-                if self.peak_memory is not None and self.stage.planned is not None:
-                    record["plan"] = self.peak_memory.beside(self.stage.planned)
-                write_json(folder / DONE, {**record, "rates": rates, FILES: adapter_file_digests(folder)})
+                if self.peak_memory is not None and stage.plan is not None:
+                    record["plan"] = self.peak_memory.compare(stage.plan)
+                digests = adapter_file_digests(stage.folder)
+                write_json(stage.folder / DONE, {**record, "rates": rates, FILES: digests})
             self.engine.world.wait()
-        mishaps = [f"{result.skipped} steps skipped"] if result.skipped else []
-        mishaps += [f"rolled back after {result.rewinds} spikes"] if result.rewinds else []
-        unit = self.stage.task.loss_denominator
-        learnt = f"{result.tokens} {'target tokens' if unit == 'tokens' else unit}"
-        line = ", ".join([learnt, *mishaps, *filter(None, [format_throughput(rates)])])
-        self.run.log(f"{self.stage.name}: done after step {result.steps}, {line}")
+        unit = stage.task.loss_denominator
+        notes = [f"{result.tokens} {'target tokens' if unit == 'tokens' else unit}"]
+        notes += [f"{result.skipped} steps skipped"] if result.skipped else []
+        notes += [f"rolled back after {result.rewinds} spikes"] if result.rewinds else []
+        notes += filter(None, [format_throughput(rates)])
+        self.run.log(f"{stage.name}: done after step {result.steps}, {', '.join(notes)}")
         return result
 
 
-def _every(interval: int, step: int) -> bool:
-    """True if `step` is a multiple of `interval`; False for an interval of 0."""
+def _is_due(interval: int, step: int) -> bool:
     return bool(interval) and step % interval == 0
+
+
+@torch.no_grad()
+def dev_metrics(
+    engine: Engine, examples: Sequence[Example], inference: EvalBatching, *, task: Task, head: Head | None
+) -> dict[str, float]:
+    """Return the dev metrics: `loss` in nats per target token or example (regress: squared error), not smoothed,
+    `accuracy` for classification (multi: of whole sets of classes), and for answers those of
+    `flatshift.finetune.evaluate.preference`.
+
+    If reading makes the host wait for the device, everything is read once, at the end. Collective on a mesh.
+
+    head: as found by the stage (`flatshift.finetune.compute.loss.find_head`); a pipeline's stand-in gives logits only.
+    """
+    model, task_in_evaluation, head = engine.eval_model, task.for_evaluation(), head if engine.runner is None else None
+    if task.by_answer:
+        scores = score_answers(model, examples, inference, task=task_in_evaluation, head=head, beat=engine.heartbeat)
+        engine.reshard()
+        return point_metrics(scores)
+    sums: list[torch.Tensor] = []  # loss and number of correct answers per batch
+    counts: list[int] = []
+    with evaluation_mode(model):
+        for micro in inference.batches(examples, task):
+            batch = micro.to(engine.device)
+            correct = None
+            with inference.precision():
+                if task_in_evaluation.is_sequence_level:
+                    with attention.packed_batch(batch) as inputs:
+                        logits = model(**inputs).logits
+                    loss = loss_sum(logits, batch.labels, task=task_in_evaluation)
+                    if task_in_evaluation.accuracy:
+                        correct = task_in_evaluation.answered_right(logits, batch.labels).sum()
+                else:
+                    loss = batch_loss(model, batch, task=task_in_evaluation, head=head)
+            if micro.samples:
+                sums.append(
+                    torch.stack([loss.double(), torch.zeros_like(loss) if correct is None else correct.double()])
+                )
+                counts.append(batch.supervised)
+            engine.heartbeat()
+    engine.reshard()
+    totals = torch.zeros(3, dtype=torch.float64)  # loss, correct answers, targets
+    for pair, count in zip(read_numbers(sums), counts, strict=True):
+        totals += torch.tensor([*pair, count], dtype=torch.float64)
+    total_loss, total_correct, targets = inference.share.add(totals.numpy()).tolist()
+    metrics = {"loss": total_loss / max(targets, 1)}
+    return {**metrics, "accuracy": total_correct / max(targets, 1)} if task.accuracy else metrics

@@ -262,7 +262,7 @@ class _FusedLayer:
 
 
 class FusedLayers:
-    """The plain LoRA layers of a PEFT model, computed in the fused form inside `working`."""
+    """The plain LoRA layers of a PEFT model, computed in the fused form inside `replace_forwards`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: list[Any] = [
@@ -272,7 +272,7 @@ class FusedLayers:
         """Fused forwards of the layers that were fusible before."""
 
     @contextmanager
-    def working(self) -> Iterator[int]:
+    def replace_forwards(self) -> Iterator[int]:
         """Replace the forward of every layer that is currently fusible; yield their number.
 
         On exit the model is unchanged, and no weight is ever written. If a regularizer has added a term after a layer's

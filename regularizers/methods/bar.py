@@ -175,9 +175,9 @@ class BARRegularizer(Regularizer):
         `alpha`; `grown_a`, the share of layers whose A grew relative to its B; `balance`, Σ(|A|² − |B|²)/Σ(|A|² + |B|²)
         over all layers now: 0 is balanced, ±1 all in A or in B.
         """
-        return self.figures().read()
+        return self.metric_tensors().read()
 
-    def figures(self) -> MetricTensors:
+    def metric_tensors(self) -> MetricTensors:
         if self._adapters is None:
             return MetricTensors(torch.zeros(0), lambda numbers: {})
         a, b = self._squares(self._adapters.values())

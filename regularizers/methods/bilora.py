@@ -191,9 +191,9 @@ class BiLoraRegularizer(Regularizer):
         """Return `auxiliary_norm` √Σ|B₂A₂|² after the last optimizer step (at most ρ), `auxiliary_clips`, the number of
         steps so far that were scaled back, and `auxiliary_skips`, the number skipped because of a non-finite
         gradient."""
-        return self.figures().read()
+        return self.metric_tensors().read()
 
-    def figures(self) -> MetricTensors:
+    def metric_tensors(self) -> MetricTensors:
         values = torch.stack([each.double() for each in (self._norm, self._clipped, self._skipped)])
         names = ("auxiliary_norm", "auxiliary_clips", "auxiliary_skips")
         return MetricTensors(values, lambda numbers: dict(zip(names, numbers, strict=True)))

@@ -223,9 +223,9 @@ class GGPORegularizer(Regularizer):
         whole model), layer counts, `norms_refreshed` (layers whose row norms were recomputed from W0), `sketches`
         averaged and `sketches_skipped` because they were not finite (means over layers).
         """
-        return self.figures().read()
+        return self.metric_tensors().read()
 
-    def figures(self) -> MetricTensors:
+    def metric_tensors(self) -> MetricTensors:
         sums = torch.zeros(len(FIGURES) + 1, dtype=torch.float64, device=self._device)
         for bank in self._banks:
             sums[:-1] += bank.figures().to(sums)

@@ -188,9 +188,9 @@ class MomentumRegularizer(Regularizer):
         `perturbation_norm` |ε|, `momentum_norm` |m| after it, `gradient_norm` |g| (unclipped), `gradient_norm_average`
         ḡ (MGPO), `momentum_updates`, and `momentum_skipped`: steps with a non-finite gradient.
         """
-        return self.figures().read()
+        return self.metric_tensors().read()
 
-    def figures(self) -> MetricTensors:
+    def metric_tensors(self) -> MetricTensors:
         if self._adapters is None or not self._figures:
             return MetricTensors(torch.zeros(0), lambda numbers: {})
         figures = self._figures | {

@@ -147,9 +147,9 @@ class TwoPassRegularizer(Regularizer):
         |ε|, and for SAM over the weights `weight_gradient_norm` |∂L/∂W'|; `unperturbed_steps`: number of steps so far
         whose first gradient was zero or not finite, and which trained with ε = 0.
         """
-        return self.figures().read()
+        return self.metric_tensors().read()
 
-    def figures(self) -> MetricTensors:
+    def metric_tensors(self) -> MetricTensors:
         found = {**self._figures, "unperturbed_steps": self._unperturbed}
         values = torch.stack([value.to(self._unperturbed.device, torch.float64) for value in found.values()])
         return MetricTensors(values, lambda numbers: dict(zip(found, numbers, strict=True)))

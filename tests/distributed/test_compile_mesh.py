@@ -109,7 +109,7 @@ def on_mesh(source: str, folder: str, cases: list[tuple[dict[str, Any], str, boo
                 mesh=settings,
                 world=world,
                 label_names=None,
-                say=lambda line: None,
+                log=lambda line: None,
             )
         found.append(course(engine, f"{folder}/{number}", kind, compiled=compiled, backend=backend))
     return found

@@ -51,7 +51,7 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     generator = torch.Generator().manual_seed(1)
     start = engine.full_tensors(engine.parameters)
     alive = {name: torch.randn(t.shape, generator=generator) * 0.1 for name, t in sorted(start.items())}
-    engine.load_full_tensors(alive, engine.parameters, where="test")
+    engine.load_full_tensors(alive, engine.parameters, context="test")
     if warm is not None:
         engine.load_adapter(Path(warm), partial=True)
     examples = encode(rows, task=task, tokenizer=tokenizer, max_length=48, label_names=names, units=units).examples

@@ -200,7 +200,7 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
 
     def gathered(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         found: list[Any] = [None] * pp
-        mine = gather_full_tensors(gradients, like=own, layout=layout, world=world)
+        mine = gather_full_tensors(gradients, parameters=own, layout=layout, world=world)
         dist.all_gather_object(found, mine, group=world.group("pp"))
         return {name: grad for part in found for name, grad in part.items()}
 

@@ -39,7 +39,7 @@ def curve(source: str, loss: str, mesh: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     start = engine.full_tensors(engine.parameters)
     alive = {name: torch.randn(t.shape, generator=generator) * 0.1 for name, t in sorted(start.items())}
-    engine.load_full_tensors(alive, engine.parameters, where="test")
+    engine.load_full_tensors(alive, engine.parameters, context="test")
     examples = []
     for i in range(11):
         asked, *answers = (

@@ -82,7 +82,7 @@ def course(case: Case, sources: dict[str, Path], adapter: Path | None) -> dict[s
         train=train,
         mesh=case.mesh,
         world=ProcessMesh.alone(device) if case.mesh.size == 1 else ProcessMesh.of(case.mesh, device),
-        say=said.append,
+        log=said.append,
     )
     settings = GGPO(sigma=0.2, refresh=2, ema=0.5)
     regularizer = build(settings).attach(engine.model, seed=5, total_steps=STEPS, placement=engine.placement)

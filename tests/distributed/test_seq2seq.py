@@ -49,7 +49,7 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     start = engine.full_tensors(engine.parameters)
     alive = {name: torch.randn(t.shape, generator=generator) * 0.1 for name, t in sorted(start.items())}
-    engine.load_full_tensors(alive, engine.parameters, where="test")
+    engine.load_full_tensors(alive, engine.parameters, context="test")
     examples = encode(text_rows(30), task=task, tokenizer=TOKENIZER, max_length=24, decoder_start=0).examples
     batches = TrainingDataLoader(
         examples, task=task, batch_size=4, accumulate=2, seed=0, max_length=24, pad_id=0, share=engine.share

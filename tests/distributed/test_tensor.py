@@ -13,13 +13,13 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from flatshift.finetune.compute.slices import slice_rows
+from flatshift.finetune.compute.memory import slice_rows
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.models.checkpoint import CheckpointFiles, canonical_name
 from flatshift.finetune.models.meta import empty_model
 from flatshift.finetune.parallel.layout import TensorParallelLayout
 from flatshift.finetune.parallel.mesh import ProcessMesh
-from flatshift.finetune.parallel.tensor import borders, tensor_parallel, vocabulary_cross_entropy
+from flatshift.finetune.parallel.tensor import VocabularySlice, borders, tensor_parallel
 from flatshift.finetune.parallel.weights import load_weights, materialize
 from tests.distributed_ranks import run_ranks
 from tests.tensor_models import KINDS, VOCABULARY, adapted, backbone, inputs
@@ -187,9 +187,10 @@ def _vocabulary(world: ProcessMesh) -> dict[str, float]:
     linear = nn.Linear(width, rows).requires_grad_(False)
     linear.weight.copy_(weight[start : start + rows])
     linear.bias.copy_(bias[start : start + rows])
-    loss = vocabulary_cross_entropy(hidden, linear, targets, group=world.group("tp"), start=start)
+    tokens = VocabularySlice(start, start + rows, size, world.group("tp"))
+    loss = tokens.cross_entropy(hidden, linear, targets)
     (got,) = torch.autograd.grad(loss * 0.5, hidden)
-    empty = vocabulary_cross_entropy(hidden[:0], linear, targets[:0], group=world.group("tp"), start=start)
+    empty = tokens.cross_entropy(hidden[:0], linear, targets[:0])
     return {
         "loss": float((loss - exact).detach().abs() / exact.detach()),
         "grad": float((got - wanted).norm() / wanted.norm()),

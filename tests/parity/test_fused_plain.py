@@ -94,7 +94,7 @@ def passed(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(5)  # of the dropout masks
         if fused:
-            with layers.working() as count, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            with layers.replace_forwards() as count, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 loss = model(inputs_embeds=embeds, labels=ids).loss
                 loss.backward()
         else:
@@ -139,7 +139,7 @@ def test_a_regularizers_own_forward_is_left_to_it() -> None:
     model = with_lora(tiny_llama(dtype=torch.float64))
     layer = next(module for module in model.modules() if hasattr(module, "lora_A"))
     own = layer.forward = lambda x: type(layer).forward(layer, x) * 0.5
-    with FusedLayers(model).working() as count:
+    with FusedLayers(model).replace_forwards() as count:
         assert count == lora_layers(model) - 1 and layer.forward is own
     assert layer.forward is own
 
@@ -190,12 +190,12 @@ def test_in_float32_and_bf16_it_is_as_near_to_float64_as_peft_is() -> None:
 
 def test_mixed_dtypes_and_calls_that_ask_for_more_go_to_peft() -> None:
     wide = with_lora(tiny_llama(dtype=torch.float64)).float()  # under autocast the frozen weights are float32 still
-    with FusedLayers(wide).working() as count, torch.autocast("cpu", dtype=torch.bfloat16):
+    with FusedLayers(wide).replace_forwards() as count, torch.autocast("cpu", dtype=torch.bfloat16):
         found = wide(input_ids=tokens()).logits
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert count and torch.equal(found, wide(input_ids=tokens()).logits)
     model = with_lora(tiny_llama(dtype=torch.float64))
-    with FusedLayers(model).working(), model.disable_adapter():
+    with FusedLayers(model).replace_forwards(), model.disable_adapter():
         off = model(input_ids=tokens()).logits
     with model.disable_adapter():
         assert torch.equal(off, model(input_ids=tokens()).logits)
@@ -209,7 +209,7 @@ def test_what_changes_between_two_passes_is_seen() -> None:
     total = lora_layers(model)
 
     def compared() -> int:
-        with layers.working() as count:
+        with layers.replace_forwards() as count:
             found = model(input_ids=tokens()).logits
         wanted = model(input_ids=tokens()).logits
         assert (found - wanted).norm() < 1e-12 * wanted.norm()
@@ -276,7 +276,7 @@ def test_models_that_write_into_what_a_layer_gives(made: Callable[[], Any], coll
                 )
                 stack.callback(term.remove)
             if fused:
-                assert stack.enter_context(FusedLayers(model).working()) == lora_layers(model)
+                assert stack.enter_context(FusedLayers(model).replace_forwards()) == lora_layers(model)
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
         found.append((loss.detach(), gradients(model)))

@@ -225,7 +225,7 @@ def test_a_regularizer_never_moves_the_reference(source, tmp_path, monkeypatch):
 
     def watched(*arguments, **how):
         found = usual(*arguments, **how)
-        seen.append(torch.cat([micro.sides.reference for micro in found]))
+        seen.append(torch.cat([micro.preference.reference for micro in found]))
         return found
 
     monkeypatch.setattr(engine, "add_reference", watched)

@@ -158,7 +158,7 @@ def killed_at(place, source, directory):
     elif place == "rename":
         Path.replace = replace
     elif place == "verify":
-        checkpointer._read_checkpoint = second(True, checkpointer._read_checkpoint)
+        checkpointer.read_checkpoint = second(True, checkpointer.read_checkpoint)
     train(source, directory)
 
 

@@ -157,7 +157,7 @@ def test_operations_in_closed_form_are_those_that_hooks_count(tied):
     with torch.autocast("cpu", torch.bfloat16):
         head = engine.find_head(micro.inputs, task=task)
         tally = FlopCounter()
-        with tally.watching(model, width=attention_width(model.config), head=head):
+        with tally.count(model, width=attention_width(model.config), head=head):
             from flatshift.finetune.compute.loss import batch_loss
 
             batch_loss(model, micro, task=task, head=head)

@@ -93,7 +93,7 @@ def test_the_same_batches_in_the_same_order_whatever_is_asked(task):
             same(mine, theirs)  # what stays in host memory
             same(mine.to(CPU), theirs)  # and what arrives
             same(mine.to("cpu"), theirs)
-        assert len(ahead._asked) <= 2
+        assert len(ahead._steps) <= 2
     ahead.close()
     assert no_thread_left()
 
@@ -105,7 +105,7 @@ def test_the_next_update_is_sent_while_this_one_computes_and_waited_for_where_it
     for _ in range(4):  # two micro-batches of update 0 and, unasked, two of update 1
         assert lane.sent.acquire(timeout=30)
     assert lane.log == [("send", n) for n in range(4)]
-    assert all((t == -1).all() for micro in first for t in micro.there.values()), "nothing has arrived unasked"
+    assert all((t == -1).all() for micro in first for t in micro.on_device.values()), "nothing has arrived unasked"
     for micro in first:
         micro.to(CPU)
     assert lane.log[4:] == [("join", 0), ("join", 1)]
@@ -120,7 +120,7 @@ def test_the_next_update_is_sent_while_this_one_computes_and_waited_for_where_it
 def test_another_device_gets_a_copy_of_its_own():
     ahead = Prefetcher(batches_of(LanguageModel()), FakeLane())
     (micro, _) = ahead.at(0)
-    assert micro.to("meta").labels.is_meta and ("join", 0) not in ahead._lane.log
+    assert micro.to("meta").labels.is_meta and ("join", 0) not in ahead._transfer.log
     ahead.close()
 
 
@@ -154,7 +154,7 @@ def test_a_cpu_asks_its_batches_itself():
     batches, said = batches_of(LanguageModel()), []
     for device in (CPU, torch.device("meta")):
         engine = Engine(torch.nn.Linear(1, 1), ProcessMesh.alone(device))
-        with with_prefetch(batches, engine, train=Train(), say=said.append) as source:
+        with with_prefetch(batches, engine, train=Train(), log=said.append) as source:
             assert source is batches
     assert not said
 
@@ -163,7 +163,7 @@ def test_a_pipeline_asks_its_batches_itself(rehearsed):
     batches, said = batches_of(LanguageModel()), []
     engine = Engine(torch.nn.Linear(1, 1), ProcessMesh.alone(CPU))
     engine.runner = object()
-    with with_prefetch(batches, engine, train=Train(), say=said.append) as source:
+    with with_prefetch(batches, engine, train=Train(), log=said.append) as source:
         assert source is batches
     assert not rehearsed and not said
 
@@ -213,7 +213,7 @@ def test_a_stage_that_fails_leaves_no_thread(tmp_path, source, rehearsed):
 def test_on_a_device_the_copies_arrive():
     device = torch.device("cuda")
     plain, engine = batches_of(LanguageModel(pack=False)), Engine(torch.nn.Linear(1, 1), ProcessMesh.alone(device))
-    with with_prefetch(batches_of(LanguageModel(pack=False)), engine, train=Train(), say=lambda line: None) as ahead:
+    with with_prefetch(batches_of(LanguageModel(pack=False)), engine, train=Train(), log=lambda line: None) as ahead:
         for step in range(20):
             for mine, theirs in zip(ahead.at(step), plain.at(step), strict=True):
                 assert mine.labels.is_pinned()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from flatshift.finetune.compute.allocator import NAMES, WORKSPACES, cublas_workspace_env, expandable_segments_env
+from flatshift.finetune.compute.memory import NAMES, WORKSPACES, cublas_workspace_env, expandable_segments_env
 
 ASK = (
     "import os, sys; from unittest import mock; from flatshift import cli; "

@@ -108,7 +108,7 @@ def test_loss_and_gradients_are_those_of_the_dense_mask(on_cuda, kind, overrides
     with isolate_packed_rows(engine, BF16, CPU, said.append, kernel=naive) as apart:
         assert apart and said == ["packed rows: flash attention over samples of any length"]
         assert engine.model.config._attn_implementation == NAME
-        ahead = Prefetcher(batches_of(task), FakeLane(), apart=True)
+        ahead = Prefetcher(batches_of(task), FakeLane(), offsets=True)
         for micro, usual in zip(ahead.at(0), plain.at(0), strict=True):  # on the host nothing is added
             assert micro.inputs.keys() == usual.inputs.keys() and "attention_mask" in micro.to(CPU).inputs
         found, got = gradients(engine, ahead.at(0), task)

@@ -102,7 +102,7 @@ def test_doctor_says_the_same(monkeypatch, case, group):
     doctor_module.list_devices(groups["problems"], groups["notes"])
     reason = diagnose_cuda(found)
     assert reason is not None
-    entry = {"what": reason.what, "fix": reason.fix}
+    entry = {"what": reason.problem, "fix": reason.fix}
     assert [name for name, entries in groups.items() if entry in entries] == ([group] if group else [])
 
 

@@ -197,7 +197,7 @@ def test_sizes_are_read_from_torchs_words():
     assert failed_allocation_bytes(RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0)")) == 20 << 20
     assert failed_allocation_bytes(MemoryError()) is None
     host = out_of_memory.measure_memory(torch.device("cpu"))
-    assert host.total is not None and 10 << 20 < host.held < host.total and "held by the process" in str(host)
+    assert host.total is not None and 10 << 20 < host.used < host.total and "held by the process" in str(host)
 
 
 @pytest.mark.parametrize(("breaks_in", "code"), [(2, 2), (4, 3)])

@@ -41,7 +41,7 @@ def keyed(layer: nn.Module, **place: Any) -> KeyedDropout:
 
 
 def dropped(layer: nn.Module, x: Tensor, *, step: int = 0, first: int = 0, **how: Any) -> Tensor:
-    with keyed(layer).during(step, first=first, rows=len(x), tokens=x.shape[1]):
+    with keyed(layer).forward_pass(step, first_row=first, rows=len(x), tokens=x.shape[1]):
         out: Tensor = layer(x, **how)
     return out
 
@@ -87,18 +87,18 @@ def test_a_cut_tensor_draws_its_part() -> None:
     parts = []
     for start, part in zip((0, *cuts.tolist()), x.tensor_split(cuts, dim=2), strict=True):  # at any feature
         place = keyed(layer, columns={"": start, "drop": start})
-        with place.during(0, first=0, rows=ROWS, tokens=TOKENS):
+        with place.forward_pass(0, first_row=0, rows=ROWS, tokens=TOKENS):
             parts.append(layer(part, attend=False))
     assert torch.equal(torch.cat(parts, 2), plain)
     half = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])]
     for mine in half:  # tokens, as of context parallelism
         place = keyed(layer, positions=lambda own, mine=mine: mine)
-        with place.during(0, first=0, rows=ROWS, tokens=len(mine)):
+        with place.forward_pass(0, first_row=0, rows=ROWS, tokens=len(mine)):
             assert torch.equal(layer(x[:, mine], attend=False), plain[:, mine])
     q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
     def attention(q: Tensor, k: Tensor, place: KeyedDropout, first: int = 0) -> Tensor:
-        with place.during(0, first=0, rows=ROWS, tokens=TOKENS), with_query_offset(first):
+        with place.forward_pass(0, first_row=0, rows=ROWS, tokens=TOKENS), with_query_offset(first):
             return F.scaled_dot_product_attention(q, k, k, dropout_p=0.4)
 
     all_heads = attention(q, q, keyed(layer))
@@ -110,9 +110,9 @@ def test_a_cut_tensor_draws_its_part() -> None:
 def test_rows_laid_end_to_end_draw_like_rows() -> None:
     layer, x = nn.Dropout(0.4), data()
     place = KeyedDropout({layer: "shared_expert.up_proj.lora_dropout"}, 7)
-    with place.during(0, first=3, rows=ROWS, tokens=TOKENS):
+    with place.forward_pass(0, first_row=3, rows=ROWS, tokens=TOKENS):
         flat = layer(x.flatten(0, 1))
-    with place.during(0, first=3, rows=ROWS, tokens=TOKENS):
+    with place.forward_pass(0, first_row=3, rows=ROWS, tokens=TOKENS):
         assert torch.equal(flat.view_as(x), layer(x))
 
 
@@ -121,7 +121,7 @@ def test_what_all_rows_share_drops_alike_at_any_row(shape: tuple[int, ...]) -> N
     layer, table = nn.Dropout(0.4), torch.ones(shape)  # relative positions, as DeBERTa has them
 
     def drawn(first: int, rows: int) -> torch.Tensor:
-        with keyed(layer).during(0, first=first, rows=rows, tokens=TOKENS):
+        with keyed(layer).forward_pass(0, first_row=first, rows=rows, tokens=TOKENS):
             kept: torch.Tensor = layer(table)
         return kept
 
@@ -138,9 +138,9 @@ def test_attention_is_torchs_with_the_mask_between(how: dict[str, Any]) -> None:
         given["attn_mask"] = mask
     elif how.get("attn_mask") == "float":
         given["attn_mask"] = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~mask, float("-inf"))
-    with keyed(nn.Identity()).during(0, first=0, rows=2, tokens=5):
+    with keyed(nn.Identity()).forward_pass(0, first_row=0, rows=2, tokens=5):
         kept = F.dropout(torch.ones(2, 4, 5, 5, dtype=torch.float64), 0.3)
-    with keyed(nn.Identity()).during(0, first=0, rows=2, tokens=5):
+    with keyed(nn.Identity()).forward_pass(0, first_row=0, rows=2, tokens=5):
         ours = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, enable_gqa=True, scale=0.5, **given)
     scores = 0.5 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
     if how:
@@ -208,7 +208,7 @@ def test_what_is_drawn_by_a_generator_all_the_same_is_refused_on_a_mesh(layer: n
 
 def test_torchs_function_takes_its_own_names() -> None:
     x = torch.ones(ROWS, TOKENS, WIDTH)
-    with keyed(nn.Identity()).during(0, first=0, rows=ROWS, tokens=TOKENS):
+    with keyed(nn.Identity()).forward_pass(0, first_row=0, rows=ROWS, tokens=TOKENS):
         named = torch.dropout(input=x, p=0.4, train=True)
-    with keyed(nn.Identity()).during(0, first=0, rows=ROWS, tokens=TOKENS):
+    with keyed(nn.Identity()).forward_pass(0, first_row=0, rows=ROWS, tokens=TOKENS):
         assert torch.equal(F.dropout(x, 0.4), named)

@@ -45,7 +45,7 @@ def micro_of(rows, length, *, task=LM, seed=0):
 def work(engine, micro, *, task, head, meter=None):
     """A step's operations by torch's counter."""
     engine.model.train()
-    watching = meter.watching([micro], head=head) if meter is not None else contextlib.nullcontext()
+    watching = meter.count([micro], head=head) if meter is not None else contextlib.nullcontext()
     with FlopCounterMode(display=False) as counter, watching:
         engine.forward_backward(
             [micro], micro.supervised, task=task, head=head, context=lambda index: contextlib.nullcontext()
@@ -117,11 +117,11 @@ def test_rates_are_counts_over_time(tmp_path):
     peak = 1e-3
     meter = ThroughputMeter(engine, peak_tflops=peak)
     work(engine, padded, task=LM, head=head, meter=meter)
-    assert meter.updated(100.0).read() == {}  # the first, which is not like the others
+    assert meter.end_step(100.0).read() == {}  # the first, which is not like the others
     for index in range(EVERY):
-        with meter.watching([padded], head=head):
+        with meter.count([padded], head=head):
             pass
-        figures = meter.updated(0.5).read()
+        figures = meter.end_step(0.5).read()
         assert (figures == {}) == (index < EVERY - 1)
     tokens, pairs = 24 + 9 + 24, 24**2 + 9**2 + 24**2
     done = meter._cost.model(tokens, pairs, padded.supervised) / 0.5 / 1e12
@@ -129,7 +129,7 @@ def test_rates_are_counts_over_time(tmp_path):
     assert figures["tflops"] == pytest.approx(done, rel=1e-3) and figures["mfu"] == pytest.approx(done / peak, rel=1e-3)
     busy = meter._cost.hardware(72, 3 * 24**2, padded.supervised) / 0.5 / 1e12
     assert figures["hfu"] == pytest.approx(busy / peak, rel=1e-3) and figures["hfu"] > figures["mfu"]
-    assert meter.whole() == figures
+    assert meter.total_rates() == figures
     assert (
         format_throughput({"tokens_s": 12345.0, "tflops": 0.035, "mfu": 0.41})
         == "12,345 tokens/s, 35 GFLOP/s, MFU 41 %"
@@ -148,20 +148,20 @@ def test_no_share_of_the_peak_is_above_one(tmp_path):
     micro = micro_of(3, 24)
     meter = ThroughputMeter(engine, peak_tflops=1e-12)
     work(engine, micro, task=LM, head=None, meter=meter)
-    meter.updated(1.0)
+    meter.end_step(1.0)
     for _ in range(EVERY):
-        with meter.watching([micro], head=None):
+        with meter.count([micro], head=None):
             pass
-        figures = meter.updated(0.5).read()
+        figures = meter.end_step(0.5).read()
     assert figures["hfu"] == 1.0 and 0 < figures["mfu"] <= 1.0
 
 
 def one_step(engine, micro, meter):
-    with meter.watching([micro], head=None):
+    with meter.count([micro], head=None):
         engine.forward_backward(
             [micro], micro.supervised, task=LM, head=None, context=lambda index: contextlib.nullcontext()
         )
-    meter.updated(1.0)
+    meter.end_step(1.0)
 
 
 def test_a_layer_that_gives_a_tuple_is_counted(tmp_path):
@@ -178,4 +178,4 @@ def test_a_meter_ends_no_run(tmp_path, monkeypatch):
     meter = ThroughputMeter(engine, peak_tflops=1.0)
     for _ in range(EVERY + 1):
         one_step(engine, micro, meter)
-    assert meter._cost is None and set(meter.whole()) == {"tokens_s"}
+    assert meter._cost is None and set(meter.total_rates()) == {"tokens_s"}

@@ -17,9 +17,9 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train.checkpointer import batch_index, merge_skipped_ranges, rollback_step
 from flatshift.finetune.train.checkpointer import checkpoint_steps as saved_steps
-from flatshift.finetune.train.data_order import batch_index, merge_skipped_ranges, rollback_step, spike_limit
-from flatshift.finetune.train.divergence import Diverged
+from flatshift.finetune.train.divergence import Diverged, spike_limit
 from flatshift.finetune.train.schedule import learning_rate
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
@@ -276,13 +276,13 @@ def test_a_kill_between_going_back_and_the_new_checkpoint_costs_time_only(source
     whole, _ = fit(engine_of(source, jump={9}), tmp_path / "whole", spikes=SPIKES)
     from flatshift.finetune.train.checkpointer import Checkpointer
 
-    take = Checkpointer._take
+    apply = Checkpointer._apply
 
     def killed(self, found):
-        take(self, found)
+        apply(self, found)
         raise SystemExit(9)
 
-    monkeypatch.setattr(Checkpointer, "_take", killed)
+    monkeypatch.setattr(Checkpointer, "_apply", killed)
     with pytest.raises(SystemExit):
         fit(engine_of(source, jump={9}), tmp_path / "run", spikes=SPIKES)
     monkeypatch.undo()

@@ -15,7 +15,7 @@ from flatshift.finetune.compute.loss import (
     linear_cross_entropy,
     loss_sum,
 )
-from flatshift.finetune.compute.slices import slice_columns, slice_rows
+from flatshift.finetune.compute.memory import slice_columns, slice_rows
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.tasks import Classify, LanguageModel

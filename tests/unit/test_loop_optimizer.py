@@ -110,7 +110,7 @@ def test_dropped_gradients_leave_no_trace():
     before = {name: p.detach().clone() for name, p in ours.parameters.items()}
     for parameter in ours.parameters.values():
         parameter.grad = torch.full_like(parameter, float("nan"))
-    ours.drop_gradients()
+    ours.zero_grad()
     assert all(p.grad is None for p in ours.parameters.values())
     assert all(torch.equal(p, before[name]) for name, p in ours.parameters.items())
     assert all(float(n) == 2 for n in ours.counters().values())

@@ -27,7 +27,7 @@ def run(tmp_path):
 
 
 def feed(kinds, run, said, **more):
-    trackers = open_trackers(Tracker(kinds=kinds, **more), run, config={"seed": 3}, say=said.append)
+    trackers = open_trackers(Tracker(kinds=kinds, **more), run, config={"seed": 3}, log=said.append)
     for line in LINES:
         trackers.log(line)
     trackers.close()
@@ -137,7 +137,7 @@ def test_tensorboard_files_read_back_without_the_steps_that_were_taken_again(run
 
     feed(("tensorboard",), run, said := [])
     # resumed from step 1: step 2 comes once more, and is another
-    again = open_trackers(Tracker(kinds=("tensorboard",)), run, config={}, say=said.append)
+    again = open_trackers(Tracker(kinds=("tensorboard",)), run, config={}, log=said.append)
     again.log({"stage": "fine-tune", "attempt": 2, "split": "train", "step": 2, "loss": 2.125})
     again.close()
     assert said == []

@@ -17,8 +17,7 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.run_directory import read_metrics
 from flatshift.finetune.tasks import LanguageModel
-from flatshift.finetune.train.divergence import Diverged
-from flatshift.finetune.train.loss_scale import FIRST, GROWTH_EVERY, LARGEST, LossScale
+from flatshift.finetune.train.divergence import FIRST, GROWTH_EVERY, LARGEST, Diverged, LossScale
 from flatshift.regularizers import GGPO, MGPO, LoraSAM, Plain, build
 from tests.finetune_models import RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop
@@ -88,7 +87,7 @@ def test_scaling_changes_no_bit_of_a_float32_gradient(source, tmp_path, regulari
     for name, scale in (("scaled", 2.0**10), ("plain", 1.0)):
         engine = engine_of(source)  # float32 products, so that nothing but the scale differs
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("flatshift.finetune.train.loss_scale.FIRST", scale)
+            patch.setattr("flatshift.finetune.train.divergence.FIRST", scale)
             patch.setattr(
                 "flatshift.finetune.train.trainer.autocast", lambda train, device: torch.autocast("cpu", enabled=False)
             )
@@ -103,7 +102,7 @@ def test_scaling_changes_no_bit_of_a_float32_gradient(source, tmp_path, regulari
 def test_an_overflow_repeats_the_update_with_half_the_scale_and_loses_no_row(source, tmp_path):
     calm, narrow = engine_of(source, precision="fp16"), engine_of(source, precision="fp16", limit=FIRST / 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flatshift.finetune.train.loss_scale.FIRST", FIRST / 8)
+        patch.setattr("flatshift.finetune.train.divergence.FIRST", FIRST / 8)
         expected = run(calm, tmp_path / "calm")
     assert run(narrow, tmp_path / "narrow") == expected
     assert narrow.seen[:4] == [FIRST, FIRST / 2, FIRST / 4, FIRST / 8] and set(narrow.seen[4:]) == {FIRST / 8}
@@ -201,4 +200,4 @@ def test_a_stage_on_narrow_weights_keeps_them_and_resumes_to_the_same_bits(sourc
 
 def test_widening_leaves_a_trained_model_alone():
     with pytest.raises(UserError, match="somewhere"):
-        widen_on_use(nn.Sequential(nn.Conv1d(4, 4, 3)), where="somewhere")
+        widen_on_use(nn.Sequential(nn.Conv1d(4, 4, 3)), context="somewhere")

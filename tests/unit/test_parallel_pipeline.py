@@ -22,7 +22,6 @@ from flatshift.finetune.parallel.pipeline import (
     tied_source_names,
 )
 from flatshift.finetune.parallel.pipeline.cut import BlockCosts
-from flatshift.finetune.parallel.pipeline.pieces import split_micro_batches
 from flatshift.finetune.parallel.pipeline.pipeline_plan import (
     pieces_per_micro,
     rank_of,
@@ -30,6 +29,7 @@ from flatshift.finetune.parallel.pipeline.pipeline_plan import (
     stages_of,
     virtual_stages,
 )
+from flatshift.finetune.parallel.pipeline.runner import split_micro_batches
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def test_number_of_pieces() -> None:
     how: dict[str, Any] = {"pp": 2, "virtual": 1, "schedule": "1f1b"}
     assert pieces_per_micro(8, 1, **how) == 8
     assert pieces_per_micro(9, 1, **how) == 3  # eight pieces would hold seven rows of padding
-    assert pieces_per_micro(8, 1, wanted=4, **how) == 4
+    assert pieces_per_micro(8, 1, requested=4, **how) == 4
     with pytest.raises(UserError, match=r"mesh\.microbatches: 8 rows .* 16 pieces"):
-        pieces_per_micro(8, 1, wanted=16, **how)
+        pieces_per_micro(8, 1, requested=16, **how)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_family_without_plan_is_refused_with_those_that_have_one() -> None:
 def test_pieces_have_one_shape_and_lose_no_label() -> None:
     ids = [torch.randint(3, 9, (4, 7)), torch.randint(3, 9, (3, 5))]
     micros = [Micro({"input_ids": x, "attention_mask": torch.ones_like(x)}, x.clone()) for x in ids]
-    pieces = split_micro_batches(micros, each=2, total=6, pad_id=0)
+    pieces = split_micro_batches(micros, per_micro=2, total=6, pad_id=0)
     assert [tuple(piece.inputs["input_ids"].shape) for piece in pieces] == [(2, 7)] * 6
     supervised = torch.cat([piece.labels[piece.labels != -100] for piece in pieces])
     assert supervised.tolist() == torch.cat([x.flatten() for x in ids]).tolist()
@@ -207,7 +207,7 @@ def test_padding_of_packed_rows_is_a_sample_of_its_own() -> None:
     narrow = Micro(
         {"input_ids": torch.ones(1, 4).long(), "position_ids": torch.tensor([[0, 1, 0, 1]])}, torch.ones(1, 4).long()
     )
-    piece = split_micro_batches([wide, narrow], each=1, total=2, pad_id=0)[1]
+    piece = split_micro_batches([wide, narrow], per_micro=1, total=2, pad_id=0)[1]
     assert piece.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 0, 1]]
     assert "attention_mask" not in piece.inputs
     assert piece.labels.tolist() == [[1, 1, 1, 1, -100, -100]]
@@ -215,5 +215,5 @@ def test_padding_of_packed_rows_is_a_sample_of_its_own() -> None:
 
 def test_classes_are_cut_by_rows() -> None:
     ids = torch.randint(3, 9, (3, 4))
-    pieces = split_micro_batches([Micro({"input_ids": ids}, torch.tensor([2, 0, 1]))], each=2, total=2, pad_id=0)
+    pieces = split_micro_batches([Micro({"input_ids": ids}, torch.tensor([2, 0, 1]))], per_micro=2, total=2, pad_id=0)
     assert [piece.labels.tolist() for piece in pieces] == [[2, 0], [1, -100]]

@@ -78,12 +78,12 @@ def test_what_an_update_holds_is_seen_and_what_was_there_before_is_not():
     before = torch.ones(16 << 20, dtype=torch.uint8)
     meter = StepMemoryMeter(torch.device("cpu"))
     for _ in range(2):
-        with meter.during():
+        with meter.measure_step():
             held = torch.ones(64 << 20, dtype=torch.uint8)
             meter._sample()  # as the thread does; a busy machine may not let it
             del held
     outside = torch.ones(256 << 20, dtype=torch.uint8)
-    found = meter.beside(PlannedStep(PLAN))
+    found = meter.compare(PlannedStep(PLAN))
     assert found["measured"] == pytest.approx(64 << 20, rel=0.1)
     assert found["predicted"] == PLAN.gradients + PLAN.activations and found["measured_s"] > 0
     assert found["reserved"] >= found["measured"] * 0.9
@@ -97,12 +97,12 @@ def test_on_a_cuda_device_the_allocator_is_asked_and_evaluations_are_left_out(mo
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * peak.now)
     peak.now = 99  # of loading
     meter = StepMemoryMeter(torch.device("cuda", 0))
-    with meter.during():
+    with meter.measure_step():
         peak.now = 50
     peak.now = 80  # an evaluation
-    with meter.during():
+    with meter.measure_step():
         pass
-    found = meter.beside(PlannedStep(PLAN, seconds=0.5))
+    found = meter.compare(PlannedStep(PLAN, seconds=0.5))
     assert (found["measured"], found["reserved"], found["what"]) == (50, 100, "allocated")
     assert found["predicted"] == PLAN.total and found["predicted_s"] == 0.5
 
@@ -111,9 +111,9 @@ def test_where_nobody_counts_nothing_is_said(monkeypatch):
     monkeypatch.setattr(peak_memory, "process_bytes", lambda field: None)
     monkeypatch.setattr(peak_memory, "malloc_bytes", lambda: None)
     meter = StepMemoryMeter(torch.device("cpu"))
-    with meter.during():
+    with meter.measure_step():
         pass
-    assert compare_plan(meter.beside(PlannedStep(PLAN))) == ""
+    assert compare_plan(meter.compare(PlannedStep(PLAN))) == ""
 
 
 def test_words():

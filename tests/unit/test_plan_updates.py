@@ -68,7 +68,7 @@ def _micro(task: Task) -> tuple[MicroBatch, int]:
     if task.traits.is_answer_level:
         signs = torch.tensor([1.0, -1.0]).repeat(ROWS)
         sides, count = PreferenceTargets(signs, (labels != -100).sum(1).float(), paired=True), ROWS
-    return MicroBatch(inputs, labels, count, rows, each, chosen=chosen, padded=False, sides=sides), count
+    return MicroBatch(inputs, labels, count, rows, each, chosen=chosen, padded=False, preference=sides), count
 
 
 def _allocated(

@@ -223,7 +223,7 @@ def test_mismatched_answers_are_the_same_on_any_cut_and_rank(tokenizer):
         found = []
         for micro in batches.at(1):
             assert micro.supervised == len(micro.labels) == 2 * micro.samples
-            others = micro.sides.mismatched
+            others = micro.preference.mismatched
             for ids, mask in zip(others.inputs["input_ids"], others.inputs["attention_mask"], strict=True):
                 found.append(tokenizer.decode(ids[mask.bool()]))
         return batches.supervised(1), found

@@ -21,10 +21,9 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from flatshift.finetune.train.optimizer import AdapterOptimizer
 from flatshift.finetune.train.trace.curvature import curvature_metrics
-from flatshift.finetune.train.trace.examples import ExampleScores, LabelNoise, score_examples, split_metrics
+from flatshift.finetune.train.trace.examples import ExampleScores, LabelNoise, Recording, score_examples, split_metrics
 from flatshift.finetune.train.trace.factors import AdaptedLayers, LayerFactors, adapter_metrics, gradient_norms
 from flatshift.finetune.train.trace.files import recorded_steps, stability_threshold
-from flatshift.finetune.train.trace.recording import Recording
 from tests.data_models import row
 from tests.finetune_models import IGNORED, save_backbone
 from tests.seq2seq_models import save_encoder_decoder

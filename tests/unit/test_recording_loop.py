@@ -22,8 +22,8 @@ from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train.checkpointer import latest_checkpoint, select_group
 from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trace.examples import Recording
 from flatshift.finetune.train.trace.files import read_trace
-from flatshift.finetune.train.trace.recording import Recording
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, SAM, BiLora, NEFTune, Plain, build
 from tests.finetune_models import IGNORED, PadOnly, RandomBatches, save_backbone

@@ -21,7 +21,7 @@ from flatshift.experiments.workflows.generate import check_generative
 from flatshift.experiments.workflows.model_card import usage_example
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
-from flatshift.finetune.compute.task import TaskTraits
+from flatshift.finetune.compute.protocols import TaskTraits
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.chat.template import read_template

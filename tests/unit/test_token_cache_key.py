@@ -30,7 +30,7 @@ APART = {
     "flatshift.finetune.cache_directory": "where entries lie",
     "flatshift.finetune.errors": "sentences",
     "flatshift.experiments.data.lengths": "a refusal and a note, of rows as they come from the cache too",
-    "flatshift.finetune.train.trace.recording": "which rows a run looks at",
+    "flatshift.finetune.train.trace.examples": "which rows a run looks at",
     "flatshift.finetune.compute.micro_batch": "how rows that are made already come to a device",
     "flatshift.finetune.compute.numerics": "how a model reads rows that are made already",
     "flatshift.finetune.compute.precision": "how a model reads rows that are made already",

@@ -1,16 +1,13 @@
 """Pipeline parallelism: the blocks of a model over several ranks, torch's schedules, HF's own forward on every stage.
 
-pipeline_plan.py       schedules: stages of each rank, number of pieces, the bubble
-other_stage_block.py   placeholders for modules of other stages
-cut.py                 cost, split, checks, and the cut of a (meta) model into one stage
-pieces.py              micro-batches → pieces of one shape
-stage.py               one stage as the schedules call it
-stage_transport.py     forward passes without gradients, and the stand-in that evaluation calls
-runner.py              one step over the stages
+pipeline_plan.py     schedules: stages of each rank, number of pieces, the bubble
+cut.py               cost, split, checks, and the cut of a (meta) model into one stage
+stage.py             placeholders for modules of other stages, and one stage as the schedules call it
+stage_transport.py   forward passes without gradients, and the stand-in that evaluation calls
+runner.py            micro-batches → pieces of one shape, and one step over the stages
 """
 
 from .cut import (
-    OtherStageBlock,
     build_rank_stages,
     check_pipeline,
     cut_to_stage,
@@ -20,7 +17,7 @@ from .cut import (
 )
 from .pipeline_plan import bubble_fraction, schedule_descriptions
 from .runner import PipelineRunner
-from .stage import StageModules
+from .stage import OtherStageBlock, StageModules
 
 __all__ = [
     "OtherStageBlock",

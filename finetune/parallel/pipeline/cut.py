@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
-import torch
 from torch import nn
 
 from ...config import Mesh
@@ -20,42 +21,23 @@ from ...models.anatomy import ModelParts
 from ...models.checkpoint import canonical_name
 from ...models.families import BlockStack
 from ..mesh import ProcessMesh
-from .other_stage_block import OtherStageBlock, PositionBiasBlock, StageInput, StageOutput
 from .pipeline_plan import stages_of, virtual_stages
-from .stage import StageModules
-
-__all__ = [
-    "BlockCosts",
-    "OtherStageBlock",
-    "build_rank_stages",
-    "check_pipeline",
-    "cut_to_stage",
-    "split_blocks",
-    "stage_costs",
-    "tied_source_names",
-]
-
-
-# ---------------------------------------------------------------------------------------------- assignment of blocks
+from .stage import OtherStageBlock, PositionBiasBlock, StageInput, StageModules, StageOutput
 
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Floating-point operations per token of one training step."""
+    """Floating-point operations per token of one training step; `last`: of the head, which only the last stage has."""
 
     blocks: tuple[float, ...]
     last: float
-    """FLOPs of the head, which only the last stage has."""
 
 
 def stage_costs(model: nn.Module, *, tokens: int = 0) -> BlockCosts:
     """Return the planned cost: 4 per element of a frozen matrix (forward, gradient of the input), 6 of a trained one.
 
-    Embeddings are lookups and cost nothing. A vocabulary head costs as much as its matrix.
-
-    Args:
-        tokens: T; attention scores and their product with the values cost 6·T·D a block (a causal half; forward once,
-            backward twice), not counted for 0.
+    Embeddings are lookups and cost nothing. A vocabulary head costs as much as its matrix. Attention scores and their
+    product with the values cost 6·T·D a block (a causal half; forward once, backward twice), T being `tokens`.
     """
     anatomy = ModelParts.of(model)
     attention = 6.0 * tokens * anatomy.width
@@ -76,11 +58,7 @@ def _matrix_cost(module: nn.Module) -> float:
 
 def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
     """Return runs of blocks, one per stage and none empty, that minimise the cost of the most expensive one; then the
-    most even such runs.
-
-    Raises:
-        UserError: more stages than blocks.
-    """
+    most even such runs. Raises UserError for more stages than blocks."""
     n = len(costs.blocks)
     if stages > n:
         raise UserError(
@@ -108,26 +86,24 @@ def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
 
 
 def check_pipeline(model: nn.Module, *, pp: int, virtual: int | None, schedule: str) -> None:
-    """Reject a model that cannot be cut, before any weight is read; `model` may be on meta.
+    """Raise UserError for a model that cannot be cut, before any weight is read; `model` may be on meta.
 
-    Raises:
-        UserError: an unknown family or schedule, more stages than blocks, a trained embedding that is tied to the head
-            or a trained position bias that several stages would need.
+    It has an unknown family or schedule, more stages than blocks, a trained embedding that is tied to the head or a
+    trained position bias that several stages would need.
     """
     anatomy = ModelParts.of(model)
     stages = pp * virtual_stages(schedule, virtual)
     split_blocks(stage_costs(model), stages)
-    trained = {canonical_name(name) for name, p in anatomy.causal.named_parameters() if p.requires_grad}
-    for one, other in _tied_parameters(anatomy).items():
-        touched = [
-            name for name in trained if name.startswith((one.removesuffix("weight"), other.removesuffix("weight")))
-        ]
-        if touched:
+    tied = tuple(name.removesuffix("weight") for pair in _tied_parameters(anatomy).items() for name in pair)
+    for name, parameter in anatomy.causal.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        name = canonical_name(name)
+        if name.startswith(tied):
             raise UserError(
-                f"mesh.pp: {touched[0]} is trained, but its matrix is shared by embedding and head, which are on "
+                f"mesh.pp: {name} is trained, but its matrix is shared by embedding and head, which are on "
                 "different stages; leave it out of adapter.targets, or set mesh.pp 1"
             )
-    for name in trained:
         if "relative_attention_bias" in name:
             raise UserError(f"mesh.pp: {name} is trained, but every stage needs it; leave it out, or set mesh.pp 1")
 
@@ -151,9 +127,6 @@ def tied_source_names(model: nn.Module) -> dict[str, str]:
     return {name: source for name, source in ties.items() if name in present and source not in present}
 
 
-# ------------------------------------------------------------------------------------------------ the cut
-
-
 def cut_to_stage(model: nn.Module, blocks: range) -> None:
     """Reduce `model` in place to one stage: `blocks`, plus everything before the first block or after the last.
 
@@ -163,34 +136,37 @@ def cut_to_stage(model: nn.Module, blocks: range) -> None:
     anatomy = ModelParts.of(model)
     total = len(anatomy.blocks)
     assert 0 <= blocks.start < blocks.stop <= total, (blocks, total)
-    make = _PlaceholderFactory(anatomy.width, _embedding_dtype(anatomy))
+    dtype = next(anatomy.base.get_submodule(anatomy.stacks[0].first[0]).parameters()).dtype
+
+    def make(kind: type[OtherStageBlock] = OtherStageBlock, **options: Any) -> OtherStageBlock:
+        return kind(anatomy.width, dtype, **options)
+
     if len(anatomy.stacks) == 1:
         _cut_stack(anatomy, anatomy.stacks[0], blocks, make)
     else:
         _cut_encoder_decoder(anatomy, blocks, make)
     if blocks.stop < total:
-        _replace_modules(anatomy.base, anatomy.stacks[-1].last, make.absent)
-        _replace_modules(anatomy.causal, anatomy.head, make.absent)
+        _replace_modules(anatomy.base, anatomy.stacks[-1].last, make)
+        _replace_modules(anatomy.causal, anatomy.head, make)
 
 
 def build_rank_stages(
-    model: nn.Module, whole: Callable[[], nn.Module], *, mesh: Mesh, world: ProcessMesh, tokens: int = 0
+    model: nn.Module, build_model: Callable[[], nn.Module], *, mesh: Mesh, world: ProcessMesh, tokens: int = 0
 ) -> tuple[StageModules, tuple[int, ...]]:
     """Return this rank's stages of a model on meta, checked and cut, and their numbers.
 
     Args:
         model: the whole model; becomes the first stage.
-        whole: creates another one like it, for each further stage.
+        build_model: creates another one like it, for each further stage.
         tokens: T, for the cost of attention.
 
-    Raises:
-        UserError: as `check_pipeline`.
+    Raises UserError as `check_pipeline`.
     """
     check_pipeline(model, pp=mesh.pp, virtual=mesh.virtual, schedule=mesh.schedule)
     virtual = virtual_stages(mesh.schedule, mesh.virtual)
     runs = split_blocks(stage_costs(model, tokens=tokens), mesh.pp * virtual)
     stages = stages_of(world.index("pp"), pp=mesh.pp, virtual=virtual, schedule=mesh.schedule)
-    parts = [model, *(whole() for _ in stages[1:])]
+    parts = [model, *(build_model() for _ in stages[1:])]
     for part, stage in zip(parts, stages, strict=True):
         cut_to_stage(part, runs[stage])
     return StageModules(parts), stages
@@ -199,76 +175,56 @@ def build_rank_stages(
 _ENCODER_STATES = 3  # among the positional arguments of a T5 block
 
 
-def _cut_encoder_decoder(anatomy: ModelParts, blocks: range, make: _PlaceholderFactory) -> None:
+def _cut_encoder_decoder(anatomy: ModelParts, blocks: range, make: Callable[..., OtherStageBlock]) -> None:
     """Cut a T5 model: a stage that ends with the encoder returns its result at the encoder's final norm; stages that
     begin inside the decoder receive the encoder's states there."""
     encoder, decoder = anatomy.stacks
     border = len(anatomy.run(encoder))
-    inside = blocks.stop > border
+    in_decoder = blocks.stop > border
     _cut_stack(anatomy, encoder, blocks, make, t5=True)
-    _cut_stack(anatomy, decoder, blocks, make, border, t5=True, outlet=inside, encoder_at=_ENCODER_STATES)
+    _cut_stack(anatomy, decoder, blocks, make, border, t5=True, returns=in_decoder, encoder_at=_ENCODER_STATES)
     if blocks.start > border:
-        _replace_modules(anatomy.base, encoder.last, lambda: make.inlet(slot=1))
+        _replace_modules(anatomy.base, encoder.last, partial(make, StageInput, slot=1))
         _replace_modules(anatomy.base, ("encoder.dropout",), nn.Identity)  # the received states have passed it already
-    elif not inside:
-        _replace_modules(anatomy.base, encoder.last, make.outlet if blocks.stop == border else make.absent)
+    elif not in_decoder:
+        kind = StageOutput if blocks.stop == border else OtherStageBlock
+        _replace_modules(anatomy.base, encoder.last, partial(make, kind))
     if 0 not in blocks and border not in blocks:
-        _replace_modules(anatomy.base, ("shared",), make.absent)
+        _replace_modules(anatomy.base, ("shared",), make)
 
 
 def _cut_stack(
     anatomy: ModelParts,
     stack: BlockStack,
     blocks: range,
-    make: _PlaceholderFactory,
+    make: Callable[..., OtherStageBlock],
     offset: int = 0,
     *,
     t5: bool = False,
-    outlet: bool = True,
+    returns: bool = True,
     encoder_at: int | None = None,
 ) -> None:
     """Replace the blocks of `stack` (numbered from `offset`) that are not in `blocks`, and its embedding if its first
-    block is not."""
+    block is not. returns: the block after the last one takes out the stage's result."""
     modules = anatomy.run(stack)
     in_use = blocks.start < offset + len(modules) and offset < blocks.stop
-    for place, block in enumerate(list(modules)):
-        number = offset + place
+    for index, block in enumerate(list(modules)):
+        number = offset + index
         if number in blocks:
             continue
-        port = make.absent(t5)
         if number == blocks.start - 1:
-            port = make.inlet(t5)
-        elif number == blocks.stop and outlet:
-            port = make.outlet(t5, encoder_at)
+            port = make(StageInput, t5=t5)
+        elif number == blocks.stop and returns:
+            port = make(StageOutput, t5=t5, encoder_at=encoder_at)
+        else:
+            port = make(OtherStageBlock, t5=t5)
         # a T5 stack computes its position bias in its first block
-        modules[place] = PositionBiasBlock(block, port) if t5 and in_use and place == 0 else port
+        modules[index] = PositionBiasBlock(block, port) if t5 and in_use and index == 0 else port
     if offset not in blocks:
-        _replace_modules(anatomy.base, stack.first, make.absent)
-
-
-@dataclass(frozen=True)
-class _PlaceholderFactory:
-    """Creates the placeholders of absent modules."""
-
-    width: int
-    dtype: torch.dtype
-
-    def absent(self, t5: bool = False) -> OtherStageBlock:
-        return OtherStageBlock(self.width, self.dtype, t5=t5)
-
-    def inlet(self, t5: bool = False, *, slot: int = 0) -> OtherStageBlock:
-        return StageInput(self.width, self.dtype, t5=t5, slot=slot)
-
-    def outlet(self, t5: bool = False, encoder_at: int | None = None) -> OtherStageBlock:
-        return StageOutput(self.width, self.dtype, t5=t5, encoder_at=encoder_at)
-
-
-def _embedding_dtype(anatomy: ModelParts) -> torch.dtype:
-    return next(anatomy.base.get_submodule(anatomy.stacks[0].first[0]).parameters()).dtype
+        _replace_modules(anatomy.base, stack.first, make)
 
 
 def _replace_modules(root: nn.Module, names: Iterable[str], make: Callable[[], nn.Module]) -> None:
-    """Replace the existing modules of these names by new ones."""
     for name in names:
         parent, _, child = name.rpartition(".")
         holder = root.get_submodule(parent)

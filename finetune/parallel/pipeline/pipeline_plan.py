@@ -20,11 +20,7 @@ def schedule_descriptions() -> dict[str, str]:
 
 
 def virtual_stages(schedule: str, virtual: int | None) -> int:
-    """Return the number of stages per rank.
-
-    Raises:
-        UserError: `virtual` does not fit `schedule`.
-    """
+    """Return the number of stages per rank. Raises UserError if `virtual` does not fit `schedule`."""
     if schedule not in schedule_descriptions():
         raise UserError(f"mesh.schedule: {schedule!r} is none of {', '.join(schedule_descriptions())}")
     if schedule not in _TWO_A_RANK and virtual not in (None, 1):
@@ -68,22 +64,20 @@ def round_up_pieces(pieces: int, *, pp: int, schedule: str) -> int:
     return pieces
 
 
-def pieces_per_micro(rows: int, micros: int, *, pp: int, virtual: int, schedule: str, wanted: int | None = None) -> int:
-    """Return the number of pieces that each micro-batch of `rows` rows is cut into.
-
-    Without `wanted`: the one that makes a step shortest, counting the bubble and rows of padding, up to four pieces a
-    rank.
-
-    Raises:
-        UserError: more pieces than rows.
+def pieces_per_micro(
+    rows: int, micros: int, *, pp: int, virtual: int, schedule: str, requested: int | None = None
+) -> int:
+    """Return the number of pieces that each micro-batch of `rows` rows is cut into: as `requested`, or the number that
+    makes a step shortest, counting the bubble and rows of padding, up to four pieces a rank. Raises UserError for more
+    pieces than rows.
     """
-    if wanted is not None:
-        if wanted > rows:
+    if requested is not None:
+        if requested > rows:
             raise UserError(
-                f"mesh.microbatches: {rows} rows of a rank cannot be cut into {wanted} pieces; "
+                f"mesh.microbatches: {rows} rows of a rank cannot be cut into {requested} pieces; "
                 f"set at most {rows}, or raise train.batch_size"
             )
-        return wanted
+        return requested
 
     def time(n: int) -> float:
         return -(-rows // n) * (round_up_pieces(micros * n, pp=pp, schedule=schedule) + (pp - 1) / virtual)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,8 @@ from ...compute.loss import Batch
 from ...config import Mesh
 from ...models.anatomy import NAMES
 from ..mesh import TOKENS, ProcessMesh
-from .pieces import Piece
 from .pipeline_plan import rank_of
-from .stage import Around, StageModel, StageModules
-
-if TYPE_CHECKING:
-    from ..mesh import ProcessMesh
-
+from .stage import StageContext, StageModel, StageModules
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 _DIMS = 6
@@ -30,25 +25,22 @@ class StageTransport:
     """Sends hidden states from stage to stage. Every rank along `pp` calls every method together."""
 
     def __init__(self, stages: Sequence[StageModel], *, mesh: Mesh, world: ProcessMesh) -> None:
-        """Create the transport.
-
-        Args:
-            stages: this rank's, ascending.
-        """
+        """Create the transport. stages: this rank's, ascending."""
         self.stages, self.world = stages, world
         self._group = world.group("pp")
         self._ranks = [rank_of(k, pp=mesh.pp, schedule=mesh.schedule) for k in range(stages[0].total)]
-        self._here = world.index("pp")
+        self._own_rank = world.index("pp")
 
     @torch.no_grad()
     def forward(
         self,
         batches: Sequence[dict[str, Tensor]],
-        function: Callable[[nn.Module, Piece], Any],
+        function: Callable[[nn.Module, Any], Any],
         *,
         share: bool = True,
     ) -> list[Any]:
-        """Return `function(model, piece)` of each batch on the last stage, where `model` acts as the whole model.
+        """Return `function(model, piece)` of each batch on the last stage, where `model` acts as the whole model and
+        `piece.inputs` is the batch.
 
         With one stage per rank the batches follow each other through the pipeline without waiting.
 
@@ -57,77 +49,75 @@ class StageTransport:
             share: the function returns a tensor, and every rank gets it; else ranks without the last stage get None.
         """
         results: list[Any] = []
-        sent: list[tuple[Any, Tensor]] = []
+        sends: list[tuple[Any, Tensor]] = []
         for batch in batches:
-            piece = Piece(batch, torch.zeros(0))
-            out: tuple[Any, ...] = ()
+            piece = SimpleNamespace(inputs=batch)
+            output: tuple[Any, ...] = ()
             for stage in self.stages:
-                out = stage.run(self._received(stage, out), piece, function)
+                output = stage.run(self._receive(stage, output), piece, function)
                 if not stage.is_last:
-                    sent += self._send(stage, out)
-            results.append(out[0] if self.stages[-1].is_last else None)
-        for work, _ in sent:
+                    sends += self._send(stage, output)
+            results.append(output[0] if self.stages[-1].is_last else None)
+        for work, _ in sends:
             work.wait()
         for stage in self.stages:
             stage.release()
         return [self._share(result) for result in results] if share else results
 
-    def _received(self, stage: StageModel, before: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Return the previous stage's output; `before` if that stage is on this rank."""
-        if stage.index == 0 or self._ranks[stage.index - 1] == self._here:
-            return before if stage.index else ()
+    def _receive(self, stage: StageModel, previous: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """Return the previous stage's output; `previous` if that stage is on this rank."""
+        if stage.index == 0:
+            return ()
         peer = self._ranks[stage.index - 1]
-        return tuple(self._recv(peer) for _ in range(int(self._recv_header(peer)[0])))
+        if peer == self._own_rank:
+            return previous
 
-    def _send(self, stage: StageModel, out: tuple[Tensor, ...]) -> list[tuple[Any, Tensor]]:
+        def receive(tensor: Tensor) -> Tensor:
+            dist.recv(tensor, group=self._group, group_src=peer)
+            return tensor
+
+        count = int(receive(self._empty_header())[0])
+        return tuple(receive(_empty_from_header(receive(self._empty_header()))) for _ in range(count))
+
+    def _send(self, stage: StageModel, output: tuple[Tensor, ...]) -> list[tuple[Any, Tensor]]:
         peer = self._ranks[stage.index + 1]
-        if peer == self._here:
+        if peer == self._own_rank:
             return []
-        many = torch.zeros(2 + _DIMS, dtype=torch.int64, device=self.world.device)
-        many[0] = len(out)
-        tensors = [many, *(t for tensor in out for t in (_encode_header(tensor), tensor))]
+        count = self._empty_header().zero_()
+        count[0] = len(output)
+        tensors = [count, *(t for tensor in output for t in (_encode_header(tensor), tensor))]
         return [(dist.isend(t, group=self._group, group_dst=peer), t) for t in tensors]
 
-    def _recv_header(self, peer: int) -> Tensor:
-        header = torch.empty(2 + _DIMS, dtype=torch.int64, device=self.world.device)
-        dist.recv(header, group=self._group, group_src=peer)
-        return header
-
-    def _recv(self, peer: int) -> Tensor:
-        tensor = _empty_from_header(self._recv_header(peer))
-        dist.recv(tensor, group=self._group, group_src=peer)
-        return tensor
+    def _empty_header(self) -> Tensor:
+        return torch.empty(2 + _DIMS, dtype=torch.int64, device=self.world.device)
 
     def _share(self, result: Tensor | None) -> Tensor:
         """Return the last stage's tensor on every rank."""
         source = dist.get_global_rank(self._group, self._ranks[-1])
-        empty = torch.empty(2 + _DIMS, dtype=torch.int64, device=self.world.device)
-        header = empty if result is None else _encode_header(result)
+        header = self._empty_header() if result is None else _encode_header(result)
         dist.broadcast(header, source, group=self._group)
         tensor = _empty_from_header(header) if result is None else result.contiguous()
         dist.broadcast(tensor, source, group=self._group)
         return tensor
 
     @torch.no_grad()
-    def dtype(self, piece: Batch, around: Around) -> torch.dtype:
+    def dtype(self, piece: Batch, context: StageContext) -> torch.dtype:
         """Return the dtype of the hidden states between stages, measured on the first stage: it depends on autocast and
         the family's norms."""
-        told = torch.zeros(1, dtype=torch.int64, device=self.world.device)
-        first = self.stages[0]
-        if first.index == 0:
-            with around(0, 0):
-                told[0] = _DTYPES.index(first.run((), piece, lambda part, piece: None)[0].dtype)
-        return _DTYPES[int(self.world.sum(told, "pp"))]
+        number = torch.zeros(1, dtype=torch.int64, device=self.world.device)
+        stage = self.stages[0]
+        if stage.index == 0:
+            with context(0, 0):
+                number[0] = _DTYPES.index(stage.run((), piece, lambda part, piece: None)[0].dtype)
+        return _DTYPES[int(self.world.sum(number, "pp"))]
 
 
 def _encode_header(tensor: Tensor) -> Tensor:
-    """Return type and shape of a tensor, int64."""
     numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *[0] * (_DIMS - tensor.ndim)]
     return torch.tensor(numbers, device=tensor.device)
 
 
 def _empty_from_header(header: Tensor) -> Tensor:
-    """Return an empty tensor of the type and shape in `header`."""
     kind, dims, *shape = header.tolist()
     return torch.empty(shape[:dims], dtype=_DTYPES[kind], device=header.device)
 
@@ -139,26 +129,18 @@ class PipelineEvalModel(nn.Module):
     `eval()` and `train()` reach the stages of this rank.
     """
 
-    def __init__(self, parts: StageModules, passing: StageTransport, *, config: Any, world: ProcessMesh) -> None:
-        """Create the stand-in.
-
-        Args:
-            config: the base model's.
-        """
+    def __init__(self, parts: StageModules, transport: StageTransport, *, config: Any, world: ProcessMesh) -> None:
+        """Create the stand-in. config: the base model's."""
         super().__init__()
-        self.parts = parts
-        self.config = config
-        self._passing, self._world = passing, world
+        self.parts, self.config = parts, config
+        self._transport, self._world = transport, world
 
     def forward(self, *, use_cache: bool = False, **inputs: Tensor) -> Any:
-        """Return whole logits, (B, T, V) or (B, C), as `.logits`; no gradients.
-
-        Raises:
-            NotImplementedError: a key-value cache is requested.
-        """
+        """Return whole logits, (B, T, V) or (B, C), as `.logits`; no gradients, and no key-value cache
+        (NotImplementedError)."""
         if use_cache or any(inputs.get(name) is not None for name in NAMES):
             raise NotImplementedError("a pipeline keeps no key-value cache")
-        (logits,) = self._passing.forward([inputs], lambda part, piece: part(**piece.inputs).logits)
+        (logits,) = self._transport.forward([inputs], lambda part, piece: part(**piece.inputs).logits)
         return SimpleNamespace(logits=logits)
 
     @torch.no_grad()
@@ -168,16 +150,11 @@ class PipelineEvalModel(nn.Module):
         """Continue prompts that are padded on the left greedily; every token is a pass over all stages.
 
         An encoder-decoder's prompts may be padded on any side, and its answers follow the decoder's start token.
+        Returns (B, T + new) or (B, 1 + new), rows that ended early filled with the pad token.
 
-        Args:
-            input_ids: (B, T).
-            attention_mask: (B, T), 1 for real tokens.
-            generation_config: its `max_new_tokens`, `eos_token_id`, `pad_token_id` and `decoder_start_token_id` are
-                used.
-            synced_gpus: continue until every data rank is done, as collectives inside the stages require.
-
-        Returns:
-            (B, T + new) or (B, 1 + new), rows that ended early filled with the pad token.
+        Args: input_ids: (B, T). attention_mask: (B, T), 1 for real tokens. generation_config: its `max_new_tokens`,
+        `eos_token_id`, `pad_token_id` and `decoder_start_token_id` are used. synced_gpus: continue until every data
+        rank is done, as collectives inside the stages require.
         """
         encoded: dict[str, Tensor] = {}
         ends = generation_config.eos_token_id
@@ -187,15 +164,15 @@ class PipelineEvalModel(nn.Module):
             encoded = {"input_ids": input_ids, "attention_mask": attention_mask}
             ids = input_ids.new_full((len(input_ids), 1), generation_config.decoder_start_token_id)
             mask = torch.ones_like(ids)
-        done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for _ in range(generation_config.max_new_tokens):
-            chosen = self._next(ids, mask, encoded).masked_fill(done, generation_config.pad_token_id)
-            if not done.all():
+            chosen = self._next(ids, mask, encoded).masked_fill(ended, generation_config.pad_token_id)
+            if not ended.all():
                 ids = torch.cat([ids, chosen[:, None]], dim=1)
                 mask = torch.cat([mask, torch.ones_like(chosen)[:, None]], dim=1)
-            done = done | torch.isin(chosen, ends)
-            waiting = (~done).sum()
-            if int(self._world.sum(waiting, *TOKENS) if synced_gpus else waiting) == 0:
+            ended = ended | torch.isin(chosen, ends)
+            running = (~ended).sum()
+            if int(self._world.sum(running, *TOKENS) if synced_gpus else running) == 0:
                 break
         return ids
 
@@ -206,5 +183,5 @@ class PipelineEvalModel(nn.Module):
         else:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
             inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        (tokens,) = self._passing.forward([inputs], lambda part, piece: part(**piece.inputs).logits[:, -1].argmax(-1))
+        (tokens,) = self._transport.forward([inputs], lambda part, piece: part(**piece.inputs).logits[:, -1].argmax(-1))
         return tokens

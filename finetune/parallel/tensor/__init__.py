@@ -7,6 +7,6 @@ tokens.
 
 from .apply import tensor_parallel
 from .plans import check_tensor_plan
-from .vocabulary import VocabularySlice, vocabulary_cross_entropy
+from .vocabulary import VocabularySlice
 
-__all__ = ["VocabularySlice", "check_tensor_plan", "tensor_parallel", "vocabulary_cross_entropy"]
+__all__ = ["VocabularySlice", "check_tensor_plan", "tensor_parallel"]

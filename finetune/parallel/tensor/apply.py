@@ -14,7 +14,7 @@ from ...models.checkpoint import canonical_name
 from ..layout import Slice, TensorParallelLayout
 from ..mesh import ProcessMesh
 from . import borders
-from .plans import FoundRegion, PlanMatch, check_tensor_plan, match_plan
+from .plans import MatchedRegion, PlanMatch, check_tensor_plan, match_plan
 from .vocabulary import VocabularySlice, split_embedding, split_head
 
 _OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
@@ -27,108 +27,85 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
 
     Call it after PEFT and after a pipeline's cut, before FSDP2. `requires_grad` is unchanged. With `sequence_parallel`
     the residual stream is split by tokens if gradients are recorded (T must be a multiple of tp); without gradients, as
-    in evaluation and generation, it is whole.
-
-    Raises:
-        UserError: as `check_tensor_plan`.
-        RuntimeError: the model is sliced already.
+    in evaluation and generation, it is whole. Raises UserError as `check_tensor_plan`, RuntimeError for a model that is
+    sliced already.
     """
     width = world.width("tp")
     if width == 1:
         return TensorParallelLayout()
     group = world.group("tp")
-    cutter = ParameterSlicer(model, rank=world.index("tp"), width=width, device=world.device)
-    for part in _pipeline_parts(model):
-        base = unwrap_peft(part)
+    slicer = ParameterSlicer(model, rank=world.index("tp"), width=width, device=world.device)
+    stages = [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)]
+    for stage in stages or [model]:
+        base = unwrap_peft(stage)
         if getattr(base, "tensor_parallel_width", 1) != 1:
             raise RuntimeError("this model is cut for tensor parallelism already")
-        check_tensor_plan(part, tp=width, sequence_parallel=sequence_parallel)
-        found = match_plan(part)
-        for region, entry in found.biases:
+        check_tensor_plan(stage, tp=width, sequence_parallel=sequence_parallel)
+        match = match_plan(stage)
+        for region, entry in match.biases:
             bias: Any = entry.get_submodule(str(region.bias))
-            cutter.cut(bias.weight, 1)
+            slicer.slice(bias.weight, 1)
             bias.embedding_dim //= width
-        for place in found.regions:
-            _cut_region(place, cutter)
-            _register_border_hooks(place, group, sequence_parallel=sequence_parallel)
-        _cut_vocabulary(found, cutter, group)
+        for matched in match.regions:
+            for layer in matched.columns.values():
+                slicer.slice_columns(layer, fused=matched.region.fused)
+            slicer.slice_row(matched.row)
+            for count in matched.region.counts:
+                setattr(matched.entry, count, getattr(matched.entry, count) // width)
+            slicer.mark_partial(matched.entry)
+            _register_border_hooks(matched, group, sequence_parallel=sequence_parallel)
+        _cut_vocabulary(match, slicer, group)
         if sequence_parallel:
-            _split_tokens(found, cutter, group)
-            cutter.layout.splits_tokens = True
+            _split_tokens(match, slicer, group)
+            slicer.layout.splits_tokens = True
         base.tensor_parallel_width = width
-    return cutter.layout
+    return slicer.layout
 
 
-def _pipeline_parts(model: nn.Module) -> list[nn.Module]:
-    return [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)] or [model]
-
-
-# --------------------------------------------------------------------------------------------- regions
-
-
-def _cut_region(place: FoundRegion, cutter: ParameterSlicer) -> None:
-    for layer in place.columns.values():
-        cutter.columns(layer, fused=place.region.fused)
-    cutter.row(place.row)
-    for count in place.region.counts:
-        setattr(place.entry, count, getattr(place.entry, count) // cutter.width)
-    cutter.summed(place.entry)
-
-
-def _register_border_hooks(place: FoundRegion, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
+def _register_border_hooks(matched: MatchedRegion, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
     """Hook the entry's inputs and the row layer's output, outside of adapters and of anything that replaces a
     forward."""
 
-    def enters(x: Tensor) -> Tensor:
-        return (
-            borders.gather_tokens(x, group)
-            if sequence_parallel and torch.is_grad_enabled()
-            else borders.copy_to_tp(x, group)
-        )
+    def enter(x: Tensor) -> Tensor:
+        split = sequence_parallel and torch.is_grad_enabled()
+        return borders.gather_tokens(x, group) if split else borders.copy_to_tp(x, group)
 
     def before(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            args = (enters(args[0]), *args[1:])
+            args = (enter(args[0]), *args[1:])
         else:
-            kwargs = {**kwargs, "hidden_states": enters(kwargs["hidden_states"])}
-        others = {name: enters(kwargs[name]) for name in _OTHER_INPUTS if isinstance(kwargs.get(name), Tensor)}
+            kwargs = {**kwargs, "hidden_states": enter(kwargs["hidden_states"])}
+        others = {name: enter(kwargs[name]) for name in _OTHER_INPUTS if isinstance(kwargs.get(name), Tensor)}
         return args, {**kwargs, **others}
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         split = sequence_parallel and torch.is_grad_enabled()
         return borders.reduce_scatter_tokens(output, group) if split else borders.reduce_from_tp(output, group)
 
-    place.entry.register_forward_pre_hook(before, with_kwargs=True)
-    place.row.register_forward_hook(after)
+    matched.entry.register_forward_pre_hook(before, with_kwargs=True)
+    matched.row.register_forward_hook(after)
 
 
-# --------------------------------------------------------------------------------------------- vocabulary
+def _cut_vocabulary(match: PlanMatch, slicer: ParameterSlicer, group: dist.ProcessGroup) -> None:
+    def own_tokens(size: int) -> VocabularySlice:
+        rows = size // slicer.width
+        return VocabularySlice(slicer.rank * rows, (slicer.rank + 1) * rows, size, group)
+
+    for embedding in match.embeddings.values():
+        tokens = own_tokens(embedding.num_embeddings)
+        slicer.slice(embedding.weight, 0)
+        split_embedding(embedding, tokens)
+    if match.head is not None:
+        tokens = own_tokens(match.head.out_features)
+        slicer.slice(match.head.weight, 0)
+        if match.head.bias is not None:
+            slicer.slice(match.head.bias, 0)
+        split_head(match.head, tokens)
 
 
-def _cut_vocabulary(found: PlanMatch, cutter: ParameterSlicer, group: dist.ProcessGroup) -> None:
-    for embedding in found.embeddings.values():
-        held = _make_vocabulary_slice(embedding.num_embeddings, cutter, group)
-        cutter.cut(embedding.weight, 0)
-        split_embedding(embedding, held)
-    if found.head is not None:
-        held = _make_vocabulary_slice(found.head.out_features, cutter, group)
-        cutter.cut(found.head.weight, 0)
-        if found.head.bias is not None:
-            cutter.cut(found.head.bias, 0)
-        split_head(found.head, held)
-
-
-def _make_vocabulary_slice(size: int, cutter: ParameterSlicer, group: dist.ProcessGroup) -> VocabularySlice:
-    rows = size // cutter.width
-    return VocabularySlice(cutter.rank * rows, (cutter.rank + 1) * rows, size, group)
-
-
-# --------------------------------------------------------------------------------------------- tokens
-
-
-def _split_tokens(found: PlanMatch, cutter: ParameterSlicer, group: dist.ProcessGroup) -> None:
+def _split_tokens(match: PlanMatch, slicer: ParameterSlicer, group: dist.ProcessGroup) -> None:
     """Split the tokens over the ranks from the first block's input to the last norm's output, and so also between
     pipeline stages."""
 
@@ -140,27 +117,21 @@ def _split_tokens(found: PlanMatch, cutter: ParameterSlicer, group: dist.Process
     def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return borders.gather_from_tp(output, borders.TOKENS, group) if torch.is_grad_enabled() else output
 
-    blocks = list(found.blocks.values())
-    if next(iter(found.blocks)).endswith(".0"):
+    blocks = list(match.blocks.values())
+    if next(iter(match.blocks)).endswith(".0"):
         blocks[0].register_forward_pre_hook(before)
-    if found.norm is not None:
-        found.norm.register_forward_hook(after)
-    for module in (*blocks, *filter(None, [found.norm])):
-        cutter.summed(module)
+    if match.norm is not None:
+        match.norm.register_forward_hook(after)
+    for module in (*blocks, *filter(None, [match.norm])):
+        slicer.mark_partial(module)
 
 
 class ParameterSlicer:
     """Slices parameters of `model` for the `rank`-th of `width` ranks and records the slices."""
 
     def __init__(self, model: nn.Module, *, rank: int, width: int, device: torch.device) -> None:
-        """Index the parameters of `model`.
-
-        Args:
-            device: where the model will be, if its parameters are still on meta.
-        """
-        self.rank = rank
-        self.device = device
-        self.width = width
+        """Index the parameters of `model`. device: where it will be, if its parameters are still on meta."""
+        self.rank, self.width, self.device = rank, width, device
         self.layout = TensorParallelLayout()
         self._holders: dict[int, list[tuple[nn.Module, str, str]]] = {}
         for prefix, module in model.named_modules():
@@ -168,48 +139,44 @@ class ParameterSlicer:
                 if parameter is not None:
                     name = canonical_name(f"{prefix}.{key}" if prefix else key)
                     self._holders.setdefault(id(parameter), []).append((module, key, name))
-        self._cut: set[int] = set()
+        self._sliced: set[int] = set()
 
-    def cut(self, parameter: Tensor, dim: int, *, fused: int = 1) -> None:
+    def slice(self, parameter: Tensor, dim: int, *, fused: int = 1) -> None:
         """Replace `parameter` by this rank's part along `dim` in all modules that hold it (tied weights stay tied)."""
-        if id(parameter) in self._cut:
+        if id(parameter) in self._sliced:
             return
-        part = Slice.even(dim, parameter.shape[dim], rank=self.rank, width=self.width, fused=fused)
+        own = Slice.even(dim, parameter.shape[dim], rank=self.rank, width=self.width, fused=fused)
         shape = list(parameter.shape)
         shape[dim] //= self.width
         if parameter.is_meta:
             local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         else:
-            local = part.take(parameter.detach()).clone()
+            local = own.take(parameter.detach()).clone()
         replacement = nn.Parameter(local, requires_grad=parameter.requires_grad)
         holders = self._holders.pop(id(parameter))
         for module, key, name in holders:
             module._parameters[key] = replacement
-            self.layout.slices[name] = part
+            self.layout.slices[name] = own
         self._holders[id(replacement)] = holders
-        self._cut.add(id(replacement))
+        self._sliced.add(id(replacement))
 
-    def names(self, parameter: Tensor) -> list[str]:
-        """Return the canonical names of `parameter`."""
-        return [name for _, _, name in self._holders[id(parameter)]]
-
-    def columns(self, layer: Any, *, fused: int = 1) -> None:
+    def slice_columns(self, layer: Any, *, fused: int = 1) -> None:
         """Keep this rank's output rows of a column layer: of the weight, the bias and every adapter's B."""
-        base = _base_layer(layer)
-        self.cut(base.weight, 1 if is_conv1d(base) else 0, fused=fused)
+        base = layer.base_layer if hasattr(layer, "lora_A") else layer
+        self.slice(base.weight, 1 if is_conv1d(base) else 0, fused=fused)
         if base.bias is not None:
-            self.cut(base.bias, 0, fused=fused)
+            self.slice(base.bias, 0, fused=fused)
         for up in getattr(layer, "lora_B", {}).values():
-            self.cut(up.weight, 0, fused=fused)
+            self.slice(up.weight, 0, fused=fused)
             up.out_features //= self.width
         for down in getattr(layer, "lora_A", {}).values():
-            self._partial(down.weight)
-        _shrink_sizes(layer, base, "nf" if is_conv1d(base) else "out_features", "out_features", self.width)
+            self._mark(down.weight)
+        self._shrink_sizes(layer, base, "nf" if is_conv1d(base) else "out_features", "out_features")
 
-    def row(self, layer: Any) -> None:
+    def slice_row(self, layer: Any) -> None:
         """Keep this rank's input columns of a row layer: of the weight and every adapter's A; the bias on rank 0."""
-        base = _base_layer(layer)
-        self.cut(base.weight, 0 if is_conv1d(base) else 1)
+        base = layer.base_layer if hasattr(layer, "lora_A") else layer
+        self.slice(base.weight, 0 if is_conv1d(base) else 1)
         if base.bias is not None and self.rank:
             # Outputs are summed over the ranks, so only one may add the bias. A plain attribute: neither a
             # parameter nor a buffer, so that no weights are loaded into it.
@@ -218,28 +185,23 @@ class ParameterSlicer:
             del base.bias
             base.bias = zero
         for down in getattr(layer, "lora_A", {}).values():
-            self.cut(down.weight, 1)
+            self.slice(down.weight, 1)
             down.in_features //= self.width
         for up in getattr(layer, "lora_B", {}).values():
-            self._partial(up.weight)
-        _shrink_sizes(layer, base, "nx" if is_conv1d(base) else "in_features", "in_features", self.width)
+            self._mark(up.weight)
+        self._shrink_sizes(layer, base, "nx" if is_conv1d(base) else "in_features", "in_features")
 
-    def summed(self, module: nn.Module) -> None:
+    def mark_partial(self, module: nn.Module) -> None:
         """Mark the trainable parameters of `module` that stayed whole: their gradient must be summed over the ranks."""
         for parameter in module.parameters():
-            if id(parameter) not in self._cut:
-                self._partial(parameter)
+            if id(parameter) not in self._sliced:
+                self._mark(parameter)
 
-    def _partial(self, parameter: nn.Parameter) -> None:
+    def _mark(self, parameter: nn.Parameter) -> None:
         if parameter.requires_grad:
-            self.layout.partial.update(self.names(parameter))
+            self.layout.partial.update(name for _, _, name in self._holders[id(parameter)])
 
-
-def _base_layer(layer: Any) -> Any:
-    return layer.base_layer if hasattr(layer, "lora_A") else layer
-
-
-def _shrink_sizes(layer: Any, base: Any, own: str, peft: str, width: int) -> None:
-    setattr(base, own, getattr(base, own) // width)
-    if layer is not base:
-        setattr(layer, peft, getattr(layer, peft) // width)
+    def _shrink_sizes(self, layer: Any, base: Any, own: str, peft: str) -> None:
+        setattr(base, own, getattr(base, own) // self.width)
+        if layer is not base:
+            setattr(layer, peft, getattr(layer, peft) // self.width)

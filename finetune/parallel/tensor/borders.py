@@ -3,13 +3,13 @@
 A tensor at a border is *whole* (equal on every rank), a *summand* (its value is the sum over ranks), or a *part* (a
 slice along one dim). A gradient is of the same three kinds:
 
-    function         forward               backward           (forward: value, backward: gradient)
-    enter            whole → whole         summand → whole    all-reduce in backward ("f" of Megatron-LM)
-    reduce_from_tp   summand → whole       whole → whole      all-reduce in forward ("g")
-    enter_tokens     part → whole          summand → part     all-gather; reduce-scatter in backward
-    leave_tokens     summand → part        part → whole       reduce-scatter; all-gather in backward
-    split            whole → part          part → whole       no traffic; all-gather in backward
-    join             part → whole          whole → part       all-gather; no traffic in backward
+    function                forward           backward          (forward: value, backward: gradient)
+    copy_to_tp              whole → whole     summand → whole   all-reduce in backward ("f" of Megatron-LM)
+    reduce_from_tp          summand → whole   whole → whole     all-reduce in forward ("g")
+    gather_tokens           part → whole      summand → part    all-gather; reduce-scatter in backward
+    reduce_scatter_tokens   summand → part    part → whole      reduce-scatter; all-gather in backward
+    scatter_to_tp           whole → part      part → whole      no traffic; all-gather in backward
+    gather_from_tp          part → whole      whole → part      all-gather; no traffic in backward
 """
 
 from __future__ import annotations
@@ -62,17 +62,16 @@ def gather_from_tp(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 class _BorderFunction(torch.autograd.Function):
-    """`there` in forward, `back` on the gradient; itself differentiable, so Hessian products pass through."""
+    """`move` in forward, `reverse` on the gradient; itself differentiable, so Hessian products pass through."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: _Move, back: _Move, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.moves = (there, back, dim, group)
-        return there(x, dim, group)
+    def forward(ctx: Any, x: Tensor, move: _Move, reverse: _Move, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.arguments = (reverse, move, dim, group)
+        return move(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        there, back, dim, group = ctx.moves
-        return _BorderFunction.apply(grad, back, there, dim, group), None, None, None, None
+        return _BorderFunction.apply(grad, *ctx.arguments), None, None, None, None
 
 
 def _identity(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

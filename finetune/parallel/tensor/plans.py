@@ -16,23 +16,8 @@ from ...models.anatomy import is_linear, unwrap_peft
 from ...models.families import FAMILIES, TensorParallelRegion, TensorPlan
 
 
-def plan_of(model: nn.Module) -> TensorPlan:
-    """Return the plan of `model` (transformers or PEFT).
-
-    Raises:
-        UserError: its model type has none.
-    """
-    kind = getattr(unwrap_peft(model).config, "model_type", None)
-    if kind not in FAMILIES:
-        raise UserError(
-            f"mesh.tp: there is no tensor-parallel plan for model type {kind!r}; there is one for "
-            f"{', '.join(FAMILIES)}; leave mesh.tp at 1 and use mesh.dp"
-        )
-    return FAMILIES[kind].tensor
-
-
 @dataclass
-class FoundRegion:
+class MatchedRegion:
     """A region of one block as modules: LoRA layers if adapted, else plain linear layers."""
 
     region: TensorParallelRegion
@@ -48,7 +33,7 @@ class PlanMatch:
 
     plan: TensorPlan
     blocks: dict[str, nn.Module] = field(default_factory=dict)
-    regions: list[FoundRegion] = field(default_factory=list)
+    regions: list[MatchedRegion] = field(default_factory=list)
     biases: list[tuple[TensorParallelRegion, nn.Module]] = field(default_factory=list)
     """Entry modules with a bias to slice: also of a block of which a pipeline stage has nothing else."""
     embeddings: dict[str, nn.Embedding] = field(default_factory=dict)
@@ -59,85 +44,82 @@ class PlanMatch:
 
 
 def match_plan(model: nn.Module) -> PlanMatch:
-    """Match the plan of `model` with its modules; blocks of other pipeline stages have no parameters and are omitted.
-
-    Raises:
-        UserError: no plan; or a layer in a block that the plan does not cover.
-    """
-    base, plan = unwrap_peft(model), plan_of(model)
-    found = PlanMatch(plan)
+    """Match the plan of `model` (transformers or PEFT) with its modules; blocks of other pipeline stages have no
+    parameters and are omitted. Raises UserError if its model type has no plan, or for a layer in a block that the plan
+    does not cover."""
+    base: Any = unwrap_peft(model)
+    kind = getattr(base.config, "model_type", None)
+    if kind not in FAMILIES:
+        raise UserError(
+            f"mesh.tp: there is no tensor-parallel plan for model type {kind!r}; there is one for "
+            f"{', '.join(FAMILIES)}; leave mesh.tp at 1 and use mesh.dp"
+        )
+    plan = FAMILIES[kind].tensor
+    match = PlanMatch(plan)
     for name, module in base.named_modules():
-        if _has_suffix(name, plan.blocks) and any(True for _ in module.parameters()):
-            found.biases += _match_biases(plan, module)
+        has_parameters = any(True for _ in module.parameters())
+        if _has_suffix(name, plan.blocks) and has_parameters:
+            modules = dict(module.named_modules())
+            match.biases += [(r, modules[r.entry]) for r in plan.regions if r.bias and f"{r.entry}.{r.bias}" in modules]
             if any(True for _ in linear_layers(module)):
-                found.blocks[name] = module
-                found.regions += _match_regions(plan, name, module)
+                match.blocks[name] = module
+                match.regions += _match_regions(plan, name, modules)
         elif any(_has_suffix(name, suffix) for suffix in plan.embeddings):
             if isinstance(module, nn.Embedding):
-                found.embeddings[name] = module
+                match.embeddings[name] = module
             else:
-                found.wrapped[name] = module
-        elif plan.norm is not None and _has_suffix(name, plan.norm) and any(True for _ in module.parameters()):
-            found.norm = module
+                match.wrapped[name] = module
+        elif plan.norm is not None and _has_suffix(name, plan.norm) and has_parameters:
+            match.norm = module
     head = base.get_output_embeddings() if plan.embeddings else None
     if isinstance(head, nn.Linear):
-        found.head = head
+        match.head = head
     elif head is not None:
-        found.wrapped["the output head"] = head
-    return found
+        match.wrapped["the output head"] = head
+    return match
 
 
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the linear layers under `module` as in the base model, counting a LoRA layer as one."""
-    inside: list[str] = []
+    yielded: list[str] = []
     for name, child in module.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in inside):
-            continue
-        if hasattr(child, "lora_A") or is_linear(child):
-            inside.append(name)
+        inner = any(name.startswith(f"{outer}.") for outer in yielded)
+        if not inner and (hasattr(child, "lora_A") or is_linear(child)):
+            yielded.append(name)
             yield name, child
 
 
-def _match_regions(plan: TensorPlan, name: str, block: nn.Module) -> list[FoundRegion]:
-    modules = dict(block.named_modules())
+def _match_regions(plan: TensorPlan, block: str, modules: dict[str, nn.Module]) -> list[MatchedRegion]:
     present = [region for region in plan.regions if region.entry in modules and region.row in modules]
     known = {layer for region in present for layer in (*region.columns, region.row)}
-    foreign = [layer for layer, _ in linear_layers(block) if layer not in known]
+    foreign = [layer for layer, _ in linear_layers(modules[""]) if layer not in known]
     if foreign or len(present) < 2:
         raise UserError(
-            f"mesh.tp: {name}.{foreign[0] if foreign else plan.regions[0].entry} of this model is not as the "
+            f"mesh.tp: {block}.{foreign[0] if foreign else plan.regions[0].entry} of this model is not as the "
             "tensor-parallel plan of its type expects; leave mesh.tp at 1 and use mesh.dp"
         )
     return [
-        FoundRegion(
+        MatchedRegion(
             region,
             modules[region.entry],
             {layer: modules[layer] for layer in region.columns if layer in modules},
             modules[region.row],
-            name,
+            block,
         )
         for region in present
     ]
-
-
-def _match_biases(plan: TensorPlan, block: nn.Module) -> list[tuple[TensorParallelRegion, nn.Module]]:
-    modules = dict(block.named_modules())
-    return [(r, modules[r.entry]) for r in plan.regions if r.bias and f"{r.entry}.{r.bias}" in modules]
 
 
 def _has_suffix(name: str, suffix: str) -> bool:
     return re.search(rf"(^|\.){re.escape(suffix).replace(re.escape('*'), '[0-9]+')}$", name) is not None
 
 
-# -------------------------------------------------------------------------------------------------------------- checks
-
-
 def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> None:
-    """Reject a base model or adapter that `tensor_parallel` cannot slice; parameters may be on the meta device.
+    """Raise UserError for a base model or adapter that `tensor_parallel` cannot slice; parameters may be on the meta
+    device.
 
-    Raises:
-        UserError: no plan for the model type; heads, groups, widths or the vocabulary do not divide by `tp`; an adapter
-            that cannot be sliced; `sequence_parallel` if the plan has none, or without tensor parallelism.
+    There is no plan for the model type; heads, groups, widths or the vocabulary do not divide by `tp`; an adapter
+    cannot be sliced; or `sequence_parallel` is set where the plan has none, or without tensor parallelism.
     """
     if tp == 1:
         if sequence_parallel:
@@ -145,62 +127,52 @@ def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> 
                 "mesh.sequence_parallel splits tokens along tp, but mesh.tp is 1; set mesh.tp or leave it off"
             )
         return
-    found = match_plan(model)
-    if sequence_parallel and not found.plan.sequence_parallel:
+    base, match = unwrap_peft(model), match_plan(model)
+    if sequence_parallel and not match.plan.sequence_parallel:
         kinds = [kind for kind, family in FAMILIES.items() if family.tensor.sequence_parallel]
         raise UserError(
-            f"mesh.sequence_parallel: not for model type {unwrap_peft(model).config.model_type!r}, only for "
+            f"mesh.sequence_parallel: not for model type {base.config.model_type!r}, only for "
             f"{', '.join(kinds)}; leave it off"
         )
-    _check_sizes(model, found, tp)
-    _check_adapters(found)
-
-
-def _check_sizes(model: nn.Module, found: PlanMatch, tp: int) -> None:
-    sizes = list(_divisible_sizes(unwrap_peft(model), found))
+    sizes = list(_divisible_sizes(base, match))
     common = math.gcd(*(size for _, size in sizes))
-    for what, size in sizes:
+    for name, size in sizes:
         if size % tp:
             nearest = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: (abs(n - tp), n))
             raise UserError(
-                f"mesh.tp: {tp} does not divide the {size} {what} of this backbone; nearest that does for all its "
+                f"mesh.tp: {tp} does not divide the {size} {name} of this backbone; nearest that does for all its "
                 f"layers: mesh.tp {nearest}"
             )
-
-
-def _divisible_sizes(base: Any, found: PlanMatch) -> Iterator[tuple[str, int]]:
-    """Yield every size that `tp` must divide, each with a name, the most informative first."""
-    config = base.config
-    yield "attention heads", config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None)
-    if groups is not None:
-        yield "key-value heads", groups
-    for embedding in found.embeddings.values():
-        yield "tokens of the vocabulary", embedding.num_embeddings
-    if found.head is not None:
-        yield "tokens of the output head", found.head.out_features
-    for place in found.regions:
-        if not place.region.heads:
-            yield f"channels of {place.block}.{place.region.entry}", _input_features(place.row)
-
-
-def _input_features(layer: Any) -> int:
-    base = getattr(layer, "base_layer", layer)
-    return base.nx if hasattr(base, "nx") else base.in_features
-
-
-def _check_adapters(found: PlanMatch) -> None:
-    for place in found.regions:
-        for name, layer in {**place.columns, place.region.row: place.row}.items():
-            _check_layer(f"{place.block}.{name}", layer)
-    vocabulary: dict[str, nn.Module] = {**found.embeddings, **found.wrapped}
-    if found.head is not None:
-        vocabulary["the output head"] = found.head
+    for matched in match.regions:
+        for layer_name, layer in {**matched.columns, matched.region.row: matched.row}.items():
+            _check_layer(f"{matched.block}.{layer_name}", layer)
+    vocabulary: dict[str, nn.Module] = {**match.embeddings, **match.wrapped}
+    if match.head is not None:
+        vocabulary["the output head"] = match.head
     for name, module in vocabulary.items():
         if any(parameter.requires_grad for parameter in module.parameters()):
             raise UserError(
                 f"mesh.tp: {name} trains or has an adapter, but the vocabulary is cut along tp only where it is "
                 "frozen; take it out of adapter.targets, or leave mesh.tp at 1"
+            )
+
+
+def _divisible_sizes(base: Any, match: PlanMatch) -> Iterator[tuple[str, int]]:
+    """Yield every size that `tp` must divide, each with a name, the most informative first."""
+    yield "attention heads", base.config.num_attention_heads
+    groups = getattr(base.config, "num_key_value_heads", None)
+    if groups is not None:
+        yield "key-value heads", groups
+    for embedding in match.embeddings.values():
+        yield "tokens of the vocabulary", embedding.num_embeddings
+    if match.head is not None:
+        yield "tokens of the output head", match.head.out_features
+    for matched in match.regions:
+        if not matched.region.heads:
+            row: Any = getattr(matched.row, "base_layer", matched.row)
+            yield (
+                f"channels of {matched.block}.{matched.region.entry}",
+                row.nx if hasattr(row, "nx") else row.in_features,
             )
 
 

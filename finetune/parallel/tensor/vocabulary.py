@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compute.capabilities import capabilities
-from ...compute.slices import slice_rows
+from ...compute.memory import slice_rows
 from . import borders
 
 
@@ -25,68 +25,55 @@ class VocabularySlice:
     group: dist.ProcessGroup
 
     def cross_entropy(self, hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
-        """Return `vocabulary_cross_entropy` of a head `linear` that holds this slice."""
-        return vocabulary_cross_entropy(hidden, linear, targets, group=self.group, start=self.start)
+        """Return Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, W and b frozen and sliced
+        by rows.
+
+        This rank has the rows of W of its tokens in `linear`; `hidden` and `targets` [n] (over the whole vocabulary)
+        are equal on every rank of `group`, and so are the result and its gradient. Logits exist for one slice of rows
+        and this rank's tokens at a time. Two all-reduces per slice carry the maximum, then the sum of exponentials and
+        the target's logit; one in backward sums the gradient of `hidden`. Under autocast the products are in its
+        precision.
+        """
+        terms = self.cross_entropies(hidden, linear, targets)
+        return terms.sum(dtype=capabilities(hidden.device).sums).float()
 
     def cross_entropies(self, hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
         """Return the terms of `cross_entropy`, one per row, float32 (n,)."""
-        return vocabulary_cross_entropies(hidden, linear, targets, group=self.group, start=self.start)
+        device = capabilities(hidden.device).kind
+        if torch.is_autocast_enabled(device):
+            hidden = hidden.to(torch.get_autocast_dtype(device))
+        return _VocabularyCrossEntropies.apply(hidden, linear.weight, linear.bias, targets - self.start, self.group)
 
 
-def split_embedding(embedding: Any, held: VocabularySlice) -> None:
-    """Make `embedding`, already sliced to `held`, look up any token: ids [B, T] → whole [B, T, D] on every rank."""
+def split_embedding(embedding: Any, tokens: VocabularySlice) -> None:
+    """Make `embedding`, already sliced to `tokens`, look up any token: ids [B, T] → whole [B, T, D] on every rank."""
     lookup = embedding.forward
 
     def forward(input: Tensor) -> Tensor:
-        local = input - held.start
-        foreign = (local < 0) | (local >= held.stop - held.start)
+        local = input - tokens.start
+        foreign = (local < 0) | (local >= tokens.stop - tokens.start)
         rows = lookup(local.masked_fill(foreign, 0))
-        return borders.reduce_from_tp(rows.masked_fill(foreign.unsqueeze(-1), 0.0), held.group)
+        return borders.reduce_from_tp(rows.masked_fill(foreign.unsqueeze(-1), 0.0), tokens.group)
 
-    embedding.num_embeddings = held.stop - held.start
+    embedding.num_embeddings = tokens.stop - tokens.start
     embedding.padding_idx = None  # an id of the whole vocabulary; it only stops a gradient, and the embedding is frozen
-    embedding.vocabulary = held
+    embedding.vocabulary = tokens
     embedding.forward = forward
 
 
-def split_head(linear: Any, held: VocabularySlice) -> None:
-    """Make `linear`, already sliced to `held`, return the logits of the whole vocabulary: [..., D] → [..., V].
+def split_head(linear: Any, tokens: VocabularySlice) -> None:
+    """Make `linear`, already sliced to `tokens`, return the logits of the whole vocabulary: [..., D] → [..., V].
 
-    A training loss that temporarily replaces `linear.forward` (`vocabulary_cross_entropy`) never gathers them.
+    A training loss that temporarily replaces `linear.forward` (`VocabularySlice.cross_entropy`) never gathers them.
     """
     local = linear.forward
 
     def forward(input: Tensor) -> Tensor:
-        return borders.gather_from_tp(local(borders.copy_to_tp(input, held.group)), -1, held.group)
+        return borders.gather_from_tp(local(borders.copy_to_tp(input, tokens.group)), -1, tokens.group)
 
-    linear.out_features = held.stop - held.start
-    linear.vocabulary = held
+    linear.out_features = tokens.stop - tokens.start
+    linear.vocabulary = tokens
     linear.forward = forward
-
-
-def vocabulary_cross_entropy(
-    hidden: Tensor, linear: nn.Linear, targets: Tensor, *, group: dist.ProcessGroup, start: int
-) -> Tensor:
-    """Return Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, W and b frozen and sliced by
-    rows.
-
-    This rank has the rows of W from token `start` on; `hidden` and `targets` [n] (over the whole vocabulary) are equal
-    on every rank of `group`, and so are the result and its gradient. Logits exist for one slice of rows and this rank's
-    tokens at a time. Two all-reduces per slice carry the maximum, then the sum of exponentials and the target's logit;
-    one in backward sums the gradient of `hidden`. Under autocast the products are in its precision.
-    """
-    each = vocabulary_cross_entropies(hidden, linear, targets, group=group, start=start)
-    return each.sum(dtype=capabilities(hidden.device).sums).float()
-
-
-def vocabulary_cross_entropies(
-    hidden: Tensor, linear: nn.Linear, targets: Tensor, *, group: dist.ProcessGroup, start: int
-) -> Tensor:
-    """Return the terms of `vocabulary_cross_entropy`, one per row, float32 (n,)."""
-    device = capabilities(hidden.device).autocast
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
-    return _VocabularyCrossEntropies.apply(hidden, linear.weight, linear.bias, targets - start, group)
 
 
 class _VocabularyCrossEntropies(torch.autograd.Function):
@@ -94,7 +81,7 @@ class _VocabularyCrossEntropies(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: dist.ProcessGroup
     ) -> Tensor:
-        device = capabilities(hidden.device).autocast
+        device = capabilities(hidden.device).kind
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -102,21 +89,21 @@ class _VocabularyCrossEntropies(torch.autograd.Function):
         rows = slice_rows(len(weight), device, hidden.element_size())
         with torch.autocast(device, enabled=False):
             for first in range(0, len(hidden), rows):
-                part, wanted = hidden[first : first + rows], targets[first : first + rows, None]
-                own = ((wanted >= 0) & (wanted < weight.shape[0])).float()
-                wanted = wanted.clamp(0, weight.shape[0] - 1)
-                logits = F.linear(part, weight, bias).float()
+                slice_, indices = hidden[first : first + rows], targets[first : first + rows, None]
+                own = ((indices >= 0) & (indices < weight.shape[0])).float()
+                indices = indices.clamp(0, weight.shape[0] - 1)
+                logits = F.linear(slice_, weight, bias).float()
                 peak = logits.amax(dim=1, keepdim=True)
                 dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
                 logits.sub_(peak)
-                chosen = logits.gather(1, wanted) * own
+                chosen = logits.gather(1, indices) * own
                 logits.exp_()
                 sums = torch.cat([logits.sum(dim=1, keepdim=True), chosen], dim=1)
                 dist.all_reduce(sums, group=group)
                 norm, chosen = sums.split(1, dim=1)
                 terms[first : first + rows] = (norm.log() - chosen)[:, 0]
                 if gradient is not None:
-                    logits.div_(norm).scatter_add_(1, wanted, -own)
+                    logits.div_(norm).scatter_add_(1, indices, -own)
                     torch.mm(logits.to(weight.dtype), weight, out=gradient[first : first + rows])
                 del logits  # free this slice before the next one is allocated
         ctx.save_for_backward(gradient)

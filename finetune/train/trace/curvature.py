@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,8 @@ from flatshift.regularizers.sharpness.spaces import Loss, Purpose
 from ...compute.loss import Head, batch_loss
 from ...compute.micro_batch import MicroBatch
 from ...config import Optimizer
+from ...tasks import Task
 from .files import stability_threshold
-
-if TYPE_CHECKING:
-    from ...tasks import Task
 
 PRODUCTS = 12
 """Maximum Hessian products per eigenvalue."""
@@ -55,24 +53,23 @@ def curvature_metrics(
             Empty before the first step: then there is no preconditioned λ_max.
         seed: of the random directions.
 
-    Raises:
-        RegularizerError: the loss is not finite, or differs when it is computed again.
+    Raises RegularizerError if the loss is not finite, or differs when it is computed again.
     """
     settings = Sharpness(
         spaces=("adapter",), lanczos=PRODUCTS, probes=PROBES, sigmas=(), rhos=(), lines=0, plane_points=0
     )
     with in_float32(model):
-        found = measure(model, loss, settings, seed=seed).measures["adapter"]
-        figures: dict[str, float | None] = {
-            "sharpness.lambda_max": found["lambda_max"].value,
-            "sharpness.trace": found["trace"].value,
+        measures = measure(model, loss, settings, seed=seed).measures["adapter"]
+        metrics: dict[str, float | None] = {
+            "sharpness.lambda_max": measures["lambda_max"].value,
+            "sharpness.trace": measures["trace"].value,
             "sharpness.preconditioned": None,
         }
         if preconditioner:
-            figures["sharpness.preconditioned"] = preconditioned_sharpness(
+            metrics["sharpness.preconditioned"] = preconditioned_sharpness(
                 model, loss, parameters=parameters, preconditioner=preconditioner, seed=seed
             )
-    return figures
+    return metrics
 
 
 def preconditioned_sharpness(
@@ -84,9 +81,9 @@ def preconditioned_sharpness(
     seed: int,
 ) -> float:
     """Return λ_max of P^-½ H P^-½, with the arguments of `curvature_metrics`; an infinite P holds its entry fixed."""
-    of = {id(parameters[name]): value for name, value in preconditioner.items()}
+    by_id = {id(parameters[name]): value for name, value in preconditioner.items()}
     with in_float32(model):
-        space = PreconditionedSpace.of(model, lambda parameter: of.get(id(parameter)))
+        space = PreconditionedSpace.of(model, lambda parameter: by_id.get(id(parameter)))
         start = space.signs(seed, "start", 0)
         product = Hessian.calibrated(space, LossFunction(model, loss), start)
         return lanczos(product, start, steps=PRODUCTS, tolerance=Sharpness().tolerance).largest.value
@@ -126,13 +123,13 @@ def mean_squared_gradients(
 
     This is Adam's v̂ if these steps left the weights unchanged (β2 close to 1).
     """
-    found = {name: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for name, p in parameters.items()}
+    squares = {name: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for name, p in parameters.items()}
     with in_float32(model):
         for loss in losses:
             _, gradients = LossFunction(model, loss).gradient(list(parameters.values()))
-            for total, gradient in zip(found.values(), gradients, strict=True):
+            for total, gradient in zip(squares.values(), gradients, strict=True):
                 total.addcmul_(gradient, gradient, value=1 / len(losses))
-    return found
+    return squares
 
 
 class PreconditionedSpace(Space):
@@ -141,12 +138,7 @@ class PreconditionedSpace(Space):
     name = "preconditioned"
 
     def __init__(self, inner: Space, shrink: Tensor, weights: Tensor) -> None:
-        """Create the space.
-
-        Args:
-            shrink: P^-½ (N,); zero where θ is held fixed.
-            weights: θ (N,).
-        """
+        """Create the space. shrink: P^-½ (N,), zero where θ is held fixed; weights: θ (N,)."""
         self.inner, self.shrink = inner, shrink
         self.size, self.dtype, self.device = inner.size, inner.dtype, inner.device
         self.resolution = inner.resolution
@@ -163,15 +155,12 @@ class PreconditionedSpace(Space):
         inner = AdapterSpace(model, trained)
         shrink, weights = [], []
         for parameter in trained.parameters.values():
-            found = preconditioner(parameter)
+            diagonal = preconditioner(parameter)
             # an infinite P gives 0, which holds its entry fixed
-            shrink.append(torch.zeros_like(parameter) if found is None else found.rsqrt())
-            weights.append(parameter.detach())
-
-        def flat(parts: Sequence[Tensor]) -> Tensor:
-            return torch.cat([part.reshape(-1).to(inner.device, inner.dtype) for part in parts])
-
-        return cls(inner, flat(shrink), flat(weights))
+            root = torch.zeros_like(parameter) if diagonal is None else diagonal.rsqrt()
+            shrink.append(root.reshape(-1).to(inner.device, inner.dtype))
+            weights.append(parameter.detach().reshape(-1).to(inner.device, inner.dtype))
+        return cls(inner, torch.cat(shrink), torch.cat(weights))
 
     def gradient(self, objective: LossFunction, at: Tensor | None = None) -> tuple[float, Tensor]:
         value, gradient = self.inner.gradient(objective, None if at is None else at * self.shrink)
@@ -193,16 +182,16 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
     Quantised layers are unchanged.
     """
-    kept: list[tuple[Tensor, Tensor]] = []
+    narrow: list[tuple[Tensor, Tensor]] = []
     try:
         for module in model.modules():
             if isinstance(module, nn.Linear) and is_quantised(module):
                 continue
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if tensor.dtype in (torch.bfloat16, torch.float16):
-                    kept.append((tensor, tensor.data))
+                    narrow.append((tensor, tensor.data))
                     tensor.data = tensor.data.float()
         yield
     finally:
-        for tensor, before in kept:
+        for tensor, before in narrow:
             tensor.data = before

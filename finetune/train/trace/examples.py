@@ -1,11 +1,11 @@
-"""Loss and errors of each example, in evaluation mode and without gradients, and a split's metrics computed from
-them."""
+"""Rows that a stage's trace evaluates, the loss and errors of each of them (in evaluation mode, without gradients), and
+a split's metrics computed from these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from ...compute.loss import IGNORED, Head, align_targets
 from ...compute.micro_batch import MicroBatch
 from ...compute.numerics import evaluation_mode
+from ...config import TraceRecording
 from ...data.eval_batching import EvalBatching
 from ...data.example import Example
+from ...data.rows import limit_rows
 from ...models.anatomy import vocabulary_size
-
-if TYPE_CHECKING:
-    from ...tasks import Task
+from ...seeds import derive_seed
+from ...tasks import Task
 
 _LOGITS = 1 << 26
 """Maximum logits in memory (one row is always allowed): 256 MiB in float32."""
@@ -42,16 +43,14 @@ def score_examples(
 
     Dropout is off inside; module modes are restored, and no random state is touched.
 
-    Args:
-        head: `flatshift.finetune.compute.loss.find_head` of this model, if any: logits are then computed for target
-            tokens only.
+    head: `flatshift.finetune.compute.loss.find_head` of this model, if any: logits are then computed for target tokens
+    only.
     """
     loss = np.zeros(len(examples))
     wrong, supervised, predicted = (np.zeros(len(examples), dtype=np.int64) for _ in range(3))
-    whole = not task.traits.is_sequence_level and head is None
-    most = _LOGITS // vocabulary_size(model) if whole else None
+    max_tokens = None if task.traits.is_sequence_level or head is not None else _LOGITS // vocabulary_size(model)
     with evaluation_mode(model):
-        for micro in inference.batches(examples, task, max_tokens=most):
+        for micro in inference.batches(examples, task, max_tokens=max_tokens):
             batch = micro.to(inference.device)
             index = np.array([row[0] for row in micro.rows])
             with inference.precision():
@@ -63,56 +62,52 @@ def score_examples(
                     predicted[index] = logits.argmax(-1).cpu().numpy()
                 else:
                     nats, misses, rows = _score_tokens(model, batch, task, head)
-            loss[index] = _sum_by_row(nats.double(), rows, len(index))
-            wrong[index] = _sum_by_row(misses.long(), rows, len(index))
-            supervised[index] = _sum_by_row(torch.ones_like(rows), rows, len(index))
+            for sums, values in ((loss, nats.double()), (wrong, misses.long()), (supervised, torch.ones_like(rows))):
+                sums[index] = values.new_zeros(len(index)).index_add_(0, rows, values).cpu().numpy()
     return ExampleScores(loss, wrong, supervised, predicted if task.one_class else None)
-
-
-def _sum_by_row(values: Tensor, rows: Tensor, count: int) -> np.ndarray:
-    return values.new_zeros(count).index_add_(0, rows, values).cpu().numpy()
 
 
 def _score_tokens(model: nn.Module, batch: MicroBatch, task: Task, head: Head | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return for every target token: −log p (n,), True if another token is likelier (n,), and its row (n,)."""
+
+    def score(values: Tensor, logits_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """`values` (B, T, D) become logits by `logits_of`, some target tokens at a time."""
+        values, targets = align_targets(values, batch.labels, task)
+        mask = targets != IGNORED
+        values, targets, rows = values[mask], targets[mask], mask.nonzero()[:, 0]
+        nats = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
+        misses = torch.empty(len(targets), dtype=torch.bool, device=targets.device)
+        for start in range(0, len(targets), _TOKENS):
+            tokens = slice(start, start + _TOKENS)
+            logits = logits_of(values[tokens]).float()
+            nats[tokens] = F.cross_entropy(logits, targets[tokens], reduction="none")
+            misses[tokens] = logits.argmax(-1) != targets[tokens]
+        return nats, misses, rows
+
     if head is None:
-        return _score_values(model(**batch.inputs).logits, batch.labels, task, lambda logits: logits)
+        return score(model(**batch.inputs).logits, lambda logits: logits)
     linear = head.linear
-    logits_of = lambda part: F.linear(part, linear.weight, linear.bias)  # noqa: E731
     return head.taken(
-        lambda hidden: _score_values(hidden, batch.labels, task, logits_of), lambda: model(**batch.inputs)
+        lambda hidden: score(hidden, lambda part: F.linear(part, linear.weight, linear.bias)),
+        lambda: model(**batch.inputs),
     )
-
-
-def _score_values(
-    values: Tensor, labels: Tensor, task: Task, logits_of: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Score like `_score_tokens`; `values` (B, T, D) become logits by `logits_of`, some target tokens at a time."""
-    values, targets = align_targets(values, labels, task)
-    mask = targets != IGNORED
-    kept, wanted, rows = values[mask], targets[mask], mask.nonzero()[:, 0]
-    nats = torch.empty(len(wanted), dtype=torch.float32, device=wanted.device)
-    misses = torch.empty(len(wanted), dtype=torch.bool, device=wanted.device)
-    for start in range(0, len(wanted), _TOKENS):
-        part = slice(start, start + _TOKENS)
-        logits = logits_of(kept[part]).float()
-        nats[part] = F.cross_entropy(logits, wanted[part], reduction="none")
-        misses[part] = logits.argmax(-1) != wanted[part]
-    return nats, misses, rows
 
 
 @dataclass(frozen=True)
 class ExampleScores:
-    """Scores of n examples, in order, against the labels they were encoded with."""
+    """Scores of n examples, in order, against the labels they were encoded with; (n,) each.
+
+    Args:
+        loss: −log p summed over the example's target tokens (or its class), nats.
+        wrong: target tokens that are not the likeliest (0 or 1 for classification).
+        supervised: target tokens (1 for classification).
+        predicted: the likeliest class; None for tasks that predict tokens or sets of classes.
+    """
 
     loss: NDArray[np.float64]
-    """(n,) −log p summed over the example's target tokens (or its class), nats."""
     wrong: NDArray[np.int64]
-    """(n,) target tokens that are not the likeliest (0 or 1 for classification)."""
     supervised: NDArray[np.int64]
-    """(n,) target tokens (1 for classification)."""
     predicted: NDArray[np.int64] | None = None
-    """(n,) the likeliest class; None for tasks that predict tokens or sets of classes."""
 
 
 @dataclass(frozen=True)
@@ -125,33 +120,85 @@ class LabelNoise:
     """(n,) original class; None for tasks that predict tokens."""
 
 
-def split_metrics(split: str, judged: ExampleScores, flipped: LabelNoise | None = None) -> dict[str, float | None]:
+def split_metrics(split: str, scores: ExampleScores, flipped: LabelNoise | None = None) -> dict[str, float | None]:
     """Return `<split>.loss, .error` and, for tasks that predict tokens, `.exact_error`.
 
     With `flipped` also the error on clean and on noisy examples, and the shares of the latter that were memorised or
     recovered. A share of no examples is None. Means are over target tokens, or examples for classification;
     `exact_error`, `memorised` and `recovered` count examples.
     """
-    exact = judged.wrong > 0
-    figures: dict[str, float | None] = {
-        "loss": _ratio(judged.loss.sum(), judged.supervised.sum()),
-        "error": _ratio(judged.wrong.sum(), judged.supervised.sum()),
+    exact = scores.wrong > 0
+    metrics: dict[str, float | None] = {
+        "loss": _ratio(scores.loss.sum(), scores.supervised.sum()),
+        "error": _ratio(scores.wrong.sum(), scores.supervised.sum()),
     }
-    if judged.predicted is None:
-        figures["exact_error"] = _ratio(exact.sum(), len(exact))
+    if scores.predicted is None:
+        metrics["exact_error"] = _ratio(exact.sum(), len(exact))
     if flipped is not None:
         noisy = flipped.mask
         recovered = None
-        if judged.predicted is not None and flipped.true is not None:
-            recovered = _ratio((judged.predicted == flipped.true)[noisy].sum(), noisy.sum())
-        figures |= {
-            "error_clean": _ratio(judged.wrong[~noisy].sum(), judged.supervised[~noisy].sum()),
-            "error_noisy": _ratio(judged.wrong[noisy].sum(), judged.supervised[noisy].sum()),
+        if scores.predicted is not None and flipped.true is not None:
+            recovered = _ratio((scores.predicted == flipped.true)[noisy].sum(), noisy.sum())
+        metrics |= {
+            "error_clean": _ratio(scores.wrong[~noisy].sum(), scores.supervised[~noisy].sum()),
+            "error_noisy": _ratio(scores.wrong[noisy].sum(), scores.supervised[noisy].sum()),
             "memorised": _ratio((~exact[noisy]).sum(), noisy.sum()),
             "recovered": recovered,
         }
-    return {f"{split}.{name}": value for name, value in figures.items()}
+    return {f"{split}.{name}": value for name, value in metrics.items()}
 
 
 def _ratio(total: Any, count: Any) -> float | None:
     return float(total) / float(count) if count else None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Settings of a stage's trace, and the rows that are evaluated for it."""
+
+    record: TraceRecording
+    splits: Mapping[str, Sequence[Example]]
+    """Rows of `train`, `dev` and `test`, if not empty."""
+    flipped: LabelNoise | None = None
+    """Rows of `train` with a wrong label; None without label noise."""
+    curved: Sequence[Example] = ()
+    """Training rows whose mean loss is used for curvature."""
+
+    @classmethod
+    def choose(
+        cls,
+        record: TraceRecording,
+        *,
+        train: Sequence[Example],
+        dev: Sequence[Example],
+        test: Sequence[Example],
+        seed: int,
+        flipped: Sequence[str] | None = None,
+        true_labels: Mapping[str, int] | None = None,
+    ) -> Recording:
+        """Choose the rows that `record` requires.
+
+        Args:
+            seed: of the choice of training rows (`train.seed`); that of held-out rows is the same for every run.
+            flipped: ids of the training rows with a wrong label; None without label noise.
+            true_labels: original class of each of them by id, if rows have classes.
+        """
+
+        def subsample(examples: Sequence[Example], count: int | None, seed: int, name: str) -> list[Example]:
+            limit = count if count is not None and count < len(examples) else None
+            return limit_rows(examples, limit, seed=derive_seed(seed, "record", name))
+
+        rows = subsample(train, record.train_rows, seed, "train")
+        splits = {"train": rows}
+        for name, examples in (("dev", dev), ("test", test)):
+            splits[name] = subsample(examples, record.heldout_rows, 0, name)
+        noise = None
+        if flipped is not None:
+            wrong, true = set(flipped), true_labels or {}
+            classes = [true.get(row.id, row.labels) for row in rows]
+            noise = LabelNoise(
+                np.array([row.id in wrong for row in rows], dtype=bool),
+                np.array(classes, dtype=np.int64) if all(isinstance(label, int) for label in classes) else None,
+            )
+        curved = subsample(rows, record.sharpness_rows, seed, "sharpness") if record.sharpness else []
+        return cls(record, {name: selected for name, selected in splits.items() if selected}, noise, curved)

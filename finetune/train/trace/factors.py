@@ -20,17 +20,16 @@ from ...adapters.offsets import folded_offsets
 
 @dataclass(frozen=True)
 class LayerFactors:
-    """Factors of one adapted linear layer: y = x (W0 + scale·BA)ᵀ."""
+    """Factors of one adapted linear layer: y = x (W0 + scale·BA)ᵀ; a (r, d_in), b (d_out, r).
+
+    `scale` is α/r, or α/√r (rsLoRA); `w0_norm` is ‖W0‖_F.
+    """
 
     name: str
     a: Tensor
-    """(r, d_in)."""
     b: Tensor
-    """(d_out, r)."""
     scale: float
-    """α/r, or α/√r (rsLoRA)."""
     w0_norm: float
-    """‖W0‖_F."""
 
 
 class AdaptedLayers:
@@ -39,7 +38,7 @@ class AdaptedLayers:
     def __init__(self, model: nn.Module) -> None:
         """Find the layers. Raises RegularizerError for a weight that cannot be read as a matrix."""
         self._sites, others = find_lora_sites(model)
-        self._norms = [_base_norm(site) for site in self._sites]
+        self._norms = [math.sqrt(float(site.bound(site.factors())[0].double().sum())) for site in self._sites]
         self.notes: tuple[str, ...] = tuple(_notes(model, self._sites, others))
         """A sentence on each kind of layer that is omitted, or whose metrics have another meaning."""
 
@@ -56,11 +55,6 @@ class AdaptedLayers:
             for site, norm in zip(self._sites, self._norms, strict=True)
             for name in site.active()
         ]
-
-
-def _base_norm(site: LoraSite) -> float:
-    squares, _ = site.bound(site.factors())
-    return math.sqrt(float(squares.double().sum()))
 
 
 def _notes(model: nn.Module, sites: Sequence[LoraSite], others: Sequence[str]) -> Iterable[str]:
@@ -139,18 +133,18 @@ def singular_values(layers: Sequence[LayerFactors]) -> list[Tensor]:
 
     NaN if a factor is not finite. Layers of one shape are decomposed together.
     """
-    alike: dict[tuple[torch.Size, torch.Size], list[int]] = {}
+    by_shape: dict[tuple[torch.Size, torch.Size], list[int]] = {}
     for index, layer in enumerate(layers):
-        alike.setdefault((layer.a.shape, layer.b.shape), []).append(index)
-    found: dict[int, Tensor] = {}
-    for indices in alike.values():
+        by_shape.setdefault((layer.a.shape, layer.b.shape), []).append(index)
+    results: dict[int, Tensor] = {}
+    for indices in by_shape.values():
         a = torch.stack([layers[index].a.double() for index in indices])
         b = torch.stack([layers[index].b.double() * layers[index].scale for index in indices])
         core = _qr_factor(b) @ _qr_factor(a.mT).mT
         values = torch.linalg.svdvals(core.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
         values[~core.isfinite().all(dim=(1, 2))] = torch.nan
-        found |= dict(zip(indices, values, strict=True))
-    return [found[index] for index in range(len(layers))]
+        results |= dict(zip(indices, values, strict=True))
+    return [results[index] for index in range(len(layers))]
 
 
 def _qr_factor(matrices: Tensor) -> Tensor:

@@ -1,71 +1,42 @@
 """Trace files of a run: `trace.jsonl`, one line per recorded step, and `trace.json`, which describes these lines.
 
 A line has `stage, attempt, step, tokens, lr, time_s, record_s` and the metrics of `flatshift.finetune.train.trace`,
-flat; missing values are null. After a resume the last line of a step wins. `recorded_steps` lists the recorded steps.
+flat; missing values are null. After a resume the last line of a step wins. The description has the recorded steps,
+numbers of rows, Adam's stability threshold, and notes on metrics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...config import Optimizer, TraceRecording
+from ...config import TraceRecording
 from ...run_directory import TRACE, read_metrics
-
-if TYPE_CHECKING:
-    from .recording import Recording
-
 
 ABOUT = "trace.json"
 
 
-def read_trace(path: str | Path, *, stage: str | None = None) -> list[dict[str, Any]]:
+def read_trace(path: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a run directory's trace by ascending step, one per stage and step; empty if nothing was
     recorded.
 
-    A truncated last line (the process was killed while writing) is skipped.
-
-    Raises:
-        UserError: any other line is not a JSON object.
+    A truncated last line (the process was killed while writing) is skipped; any other line that is not a JSON object is
+    a UserError.
     """
-    lines = [line for line in read_metrics(Path(path) / TRACE) if stage is None or line.get("stage") == stage]
-    return sorted(lines, key=lambda line: int(line.get("step") or 0))
+    return sorted(read_metrics(Path(path) / TRACE), key=lambda line: int(line.get("step") or 0))
 
 
 def align_to_plan(lines: Sequence[dict[str, Any]], steps: Sequence[int], status: str) -> list[dict[str, Any]]:
-    """Return the lines at the planned `steps`: those recorded, then, marked with `status`, those that the run did not
-    reach.
+    """Return the recorded lines at the planned `steps`, then, marked with `status`, those that the run did not reach.
 
     A run that stopped early has a line of its last step too, which other runs may lack: it is omitted.
     """
     planned = set(steps)
-    kept = [line for line in lines if int(line["step"]) in planned]
+    recorded = [line for line in lines if int(line["step"]) in planned]
     last = int(lines[-1]["step"]) if lines else -1
     stage = lines[-1].get("stage") if lines else "fine-tune"
-    return [*kept, *({"stage": stage, "step": step, "status": status} for step in steps if step > last)]
-
-
-def trace_metadata(
-    recording: Recording, *, stage: str, steps: int, optimizer: Optimizer, notes: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Return the content of `trace.json`: recorded steps, numbers of rows, Adam's stability threshold, and notes on
-    metrics.
-
-    Args:
-        steps: total steps of the stage.
-        notes: of `AdaptedLayers`.
-    """
-    return {
-        "format": 1,
-        "stage": stage,
-        "steps": list(recorded_steps(recording.record, steps)),
-        "rows": {split: len(examples) for split, examples in recording.splits.items()},
-        "noisy": None if recording.flipped is None else int(recording.flipped.mask.sum()),
-        "sharpness_rows": len(recording.curved),
-        "stability_threshold": stability_threshold(optimizer.betas[0]),
-        "notes": list(notes),
-    }
+    return [*recorded, *({"stage": stage, "step": step, "status": status} for step in steps if step > last)]
 
 
 def recorded_steps(record: TraceRecording, total_steps: int) -> tuple[int, ...]:
@@ -74,14 +45,13 @@ def recorded_steps(record: TraceRecording, total_steps: int) -> tuple[int, ...]:
     `log`: the powers of 2^(1/per_doubling), rounded. Listed steps beyond `total_steps` are omitted.
     """
     if record.steps == "log":
-        wanted, power = [], 0
+        steps, power = [], 0
         while (step := round(2 ** (power / record.per_doubling))) <= total_steps:
-            wanted.append(step)
+            steps.append(step)
             power += 1
     else:
-        wanted = [step for step in record.steps if step <= total_steps]
-    curved = [step for step in record.sharpness if step <= total_steps]
-    return tuple(sorted({0, *wanted, *curved, total_steps}))
+        steps = list(record.steps)
+    return tuple(sorted({0, total_steps, *(step for step in (*steps, *record.sharpness) if step <= total_steps)}))
 
 
 def stability_threshold(beta1: float) -> float:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from flatshift.regularizers.sharpness.spaces import Loss
 
 from ...atomic import write_json
 from ...compute.loss import Head
@@ -21,18 +23,13 @@ from ...launch import watchdog
 from ...parallel.engine import Engine
 from ...run_directory import disk_full_interrupts
 from ...seeds import derive_seed
+from ..checkpointer import TrainingState
 from ..optimizer import AdapterOptimizer
 from ..schedule import Schedule
-from .examples import ExampleScores, score_examples, split_metrics
+from ..stage import TrainingStage
+from .examples import Recording, score_examples, split_metrics
 from .factors import AdaptedLayers, adapter_metrics, global_norm, gradient_norms, is_factor_a, is_factor_b
-from .files import ABOUT, recorded_steps, trace_metadata
-from .recording import Recording
-
-if TYPE_CHECKING:
-    from flatshift.regularizers.sharpness.spaces import Loss
-
-    from ..checkpointer import TrainingState
-    from ..stage import TrainingStage
+from .files import ABOUT, recorded_steps, stability_threshold
 
 
 class Recorder:
@@ -58,15 +55,22 @@ class Recorder:
             )
         self._stage, self._engine, self._optimizer = stage, engine, optimizer
         self._head, self._inference, self._run = head, inference, stage.run
-        self._steps = frozenset(recorded_steps(recording.record, stage.train.steps))
+        steps = recorded_steps(recording.record, stage.train.steps)
+        self._steps = frozenset(steps)
         self._layers = AdaptedLayers(engine.model) if recording.record.dynamics else None
         self._update: dict[str, float | None] = {}
-        notes = self._layers.notes if self._layers is not None else ()
-        told = trace_metadata(
-            recording, stage=stage.name, steps=stage.train.steps, optimizer=stage.optimizer, notes=notes
-        )
+        metadata = {
+            "format": 1,
+            "stage": stage.name,
+            "steps": list(steps),
+            "rows": {split: len(examples) for split, examples in recording.splits.items()},
+            "noisy": None if recording.flipped is None else int(recording.flipped.mask.sum()),
+            "sharpness_rows": len(recording.curved),
+            "stability_threshold": stability_threshold(stage.optimizer.betas[0]),
+            "notes": list(self._layers.notes) if self._layers is not None else [],
+        }
         with disk_full_interrupts(f"writing {stage.run.path / ABOUT}"):
-            write_json(stage.run.path / ABOUT, told)
+            write_json(stage.run.path / ABOUT, metadata)
 
     @contextlib.contextmanager
     def update(self, step: int) -> Iterator[None]:
@@ -83,43 +87,39 @@ class Recorder:
         moved = global_norm(p.detach() - before[name] for name, p in factors.items())
         self._update["update.relative"] = moved / global_norm(before.values())
 
-    def wants(self, progress: TrainingState) -> bool:
+    def is_due(self, progress: TrainingState) -> bool:
         """Return True if the state after `progress.step` steps is to be recorded."""
         return self._recording is not None and (progress.step in self._steps or progress.stopped_early)
 
-    def at(self, progress: TrainingState, attempt: int) -> None:
+    def record(self, progress: TrainingState, attempt: int) -> None:
         """Record the state after `progress.step` steps, if it is to be recorded (or the stage ends early)."""
-        if self._recording is None or not self.wants(progress):
+        if self._recording is None or not self.is_due(progress):
             return
-        started = time.monotonic()
+        started, stage, step = time.monotonic(), self._stage, progress.step
         with watchdog.no_progress_timeout("recording"):
-            figures = self._figures(self._recording, progress.step)
-        last = progress.step - 1
-        stage = self._stage
-        rate = Schedule.of(stage.train, stage.optimizer, stage.folder)(last) if last >= 0 else None
+            metrics = self._metrics(self._recording, step)
         self._run.log_trace(
             stage.name,
             attempt=attempt,
-            step=progress.step,
+            step=step,
             tokens=progress.tokens,
-            lr=rate,
+            lr=Schedule.of(stage.train, stage.optimizer, stage.folder)(step - 1) if step else None,
             time_s=round(progress.seconds, 4),
             record_s=round(time.monotonic() - started, 4),
-            **figures,
+            **metrics,
         )
 
-    def _figures(self, recording: Recording, step: int) -> dict[str, Any]:
-        figures: dict[str, Any] = {}
+    def _metrics(self, recording: Recording, step: int) -> dict[str, Any]:
+        metrics: dict[str, Any] = {}
+        task, head = self._stage.task, self._head
         for split, examples in recording.splits.items():
-            figures |= split_metrics(split, self._judge(examples), recording.flipped if split == "train" else None)
+            scores = score_examples(self._engine.model, examples, self._inference, task=task, head=head)
+            metrics |= split_metrics(split, scores, recording.flipped if split == "train" else None)
         if self._layers is not None:
-            figures |= self._update | adapter_metrics(self._layers.factors())
+            metrics |= self._update | adapter_metrics(self._layers.factors())
         if step in recording.record.sharpness:
-            figures |= self._curvature(recording.curved, step)
-        return figures
-
-    def _judge(self, examples: Sequence[Example]) -> ExampleScores:
-        return score_examples(self._engine.model, examples, self._inference, task=self._stage.task, head=self._head)
+            metrics |= self._curvature(recording.curved, step)
+        return metrics
 
     def _curvature(self, rows: Sequence[Example], step: int) -> dict[str, float | None]:
         from flatshift.regularizers.errors import RegularizerError
@@ -131,10 +131,10 @@ class Recorder:
             if step:
                 preconditioner = self._optimizer.preconditioner()
             else:
-                first = [self._loss(stage.batches.at(i)) for i in range(FIRST)]
-                squares = mean_squared_gradients(model, first, parameters=parameters)
+                losses = [self._loss(stage.batches.at(i)) for i in range(FIRST)]
+                squares = mean_squared_gradients(model, losses, parameters=parameters)
                 preconditioner = self._optimizer.first_preconditioner(squares)
-            figures = curvature_metrics(
+            metrics = curvature_metrics(
                 model,
                 self._loss(self._inference.batches(rows, stage.task)),
                 parameters=parameters,
@@ -144,9 +144,9 @@ class Recorder:
         except RegularizerError as error:  # a missing metric must not end the run
             self._run.log(f"warning: no curvature of {stage.name} here: {error}")
             return {}
-        if not step and (top := figures["sharpness.preconditioned"] or 0) > 0:
-            (stage.say or self._run.log)(format_rate_line(top, stage.optimizer, rows=len(rows)))
-        return figures
+        if not step and (largest := metrics["sharpness.preconditioned"] or 0) > 0:
+            (stage.log or self._run.log)(format_rate_line(largest, stage.optimizer, rows=len(rows)))
+        return metrics
 
     def _loss(self, batches: Iterable[MicroBatch]) -> Loss:
         from .curvature import mean_loss

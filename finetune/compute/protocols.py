@@ -1,15 +1,16 @@
-"""Traits of a kind of task, and the members of a task that its loss uses. Imports no torch."""
+"""Traits of a kind of task, and members of a task and of a model on a mesh that other modules use. Imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ..config import Train
@@ -101,3 +102,35 @@ class LossTask(TraitsTask, Protocol):
     def answer_losses(self, log_probs: Tensor, targets: PreferenceTargets) -> Tensor: ...
 
     def rewards(self, log_probs: Tensor, targets: PreferenceTargets) -> Tensor: ...
+
+
+class Ranks(Protocol):
+    """Processes that the model is spread over."""
+
+    @property
+    def size(self) -> int: ...
+
+    def width(self, *axes: str) -> int: ...
+
+    def any(self, flag: bool) -> bool: ...
+
+
+class MeshModel(Protocol):
+    """A model, its device and its ranks (`flatshift.finetune.parallel.engine.Engine`)."""
+
+    @property
+    def world(self) -> Ranks: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def is_main(self) -> bool: ...
+
+    @property
+    def peft(self) -> Any: ...
+
+    @property
+    def eval_model(self) -> Any: ...
+
+    def reshard(self) -> None: ...
