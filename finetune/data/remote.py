@@ -89,10 +89,10 @@ class RemoteFile:
         with translate_store_errors(self.url):
             # No fsspec cache: the BufferedReader below already requests whole blocks.
             handle = with_retries(self.url, lambda: store.open(path, "rb", block_size=BLOCK, cache_type="none"))
-            about = getattr(handle, "details", None) or {}
-            if not _read_version_fields(about):  # some clients fetch only the size, or nothing
-                about = with_retries(self.url, lambda: store.info(path))
-        _check_unchanged(self.url, about)
+            metadata = getattr(handle, "details", None) or {}
+            if not _read_version_fields(metadata):  # some clients fetch only the size, or nothing
+                metadata = with_retries(self.url, lambda: store.info(path))
+        _check_unchanged(self.url, metadata)
         return io.BufferedReader(_ObjectReader(self.url, handle), BLOCK)
 
     def digest(self) -> tuple[str, int]:
@@ -113,7 +113,7 @@ class RemoteFile:
     @property
     def version(self) -> dict[str, str]:
         """`etag`, `version_id` and `modified` at the first opening, as far as the store reports them."""
-        return _SEEN[self.url].told
+        return _VERSIONS[self.url].fields
 
 
 DataFile = Path | RemoteFile
@@ -124,10 +124,10 @@ class _ObjectVersion(NamedTuple):
     mark: str | None
     """Value that changes with the content: the etag, else the modification time."""
     size: int | None
-    told: dict[str, str]
+    fields: dict[str, str]
 
 
-_SEEN: dict[str, _ObjectVersion] = {}
+_VERSIONS: dict[str, _ObjectVersion] = {}
 """Version of each object at its first opening."""
 _DIGESTS: dict[str, tuple[str, int]] = {}
 
@@ -142,33 +142,29 @@ def find_objects(name: str) -> tuple[list[RemoteFile], bool]:
     pattern = glob.has_magic(_strip_query(name) if get_scheme(name) in _ASKS_ONCE else name)
     try:
         with translate_store_errors(name):
-            about = with_retries(name, lambda: store.info(path))
+            metadata = with_retries(name, lambda: store.info(path))
     except _NotFound as error:
         if not pattern:
             raise UserError(str(error) + _suggest_nearest(store, name, path)) from error.__cause__
-        about = None
-    if about is not None and about["type"] != "directory":
-        return [RemoteFile(name, about.get("size"))], False
+        metadata = None
+    if metadata is not None and metadata["type"] != "directory":
+        return [RemoteFile(name, metadata.get("size"))], False
     with translate_store_errors(name):
-        if about is None:
-            found = with_retries(name, lambda: store.glob(path, detail=True)).values()
+        if metadata is None:
+            entries = with_retries(name, lambda: store.glob(path, detail=True)).values()
         else:
-            found = with_retries(name, lambda: store.ls(path, detail=True))
-    files = _sort_files(store, found)
-    if about is None and not path.rpartition("/")[2].startswith("."):
-        files = [file for file in files if not file.name.startswith(".")]  # * does not match hidden files
-    if about is None and not files:
-        raise UserError(f"{name}: no object matches this pattern")
-    return files, about is not None
-
-
-def _sort_files(store: Any, found: Iterable[Mapping[str, Any]]) -> list[RemoteFile]:
+            entries = with_retries(name, lambda: store.ls(path, detail=True))
     files = [
-        RemoteFile(store.unstrip_protocol(about["name"]), about.get("size"))
-        for about in found
-        if about["type"] == "file" and not about["name"].endswith("/")
+        RemoteFile(store.unstrip_protocol(entry["name"]), entry.get("size"))
+        for entry in entries
+        if entry["type"] == "file" and not entry["name"].endswith("/")
     ]
-    return sorted(files, key=lambda file: file.url.split("/"))
+    files.sort(key=lambda file: file.url.split("/"))
+    if metadata is None and not path.rpartition("/")[2].startswith("."):
+        files = [file for file in files if not file.name.startswith(".")]  # * does not match hidden files
+    if metadata is None and not files:
+        raise UserError(f"{name}: no object matches this pattern")
+    return files, metadata is not None
 
 
 class _ObjectReader(io.RawIOBase):
@@ -194,19 +190,19 @@ class _ObjectReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         with translate_store_errors(self._url):
-            data = with_retries(self._url, lambda: self._part(len(buffer)))
+            data = with_retries(self._url, lambda: self._read_block(len(buffer)))
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
 
-    def _part(self, size: int) -> bytes:
+    def _read_block(self, size: int) -> bytes:
         self._handle.seek(self._at)  # the position is undefined after a failed request or if the store shares handles
         data = bytes(self._handle.read(size))
-        there = getattr(self._handle, "size", None)
+        total = getattr(self._handle, "size", None)
         # A short read that is not the end would make the reader request the rest forever.
-        if there is not None and len(data) < min(size, there - self._at):
+        if total is not None and len(data) < min(size, total - self._at):
             raise UserError(
-                f"{self._url}: the store gives {self._at + len(data):,} bytes of the {there:,} that it says there are; "
+                f"{self._url}: the store gives {self._at + len(data):,} bytes of the {total:,} that it says there are; "
                 "fetch it to this machine, or see to the server"
             )
         return data
@@ -217,22 +213,22 @@ class _ObjectReader(io.RawIOBase):
         super().close()
 
 
-def _check_unchanged(url: str, about: Mapping[str, Any]) -> str | None:
+def _check_unchanged(url: str, metadata: Mapping[str, Any]) -> str | None:
     """Return the version mark of an object. Raises UserError if it has changed since its first opening."""
-    said = _read_version_fields(about)
-    now = _ObjectVersion(said.get("etag") or said.get("modified"), about.get("size"), said)
-    first = _SEEN.setdefault(url, now)
-    if (first.mark, first.size) != (now.mark, now.size):
+    fields = _read_version_fields(metadata)
+    now = _ObjectVersion(fields.get("etag") or fields.get("modified"), metadata.get("size"), fields)
+    first = _VERSIONS.setdefault(url, now)
+    if first[:2] != now[:2]:
         raise _changed_error(url)
     return now.mark
 
 
-def _read_version_fields(about: Mapping[str, Any]) -> dict[str, str]:
+def _read_version_fields(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return the version fields that a store reports, under our names."""
     return {
         name: str(value).strip('"')
         for name, keys in _MARKS.items()
-        if (value := next((about[key] for key in keys if about.get(key)), None)) is not None
+        if (value := next((metadata[key] for key in keys if metadata.get(key)), None)) is not None
     }
 
 
@@ -254,10 +250,6 @@ def get_scheme(url: str) -> str:
     return url.partition("://")[0].lower()
 
 
-def _list_schemes() -> str:
-    return ", ".join(f"{kind}://" for kind in ("s3", "gs", "az", "hf", "https"))
-
-
 def _strip_query(url: str) -> str:
     """Return a web address without query and fragment."""
     return url.partition("?")[0].partition("#")[0]
@@ -268,7 +260,8 @@ def open_store(url: str) -> tuple[Any, str]:
     machine."""
     kind = get_scheme(url)
     if kind not in SCHEMES:
-        raise UserError(f"{url}: {kind}:// is no kind of store; known are {_list_schemes()}; copy it to this machine")
+        known = ", ".join(f"{known}://" for known in ("s3", "gs", "az", "hf", "https"))
+        raise UserError(f"{url}: {kind}:// is no kind of store; known are {known}; copy it to this machine")
     try:
         import fsspec
 
@@ -280,16 +273,16 @@ def open_store(url: str) -> tuple[Any, str]:
     return store, store._strip_protocol(url)
 
 
-def with_retries(url: str, ask: Callable[[], _T]) -> _T:
-    """Return the result of `ask`, with retries if the store's client has none of its own."""
+def with_retries(url: str, request: Callable[[], _T]) -> _T:
+    """Return the result of `request`, with retries if the store's client has none of its own."""
     for wait in _WAITS if get_scheme(url) in _ASKS_ONCE else ():
         try:
-            return ask()
+            return request()
         except Exception as error:
             if not _is_transient(_list_causes(error)):
                 raise
             time.sleep(wait)
-    return ask()
+    return request()
 
 
 @contextlib.contextmanager
@@ -305,25 +298,24 @@ def translate_store_errors(url: str, *, writes: bool = False) -> Iterator[None]:
 
 def _build_store_error(url: str, error: Exception, writes: bool) -> UserError:
     chain = _list_causes(error)
-    kinds = [type(one).__name__ for one in chain]
-    said = first_error_line(chain[-1])
-    place = get_scheme(url) + "://"
+    kinds = [type(cause).__name__ for cause in chain]
+    reason = first_error_line(chain[-1])
     if any("Credential" in kind or kind.startswith(("SSO", "Profile")) for kind in kinds):
         fix = _CREDENTIALS.get(get_scheme(url), "set those that its client reads")
-        return UserError(f"{url}: no credentials for {place} ({said}); {fix}")
+        return UserError(f"{url}: no credentials for {get_scheme(url)}:// ({reason}); {fix}")
     if "FileExpired" in kinds:
         return _changed_error(url)
-    if any(isinstance(one, PermissionError) or getattr(one, "status", None) in (401, 403) for one in chain):
+    if any(isinstance(cause, PermissionError) or getattr(cause, "status", None) in (401, 403) for cause in chain):
         may = "read and write there" if writes else "read"
-        return UserError(f"{url}: the store refuses access ({said}); check the credentials and what they may {may}")
+        return UserError(f"{url}: the store refuses access ({reason}); check the credentials and what they may {may}")
     if _is_transient(chain):
-        return UserError(f"{url}: the store does not answer ({said}); check the address and the network, start again")
-    if "range requests" in said:
+        return UserError(f"{url}: the store does not answer ({reason}); check the address and the network, start again")
+    if "range requests" in reason:
         return UserError(f"{url}: the server gives no parts of an object; copy it to this machine first")
     if isinstance(error, FileNotFoundError):
         bucket = "bucket" in str(error).lower()
         return _NotFound(f"{url}: {'no such bucket' if bucket else 'no such object'}")
-    return UserError(f"{url}: cannot be {'written to' if writes else 'read from'} the store ({said})")
+    return UserError(f"{url}: cannot be {'written to' if writes else 'read from'} the store ({reason})")
 
 
 def _list_causes(error: BaseException) -> list[BaseException]:
@@ -337,10 +329,10 @@ def _list_causes(error: BaseException) -> list[BaseException]:
 def _is_transient(chain: Iterable[BaseException]) -> bool:
     """Return True for errors that may be transient: no answer, or one from an overloaded or failing server."""
     return any(
-        isinstance(one, ConnectionError | TimeoutError)
-        or any(word in type(one).__name__ for word in ("Connect", "Timeout", "Payload", "IncompleteRead"))
-        or (getattr(one, "status", None) or 0) in (429, 500, 502, 503, 504)
-        for one in chain
+        isinstance(cause, ConnectionError | TimeoutError)
+        or any(word in type(cause).__name__ for word in ("Connect", "Timeout", "Payload", "IncompleteRead"))
+        or (getattr(cause, "status", None) or 0) in (429, 500, 502, 503, 504)
+        for cause in chain
     )
 
 
@@ -349,7 +341,7 @@ def _suggest_nearest(store: Any, name: str, path: str) -> str:
     list."""
     parent = path.rstrip("/").rpartition("/")[0]
     try:
-        names = [str(about["name"]).rstrip("/") for about in store.ls(parent, detail=True)]
+        names = [str(entry["name"]).rstrip("/") for entry in store.ls(parent, detail=True)]
     except Exception:  # listing may be forbidden
         return "; check the name"
     close = difflib.get_close_matches(path.rstrip("/"), names, n=1, cutoff=0.5)

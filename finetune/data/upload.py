@@ -13,9 +13,8 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import UserError
 from .remote import BLOCK, get_scheme, open_store, translate_store_errors, with_retries
@@ -26,22 +25,20 @@ _PART = 50 << 20
 """Bytes per part of S3's multipart uploads, in which an object's etag is computed from the digests of its parts."""
 _DIGESTS = ("ETag", "etag", "md5Hash", "Content-MD5", "content_md5")
 """Keys under which stores report an MD5 of an object's content, or something that may be one."""
-_NOT_WRITTEN = {"http": "https:// takes no uploads", "https": "https:// takes no uploads"} | {
+_NOT_WRITABLE = dict.fromkeys(("http", "https"), "https:// takes no uploads") | {
     "hf": "a hub is named ORGANISATION/NAME here"
 }
 
 
-@dataclass(frozen=True)
-class UploadResult:
-    """Result of an upload: number of files sent, their bytes, and number of files that already existed there."""
+class UploadResult(NamedTuple):
+    """Number of files sent, their bytes, and number of files that already existed there."""
 
     sent: int
     bytes: int
-    there: int
+    present: int
 
 
-@dataclass(frozen=True)
-class _FileDigests:
+class _FileDigests(NamedTuple):
     bytes: int
     sha256: str
     marks: frozenset[str]
@@ -51,39 +48,39 @@ class _FileDigests:
 def upload_folder(
     folder: Path,
     groups: Sequence[Collection[str]],
-    place: str,
+    url: str,
     *,
     progress: Callable[[int], None] | None = None,
 ) -> UploadResult:
-    """Upload the files of `folder`, given by relative names, group by group to `place`, and verify each there.
+    """Upload the files of `folder`, given by relative names, group by group to `url`, and verify each there.
 
     A file that exists there with the same content is not sent again, unless the store reports no digest. An uploaded
     object for which the store reports no digest is read back. progress: called with the number of bytes done.
-    Raises UserError: the place holds anything but a part of this upload, the store refuses access or does not answer,
-    or an object differs after the upload.
+    Raises UserError: the location holds anything but a part of this upload, the store refuses access or does not
+    answer, or an object differs after the upload.
     """
-    place = place.rstrip("/")
-    if (why := _NOT_WRITTEN.get(get_scheme(place))) is not None:
-        raise UserError(f"{place}: {why}; name a place in a store, as s3://bucket/place")
-    there = _StoreLocation(place)
+    url = url.rstrip("/")
+    if (reason := _NOT_WRITABLE.get(get_scheme(url))) is not None:
+        raise UserError(f"{url}: {reason}; name a place in a store, as s3://bucket/place")
+    location = _StoreLocation(url)
     sums = {name: _digest_file(folder / name) for group in groups for name in group}
-    before = there.objects()
-    _write_upload_record(there, sums, before)
+    before = location.objects()
+    _write_upload_record(location, sums, before)
     sent = size = done = 0
     for group in groups:
-        fresh = set()
+        uploaded = set()
         for name in group:
             if name not in before or not _has_same_content(before[name], sums[name]):
-                there.put(folder / name, name)
-                fresh.add(name)
+                location.put(folder / name, name)
+                uploaded.add(name)
             done += sums[name].bytes
             if progress is not None:
                 progress(done)
-        sent, size = sent + len(fresh), size + sum(sums[name].bytes for name in fresh)
-        if fresh:
-            now = there.objects()
-            for name in sorted(fresh):
-                there.compare(name, now.get(name), sums[name])
+        sent, size = sent + len(uploaded), size + sum(sums[name].bytes for name in uploaded)
+        if uploaded:
+            now = location.objects()
+            for name in sorted(uploaded):
+                location.compare(name, now.get(name), sums[name])
     return UploadResult(sent, size, len(sums) - sent)
 
 
@@ -97,30 +94,32 @@ class _StoreLocation:
     def objects(self) -> dict[str, Mapping[str, Any]]:
         """Return the store's metadata of each object there, by relative name."""
         with translate_store_errors(self.url, writes=True):
-            found = with_retries(self.url, lambda: self.store.find(self.path, detail=True))
-        if self.path in found:
+            entries = with_retries(self.url, lambda: self.store.find(self.path, detail=True))
+        if self.path in entries:
             raise UserError(f"{self.url} is an object; name a place that can hold a folder")
         return {
-            name.removeprefix(f"{self.path}/"): about
-            for name, about in found.items()
-            if about["type"] == "file" and not name.endswith("/")
+            name.removeprefix(f"{self.path}/"): entry
+            for name, entry in entries.items()
+            if entry["type"] == "file" and not name.endswith("/")
         }
+
+    def _request(self, name: str, request: Callable[[str], Any]) -> Any:
+        """Return the result of `request` for the path of an object."""
+        with translate_store_errors(f"{self.url}/{name}", writes=True):
+            return with_retries(self.url, lambda: request(f"{self.path}/{name}"))
 
     def put(self, file: Path, name: str) -> None:
         """Upload a file."""
-        parts = {"chunksize": _PART} if get_scheme(self.url) in ("s3", "s3a") else {}
-        with translate_store_errors(f"{self.url}/{name}", writes=True):
-            with_retries(self.url, lambda: self.store.put_file(str(file), f"{self.path}/{name}", **parts))
+        options = {"chunksize": _PART} if get_scheme(self.url) in ("s3", "s3a") else {}
+        self._request(name, lambda path: self.store.put_file(str(file), path, **options))
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small object."""
-        with translate_store_errors(f"{self.url}/{name}", writes=True):
-            with_retries(self.url, lambda: self.store.pipe_file(f"{self.path}/{name}", content))
+        self._request(name, lambda path: self.store.pipe_file(path, content))
 
     def read(self, name: str) -> bytes:
         """Read a small object."""
-        with translate_store_errors(f"{self.url}/{name}", writes=True):
-            content: bytes = with_retries(self.url, lambda: self.store.cat_file(f"{self.path}/{name}"))
+        content: bytes = self._request(name, self.store.cat_file)
         return content
 
     def digest(self, name: str) -> str:
@@ -134,38 +133,39 @@ class _StoreLocation:
                 digest.update(chunk)
         return digest.hexdigest()
 
-    def compare(self, name: str, about: Mapping[str, Any] | None, sums: _FileDigests) -> None:
+    def compare(self, name: str, metadata: Mapping[str, Any] | None, sums: _FileDigests) -> None:
         """Raise UserError unless the uploaded object equals the file, by its digest or else its bytes."""
         if (
-            about is None
-            or about.get("size") != sums.bytes
-            or not (_has_same_content(about, sums) or self.digest(name) == sums.sha256)
+            metadata is None
+            or metadata.get("size") != sums.bytes
+            or not (_has_same_content(metadata, sums) or self.digest(name) == sums.sha256)
         ):
             raise UserError(f"{self.url}/{name} differs there from the file here; push it again")
 
 
-def _write_upload_record(place: _StoreLocation, sums: Mapping[str, _FileDigests], before: Mapping[str, Any]) -> None:
-    """Write the record of this upload to its place. Raises UserError if the place holds anything but a part of this
-    upload."""
-    files = {name: {"bytes": one.bytes, "sha256": one.sha256} for name, one in sorted(sums.items())}
+def _write_upload_record(location: _StoreLocation, sums: Mapping[str, _FileDigests], before: Mapping[str, Any]) -> None:
+    """Write the record of this upload to its location. Raises UserError if the location holds anything but a part of
+    this upload."""
+    files = {name: {"bytes": digests.bytes, "sha256": digests.sha256} for name, digests in sorted(sums.items())}
     record = {"format": _FORMAT, "version": _VERSION, "files": files}
+    url = location.url
     if not before:
-        place.write(RECORD, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+        location.write(RECORD, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
         return
     if RECORD not in before:
-        raise UserError(f"{place.url} holds {min(before)}, which no upload left; name a place that is empty")
+        raise UserError(f"{url} holds {min(before)}, which no upload left; name a place that is empty")
     try:
-        theirs = json.loads(place.read(RECORD))
-        other = {name for name in files.keys() | theirs["files"].keys() if files.get(name) != theirs["files"].get(name)}
+        stored = json.loads(location.read(RECORD))["files"]
+        different = {name for name in files.keys() | stored.keys() if files.get(name) != stored.get(name)}
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{place.url}/{RECORD} is no record of an upload; name another place") from None
-    if other:
+        raise UserError(f"{url}/{RECORD} is no record of an upload; name another place") from None
+    if different:
         raise UserError(
-            f"{place.url} is the place of another upload ({min(other)} differs); name another place, or remove what "
-            "is there"
+            f"{url} is the place of another upload ({min(different)} differs); name another place, or remove what is "
+            "there"
         )
-    if strange := before.keys() - files.keys() - {RECORD}:
-        raise UserError(f"{place.url} also holds {min(strange)}, which is not of this folder; move it away")
+    if foreign := before.keys() - files.keys() - {RECORD}:
+        raise UserError(f"{url} also holds {min(foreign)}, which is not of this folder; move it away")
 
 
 def _digest_file(file: Path) -> _FileDigests:
@@ -177,14 +177,14 @@ def _digest_file(file: Path) -> _FileDigests:
             whole.update(part)
             parts.append(hashlib.md5(part, usedforsecurity=False).digest())
             size += len(part)
-    told = {whole.hexdigest(), base64.b64encode(whole.digest()).decode()}
+    marks = {whole.hexdigest(), base64.b64encode(whole.digest()).decode()}
     of_parts = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
-    return _FileDigests(size, sha256.hexdigest(), frozenset(told | {f"{of_parts}-{len(parts)}"}))
+    return _FileDigests(size, sha256.hexdigest(), frozenset(marks | {f"{of_parts}-{len(parts)}"}))
 
 
-def _has_same_content(about: Mapping[str, Any], sums: _FileDigests) -> bool:
+def _has_same_content(metadata: Mapping[str, Any], sums: _FileDigests) -> bool:
     """Return True if the store's metadata confirms this content. Not every etag is an MD5, so a mismatch proves
     nothing."""
-    said = (about[key] for key in _DIGESTS if about.get(key))
-    texts = (base64.b64encode(one).decode() if isinstance(one, bytes | bytearray) else str(one) for one in said)
-    return about.get("size") == sums.bytes and any(text.strip('"') in sums.marks for text in texts)
+    marks = (metadata[key] for key in _DIGESTS if metadata.get(key))
+    texts = (base64.b64encode(mark).decode() if isinstance(mark, bytes | bytearray) else str(mark) for mark in marks)
+    return metadata.get("size") == sums.bytes and any(text.strip('"') in sums.marks for text in texts)
