@@ -78,7 +78,7 @@ class SourceFiles:
     def refuse_none(self, skipped: Sequence[str]) -> None:
         """Raise UserError because there is no usable row."""
         what = self.setting.removeprefix("data.").removeprefix("train.sources.")
-        require_rows([], files=self.files, what=what, skipped=skipped)
+        require_rows([], files=self.files, purpose=what, skipped=skipped)
 
 
 def has_holdout(data: Data) -> bool:
@@ -185,7 +185,7 @@ def count_source_epochs(batches: TrainingDataLoader, mixture: Mixture | None, st
     Raises:
         UserError: a source with `when_over: refuse` ends before the run does.
     """
-    drawn = batches.drawn(steps)
+    drawn = batches.samples_in(steps)
     if mixture is None:
         return [{"name": None, "share": 1.0, "examples": len(batches), "drawn": drawn, "epochs": drawn / len(batches)}]
     counts = batches.samples.counts(drawn)

@@ -420,7 +420,7 @@ def prepare_warm_up_data(recipe: Recipe, files: Sequence[str], columns: Columns,
     """Encode the rows of `files` as training examples of `task`, for a warm-up."""
     from flatshift.finetune.models.backbone import open_backbone
 
-    rows = require_rows(read_rows(files, columns=columns), files=files, what="warm-up")
+    rows = require_rows(read_rows(files, columns=columns), files=files, purpose="warm-up")
     made = encode_rows(
         recipe,
         open_backbone(recipe.backbone).tokenizer,

@@ -267,7 +267,7 @@ def _fields_with_prefix(flags: Flags, prefix: str) -> list[str]:
 
 def _run_sharpness(flags: Flags, overrides: list[Any]) -> int:
     """Run `eval --sharpness`; missing flags keep the study's own defaults."""
-    from flatshift.regularizers.sharpness.sharpness_config import Sharpness
+    from flatshift.regularizers.config import Sharpness
 
     given = {name.removeprefix("sharpness_"): getattr(flags, name) for name in _fields_with_prefix(flags, "sharpness_")}
     given = {name: value for name, value in given.items() if value is not None}

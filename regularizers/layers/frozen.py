@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.config import RegularizerError
 
 
 def is_quantised(base: Any) -> bool:

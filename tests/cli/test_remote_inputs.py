@@ -82,7 +82,7 @@ def test_a_run_is_that_of_the_same_file_on_disk_and_goes_on(lake, here: Path, ca
     assert run(["predict", str(here / "remote"), "--data", f"{place}/pool/", "--out", str(here / "said.jsonl")]) == 0
     assert len((here / "said.jsonl").read_text(encoding="utf-8").splitlines()) == len(ROWS)
     lake({"train.jsonl.gz": FILES["target.jsonl.gz"]})
-    remote._SEEN.clear()  # as another process begins
+    remote._VERSIONS.clear()  # as another process begins
     remote._DIGESTS.clear()
     capsys.readouterr()
     assert run(["train", "--resume", str(here / "remote"), "--train.steps", "4"]) == 2

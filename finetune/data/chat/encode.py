@@ -104,7 +104,7 @@ class ChatEncoder:
         self.room = max_length if room is None else room
         self.tokens = ConversationTokeniser(tokenizer)
         self.answers = AssistantSpans(
-            ChatTemplate(tokenizer, task), self.tokens.places, empty_thoughts=task.empty_thoughts
+            ChatTemplate(tokenizer, task), self.tokens.token_spans, empty_thoughts=task.empty_thoughts
         )
         self.counts = _ChatCounts()
         self._added = set(tokenizer.added_tokens_decoder)

@@ -54,7 +54,7 @@ class ConversationTokeniser:
         self.tokenizer = tokenizer
         self._special = set(tokenizer.all_special_ids)
 
-    def places(self, text: str) -> list[Span]:
+    def token_spans(self, text: str) -> list[Span]:
         """Return the character span of each token, without gaps: whitespace that a tokenizer skips belongs to the token
         after it."""
         return self._tokenise_batch([text])[0][1]

@@ -122,7 +122,7 @@ class Recorder:
         return score_examples(self._engine.model, examples, self._inference, task=self._stage.task, head=self._head)
 
     def _curvature(self, rows: Sequence[Example], step: int) -> dict[str, float | None]:
-        from flatshift.regularizers.errors import RegularizerError
+        from flatshift.regularizers.config import RegularizerError
 
         from .curvature import FIRST, curvature_metrics, format_rate_line, mean_squared_gradients
 
