@@ -177,8 +177,8 @@ def prepare_data(recipe: Recipe) -> PreparedData:
             raise UserError(f"data.cache: {error}; name a directory with room that can be written to") from error
         return _with_notes(_prepare(recipe, None)[0], (f"token cache: not used ({error})",))
     paths = [str(path) for path in input_paths(recipe)]
-    splits = {split: open_examples(found.folder / split, found.about["rows"][split], paths) for split in SPLITS}
-    return _with_notes(_build_prepared(recipe, splits, found.about), found.notes)
+    splits = {split: open_examples(found.folder / split, found.metadata["rows"][split], paths) for split in SPLITS}
+    return _with_notes(_build_prepared(recipe, splits, found.metadata), found.notes)
 
 
 def sample_split_warning(recipe: Recipe) -> list[str]:

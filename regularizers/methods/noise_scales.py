@@ -423,7 +423,8 @@ class NoiseScales:
         """Return copies per layer with all rows of each layer, so that the state does not depend on how layers are
         grouped or sharded. Collective on a mesh."""
         norms, ema = self.rows.whole(self.norms, self.ema)
-        whole = {"norms": norms, "ema": ema, "updates": self.updates, "skipped": self.skipped}
+        counts = {"updates": self.updates, "skipped": self.skipped}
+        whole: dict[str, Sequence[Tensor] | Tensor] = {"norms": norms, "ema": ema, **counts}
         return {
             f"{branch.site.name}.{quantity}": parts[index].clone()
             for index, branch in enumerate(self.branches)

@@ -281,7 +281,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            (text,), blocks = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[[self._adapt_turn(turn) for turn in messages]],
                 tools=list(tools) if tools else None,
                 chat_template=self.source(tools),
@@ -296,6 +296,7 @@ class ChatTemplate:
             has_tools = tools or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in messages)
             hint = self.with_tools if has_tools and "tool" in reason else ""
             raise TemplateRenderError(f"{self.name} fails on it ({reason or type(error).__name__}){hint}") from error
+        (text,), blocks = rendered
         return text, [(start, end) for start, end in blocks[0]] if track else []
 
     def _adapt_turn(self, turn: dict[str, Any]) -> dict[str, Any]:
