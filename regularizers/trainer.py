@@ -43,7 +43,6 @@ else:
 _log = logging.getLogger(__name__)
 
 TENSORS, RECORD = "regularizer.safetensors", "regularizer.json"
-"""Files written into each of the Trainer's checkpoint folders."""
 
 
 class StepAbandoned(Exception):
@@ -103,7 +102,6 @@ class RegularizerCallback(TrainerCallback):
         self._step: contextlib.AbstractContextManager[Any] | None = None
         self._passes: Iterator[int] = iter(())
         self.micro_index = 0
-        """Index of the current or next micro-batch of a pass."""
         self._gradient_state: Any = None
         self._end_is_queued = False
         self._forward_hook: Any = None
@@ -377,7 +375,6 @@ class TwoPassMixin(Trainer):  # type: ignore[misc]
 
 
 def _random_state(device: torch.device) -> list[Tensor]:
-    """Return the random state that dropout on `device` uses."""
     state = [torch.get_rng_state()]
     return [*state, torch.cuda.get_rng_state(device)] if device.type == "cuda" else state
 

@@ -241,7 +241,6 @@ class TrainingDataLoader:
 
     @property
     def _own_rows(self) -> slice:
-        """This rank's rows of a micro-batch."""
         size = self.batch_size // self.share[1]
         return slice(self.share[0] * size, (self.share[0] + 1) * size)
 
@@ -346,7 +345,6 @@ class TrainingDataLoader:
         return self._stream_rows(step * size, (step + 1) * size)
 
     def _stream_rows(self, first: int, stop: int) -> RowRuns:
-        """Return rows first ≤ k < stop of the endless stream."""
         if self.packed:
             return self._packed_rows(first, stop)
         if not self._window:

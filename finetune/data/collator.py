@@ -34,7 +34,6 @@ class CollatedTask(Protocol):
 TokenColumn = tuple[np.ndarray, np.ndarray, np.ndarray]
 """All tokens concatenated, and start and number of each example's tokens."""
 LabelledTokens = tuple[np.ndarray, np.ndarray]
-"""Ids and labels of one row."""
 
 
 class Collator:
@@ -115,7 +114,6 @@ class Collator:
         )
 
     def _answers(self, i: int) -> list[LabelledTokens]:
-        """Return ids and labels of each answer of an example, including its prompt."""
         own = (_get_tokens(self.ids, i), _get_tokens(self.labels, i))
         if self.rejected_ids is None:
             return [own]

@@ -47,7 +47,6 @@ class ExampleWriter:
         self._folder = folder
         self._writers: dict[str, _ColumnWriter] = {}
         self._values: dict[str, dict[Any, int]] = {"choices": {}, "units": {}}
-        """Index of each distinct value of a column."""
 
     def add(self, examples: Sequence[Example]) -> None:
         """Append `examples`. Their labels must all be of one form: lists of integers, classes, targets, or 0 and 1
@@ -206,8 +205,6 @@ class _ColumnWriter:
 
 
 class _RaggedColumn:
-    """Lists of different lengths, concatenated."""
-
     def __init__(self, flat: np.ndarray, lengths: np.ndarray) -> None:
         self.flat, self.lengths = flat, lengths
 
@@ -223,8 +220,6 @@ class _RaggedColumn:
 
 
 class _ColumnTable:
-    """Columns of all rows."""
-
     def __init__(self, columns: dict[str, np.ndarray], rows: int, paths: list[str]) -> None:
         self.columns, self.rows, self.paths = columns, rows, paths
         if "classes" in columns:
@@ -238,7 +233,6 @@ class _ColumnTable:
         }
         self._choices = [tuple(map(tuple, choices)) for choices in self._distinct_values("choices")]
         self.units = [Units(**units) for units in self._distinct_values("units")]
-        """Distinct units, indexed by column `units`."""
 
     def _distinct_values(self, name: str) -> list[Any]:
         if f"{name}.value" not in self.columns:

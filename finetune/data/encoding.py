@@ -260,7 +260,6 @@ class RowEncoder:
         self.label_names, self.decoder_start, self.units, self.features = label_names, decoder_start, units, features
         self.bad_rows, self.overlong = bad_rows, overlong
         self.left = (truncation or task.truncates) == "left"
-        """True if texts and prompts are truncated from the left."""
         self.specials = specials = SpecialTokens.of(tokenizer, begin=not task.encoder_decoder)
         fixed = len(specials.prefix) + len(specials.middle) + max(len(specials.suffix), len(specials.pair_suffix))
         if max_length - fixed < 2:
@@ -308,7 +307,6 @@ class RowEncoder:
         return examples
 
     def _fill(self, rows: Iterable[Row], templates: Sequence[Template]) -> Iterator[tuple[Row, list[str]]]:
-        """Yield the rows that every template can render, with their texts; report the others as bad."""
         for row in rows:
             self.form = self.form or row.form
             try:
@@ -349,7 +347,6 @@ class RowEncoder:
         ]
 
     def _check_texts(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Yield the rows whose second text is text or missing; report the others as bad."""
         for row in rows:
             text2 = row.values.get("text2")
             if text2 is not None and not isinstance(text2, str):
@@ -369,7 +366,6 @@ class RowEncoder:
         return [self._frame(a, seconds.get(i)) for i, a in enumerate(firsts)]
 
     def _frame(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None, Truncation]:
-        """Return ids, segments and truncation of a text or pair with its special tokens."""
         s = self.specials
         if b is None:
             ids, cut = self.closed(a, s.suffix, left=self.left)
@@ -570,7 +566,6 @@ def get_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 _END_SAMPLES = 2000
-"""Number of examples sampled to find the tokens that end an answer."""
 
 
 def find_end_tokens(
@@ -602,7 +597,6 @@ def find_end_tokens(
 def _find_special_tokens(
     tokenizer: PreTrainedTokenizerBase, *texts: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the special tokens before, between and after the content of an encoded text or pair."""
     encoded = tokenizer(*texts, return_special_tokens_mask=True)
     ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
     content = [i for i, is_special in enumerate(special) if not is_special]

@@ -41,7 +41,6 @@ SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
 LONGEST_LINE = 1 << 26
 """Maximum bytes per line: 64 MiB, about ten million words."""
 DEEPEST = 64
-"""Maximum nesting depth of lists and objects in a record."""
 _CHUNK = 1 << 18
 _File = TypeVar("_File", Path, RemoteFile)
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -160,7 +159,6 @@ def _parse_suffixes(path: DataFile) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _translate_read_errors(path: DataFile) -> Iterator[None]:
-    """Convert errors from reading or decompressing a file into one sentence with its name."""
     try:
         yield
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
@@ -174,7 +172,6 @@ def _translate_read_errors(path: DataFile) -> Iterator[None]:
 
 
 def _read_chunks(path: DataFile) -> Iterator[bytes]:
-    """Yield decompressed bytes of `path`, 256 KiB at a time."""
     _, compression = split_suffix(path)
     if compression == ".zst":
         yield from _read_zstd_chunks(path)
@@ -612,7 +609,6 @@ def _read_dataset(path: DataFile) -> Iterator[FileRecord]:
 
 
 def _open_hub_dataset(package: Any, name: HubName) -> Any:
-    """Open a hub data set: its rows, or a dict of rows by split."""
     config = {} if name.config is None else {"name": name.config}
     try:
         return package.load_dataset(name.source, split=name.split, revision=name.revision, streaming=True, **config)

@@ -34,7 +34,6 @@ from ..seeds import numpy_generator
 _FARTHEST = 1e9
 """Maximum ratio of the weights of two sources: as many samples as a long run has."""
 _BLOCK = 1 << 12
-"""Number of samples between two stored counts."""
 
 
 def to_integer_weights(weights: Sequence[float]) -> list[int]:
@@ -298,5 +297,4 @@ class MixtureSampler:
 
 
 def _epoch_lengths(lengths: np.ndarray, source: EpochSampler, e: int) -> np.ndarray:
-    """Return the tokens of each sample of a source's epoch e, in its order."""
     return np.asarray(lengths[source.order(e)])

@@ -162,10 +162,7 @@ class PreferenceEncoder:
         """Return True if the chat template uses a key of turns (chat)."""
         return self._chat is not None and self._chat.reads_key(key)
 
-    # ------------------------------------------------------------------------------------------------------------ texts
-
     def _encode_texts(self, rows: Sequence[Row]) -> list[_Result]:
-        """Return the example of each row whose prompt and answers are texts, or why it has none."""
         encoder = self._text
         prompt, answer = self.task.templates()
         filled: list[tuple[list[str], bool | None] | str] = []
@@ -224,10 +221,7 @@ class PreferenceEncoder:
         size = encoder.bytes(texts[1], batch, index + 1, 0, targets)
         return _build_example(row, sides, size, desirable), truncation
 
-    # --------------------------------------------------------------------------------------------------- conversations
-
     def _encode_chats(self, chat: ChatEncoder, rows: Sequence[Row], losses: DroppedRows) -> list[_Result]:
-        """Return the example of each row whose conversations are rendered by a template, or why there is none."""
         conversations: list[Row] = []
         sides_of: dict[str, tuple[list[str], bool | None] | str] = {}
         for row in rows:
@@ -272,7 +266,6 @@ class PreferenceEncoder:
         return f"train.max_length = {self.max_length} tokens leave nothing of an answer"
 
     def _truncate(self, row: Row, conversations: Sequence[Example], desirable: bool | None) -> _Result:
-        """Build an example from conversations, truncated from the right."""
         limit = self.max_length
         whole = [(each.input_ids, each.labels) for each in conversations if isinstance(each.labels, list)]
         sides: list[Ids] = [(ids[:limit], labels[:limit]) for ids, labels in whole]

@@ -1,23 +1,30 @@
-"""Objects in a store (`s3://`, `gs://`, `hf://`, `https://`, through fsspec), read like files.
+"""Objects in a store (`s3://`, `gs://`, `hf://`, `https://`, through fsspec), read like files; upload of a folder.
 
-    for file in find("s3://bucket/pool/*.jsonl.gz"):
+    for file in find_objects("s3://bucket/pool/*.jsonl.gz")[0]:
         with file.open() as handle:
             ...
+    upload_folder(Path("run"), [["adapter/adapter_model.safetensors", ...], ["done.json"]], "s3://bucket/runs/first")
 
 An object is read by ranges and never downloaded as a whole. Every later opening in this process must see the same
 version as the first. Credentials and endpoints are those of the store's own client: its environment variables and
 files.
+
+Files are uploaded in groups: each group is verified before the next starts, so that a file that marks completion is
+never uploaded before the files it covers. `upload.json` is sent first and stays there: bytes and SHA-256 of all files.
+With it an interrupted upload resumes, and a different one is refused.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import difflib
 import glob
 import hashlib
 import io
+import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -29,7 +36,6 @@ _T = TypeVar("_T")
 BLOCK = 1 << 23
 """Bytes per request: small enough for memory, large enough to make the overhead of a request negligible."""
 _WAITS = (0.5, 2.0, 5.0)
-"""Seconds to wait before each retry of a request."""
 _ASKS_ONCE = ("http", "https")
 """Schemes for which fsspec does not retry; the clients of the other stores retry themselves."""
 _INSTALL = {
@@ -62,7 +68,6 @@ class RemoteFile:
 
     url: str
     size: int | None = field(default=None, compare=False)
-    """Size in bytes, if the store reports it."""
 
     def __str__(self) -> str:
         return self.url
@@ -117,7 +122,6 @@ class RemoteFile:
 
 
 DataFile = Path | RemoteFile
-"""A local file or an object in a store."""
 
 
 class _ObjectVersion(NamedTuple):
@@ -128,7 +132,6 @@ class _ObjectVersion(NamedTuple):
 
 
 _VERSIONS: dict[str, _ObjectVersion] = {}
-"""Version of each object at its first opening."""
 _DIGESTS: dict[str, tuple[str, int]] = {}
 
 
@@ -168,8 +171,6 @@ def find_objects(name: str) -> tuple[list[RemoteFile], bool]:
 
 
 class _ObjectReader(io.RawIOBase):
-    """Raw bytes of an open object, with errors converted to one sentence."""
-
     def __init__(self, url: str, handle: Any) -> None:
         self._url, self._handle, self._at = url, handle, 0
 
@@ -224,7 +225,6 @@ def _check_unchanged(url: str, metadata: Mapping[str, Any]) -> str | None:
 
 
 def _read_version_fields(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the version fields that a store reports, under our names."""
     return {
         name: str(value).strip('"')
         for name, keys in _MARKS.items()
@@ -238,9 +238,6 @@ def _changed_error(url: str) -> UserError:
     )
 
 
-# ---------------------------------------------------------------------------------------------------- stores and errors
-
-
 class _NotFound(UserError):
     """The object or bucket does not exist."""
 
@@ -251,7 +248,6 @@ def get_scheme(url: str) -> str:
 
 
 def _strip_query(url: str) -> str:
-    """Return a web address without query and fragment."""
     return url.partition("?")[0].partition("#")[0]
 
 
@@ -346,3 +342,170 @@ def _suggest_nearest(store: Any, name: str, path: str) -> str:
         return "; check the name"
     close = difflib.get_close_matches(path.rstrip("/"), names, n=1, cutoff=0.5)
     return f"; did you mean {store.unstrip_protocol(close[0])}?" if close else "; check the name"
+
+
+UPLOAD_RECORD = "upload.json"
+_FORMAT, _VERSION = "flatshift upload", 1
+_PART = 50 << 20
+"""Bytes per part of S3's multipart uploads, in which an object's etag is computed from the digests of its parts."""
+_DIGEST_KEYS = ("ETag", "etag", "md5Hash", "Content-MD5", "content_md5")
+"""Keys under which stores report an MD5 of an object's content, or something that may be one."""
+_NOT_WRITABLE = dict.fromkeys(("http", "https"), "https:// takes no uploads") | {
+    "hf": "a hub is named ORGANISATION/NAME here"
+}
+
+
+class UploadResult(NamedTuple):
+    """Number of files sent, their bytes, and number of files that already existed there."""
+
+    sent: int
+    bytes: int
+    present: int
+
+
+class _FileDigests(NamedTuple):
+    bytes: int
+    sha256: str
+    marks: frozenset[str]
+    """Values that stores may report for the content if they use an MD5."""
+
+
+def upload_folder(
+    folder: Path,
+    groups: Sequence[Collection[str]],
+    url: str,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> UploadResult:
+    """Upload the files of `folder`, given by relative names, group by group to `url`, and verify each there.
+
+    A file that exists there with the same content is not sent again, unless the store reports no digest. An uploaded
+    object for which the store reports no digest is read back. progress: called with the number of bytes done.
+    Raises UserError: the location holds anything but a part of this upload, the store refuses access or does not
+    answer, or an object differs after the upload.
+    """
+    url = url.rstrip("/")
+    if (reason := _NOT_WRITABLE.get(get_scheme(url))) is not None:
+        raise UserError(f"{url}: {reason}; name a place in a store, as s3://bucket/place")
+    location = _StoreLocation(url)
+    sums = {name: _digest_file(folder / name) for group in groups for name in group}
+    before = location.objects()
+    _write_upload_record(location, sums, before)
+    sent = size = done = 0
+    for group in groups:
+        uploaded = set()
+        for name in group:
+            if name not in before or not _has_same_content(before[name], sums[name]):
+                location.put(folder / name, name)
+                uploaded.add(name)
+            done += sums[name].bytes
+            if progress is not None:
+                progress(done)
+        sent, size = sent + len(uploaded), size + sum(sums[name].bytes for name in uploaded)
+        if uploaded:
+            now = location.objects()
+            for name in sorted(uploaded):
+                location.compare(name, now.get(name), sums[name])
+    return UploadResult(sent, size, len(sums) - sent)
+
+
+class _StoreLocation:
+    def __init__(self, url: str):
+        self.url = url
+        self.store, self.path = open_store(url)
+
+    def objects(self) -> dict[str, Mapping[str, Any]]:
+        """Return the store's metadata of each object there, by relative name."""
+        with translate_store_errors(self.url, writes=True):
+            entries = with_retries(self.url, lambda: self.store.find(self.path, detail=True))
+        if self.path in entries:
+            raise UserError(f"{self.url} is an object; name a place that can hold a folder")
+        return {
+            name.removeprefix(f"{self.path}/"): entry
+            for name, entry in entries.items()
+            if entry["type"] == "file" and not name.endswith("/")
+        }
+
+    def _request(self, name: str, request: Callable[[str], Any]) -> Any:
+        with translate_store_errors(f"{self.url}/{name}", writes=True):
+            return with_retries(self.url, lambda: request(f"{self.path}/{name}"))
+
+    def put(self, file: Path, name: str) -> None:
+        """Upload a file."""
+        options = {"chunksize": _PART} if get_scheme(self.url) in ("s3", "s3a") else {}
+        self._request(name, lambda path: self.store.put_file(str(file), path, **options))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small object."""
+        self._request(name, lambda path: self.store.pipe_file(path, content))
+
+    def read(self, name: str) -> bytes:
+        """Read a small object."""
+        content: bytes = self._request(name, self.store.cat_file)
+        return content
+
+    def digest(self, name: str) -> str:
+        """Read an object back and return its SHA-256."""
+        digest = hashlib.sha256()
+        with (
+            translate_store_errors(f"{self.url}/{name}", writes=True),
+            self.store.open(f"{self.path}/{name}", "rb", block_size=BLOCK) as handle,
+        ):
+            while chunk := handle.read(BLOCK):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def compare(self, name: str, metadata: Mapping[str, Any] | None, sums: _FileDigests) -> None:
+        """Raise UserError unless the uploaded object equals the file, by its digest or else its bytes."""
+        if (
+            metadata is None
+            or metadata.get("size") != sums.bytes
+            or not (_has_same_content(metadata, sums) or self.digest(name) == sums.sha256)
+        ):
+            raise UserError(f"{self.url}/{name} differs there from the file here; push it again")
+
+
+def _write_upload_record(location: _StoreLocation, sums: Mapping[str, _FileDigests], before: Mapping[str, Any]) -> None:
+    """Write the record of this upload to its location. Raises UserError if the location holds anything but a part of
+    this upload."""
+    files = {name: {"bytes": digests.bytes, "sha256": digests.sha256} for name, digests in sorted(sums.items())}
+    record = {"format": _FORMAT, "version": _VERSION, "files": files}
+    url = location.url
+    if not before:
+        location.write(UPLOAD_RECORD, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+        return
+    if UPLOAD_RECORD not in before:
+        raise UserError(f"{url} holds {min(before)}, which no upload left; name a place that is empty")
+    try:
+        stored = json.loads(location.read(UPLOAD_RECORD))["files"]
+        different = {name for name in files.keys() | stored.keys() if files.get(name) != stored.get(name)}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{url}/{UPLOAD_RECORD} is no record of an upload; name another place") from None
+    if different:
+        raise UserError(
+            f"{url} is the place of another upload ({min(different)} differs); name another place, or remove what is "
+            "there"
+        )
+    if foreign := before.keys() - files.keys() - {UPLOAD_RECORD}:
+        raise UserError(f"{url} also holds {min(foreign)}, which is not of this folder; move it away")
+
+
+def _digest_file(file: Path) -> _FileDigests:
+    sha256, whole, size, parts = hashlib.sha256(), hashlib.md5(usedforsecurity=False), 0, []
+    with file.open("rb") as handle:
+        while part := handle.read(_PART):
+            sha256.update(part)
+            whole.update(part)
+            parts.append(hashlib.md5(part, usedforsecurity=False).digest())
+            size += len(part)
+    marks = {whole.hexdigest(), base64.b64encode(whole.digest()).decode()}
+    of_parts = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+    return _FileDigests(size, sha256.hexdigest(), frozenset(marks | {f"{of_parts}-{len(parts)}"}))
+
+
+def _has_same_content(metadata: Mapping[str, Any], sums: _FileDigests) -> bool:
+    """Return True if the store's metadata confirms this content. Not every etag is an MD5, so a mismatch proves
+    nothing."""
+    marks = (metadata[key] for key in _DIGEST_KEYS if metadata.get(key))
+    texts = (base64.b64encode(mark).decode() if isinstance(mark, bytes | bytearray) else str(mark) for mark in marks)
+    return metadata.get("size") == sums.bytes and any(text.strip('"') in sums.marks for text in texts)

@@ -45,7 +45,6 @@ FORMS = {
 }
 """Other people's columns that stand for `messages`; the first of each tells it, of the last two if no other does."""
 TWO_TURNS = tuple(FORMS)[-2:]
-"""Forms of a user's turn and the assistant's."""
 PROMPTS = {"Orca": ("question", "system"), "Alpaca": ("instruction", "input", "system"), "ShareGPT": ("conversations",)}
 """Columns of other formats that stand for the `prompt` of a pair of answers, `chosen` and `rejected`; the first one
 identifies the format."""
@@ -82,11 +81,9 @@ class Row:
     where: str
     """`path:line`, 1-based, for messages."""
     record: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The record as read."""
     index: int = 0
     """0-based position among all records of all files, including bad ones: the row in the user's own feature arrays."""
     nulls: int = 0
-    """Number of removed null-valued keys (`FileRecord.nulls`)."""
     form: str = ""
     """Source of `messages` or `prompt` if the record has no such column: a key of `FORMS`, `PROMPTS` or `PAIRS`, or
     `SHARED`."""
@@ -207,8 +204,6 @@ def _read_until_broken(path: DataFile, skipped: list[str] | None) -> Iterator[Fi
 
 
 class _ColumnMapper:
-    """Reader that maps the columns of a record to canonical ones and checks them."""
-
     def __init__(
         self,
         columns: Columns,
@@ -461,7 +456,6 @@ def _is_answer(turn: Any) -> bool:
 
 
 def _get_texts(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the non-empty texts in these columns."""
     texts = {name: values.get(name) for name in names}
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
@@ -570,7 +564,6 @@ def limit_rows(rows: Sequence[_Any], limit: int | None, *, seed: int) -> list[_A
 
 _BATCH = 1 << 16
 _AUTOMATIC = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17})")
-"""Form of an automatic id: `<file index>-<line>`."""
 
 
 class SeenIds:

@@ -36,7 +36,6 @@ _WRITTEN = ((_ESCAPE, _ESCAPE + "."), (FLAG, _ESCAPE + ","))
 OPERATORS = "+-*/=<>^%×÷"
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 LEAST = len(SPECIALS) + 256
-"""Minimum vocabulary size of any scheme: bytes and special tokens."""
 
 
 def train_tokenizer(scheme: Scheme, texts: Sequence[str], *, vocabulary: int) -> PreTrainedTokenizerFast:
@@ -71,7 +70,6 @@ def find_capitals(texts: Sequence[str]) -> list[str]:
 
 
 def _train_byte_level(scheme: Scheme, texts: Sequence[str], vocabulary: int) -> Tokenizer:
-    """Train byte-level BPE after the scheme's normalisation and pre-tokenisation."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())

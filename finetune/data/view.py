@@ -92,8 +92,6 @@ def _batch_rows(rows: Iterable[Row], columns: Columns, domain_column: str) -> It
 
 
 class _RowStore:
-    """Memory-mapped file with access to column values by row number."""
-
     def __init__(self, path: Path, columns: Columns):
         import pyarrow as pa
 
@@ -291,8 +289,6 @@ class RowView(Sequence[Row]):
 
 
 class _ViewColumn(Sequence[str]):
-    """One string per row of a view."""
-
     def __init__(self, view: RowView, read: Any):
         self._view = view
         self._read = read

@@ -250,8 +250,6 @@ def fusible_parts(layer: Any) -> LoraParts | None:
 
 
 class _FusedLayer:
-    """Replacement for the forward of one PEFT layer."""
-
     def __init__(self, layer: Any, parts: LoraParts) -> None:
         self.layer, self.parts = layer, parts
 
@@ -321,7 +319,6 @@ class FusedLayers:
 
 
 def _wraps_own_forward(outer: Any, layer: Any) -> bool:
-    """True if the patched forward `outer` wraps the forward of the layer's class."""
     return isinstance(outer, ForwardWithTerm) and getattr(outer.own, "__self__", None) is layer
 
 
@@ -386,7 +383,6 @@ class NoiseBranch:
         return noise_in, probe_in, noise_out, None if self.signs is None else self.signs(x)
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the layer's output while the branch is installed."""
         parts, plain = self._fused, not (args or kwargs or self.site.layer.disable_adapters)
         inputs = parts.inputs(x) if parts is not None and plain else None
         if parts is None or inputs is None:

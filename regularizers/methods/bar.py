@@ -77,7 +77,6 @@ class BARRegularizer(AttachedRegularizer):
         """Number of pairs in the whole model, over all pipeline stages."""
         self._total_steps = 0
         self._before: dict[str, Tensor] = {}
-        """θ before the optimizer step, between `step` and `after_optimizer_step`."""
         self._scales: dict[str, Tensor] = {}
         """Growth of each factor in units of α_t η: 1, 0 or −1."""
         self._grown = torch.zeros(())

@@ -72,7 +72,6 @@ class BiLoraRegularizer(AttachedRegularizer):
         """A₂ and B₂ of every layer, `<layer>.A` (r, n) and `<layer>.B` (m, r), float32 (float64 for float64 layers)."""
         self._optimizer: torch.optim.AdamW | None = None
         self._gradients: list[Tensor] | None = None
-        """Gradients of the last step, until `after_optimizer_step`."""
         self._has_gradient: Tensor | None = None
         """On a mesh, True if any rank made a backward pass, bool ()."""
         self._norm = self._clipped = self._skipped = torch.zeros(())

@@ -75,7 +75,6 @@ class GGPORegularizer(AttachedRegularizer):
         super().__init__("GGPO", "")
         self.config = config
         self._groups: list[NoiseScales] = []
-        """The layers, grouped by device and dtype."""
         self._device = torch.device("cpu")
         self._layers = self._rows = self._unperturbed_layers = 0
         """Counts over the whole model, on all ranks."""

@@ -85,7 +85,6 @@ class MomentumRegularizer(AttachedRegularizer):
         self._momentum: dict[str, Tensor] = {}
         """m by parameter, with θ's layout on this process."""
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Full shape of each parameter, on any mesh."""
         self._average = self._updates = self._skipped = torch.zeros(())
         """ḡ of each norm (`_average_names`); number of steps averaged into m; number of steps skipped because of a
         non-finite gradient."""
@@ -260,7 +259,6 @@ class LayerMomentumRegularizer(MomentumRegularizer):
             self._remove_branches()
 
     def _install(self, adapters: AdapterParameters) -> None:
-        """Install ε in every layer. Does not wait for the device."""
         products = self._update_products(adapters, self._momentum)
         norms = self._product_norms(products)
         factors = torch.where(

@@ -346,7 +346,6 @@ class NoiseScales:
             branch.redraw(*factors)
 
     def _draw(self, key: int) -> list[tuple[Tensor, Tensor]]:
-        """Return S_V and U of every layer."""
         assert self._entry is not None
         rows, dtype = sum(self.rows.sizes), self._factor_dtype
         words = self._noise.words(key)

@@ -9,13 +9,8 @@ inside the row space of A (Bi-LoRA, arXiv 2508.19564, §3). SAM over the merged 
 costs a dense gradient: see `WeightSAM`. Unlike the published code (davda54/sam) neither needs a closure, nor breaks
 accumulation or loss scaling.
 
-`TwoPassRegularizer` is the shared frame: a first pass at the weights, a second one at the perturbed weights.
-
-    with regularizer.step(t) as passes:
-        for _ in passes:                  # 0: gradients at the weights; 1: gradients at the perturbed weights
-            for micro in batches.at(t):
-                loss(model, micro).backward()
-    clip(); optimizer.step()
+`TwoPassRegularizer` is the shared frame: a first pass at the weights, a second one at the perturbed weights (the loop:
+`flatshift.regularizers.protocol`).
 
 Between the passes the first one's gradients are read and removed, so `.grad` ends as the second one's alone: no
 closure, and whatever scales, clips or unscales gradients does it once, after the step, as for plain training. A pass is

@@ -37,11 +37,9 @@ class _ChatCounts:
     tokens: int = 0
     supervised: int = 0
     several: int = 0
-    """Rows that became several examples."""
     cut_answers: int = 0
     """Rows with an answer that is truncated or entirely after the cut."""
     unsupervised: int = 0
-    """Rows without any target token left."""
     in_pieces: int = 0
     """Examples with an answer that starts or ends inside a token."""
     null_rows: int = 0
@@ -50,7 +48,6 @@ class _ChatCounts:
     form: str = ""
     """Source of the turns (`flatshift.finetune.data.rows.FORMS`)."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens that each row needs to be whole."""
     at_least: int | None = None
     """Smallest of these lengths that is only a lower bound; None: all are exact."""
 
@@ -141,7 +138,6 @@ class ChatEncoder:
     def _tokenise(
         self, chunk: Sequence[Row], losses: DroppedRows
     ) -> Iterator[tuple[Row, list[RenderedConversation], list[TokenisedConversation]]]:
-        """Yield the rows of a chunk with their examples, tokenised in one batch."""
         rendered = [(row, samples) for row in chunk if (samples := self._render(row, losses))]
         room = None if self.room >= ANY_LENGTH else self.room
         flat = iter(self.tokens.samples([sample for _, samples in rendered for sample in samples], room=room))

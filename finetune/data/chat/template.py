@@ -32,7 +32,6 @@ _NOW = re.compile(r"strftime_now\(\s*(?:'([^']*)'|\"([^\"]*)\")?")
 AUTO, FOR_BASES = "auto", "base"
 """Values of `task.template`: the tokenizer's own, and the shipped one used instead if there is none."""
 _WITH_TOOLS = ("hermes", FOR_BASES)
-"""Shipped templates that render tools."""
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a turn for the reasoning before it; each template reads one of them."""
