@@ -215,9 +215,9 @@ class Sharpness:
     """Coverage of the intervals."""
 
     def __post_init__(self) -> None:
-        def demand(holds: bool, key: str, wanted: str) -> None:
+        def demand(holds: bool, key: str, requirement: str) -> None:
             if not holds:
-                raise RegularizerError(f"sharpness.{key}: {getattr(self, key)} is not {wanted}")
+                raise RegularizerError(f"sharpness.{key}: {getattr(self, key)} is not {requirement}")
 
         known = bool(self.spaces) and set(self.spaces) <= {"adapter", "full"}
         demand(known and len(set(self.spaces)) == len(self.spaces), "spaces", "`adapter`, `full` or both")
@@ -225,8 +225,8 @@ class Sharpness:
             values = getattr(self, key)
             demand(all(math.isfinite(v) and v > 0 for v in values), key, "a list of numbers > 0")
             demand(len(set(values)) == len(values), key, "a list of different numbers")
-        for key, least in {"lanczos": 0, "probes": 0, "draws": 1, "ascent": 1, "lines": 0}.items():
-            demand(getattr(self, key) >= least, key, f"a number ≥ {least}")
+        for key, minimum in {"lanczos": 0, "probes": 0, "draws": 1, "ascent": 1, "lines": 0}.items():
+            demand(getattr(self, key) >= minimum, key, f"a number ≥ {minimum}")
         demand(self.line_points >= 3 and self.line_points % 2 == 1, "line_points", "an odd number ≥ 3")
         planar = self.plane_points == 0 or (self.plane_points >= 3 and self.plane_points % 2 == 1)
         demand(planar, "plane_points", "0 or an odd number ≥ 3")

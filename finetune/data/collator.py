@@ -193,10 +193,10 @@ class Collator:
         )
 
 
-def _cross(own: LabelledTokens, other: LabelledTokens) -> LabelledTokens:
+def _cross(own: LabelledTokens, foreign: LabelledTokens) -> LabelledTokens:
     """Return the prompt of one row with the answer of another, at most as long as the longer row: the prompt is
     truncated from the left, but keeps its first token."""
-    (ids, labels), (other_ids, other_labels) = own, other
+    (ids, labels), (other_ids, other_labels) = own, foreign
     begin = int((other_labels != IGNORE).argmax())
     prompt = ids[: int((labels != IGNORE).argmax())]
     room = max(len(ids), len(other_ids)) - len(other_ids[begin:])

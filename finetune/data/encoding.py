@@ -458,12 +458,12 @@ def find_sufficient_size(
         candidates = tokens((size, 2 * size, 2 * size + 1))
         first, *others = (list(truncate_tokens(ids, max_length + 1, left=left)) for ids in candidates)
         if len(first) > max_length and all(ids == first for ids in others):
-            part = text[-size:] if left else text[:size]
+            beginning = text[-size:] if left else text[:size]
             normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
             if normalizer is not None:
-                part = str(normalizer.normalize_str(part))
-            edge = part[: len(part) // 8] if left else part[-len(part) // 8 :]
-            if _has_stable_boundaries(part) and _has_stable_boundaries(edge, longest=16):
+                beginning = str(normalizer.normalize_str(beginning))
+            edge = beginning[: len(beginning) // 8] if left else beginning[-len(beginning) // 8 :]
+            if _has_stable_boundaries(beginning) and _has_stable_boundaries(edge, longest=16):
                 return size, len(candidates[0])
         size *= 2
     return None

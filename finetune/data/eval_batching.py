@@ -67,7 +67,7 @@ class EvalBatching:
     autocast_dtype: torch.dtype | None = None
     """None: the model's own precision."""
     share: DataShard = ALONE
-    beat: Callable[[int], None] = _ignore_progress
+    heartbeat: Callable[[int], None] = _ignore_progress
     """Progress callback, called after each batch with the number of finished examples, and in a single process with
     0 after each generated token; an exception from it ends the evaluation. Every rank of a mesh calls it at the same
     points."""
@@ -114,28 +114,28 @@ class EvalBatching:
                 micro = collator.collate([(i,) for i in own], self.pad_id, multiple)
             yield micro if counts else replace(micro, samples=0, supervised=0)
             start += rows
-            self.beat(len(batch))
+            self.heartbeat(len(batch))
 
     @property
     def is_heard(self) -> bool:
         """True if a progress callback is set."""
-        return self.beat is not _ignore_progress
+        return self.heartbeat is not _ignore_progress
 
     def unheard(self) -> EvalBatching:
         """Return a copy without the callback, for trial passes that are no progress."""
-        return replace(self, beat=_ignore_progress)
+        return replace(self, heartbeat=_ignore_progress)
 
     def spread(self, rows: int) -> EvalBatching:
         """Return a copy that counts `rows` rows as one example for the callback."""
         finished = 0
 
-        def beat(more: int) -> None:
+        def count(more: int) -> None:
             nonlocal finished
             before, finished = finished // rows, finished + more
             if finished // rows > before:
-                self.beat(finished // rows - before)
+                self.heartbeat(finished // rows - before)
 
-        return replace(self, beat=beat)
+        return replace(self, heartbeat=count)
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return the context manager for a forward pass."""

@@ -35,12 +35,12 @@ def expand_files(files: Sequence[str]) -> list[DataFile]:
     Raises UserError: a path that does not exist (names the nearest), a glob without a match, a file named twice.
     """
     paths = [path for name in files for path in _expand_one(str(name))]
-    seen: set[str] = set()
+    keys: set[str] = set()
     for path in paths:
         key = str(path) if isinstance(path, RemoteFile) or str(path).startswith(HUB) else str(path.resolve())
-        if key in seen:
+        if key in keys:
             raise UserError(f"{path} is named twice in {', '.join(map(str, files))}; name it once")
-        seen.add(key)
+        keys.add(key)
     return paths
 
 
@@ -100,10 +100,10 @@ def describe_files(files: Sequence[str]) -> list[dict[str, Any]]:
     described: list[dict[str, Any]] = []
     for name in files:
         for path in _expand_one(str(name)):
-            shown = str(name) if str(name).startswith(SAMPLE) else str(path)
-            record: dict[str, Any] = {"path": shown, "sha256": None, "bytes": None, "rows": None}
+            label = str(name) if str(name).startswith(SAMPLE) else str(path)
+            record: dict[str, Any] = {"path": label, "sha256": None, "bytes": None, "rows": None}
             described.append(record)
-            if shown.startswith(HUB):
+            if label.startswith(HUB):
                 continue
             split_suffix(path)
             record["sha256"], record["bytes"] = file_digest(path)

@@ -213,15 +213,15 @@ def _read_lines(path: DataFile) -> Iterator[bytes]:
     begun: list[bytes] = []
     number, size = 1, 0
     for index, chunk in enumerate(_read_chunks(path)):
-        *lines, rest = (_remove_bom(chunk, path) if index == 0 else chunk).split(b"\n")
+        *lines, remainder = (_remove_bom(chunk, path) if index == 0 else chunk).split(b"\n")
         if lines:
             yield b"".join((*begun, lines[0], b"\n"))
             for line in lines[1:]:
                 yield line + b"\n"
             number, begun, size = number + len(lines), [], 0
-        if rest:  # join once the line is complete; joining per chunk would take quadratic time
-            begun.append(rest)
-            size += len(rest)
+        if remainder:  # join once the line is complete; joining per chunk would take quadratic time
+            begun.append(remainder)
+            size += len(remainder)
         if size > LONGEST_LINE:
             array = begun[0].lstrip().startswith(b"[")
             fix = "an array of objects is read from a file named .json" if array else "cut the record into several"
@@ -378,8 +378,8 @@ def _read_json_array(path: DataFile) -> Iterator[FileRecord]:
         while not ended:
             read(_CHUNK)
         try:
-            rest = text[at:].lstrip()
-            json.loads("{" + (rest if rest.startswith("}") else rest.removeprefix(",")))
+            remainder = text[at:].lstrip()
+            json.loads("{" + (remainder if remainder.startswith("}") else remainder.removeprefix(",")))
         except ValueError:
             raise BrokenFile(f"{path}:{line}: not valid JSON behind the rows of 'data'") from None
         return
@@ -429,15 +429,15 @@ def _read_csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
     header: list[str] | None = None
     ordinal = 0
     while True:
-        place = reader.line_num + 1
+        line_number = reader.line_num + 1
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
             if header is None:
-                raise UserError(f"{path}:{place}: not a valid header row ({error})") from error
-            yield FileRecord(ordinal, place, {}, f"not valid CSV ({error})")
+                raise UserError(f"{path}:{line_number}: not a valid header row ({error})") from error
+            yield FileRecord(ordinal, line_number, {}, f"not valid CSV ({error})")
             ordinal += 1
             continue
         if not fields:
@@ -447,14 +447,14 @@ def _read_csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
                 yield from _read_csv(path, ";")  # separated by semicolons, as spreadsheets write in many locales
                 return
             header = fields
-            _check_unique_columns(header, f"{path}:{place}: the header")
+            _check_unique_columns(header, f"{path}:{line_number}: the header")
             continue
         problem = None
         if len(fields) != len(header):
             problem = f"{len(fields)} fields where the header has {len(header)}"
         elif any(has_lone_surrogate(value) for value in fields):
             problem = "not valid UTF-8"
-        yield FileRecord(ordinal, place, {} if problem else dict(zip(header, fields, strict=True)), problem)
+        yield FileRecord(ordinal, line_number, {} if problem else dict(zip(header, fields, strict=True)), problem)
         ordinal += 1
 
 

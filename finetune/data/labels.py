@@ -83,12 +83,13 @@ def class_indices(rows: Sequence[Row], label_names: Sequence[str]) -> list[int]:
     return [label_index(row, label_names) if i is None else i for i, row in zip(indices, rows, strict=True)]
 
 
-def unknown_class_error(label: Any, label_names: Sequence[str], where: str) -> UserError:
+def unknown_class_error(label: Any, label_names: Sequence[str], context: str) -> UserError:
     """Return the error for a label outside the classes; it names the nearest."""
     nearest = difflib.get_close_matches(str(label), label_names, n=1, cutoff=0.4)
     known = ", ".join(map(repr, label_names[:12])) + (", …" if len(label_names) > 12 else "")
     hint = f"nearest is {nearest[0]!r}; " if nearest else ""
-    return UserError(f"{where}: label {label!r} is not one of the {len(label_names)} classes; {hint}known are {known}")
+    count = len(label_names)
+    return UserError(f"{context}: label {label!r} is not one of the {count} classes; {hint}known are {known}")
 
 
 def encode_multi_hot(rows: Sequence[Row], label_names: Sequence[str]) -> list[tuple[int, ...]]:

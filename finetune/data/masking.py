@@ -73,8 +73,8 @@ class Masking:
         random = self.replacements[rng.integers(0, len(self.replacements), size=len(chosen))]
         masked, labels = ids.copy(), np.full_like(ids, IGNORE)
         labels[chosen] = ids[chosen]
-        kept = np.where(fate < _MASKED + _REPLACED, random, ids[chosen])
-        masked[chosen] = np.where(fate < _MASKED, self.mask_id, kept)
+        unmasked = np.where(fate < _MASKED + _REPLACED, random, ids[chosen])
+        masked[chosen] = np.where(fate < _MASKED, self.mask_id, unmasked)
         return masked, labels
 
     def fixed(

@@ -46,7 +46,7 @@ def split_batch_spans(micro: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> 
     """
     ids = micro.inputs["input_ids"].tolist()
     labels = micro.labels.tolist()
-    shown: list[list[DecodedSpan]] = []
+    spans: list[list[DecodedSpan]] = []
     decoder = "decoder_input_ids" in micro.inputs
     row_labels = micro.labels.ndim == 1 or micro.labels.is_floating_point()  # a class, classes or a target
     for row, samples in enumerate(micro.rows):
@@ -55,11 +55,11 @@ def split_batch_spans(micro: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> 
                 marks = [False] * (stop - start)
             else:
                 marks = [label != IGNORE for label in labels[row][start:stop]]
-            shown.append(_split_spans(ids[row][start:stop], marks, tokenizer))
+            spans.append(_split_spans(ids[row][start:stop], marks, tokenizer))
         if decoder:
             written = [label for label in labels[row] if label != IGNORE]
-            shown[-1] += [DecodedSpan(" → ", False), *_split_spans(written, [True] * len(written), tokenizer)]
-    return shown
+            spans[-1] += [DecodedSpan(" → ", False), *_split_spans(written, [True] * len(written), tokenizer)]
+    return spans
 
 
 def _find_sample_ranges(micro: MicroBatch, row: int, samples: int) -> list[tuple[int, int]]:

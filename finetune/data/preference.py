@@ -59,11 +59,11 @@ def read_answers(values: Mapping[str, Any], *, single: bool) -> tuple[tuple[Any,
     return (values["completion"],), values["label"]
 
 
-def build_conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
+def build_conversation(row: Row, answer: Any, opposite: Any = None) -> list[Any]:
     """Return the turns of a prompt with one answer. Each may be a text or a list of turns, an answer also a single
     turn; it may repeat the prompt.
 
-    other: the other answer; turns that both have in common are the prompt's. Raises ValueError for an answer with
+    opposite: the other answer; turns that both have in common are the prompt's. Raises ValueError for an answer with
     several turns, or none.
     """
     prompt = row.values.get("prompt")
@@ -74,7 +74,7 @@ def build_conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
     if not isinstance(answer, list):
         raise ValueError(f"an answer is a {type(answer).__name__}, not a text or a list of turns")
     if len(answer) > 1:
-        shared = split_shared_prompt(answer, other).get("prompt", []) if other is not None else answer[:-1]
+        shared = split_shared_prompt(answer, opposite).get("prompt", []) if opposite is not None else answer[:-1]
         turns, answer = shared or turns, answer[len(shared) :]
     if len(answer) != 1:
         raise ValueError(f"an answer has {len(answer)} turns behind its prompt; give the assistant's one")
@@ -286,8 +286,8 @@ def _check_answer(answer: Any) -> str:
 
 
 def _build_example(row: Row, sides: Sequence[Ids], size: int, desirable: bool | None) -> Example:
-    (ids, labels), *other = sides
-    rejected_ids, rejected_labels = other[0] if other else (None, None)
+    (ids, labels), *second = sides
+    rejected_ids, rejected_labels = second[0] if second else (None, None)
     return Example(
         ids,
         labels,

@@ -512,21 +512,21 @@ def _check_no_lone_surrogate(value: str, own: str) -> None:
         raise ValueError(f"column {own!r} {_HALF_PAIR}")
 
 
-def _check_duplicate_id(given: str, where: str, paths: Sequence[DataFile], mapper: _ColumnMapper) -> None:
+def _check_duplicate_id(name: str, location: str, paths: Sequence[DataFile], mapper: _ColumnMapper) -> None:
     """Raise UserError with both places of a repeated id. Only hashes were stored, so the first place is found by
     reading again."""
     for file_index, path in enumerate(paths):
         for record in iter_records(path):
             first = f"{path}:{record.place}"
-            if first == where:
+            if first == location:
                 return  # a hash collision, not a repeated id
             try:
                 own = mapper.values(record).get("id")
             except ValueError:
                 continue
-            if (own or f"{file_index}-{record.line}") == given:
-                hint = "; a record without an id is named by its file and line" if _AUTOMATIC.fullmatch(given) else ""
-                raise UserError(f"{where}: id {given!r} was already given at {first}; ids must be unique{hint}")
+            if (own or f"{file_index}-{record.line}") == name:
+                hint = "; a record without an id is named by its file and line" if _AUTOMATIC.fullmatch(name) else ""
+                raise UserError(f"{location}: id {name!r} was already given at {first}; ids must be unique{hint}")
 
 
 def require_rows(rows: Iterable[Row], *, files: Sequence[str], purpose: str, skipped: Sequence[str] = ()) -> list[Row]:
@@ -579,12 +579,12 @@ class SeenIds:
         self._pending: dict[int, tuple[str, str]] = {}
         self._runs: list[np.ndarray] = []
 
-    def add(self, given: str, where: str) -> list[tuple[str, str]]:
-        """Add the id `given` at `where`; return (id, where) of the ids now found to be repeated."""
-        key = hash(given)
+    def add(self, name: str, location: str) -> list[tuple[str, str]]:
+        """Add the id `name` at `location`; return (id, location) of the ids now found to be repeated."""
+        key = hash(name)
         if key in self._pending:
-            return [(given, where)]
-        self._pending[key] = (given, where)
+            return [(name, location)]
+        self._pending[key] = (name, location)
         return self.finish() if len(self._pending) >= self.batch else []
 
     def finish(self) -> list[tuple[str, str]]:
@@ -623,10 +623,10 @@ class AutoIds:
             bits.extend(bytes(line // 8 + 1 - len(bits)))
         bits[line // 8] |= 1 << line % 8
 
-    def named(self, given: str) -> bool:
+    def named(self, name: str) -> bool:
         """Return True if a record added so far has this automatic id; sets `imitated` if the id has the automatic
         form."""
-        if (match := _AUTOMATIC.fullmatch(given)) is None:
+        if (match := _AUTOMATIC.fullmatch(name)) is None:
             return False
         self.imitated = True
         file_index, line = map(int, match.groups())

@@ -45,7 +45,7 @@ def rank_choices(
         found = _rank_with_shared_prompt(model, [examples[i] for i in index], inference)
         if counts:
             scores[index] = found
-        inference.beat(len(batch))
+        inference.heartbeat(len(batch))
     return inference.share.add(scores)
 
 

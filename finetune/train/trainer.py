@@ -427,7 +427,7 @@ class Trainer:
         """Evaluate the current adapter on dev; keep it if it is the best so far, else count it for `train.patience`."""
         state = self.state
         state.evaluation_pending = True
-        batching = replace(self.eval_batching, beat=self._dev_heartbeat)
+        batching = replace(self.eval_batching, heartbeat=self._dev_heartbeat)
         try:
             with (
                 watchdog.no_progress_timeout("dev evaluation"),

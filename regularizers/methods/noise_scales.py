@@ -209,12 +209,12 @@ class NoiseScales:
         self._widths = [site.columns for site in sites]
         self._factor_dtype = sites[0].dtype
         device = self.device
-        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         # factor from σ_i² n/σ² to an entry of U: 1/√(n k)
         entries = [(s.whole_columns * b.rank) ** -0.5 for s, b in zip(sites, branches, strict=True)]
-        self._unit = torch.tensor(entries, **like)
+        self._unit = torch.tensor(entries, **options)
         self._layer_widths = torch.tensor([site.whole_columns for site in sites], device=device)
-        self._root_rank = torch.tensor([b.rank**0.5 for b in branches], **like)
+        self._root_rank = torch.tensor([b.rank**0.5 for b in branches], **options)
         self._rank = max(branch.rank for branch in branches)
 
         out = [global_indices(site.row_cut, site.rows) for site in sites]
@@ -234,8 +234,8 @@ class NoiseScales:
                 branch.signs = self._samples.of_layer(layer)
 
         rows = sum(self.rows.sizes)
-        self.norms = torch.zeros(rows, **like)
-        self.ema = torch.zeros(rows, **like)
+        self.norms = torch.zeros(rows, **options)
+        self.ema = torch.zeros(rows, **options)
         self.updates = torch.zeros(len(branches), device=device, dtype=torch.int64)
         self.skipped = torch.zeros_like(self.updates)
         self._gradient_share = self.ema

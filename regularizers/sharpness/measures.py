@@ -261,7 +261,7 @@ def ascent_rise(
     """
     direction = gradient if norm(gradient) > 0 else space.signs(seed, "ascent", 0)
     epsilon = direction * (rho / norm(direction))
-    one = highest = space.value(objective, epsilon) - base
+    one_step = highest = space.value(objective, epsilon) - base
     for _ in range(steps - 1):
         value, direction = space.gradient(objective, epsilon)
         highest = max(highest, value - base)
@@ -271,7 +271,7 @@ def ascent_rise(
         epsilon *= min(1.0, rho / max(norm(epsilon), 1e-300))
     if steps > 1:
         highest = max(highest, space.value(objective, epsilon) - base, 0.0)
-    return Estimate.exact(one), Estimate.exact(highest, steps)
+    return Estimate.exact(one_step), Estimate.exact(highest, steps)
 
 
 @dataclass(frozen=True)
