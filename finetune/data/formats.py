@@ -18,6 +18,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -237,14 +238,19 @@ def _remove_bom(content: bytes, path: DataFile) -> bytes:
 
 
 def _read_jsonl(path: DataFile) -> Iterator[FileRecord]:
+    repeated: list[str] = []
+    build_object = partial(_build_object, repeated)
     for number, line in enumerate(_read_lines(path)):
         if line.isspace():
             continue
         problem = None
         value: Any = None
+        repeated.clear()
         try:
-            value = json.loads(line.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=_build_object)
-            if line.count(b"[") + line.count(b"{") > DEEPEST and is_too_deep(value):
+            value = json.loads(line.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=build_object)
+            if repeated:
+                problem = repeated[0]
+            elif line.count(b"[") + line.count(b"{") > DEEPEST and is_too_deep(value):
                 problem = _TOO_DEEP
         except UnicodeDecodeError as error:
             problem = f"not valid UTF-8 (byte {error.start + 1} of the line)"
@@ -252,8 +258,6 @@ def _read_jsonl(path: DataFile) -> Iterator[FileRecord]:
             if number == 0 and line.lstrip().startswith(b"["):
                 raise UserError(f"{path}:1: a JSON array; name the file .json, or write one object a line") from error
             problem = f"not valid JSON ({error.msg} at column {error.colno})"
-        except _DuplicateKey as error:
-            problem = str(error)
         except RecursionError:
             problem = _TOO_DEEP
         except ValueError:  # the only other error of json.loads
@@ -299,7 +303,8 @@ def _read_json_array(path: DataFile) -> Iterator[FileRecord]:
     Malformed JSON breaks off the whole file, not only a record, because where the next record starts is unknown.
     """
     unicode = codecs.getincrementaldecoder("utf-8-sig")()
-    strict, loose = json.JSONDecoder(object_pairs_hook=_build_object), json.JSONDecoder()
+    repeated: list[str] = []
+    decoder = json.JSONDecoder(object_pairs_hook=partial(_build_object, repeated))
     chunks = _read_chunks(path)
     text, at, line, ended = "", 0, 1, False
 
@@ -331,14 +336,10 @@ def _read_json_array(path: DataFile) -> Iterator[FileRecord]:
         """Return the value at `at`, the index after it, and its problem."""
         while True:
             try:
-                try:
-                    value, end = strict.raw_decode(text, at)
-                    problem = None
-                except _DuplicateKey as error:
-                    value, end = loose.raw_decode(text, at)
-                    problem = str(error)
+                repeated.clear()
+                value, end = decoder.raw_decode(text, at)
                 if end < len(text) or ended:  # otherwise a number may continue in the next chunk
-                    return value, end, problem
+                    return value, end, repeated[0] if repeated else None
             except json.JSONDecodeError as error:
                 if ended:
                     position = line + text.count("\n", at, error.pos)
@@ -390,16 +391,13 @@ def _read_json_array(path: DataFile) -> Iterator[FileRecord]:
 _TOO_DEEP = f"nested deeper than {DEEPEST} levels"
 
 
-class _DuplicateKey(Exception):
-    """A JSON object has a key twice, so its value is ambiguous."""
-
-
-def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(repeated: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object; append a message to `repeated` if it has a key twice, so that its value is ambiguous."""
     values = dict(pairs)
     if len(values) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         key = next(key for key, _ in pairs if counts[key] > 1)
-        raise _DuplicateKey(f"the key {shorten(key)!r} is there twice in one object; keep one of them")
+        repeated.append(f"the key {shorten(key)!r} is there twice in one object; keep one of them")
     return values
 
 
