@@ -73,10 +73,8 @@ class Placement:
         """Sum over the pipeline's stages: other layers."""
 
     def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the sum of squares of each full tensor, float64 (len(tensors),).
-
-        tensors: local parts (FSDP2's included), each with the layout of the trained parameter of its name.
-        """
+        """Return the sum of squares of each full tensor, float64 (len(tensors),). tensors: local parts (FSDP2's
+        included), each with the layout of the trained parameter of its name."""
         import torch
 
         if not tensors:

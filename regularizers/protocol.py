@@ -108,18 +108,13 @@ class Regularizer(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Return everything a resumed run needs to continue bit for bit; tensors only.
-
-        Covers this pipeline stage's layers, whole and equal on all its ranks; the union over the stages is the state of
-        the same run on any mesh.
-        """
+        """Return everything a resumed run needs to continue bit for bit; tensors only. Covers this pipeline stage's
+        layers, whole and equal on all its ranks; the union over the stages is the state of the same run on any mesh."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a `state_dict`, after `attach`; with a placement, layers of other stages are ignored.
-
-        Raises RegularizerError for any other state.
-        """
+        """Load a `state_dict`, after `attach`; with a placement, layers of other stages are ignored. Raises
+        RegularizerError for any other state."""
 
     @abstractmethod
     def detach(self) -> None:

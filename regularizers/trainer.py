@@ -256,10 +256,8 @@ class RegularizerCallback(TrainerCallback):
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def _restore(self, args: Any, state: Any) -> None:
-        """Load the state of the checkpoint that the Trainer resumes from.
-
-        Raises RegularizerError if it is missing or another regularizer's.
-        """
+        """Load the state of the checkpoint that the Trainer resumes from. Raises RegularizerError if it is missing or
+        another regularizer's."""
         folder = self.resume_from or _checkpoint_folder(args, state)
         advice = "give RegularizerCallback(..., resume_from=<the checkpoint folder>)"
         if not (folder / RECORD).is_file() and not self.regularizer.state_dict():

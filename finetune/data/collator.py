@@ -85,10 +85,8 @@ class Collator:
     def collate_answers(
         self, examples: Sequence[int], others: Sequence[int], pad_id: int, multiple: int = 1
     ) -> MicroBatch:
-        """Collate rows of one answer each (`PreferenceTargets`).
-
-        others: for each example, the one whose answers replace its own in `PreferenceTargets.mismatched`.
-        """
+        """Collate rows of one answer each (`PreferenceTargets`). others: for each example, the one whose answers
+        replace its own in `PreferenceTargets.mismatched`."""
         rows = [row for i in examples for row in self._answers(i)]
         paired = self.rejected_ids is not None
         mismatched = None
@@ -126,10 +124,8 @@ class Collator:
         multiple: int = 1,
         masked: Sequence[LabelledTokens] | None = None,
     ) -> MicroBatch:
-        """Collate the examples of these rows, padded to a multiple of `multiple` tokens.
-
-        masked: ids and labels of each row that replace its own (masked-lm).
-        """
+        """Collate the examples of these rows, padded to a multiple of `multiple` tokens. masked: ids and labels of each
+        row that replace its own (masked-lm)."""
         width = max(int(self.lengths[list(row)].sum()) for row in rows)
         width = -(-width // multiple) * multiple
         shape = (len(rows), width)

@@ -70,10 +70,8 @@ class FileRecord(NamedTuple):
 
 
 def iter_records(path: DataFile) -> Iterator[FileRecord]:
-    """Return an iterator over the records of `path` in file order.
-
-    Raises UserError if the file is missing, unreadable, corrupt or truncated, or of an unknown format.
-    """
+    """Return an iterator over the records of `path` in file order. Raises UserError if the file is missing, unreadable,
+    corrupt or truncated, or of an unknown format."""
     kind, _ = split_suffix(path)
     if kind == "datasets":
         return _read_dataset(path)
@@ -100,10 +98,8 @@ def count_records(path: DataFile) -> int:
 
 
 def split_suffix(path: DataFile) -> tuple[str, str]:
-    """Return format and compression of a path: `('.jsonl', '.xz')`, `('.csv', '')`, `('datasets', '')`.
-
-    Raises UserError for neither a known suffix nor a saved `datasets` directory.
-    """
+    """Return format and compression of a path: `('.jsonl', '.xz')`, `('.csv', '')`, `('datasets', '')`. Raises
+    UserError for neither a known suffix nor a saved `datasets` directory."""
     if isinstance(path, RemoteFile):
         return _parse_suffixes(path)
     if str(path).startswith(HUB) or (path.is_dir() and is_saved_dataset(path)):
@@ -298,10 +294,8 @@ def _is_json_array(path: DataFile, kind: str) -> bool:
 
 
 def _read_json_array(path: DataFile) -> Iterator[FileRecord]:
-    """Yield the objects of one JSON array, or of one under `data`, decoded one by one in constant memory.
-
-    Malformed JSON breaks off the whole file, not only a record, because where the next record starts is unknown.
-    """
+    """Yield the objects of one JSON array, or of one under `data`, decoded one by one in constant memory. Malformed
+    JSON breaks off the whole file, not only a record, because where the next record starts is unknown."""
     unicode = codecs.getincrementaldecoder("utf-8-sig")()
     repeated: list[str] = []
     decoder = json.JSONDecoder(object_pairs_hook=partial(_build_object, repeated))

@@ -64,10 +64,8 @@ class Masking:
     def draw(
         self, ids: NDArray[np.int64], words: NDArray[np.int64], rng: np.random.Generator
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return masked ids, and labels with the original token at chosen positions and −100 elsewhere; all (T,).
-
-        ids: the row's original tokens. words: word number of each token, `SPECIAL` for those never masked.
-        """
+        """Return masked ids, and labels with the original token at chosen positions and −100 elsewhere; all (T,). ids:
+        the row's original tokens. words: word number of each token, `SPECIAL` for those never masked."""
         chosen = self._choose(words, rng)
         fate = rng.random(len(chosen))
         random = self.replacements[rng.integers(0, len(self.replacements), size=len(chosen))]

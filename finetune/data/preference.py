@@ -42,11 +42,8 @@ _Result = tuple[Example, Truncation] | str
 
 
 def read_answers(values: Mapping[str, Any], *, single: bool) -> tuple[tuple[Any, ...], bool | None]:
-    """Return the answers of a row, chosen before rejected; or its only one, and whether it is desirable.
-
-    single: True if a row may have a single answer. Raises ValueError if answers are missing, or a single one has no
-    label.
-    """
+    """Return the answers of a row, chosen before rejected; or its only one, and whether it is desirable. single: True
+    if a row may have a single answer. Raises ValueError if answers are missing, or a single one has no label."""
     if values.get(CHOSEN) is not None and values.get(REJECTED) is not None:
         return (values[CHOSEN], values[REJECTED]), None
     if not single or values.get("completion") is None:

@@ -84,11 +84,8 @@ class RemoteFile:
         return True
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """Open the object for reading, block by block.
-
-        Raises UserError, also during reading: it does not exist, is not readable, has changed since its first opening,
-        or its store does not answer.
-        """
+        """Open the object for reading, block by block. Raises UserError, also during reading: it does not exist, is not
+        readable, has changed since its first opening, or its store does not answer."""
         assert mode == "rb"
         store, path = open_store(self.url)
         with translate_store_errors(self.url):

@@ -530,11 +530,8 @@ def _check_duplicate_id(name: str, location: str, paths: Sequence[DataFile], map
 
 
 def require_rows(rows: Iterable[Row], *, files: Sequence[str], purpose: str, skipped: Sequence[str] = ()) -> list[Row]:
-    """Return all rows as a list, at least one.
-
-    purpose: as in the sentence "no PURPOSE rows". Raises UserError if there is none; says if the files are empty or
-    every row was skipped.
-    """
+    """Return all rows as a list, at least one. purpose: as in the sentence "no PURPOSE rows". Raises UserError if there
+    is none; says if the files are empty or every row was skipped."""
     rows = list(rows)
     if rows:
         return rows
@@ -607,10 +604,8 @@ class SeenIds:
 
 
 class AutoIds:
-    """Set of records without an id, stored as one bit per line of each file.
-
-    imitated: True once a given id looked like an automatic one; before that, no given id can collide with one.
-    """
+    """Set of records without an id, stored as one bit per line of each file. imitated: True once a given id looked like
+    an automatic one; before that, no given id can collide with one."""
 
     def __init__(self) -> None:
         self.imitated = False

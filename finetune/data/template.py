@@ -74,10 +74,7 @@ def fit_completion(
 
 def truncate_longest_first(a: int, b: int, room: int) -> tuple[int, int]:
     """Return lengths ≤ a, ≤ b with a sum ≤ room: truncate the longer until both are equal, then both (the rule of
-    tokenizers).
-
-    An odd token goes to the longer text, or to the second if both are equally long.
-    """
+    tokenizers). An odd token goes to the longer text, or to the second if both are equally long."""
     if a + b <= room:
         return a, b
     half = room // 2

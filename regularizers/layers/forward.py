@@ -46,10 +46,8 @@ class ForwardSwap:
         """Forward that an earlier patch had set on the layer itself; None for the forward of its class."""
 
     def begin(self) -> Forward:
-        """Save the layer's forward and return it; `put` may follow.
-
-        Raises RegularizerError if the adapter is merged into the backbone.
-        """
+        """Save the layer's forward and return it; `put` may follow. Raises RegularizerError if the adapter is merged
+        into the backbone."""
         if getattr(self.site.layer, "merged", False):
             raise RegularizerError(
                 f"the adapter of layer {self.site.name} is merged into the backbone; call model.unmerge_adapter() "

@@ -207,10 +207,8 @@ class LoraParts:
         return any(map(_has_hooks, (self.base, self.a, self.b, self.dropout)))
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None:
-        """Return (x, dropped, weight, bias) as the fused forms take them; None if the dtypes do not agree.
-
-        With dropout, draws its mask.
-        """
+        """Return (x, dropped, weight, bias) as the fused forms take them; None if the dtypes do not agree. With
+        dropout, draws its mask."""
         device, weight = x.device.type, self.base.weight
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, self.a.weight.dtype)
@@ -230,11 +228,8 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def fusible_parts(layer: Any) -> LoraParts | None:
-    """Return the parts of a LoRA layer if the fused form supports it, else None.
-
-    Supported: one active adapter with the plain rule W0 + sBA, a plain float weight, factors without bias, and no hooks
-    on any part.
-    """
+    """Return the parts of a LoRA layer if the fused form supports it, else None. Supported: one active adapter with the
+    plain rule W0 + sBA, a plain float weight, factors without bias, and no hooks on any part."""
     active = active_adapters(layer)
     if len(active) != 1 or has_variant(layer, active[0]):
         return None
@@ -305,10 +300,8 @@ class FusedLayers:
                     owner.own = own
 
     def _fuse(self, layer: Any) -> _FusedLayer | None:
-        """Return the fused form of a layer, None if it is not fusible now.
-
-        The cached form is rebuilt only after a change: doing so in every pass would slow down a small model.
-        """
+        """Return the fused form of a layer, None if it is not fusible now. The cached form is rebuilt only after a
+        change: doing so in every pass would slow down a small model."""
         fused = self._fused.get(layer)
         if fused is None or not fused.parts.are_current(layer):
             parts = fusible_parts(layer)

@@ -73,11 +73,8 @@ class ParameterShard:
 
 @torch.no_grad()
 def gather_parameters(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return each parameter in full, on its compute device.
-
-    Collective if any of them is sharded: one all-gather for each process group and dtype, whatever the number of
-    parameters.
-    """
+    """Return each parameter in full, on its compute device. Collective if any of them is sharded: one all-gather for
+    each process group and dtype, whatever the number of parameters."""
     import torch.distributed as dist
 
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13

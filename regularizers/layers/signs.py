@@ -229,10 +229,8 @@ class SampleSigns:
         self._key, self._signs = key, {}
 
     def of_layer(self, layer: int) -> Callable[[Tensor], Tensor]:
-        """Return the function that gives c (samples, k) for the input of layer number `layer`.
-
-        Excluded from the graphs of `torch.compile`: it reads the batch, and its key changes with every micro-batch.
-        """
+        """Return the function that gives c (samples, k) for the input of layer number `layer`. Excluded from the graphs
+        of `torch.compile`: it reads the batch, and its key changes with every micro-batch."""
 
         def signs(x: Tensor) -> Tensor:
             self._batches.check(x, self._names[layer])

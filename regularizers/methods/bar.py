@@ -60,10 +60,8 @@ def factor_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 class BARRegularizer(AttachedRegularizer):
-    """BAR (see the module docstring); created by `flatshift.regularizers.build(BAR(...))`.
-
-    Acts in `after_optimizer_step`, so the loop must call it.
-    """
+    """BAR (see the module docstring); created by `flatshift.regularizers.build(BAR(...))`. Acts in
+    `after_optimizer_step`, so the loop must call it."""
 
     def __init__(self, config: BAR) -> None:
         require_nonnegative("alpha", config.alpha)
@@ -157,11 +155,8 @@ class BARRegularizer(AttachedRegularizer):
         self._before, self._scales = {}, {}
 
     def figures(self) -> MetricTensors:
-        """Return the metrics of the last step.
-
-        `alpha`; `grown_a`, the share of layers whose A grew relative to its B; `balance`, Σ(|A|² − |B|²)/Σ(|A|² + |B|²)
-        over all layers now: 0 is balanced, ±1 all in A or in B.
-        """
+        """Return the metrics of the last step. `alpha`; `grown_a`, the share of layers whose A grew relative to its B;
+        `balance`, Σ(|A|² − |B|²)/Σ(|A|² + |B|²) over all layers now: 0 is balanced, ±1 all in A or in B."""
         if self._adapters is None:
             return MetricTensors(torch.zeros(0), lambda numbers: {})
         a, b = self._squares(self._adapters.values())

@@ -53,10 +53,8 @@ class AttachedRegularizer(Regularizer):
             raise RegularizerError("this regularizer is attached already; call detach() before attaching it again")
 
     def _finish_attach(self, layers: Mapping[str, Any], seed: int, placement: Placement) -> None:
-        """Record that `layers` (modules by name) are hooked, all or none.
-
-        Raises RegularizerError if one of them is hooked by another regularizer that is still attached.
-        """
+        """Record that `layers` (modules by name) are hooked, all or none. Raises RegularizerError if one of them is
+        hooked by another regularizer that is still attached."""
         for name, layer in layers.items():
             owner = _HOOKED.get(layer)
             if owner is not None and owner() is not None:

@@ -117,10 +117,7 @@ def _check_mesh(placement: Placement) -> None:
 
 def input_embedding(model: nn.Module) -> nn.Module:
     """Return the module that embeds the input tokens of a transformers model, wrapped or not; for an encoder-decoder,
-    the encoder's.
-
-    Raises RegularizerError if there is none.
-    """
+    the encoder's. Raises RegularizerError if there is none."""
     inner: Any = model
     while wrapped := next((name for name in _WRAPPERS if isinstance(getattr(inner, name, None), nn.Module)), None):
         inner = getattr(inner, wrapped)
@@ -140,10 +137,8 @@ def input_embedding(model: nn.Module) -> nn.Module:
 
 
 def uniform_noise(*, seed: int, step: int, micro: int, rows: Tensor, count: int) -> Tensor:
-    """Return uniform noise in [−1, 1], float32 (len(rows), count), for global `rows` (int64) of a micro-batch.
-
-    Each 64-bit word of the counter hash gives two numbers: its lower half, then its upper one.
-    """
+    """Return uniform noise in [−1, 1], float32 (len(rows), count), for global `rows` (int64) of a micro-batch. Each
+    64-bit word of the counter hash gives two numbers: its lower half, then its upper one."""
     keys = mix64(counter_values(rows) + (step_id(seed, step) ^ step_id(layer_uid("neftune"), micro)))
     counts = counter_values(torch.arange((count + 1) // 2, device=rows.device))
     # Row by row: the hash makes several int64 copies of the words.

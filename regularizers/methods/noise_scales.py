@@ -247,9 +247,7 @@ class NoiseScales:
     @torch.no_grad()
     def refresh_norms(self) -> int:
         """Recompute |W'_i|² of all rows from the current weights, or use |w0_i|² in layers where the bound allows it.
-
-        Returns the number of layers that computed the product with W0. Collective on a mesh.
-        """
+        Returns the number of layers that computed the product with W0. Collective on a mesh."""
         factors = [branch.site.factors() for branch in self.branches]
         flat = iter(gather_parameters([factor for layer in factors for factor in layer]))
         whole = [[next(flat) for _ in layer] for layer in factors]
@@ -303,10 +301,8 @@ class NoiseScales:
 
     @torch.no_grad()
     def scale(self, sigma: float, model_sums: Tensor | None) -> None:
-        """Share the power of the noise among the rows, after `update_gradient_share`.
-
-        model_sums: the `totals` over all layers, (2,), to balance them together; None: layer by layer.
-        """
+        """Share the power of the noise among the rows, after `update_gradient_share`. model_sums: the `totals` over all
+        layers, (2,), to balance them together; None: layer by layer."""
         config, layer = self.config, self.rows.layer
         if config.mode == "paper":
             scale = torch.zeros_like(self.norms)
@@ -320,11 +316,8 @@ class NoiseScales:
 
     @torch.no_grad()
     def install(self, step: int, *, sketches: bool) -> None:
-        """Install the perturbation in every layer, after `scale`.
-
-        step: a `signs.step_id`, whose noise is used; with scopes other than `step` the noise waits for
-        `set_micro_batch`. sketches: add probe columns.
-        """
+        """Install the perturbation in every layer, after `scale`. step: a `signs.step_id`, whose noise is used; with
+        scopes other than `step` the noise waits for `set_micro_batch`. sketches: add probe columns."""
         scope, layers = self.config.scope, len(self.branches)
         if scope != "microbatch":
             self._factors = self._draw(step)
@@ -390,9 +383,7 @@ class NoiseScales:
 
     def metric_sums(self) -> Tensor:
         """Return sums over layers for the regularizer's metrics of the last perturbed step: `METRIC_SUMS`, float64.
-
-        Does not wait for the device. Collective on a mesh.
-        """
+        Does not wait for the device. Collective on a mesh."""
         zero = torch.zeros((), device=self.device, dtype=self.ema.dtype)
         sums = [zero] * 4
         if self._power is not None and self._entry is not None:

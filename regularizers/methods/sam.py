@@ -113,11 +113,8 @@ class TwoPassRegularizer(AttachedRegularizer):
             yield index
 
     def _step_factor(self, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ρ/`norm`, and whether it is usable, bool ().
-
-        Counts the unusable steps, which stay unperturbed because their first gradient is zero or not finite. Does not
-        wait for the device.
-        """
+        """Return ρ/`norm`, and whether it is usable, bool (). Counts the unusable steps, which stay unperturbed because
+        their first gradient is zero or not finite. Does not wait for the device."""
         usable = norm.isfinite() & (norm > _VANISHING)
         self._unperturbed = self._unperturbed.to(norm.device) + ~usable
         return self._rho / norm, usable

@@ -125,10 +125,8 @@ class Hessian:
         return ahead.sub_(behind).mul_(length / (2 * self.length))
 
     def check(self, v: Tensor) -> float:
-        """Return the relative disagreement of H v (N,) with the product at twice the step length; four gradients.
-
-        A third of it is due to the truncation of H v itself. Stored in `error` if it is the largest so far.
-        """
+        """Return the relative disagreement of H v (N,) with the product at twice the step length; four gradients. A
+        third of it is due to the truncation of H v itself. Stored in `error` if it is the largest so far."""
         difference = _relative_difference(self(v), Hessian(self.space, self.objective, 2 * self.length)(v))
         self.error = difference if not self.error >= difference else self.error
         return difference
@@ -140,11 +138,8 @@ def _relative_difference(product: Tensor, reference: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Ends of the spectrum found by Lanczos.
-
-    `Estimate.n` is the number of products; the interval is ± the residual |H v − λ v|, which is certain to contain an
-    eigenvalue of the map as computed.
-    """
+    """Ends of the spectrum found by Lanczos. `Estimate.n` is the number of products; the interval is ± the residual |H
+    v − λ v|, which is certain to contain an eigenvalue of the map as computed."""
 
     largest: Estimate
     smallest: Estimate
@@ -192,10 +187,8 @@ def lanczos(product: Product, start: Tensor, *, steps: int, tolerance: float = 1
 
 
 def power_iteration(product: Product, start: Tensor, *, steps: int, tolerance: float = 1e-3) -> tuple[Estimate, Tensor]:
-    """Return the eigenvalue of largest size (it may be negative) and its unit vector.
-
-    A simple check of `lanczos` that stores two vectors instead of one per step.
-    """
+    """Return the eigenvalue of largest size (it may be negative) and its unit vector. A simple check of `lanczos` that
+    stores two vectors instead of one per step."""
     v = start / norm(start)
     value = residual = 0.0
     iterations = 0

@@ -157,11 +157,8 @@ class Space(ABC):
 
     @abstractmethod
     def draw(self, seed: int, purpose: Purpose, index: int, *, exact: bool) -> Any:
-        """Draw a random row-normalised direction, in the form that `value_along` takes.
-
-        Entries are independent with one covariance in each row; rows have the length |w_i| in the mean, or exactly with
-        `exact`.
-        """
+        """Draw a random row-normalised direction, in the form that `value_along` takes. Entries are independent with
+        one covariance in each row; rows have the length |w_i| in the mean, or exactly with `exact`."""
 
     @abstractmethod
     def value_along(self, objective: LossFunction, parts: Sequence[tuple[float, Any]]) -> float:
@@ -174,10 +171,8 @@ class Space(ABC):
 
 
 class AdapterSpace(Space):
-    """θ = (A, B) of all trained LoRA factors (`flatshift.regularizers.layers.adapters`).
-
-    They are moved in place and restored bit for bit. Other trained parameters, such as a classifier's head, are fixed.
-    """
+    """θ = (A, B) of all trained LoRA factors (`flatshift.regularizers.layers.adapters`). They are moved in place and
+    restored bit for bit. Other trained parameters, such as a classifier's head, are fixed."""
 
     name = "adapter"
 

@@ -72,10 +72,8 @@ class _Answer(NamedTuple):
 
 
 class AssistantSpans:
-    """Finder of target spans of conversations under one template.
-
-    `asked_otherwise`, `thoughts_left_out` and `empty_thoughts` count turns rendered in an unexpected way, for notes.
-    """
+    """Finder of target spans of conversations under one template. `asked_otherwise`, `thoughts_left_out` and
+    `empty_thoughts` count turns rendered in an unexpected way, for notes."""
 
     def __init__(
         self, template: ChatTemplate, token_spans: Callable[[str], list[Span]], *, empty_thoughts: bool = False

@@ -37,10 +37,8 @@ class Conversation:
     """Indices of the assistant's turns that may be trained on (all but those with `weight: 0`), in order."""
 
     def supervised(self, *, last_only: bool) -> tuple[int, ...]:
-        """Return the indices of the turns to train on: `answers`, or only the assistant's last turn.
-
-        Raises ValueError if the last turn has `weight: 0`: an earlier turn must not replace it.
-        """
+        """Return the indices of the turns to train on: `answers`, or only the assistant's last turn. Raises ValueError
+        if the last turn has `weight: 0`: an earlier turn must not replace it."""
         if not last_only:
             return self.answers
         last = max(i for i, turn in enumerate(self.messages) if turn["role"] == "assistant")
@@ -76,9 +74,7 @@ def read_conversation(row: Row, *, system: str | None = None) -> Conversation:
 
 def read_unanswered_turns(row: Row, *, system: str | None = None) -> list[dict[str, Any]]:
     """Return the turns of `row` up to the last one that the assistant has to answer; its own last answer is removed.
-
-    Raises ValueError as `read_conversation`, or if there is nothing to answer.
-    """
+    Raises ValueError as `read_conversation`, or if there is nothing to answer."""
     messages = _read_turns(row, system)
     if messages[-1]["role"] == "assistant":
         messages.pop()

@@ -337,9 +337,7 @@ def build_prompts(
     rows: Iterable[Row], *, task: ChatSettings, tokenizer: PreTrainedTokenizerBase, bad_rows: str = "refuse"
 ) -> tuple[list[GenerationPrompt], list[str]]:
     """Return a prompt that waits for an answer for each row, in order, and `file:line: reason` of the skipped rows.
-
-    Raises UserError as `ChatEncoder`, or for a conversation with nothing to answer (unless skipped).
-    """
+    Raises UserError as `ChatEncoder`, or for a conversation with nothing to answer (unless skipped)."""
     # The turns already include the system turn; empty thoughts are part of the answer, so the prompt ends before them.
     task_settings = task.replace(score="generate", system=None, empty_thoughts=True)
     encoder = ChatEncoder(task_settings, tokenizer, ANY_LENGTH, bad_rows=bad_rows)

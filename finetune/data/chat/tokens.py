@@ -62,11 +62,8 @@ class ConversationTokeniser:
     def samples(
         self, samples: Sequence[RenderedConversation], *, room: int | None = None
     ) -> list[TokenisedConversation | TokenAlignmentError]:
-        """Return each sample in tokens, or why it cannot be.
-
-        room: tokens that are kept of a sample; of one that is far longer only a beginning with more than these is
-        tokenised, where they are as in the whole.
-        """
+        """Return each sample in tokens, or why it cannot be. room: tokens that are kept of a sample; of one that is far
+        longer only a beginning with more than these is tokenised, where they are as in the whole."""
         shortened = [self._shorten(sample, room) for sample in samples]
         tokenised = self._tokenise(shortened)
         for i, (sample, (short, _)) in enumerate(zip(samples, shortened, strict=True)):
