@@ -117,11 +117,11 @@ class EvalBatching:
             self.heartbeat(len(batch))
 
     @property
-    def is_heard(self) -> bool:
+    def has_heartbeat(self) -> bool:
         """True if a progress callback is set."""
         return self.heartbeat is not _ignore_progress
 
-    def unheard(self) -> EvalBatching:
+    def without_heartbeat(self) -> EvalBatching:
         """Return a copy without the callback, for trial passes that are no progress."""
         return replace(self, heartbeat=_ignore_progress)
 

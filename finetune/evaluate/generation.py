@@ -209,7 +209,7 @@ def generate_batches(
     if on_token is not None:
         assert len(prompts) == 1 and config.num_beams in (None, 1)
         more["streamer"] = _TokenStreamer(on_token)
-    if inference.share == ALONE and inference.is_heard:
+    if inference.share == ALONE and inference.has_heartbeat:
         more["stopping_criteria"] = StoppingCriteriaList([_HeartbeatCriterion(inference)])
     for batch in _prompt_batches(prompts, inference.batch_size, alike=bool(getattr(model, "soft_tokens", 0))):
         places, counts = inference.share.mine(batch)

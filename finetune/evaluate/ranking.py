@@ -56,7 +56,7 @@ def _can_repeat_cache(model: Any, examples: Sequence[Example], inference: EvalBa
     by_length = sorted(examples, key=lambda example: len(example.input_ids))
     probe = [by_length[0], by_length[-1]]
     alone = replace(inference.share, index=0, width=1, add=ALONE.add)
-    apart = _rank_separately(model, probe, replace(inference, share=alone).unheard(), task)
+    apart = _rank_separately(model, probe, replace(inference, share=alone).without_heartbeat(), task)
     try:
         shared = _rank_with_shared_prompt(model, probe, inference)
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):

@@ -249,7 +249,7 @@ class BaseTask:
     def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], tuple[str, ...] | None]:
         """Encode `rows`; return the examples, and the classes in head order if the task has any.
 
-        Bad and truncated rows are counted in `to.rest`.
+        Bad and truncated rows are counted in `to.losses`.
 
         Raises:
             UserError: a label outside the classes, a missing column of a template, a row without target tokens (unless

@@ -77,36 +77,20 @@ class FusedLora(torch.autograd.Function):
         z = (rows if dropped is None else dropped) @ a.to(x.dtype).T
         y = F.linear(rows, weight, bias)
         y.addmm_(z, b.to(x.dtype).T, alpha=scaling)
-        ctx.save_for_backward(rows, dropped, z, weight, a, b)
+        ctx.save_for_backward(rows, dropped, weight, a, z, b)
         ctx.scaling = scaling
         return unsafe_reshape(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, dropped, z, weight, a, b = ctx.saved_tensors
-        need_x, need_dropped, need_weight, need_bias, need_a, need_b = ctx.needs_input_grad[:6]
+        *inputs, z, b = ctx.saved_tensors
+        needs = ctx.needs_input_grad
         dy = grad.reshape(-1, grad.shape[-1])
-        shape, dtype = (*grad.shape[:-1], rows.shape[1]), dy.dtype
-        dx = ddropped = dweight = dbias = da = db = None
-        if need_x or need_dropped or need_a:
-            dz = (dy @ b.to(dtype)).mul_(ctx.scaling)
-        if need_x:
-            dx = dy @ weight
-            if dropped is None:
-                dx.addmm_(dz, a.to(dtype))
-            dx = dx.view(shape)
-        if need_dropped:
-            ddropped = (dz @ a.to(dtype)).view(shape)
-        if need_weight:
-            dweight = dy.T @ rows
-        if need_bias:
-            dbias = dy.sum(0)
-        if need_a:
-            da = (dz.T @ (rows if dropped is None else dropped)).to(a.dtype)
-        if need_b:
-            db = (dy.T @ z).to(b.dtype).mul_(ctx.scaling)
-        return dx, ddropped, dweight, dbias, da, db, None
+        dz = (dy @ b.to(dy.dtype)).mul_(ctx.scaling) if _needs_dz(needs) else None
+        gradients = _input_gradients(needs, grad.shape[:-1], dy, dz, *inputs)
+        db = (dy.T @ z).to(b.dtype).mul_(ctx.scaling) if needs[5] else None
+        return *gradients, db, None
 
 
 class FusedNoise(torch.autograd.Function):
@@ -145,43 +129,64 @@ class FusedNoise(torch.autograd.Function):
         y = F.linear(rows, weight, bias)
         y.addmm_(z[:, : k + r], _up_projection(noise_out, b, scaling, dtype).T)
         # The backward needs only the columns of A and S_P; a view would keep S_V's alive too.
-        ctx.save_for_backward(rows, dropped, z[:, k:].contiguous(), weight, a, b)
+        ctx.save_for_backward(rows, dropped, weight, a, z[:, k:].contiguous(), b)
         ctx.frozen = (noise_in, noise_out, signs, scaling)
         return unsafe_reshape(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, dropped, z, weight, a, b = ctx.saved_tensors
+        *inputs, z, b = ctx.saved_tensors
         noise_in, noise_out, signs, scaling = ctx.frozen
-        need_x, need_dropped, need_weight, need_bias, need_a, need_b, need_probe = ctx.needs_input_grad[:7]
-        k, r, shape = noise_in.shape[1], a.shape[0], (*grad.shape[:-1], rows.shape[1])
+        needs, r = ctx.needs_input_grad, b.shape[1]
         dy = grad.reshape(-1, grad.shape[-1])
-        dtype = dy.dtype
-        dx = ddropped = dweight = dbias = da = db = dprobe = None
-        if need_x or need_dropped or need_a:
-            dz = dy @ _up_projection(noise_out, b, scaling, dtype)
-            _apply_signs(dz[:, :k], signs)
-        if need_x:
-            dx = dy @ weight
-            if dropped is None:
-                dx.addmm_(dz, torch.cat([noise_in.T, a]).to(dtype))
-            else:
-                dx.addmm_(dz[:, :k], noise_in.T.to(dtype))
-            dx = dx.view(shape)
-        if need_dropped:
-            ddropped = (dz[:, k:] @ a.to(dtype)).view(shape)
-        if need_weight:
-            dweight = dy.T @ rows
-        if need_bias:
-            dbias = dy.sum(0)
-        if need_a:
-            da = (dz[:, k:].T @ (rows if dropped is None else dropped)).to(a.dtype)
-        if need_b or need_probe:
+        dz = db = dprobe = None
+        if _needs_dz(needs):
+            dz = dy @ _up_projection(noise_out, b, scaling, dy.dtype)
+            _apply_signs(dz[:, : noise_in.shape[1]], signs)
+        gradients = _input_gradients(needs, grad.shape[:-1], dy, dz, *inputs, noise_in)
+        if needs[5] or needs[6]:
             dup = dy.T @ z
             db = dup[:, :r].to(b.dtype) * scaling
-            dprobe = dup[:, r:].to(accumulation_dtype(dtype))
-        return dx, ddropped, dweight, dbias, da, db, dprobe, None, None, None, None, None
+            dprobe = dup[:, r:].to(accumulation_dtype(dy.dtype))
+        return *gradients, db, dprobe, None, None, None, None, None
+
+
+def _needs_dz(needs: Sequence[bool]) -> bool:
+    """True if x, dropped or a needs its gradient."""
+    return needs[0] or needs[1] or needs[4]
+
+
+def _input_gradients(
+    needs: Sequence[bool],
+    shape: Sequence[int],
+    dy: Tensor,
+    dz: Any,
+    rows: Tensor,
+    dropped: Tensor | None,
+    weight: Tensor,
+    a: Tensor,
+    noise_in: Tensor | None = None,
+) -> list[Tensor | None]:
+    """Return the gradients of x, dropped, weight, bias and a as needed; dz: that of the columns [noise, adapter]."""
+    dtype, k = dy.dtype, 0 if noise_in is None else noise_in.shape[1]
+    dx = ddropped = dweight = dbias = da = None
+    if needs[0]:
+        dx = dy @ weight
+        if dropped is None:
+            dx.addmm_(dz, (a if noise_in is None else torch.cat([noise_in.T, a])).to(dtype))
+        elif noise_in is not None:
+            dx.addmm_(dz[:, :k], noise_in.T.to(dtype))
+        dx = dx.view(*shape, rows.shape[1])
+    if needs[1]:
+        ddropped = (dz[:, k:] @ a.to(dtype)).view(*shape, rows.shape[1])
+    if needs[2]:
+        dweight = dy.T @ rows
+    if needs[3]:
+        dbias = dy.sum(0)
+    if needs[4]:
+        da = (dz[:, k:].T @ (rows if dropped is None else dropped)).to(a.dtype)
+    return [dx, ddropped, dweight, dbias, da]
 
 
 @dataclass(frozen=True)
