@@ -274,7 +274,7 @@ def test_models_that_write_into_what_a_layer_gives(made: Callable[[], Any], coll
                 term.add_term(
                     partial(_collect_weight_gradient, torch.zeros(site.rows, site.columns, dtype=torch.float64))
                 )
-                stack.callback(term.remove)
+                stack.callback(term.restore)
             if fused:
                 assert stack.enter_context(FusedLayers(model).working()) == lora_layers(model)
             loss = model(input_ids=ids, labels=ids).loss
