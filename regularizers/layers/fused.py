@@ -136,7 +136,7 @@ class FusedNoise(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, z, b = ctx.saved_tensors
+        rows, dropped, weight, a, z, b = ctx.saved_tensors
         noise_in, noise_out, signs, scaling = ctx.frozen
         needs, r = ctx.needs_input_grad, b.shape[1]
         dy = grad.reshape(-1, grad.shape[-1])
@@ -144,7 +144,7 @@ class FusedNoise(torch.autograd.Function):
         if _needs_dz(needs):
             dz = dy @ _up_projection(noise_out, b, scaling, dy.dtype)
             _apply_signs(dz[:, : noise_in.shape[1]], signs)
-        gradients = _input_gradients(needs, grad.shape[:-1], dy, dz, *inputs, noise_in)
+        gradients = _input_gradients(needs, grad.shape[:-1], dy, dz, rows, dropped, weight, a, noise_in)
         if needs[5] or needs[6]:
             dup = dy.T @ z
             db = dup[:, :r].to(b.dtype) * scaling
