@@ -155,29 +155,29 @@ def read_rows(
         skips = bad_rows == "skip" and len(paths) > 1
         for record in _read_until_broken(path, skipped) if skips else iter_records(path):
             index += 1
-            where = f"{path}:{record.place}"
+            location = f"{path}:{record.place}"
             if absent and not record.problem:
                 columns_seen |= dict.fromkeys(record.values)
                 absent = {own: origin for own, origin in absent.items() if own not in record.values}
             try:
                 values = mapper.values(record)
             except ValueError as error:
-                problem = f"{where}: {error}"
+                problem = f"{location}: {error}"
                 if bad_rows == "refuse":
                     raise UserError(problem) from None
                 if skipped is not None:
                     skipped.append(problem)
                 continue
-            given = values.get("id")
-            name = given or f"{file_index}-{record.line}"
-            if given is None:
+            given_id = values.get("id")
+            name = given_id or f"{file_index}-{record.line}"
+            if given_id is None:
                 automatic_ids.add(file_index, record.line)
-            elif automatic_ids.named(given):
-                _check_duplicate_id(given, where, paths, mapper)
-            if given is not None or automatic_ids.imitated:
-                for repeated, repeated_at in given_ids.add(name, where):
+            elif automatic_ids.named(given_id):
+                _check_duplicate_id(given_id, location, paths, mapper)
+            if given_id is not None or automatic_ids.imitated:
+                for repeated, repeated_at in given_ids.add(name, location):
                     _check_duplicate_id(repeated, repeated_at, paths, mapper)
-            yield Row(values, name, where, record.values, index, record.nulls, mapper.form)
+            yield Row(values, name, location, record.values, index, record.nulls, mapper.form)
             count += 1
             if count == first:
                 break
