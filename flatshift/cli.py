@@ -140,7 +140,7 @@ def run(argv: Sequence[str]) -> int:
         return 2
 
     from flatshift.finetune.errors import Interrupted, OutOfMemory, UserError, first_error_line, format_error_message
-    from flatshift.regularizers.errors import RegularizerError
+    from flatshift.regularizers.config import RegularizerError
     from flatshift.selection.errors import SelectionError
 
     try:

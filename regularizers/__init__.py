@@ -29,8 +29,8 @@ from flatshift.regularizers.config import (
     NEFTune,
     Plain,
     RegularizerConfig,
+    RegularizerError,
 )
-from flatshift.regularizers.errors import RegularizerError
 
 if TYPE_CHECKING:
     from flatshift.regularizers.methods.ggpo import GGPORegularizer

@@ -26,28 +26,42 @@ class ShardSlice(Protocol):
         """Return the global indices in local order, int64."""
 
 
-class Placement(Protocol):
-    """A process's place in a mesh.
+class Placement:
+    """A process's place in a mesh. This class is that of a single process, which has everything; others override it.
 
     The sums are in place and collective: every rank along their axes calls them, in the same order. A layer's name is
     that of its module in the PEFT model: `base_model.model.…self_attn.q_proj`, without wrappers and without a pipeline
     part's number.
     """
 
+    gradient_scale: float = 1.0
+    """Factor between a process's gradients and those of its own tokens' loss terms (FSDP2 averages, so a loop that
+    wants sums scales the loss by the group's size)."""
+
     @property
     def device(self) -> torch.device:
         """Device on which this process computes."""
+        import torch
+
+        return torch.device("cpu")
 
     @property
-    def gradient_scale(self) -> float:
-        """Factor between a process's gradients and those of its own tokens' loss terms (FSDP2 averages, so a loop that
-        wants sums scales the loss by the group's size)."""
+    def pipelined(self) -> bool:
+        """True if several micro-batches are in flight at once, as in a pipeline."""
+        return False
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(i, n): this process has the i-th of n equal blocks of every micro-batch's rows."""
+        return 0, 1
 
     def rows(self, layer: str) -> ShardSlice | None:
         """Return this process's rows of W0 of `layer` (column-parallel: LoRA's B is cut along); None: all."""
+        return None
 
     def columns(self, layer: str) -> ShardSlice | None:
         """Return this process's columns of W0 of `layer` (row-parallel: LoRA's A is cut along); None: all."""
+        return None
 
     def sum_tensor(self, tensor: Tensor) -> None:
         """Sum over the ranks of a tensor-parallel group: the same tokens, other parts of the layers."""
@@ -58,59 +72,9 @@ class Placement(Protocol):
     def sum_pipeline(self, tensor: Tensor) -> None:
         """Sum over the pipeline's stages: other layers."""
 
-    @property
-    def pipelined(self) -> bool:
-        """True if several micro-batches are in flight at once, as in a pipeline."""
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """(i, n): this process has the i-th of n equal blocks of every micro-batch's rows."""
-
     def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the sum of squares of each full tensor, float64 (len(tensors),).
-
-        tensors: local parts (FSDP2's included), each with the layout of the trained parameter of its name.
-        """
-
-    def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return each full tensor; `tensors` as for `squares`."""
-
-    def take(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """Copy the local parts of `wholes` into `tensors`: the reverse of `full_tensors`. Without communication."""
-
-
-class SingleProcess:
-    """Placement of a single process: it has everything, and sums are no-ops."""
-
-    gradient_scale = 1.0
-    pipelined = False
-
-    @property
-    def device(self) -> torch.device:
-        import torch
-
-        return torch.device("cpu")
-
-    def rows(self, layer: str) -> None:
-        return None
-
-    def columns(self, layer: str) -> None:
-        return None
-
-    def sum_tensor(self, tensor: Tensor) -> None:
-        pass
-
-    def sum_data(self, tensor: Tensor) -> None:
-        pass
-
-    def sum_pipeline(self, tensor: Tensor) -> None:
-        pass
-
-    @property
-    def share(self) -> tuple[int, int]:
-        return 0, 1
-
-    def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the sum of squares of each full tensor, float64 (len(tensors),). tensors: local parts (FSDP2's
+        included), each with the layout of the trained parameter of its name."""
         import torch
 
         if not tensors:
@@ -119,11 +83,13 @@ class SingleProcess:
         return torch.stack(norms).square()
 
     def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return each full tensor; `tensors` as for `squares`."""
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
-    def take(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    def copy_local_parts(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        """Copy the local parts of `wholes` into `tensors`, the reverse of `full_tensors`, without communication."""
         for name, tensor in tensors.items():
             tensor.detach().copy_(wholes[name])
 
 
-ALONE = SingleProcess()
+SINGLE_PROCESS = Placement()

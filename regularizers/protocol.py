@@ -39,8 +39,8 @@ from flatshift.regularizers.config import (
     NEFTune,
     Plain,
     RegularizerConfig,
+    RegularizerError,
 )
-from flatshift.regularizers.errors import RegularizerError
 
 if TYPE_CHECKING:
     from typing import Self
@@ -52,13 +52,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MetricTensors:
-    """Metrics of a step whose values stay on the device until they are read, possibly together with those of other
-    steps."""
+    """Metrics of a step whose `values`, (n,) float64, stay on the device until they are read, possibly together with
+    those of other steps; `named` makes metrics by name from the numbers."""
 
     values: Tensor
-    """(n,) float64."""
     named: Callable[[Sequence[float]], dict[str, float]]
-    """Function from the numbers in `values` to metrics by name."""
 
     def read(self) -> dict[str, float]:
         """Return the metrics now; waits for the device."""
@@ -77,7 +75,7 @@ class Regularizer(ABC):
         """Find the LoRA layers of `model` (PEFT, by duck typing) and prepare; the model itself is not changed.
 
         `seed` keys every draw, the same on all ranks of a mesh; `total_steps` is the length of a schedule; `placement`
-        is this process's place in a mesh, None for a single process. With a placement, `attach`, `step`, `metrics` and
+        is this process's place in a mesh, None for a single process. With a placement, `attach`, `step`, `figures` and
         `state_dict` are collective: every rank calls them in the same order. Raises RegularizerError if the model has
         no suitable layer, or if one of its layers is already hooked by a regularizer.
         """
@@ -100,31 +98,23 @@ class Regularizer(ABC):
         """Announce that the optimizer made its step with the learning rate `rate`; called after `step` was left."""
 
     @abstractmethod
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the last step for the log; reading them may wait for the device."""
-
     def metric_tensors(self) -> MetricTensors:
-        """Return the same metrics without waiting, if the method can; copies, so that later steps do not change them.
-        Collective as `metrics` is."""
-        from torch import empty
+        """Return metrics of the last step for the log, without waiting for the device; copies, so that later steps do
+        not change them."""
 
-        found = self.metrics()
-        return MetricTensors(empty(0), lambda values: found)
+    def metrics(self) -> dict[str, float]:
+        """Return the same metrics as numbers; reading them may wait for the device."""
+        return self.metric_tensors().read()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Return everything a resumed run needs to continue bit for bit; tensors only.
-
-        Covers this pipeline stage's layers, whole and equal on all its ranks; the union over the stages is the state of
-        the same run on any mesh.
-        """
+        """Return everything a resumed run needs to continue bit for bit; tensors only. Covers this pipeline stage's
+        layers, whole and equal on all its ranks; the union over the stages is the state of the same run on any mesh."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a `state_dict`, after `attach`; with a placement, layers of other stages are ignored.
-
-        Raises RegularizerError for any other state.
-        """
+        """Load a `state_dict`, after `attach`; with a placement, layers of other stages are ignored. Raises
+        RegularizerError for any other state."""
 
     @abstractmethod
     def detach(self) -> None:
@@ -144,8 +134,10 @@ class PlainRegularizer(Regularizer):
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
         yield range(1)
 
-    def metrics(self) -> dict[str, float]:
-        return {}
+    def metric_tensors(self) -> MetricTensors:
+        from torch import empty
+
+        return MetricTensors(empty(0), lambda numbers: {})
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}
@@ -183,5 +175,5 @@ def build(config: RegularizerConfig) -> Regularizer:
         known = ", ".join(kind.__name__ for kind in _HOMES)
         raise RegularizerError(f"no regularizer for settings of type {type(config).__name__}; use one of {known}")
     module, _, name = _HOMES[type(config)].partition(":")
-    made: Regularizer = getattr(import_module(f"flatshift.regularizers.{module}"), name)(config)
-    return made
+    regularizer: Regularizer = getattr(import_module(f"flatshift.regularizers.{module}"), name)(config)
+    return regularizer

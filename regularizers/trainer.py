@@ -28,10 +28,9 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback
 
-from flatshift.regularizers.config import RegularizerConfig
-from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.config import RegularizerConfig, RegularizerError
 from flatshift.regularizers.layers.sharded import is_sharded
-from flatshift.regularizers.mesh import ALONE, Placement, SingleProcess
+from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
 from flatshift.regularizers.protocol import Regularizer, build
 
 if TYPE_CHECKING:
@@ -44,14 +43,13 @@ else:
 _log = logging.getLogger(__name__)
 
 TENSORS, RECORD = "regularizer.safetensors", "regularizer.json"
-"""Files written into each of the Trainer's checkpoint folders."""
 
 
 class StepAbandoned(Exception):
     """Raised into a step to end it unfinished; nothing is learned from it."""
 
 
-class ReplicaPlacement(SingleProcess):
+class ReplicaPlacement(Placement):
     """Placement of a process under DistributedDataParallel, which averages gradients over the processes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -92,14 +90,9 @@ class RegularizerCallback(TrainerCallback):
         seed: int | None = None,
         resume_from: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Create the callback.
-
-        Args:
-            regularizer: settings, or a regularizer that is not attached.
-            seed: keys its draws; None: the seed of the TrainingArguments.
-            resume_from: the checkpoint folder whose state is loaded on a resume, if it is not
-                `<output_dir>/checkpoint-<step>`. `TwoPassMixin` finds it by itself.
-        """
+        """regularizer: settings, or a regularizer that is not attached. seed: keys its draws; None: the seed of the
+        TrainingArguments. resume_from: the checkpoint folder whose state is loaded on a resume, if it is not
+        `<output_dir>/checkpoint-<step>`. `TwoPassMixin` finds it by itself."""
         self.regularizer = regularizer if isinstance(regularizer, Regularizer) else build(regularizer)
         self.seed = seed
         self.resume_from = None if resume_from is None else Path(resume_from)
@@ -109,12 +102,9 @@ class RegularizerCallback(TrainerCallback):
         self._step: contextlib.AbstractContextManager[Any] | None = None
         self._passes: Iterator[int] = iter(())
         self.micro_index = 0
-        """Index of the current or next micro-batch of a pass."""
         self._gradient_state: Any = None
-        self._queued = False
-        self._watcher: Any = None
-
-    # ------------------------------------------------------------------ one training run
+        self._end_is_queued = False
+        self._forward_hook: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()  # the Trainer starts over after running out of memory (auto_find_batch_size)
@@ -133,7 +123,7 @@ class RegularizerCallback(TrainerCallback):
         placement = _training_placement(args, model)
         seed = args.seed if self.seed is None else self.seed
         self.regularizer.attach(
-            model, seed=seed, total_steps=state.max_steps, placement=None if placement is ALONE else placement
+            model, seed=seed, total_steps=state.max_steps, placement=None if placement is SINGLE_PROCESS else placement
         )
         self.attached = True
         self._gradient_state = kwargs["optimizer"].gradient_state
@@ -144,7 +134,7 @@ class RegularizerCallback(TrainerCallback):
             self.close()
             raise
         if not self.guarded:
-            self._watcher = model.register_forward_hook(self._watch)
+            self._forward_hook = model.register_forward_hook(self._hook_output)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.abandon()
@@ -152,13 +142,13 @@ class RegularizerCallback(TrainerCallback):
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         step = self.regularizer.step(state.global_step, loss_scale=scale)
         self._passes = iter(step.__enter__())
-        self._step, self._queued = step, False
+        self._step, self._end_is_queued = step, False
         next(self._passes)
-        self._begin_micro(0)
+        self.begin_micro_batch(0)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._step is not None:
-            self._begin_micro(self.micro_index + 1)
+            self.begin_micro_batch(self.micro_index + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._step is not None:
@@ -185,10 +175,8 @@ class RegularizerCallback(TrainerCallback):
             logs.update(figures)
             state.log_history[-1].update(figures)
 
-    # ------------------------------------------------------------------ steps, passes, micro-batches
-
     @property
-    def inside(self) -> bool:
+    def in_step(self) -> bool:
         """True between the begin and the end of a step."""
         return self._step is not None
 
@@ -196,18 +184,15 @@ class RegularizerCallback(TrainerCallback):
         """Begin the next pass of the step and return True, or return False if there is none."""
         if next(self._passes, None) is None:
             return False
-        self._begin_micro(0)
+        self.begin_micro_batch(0)
         return True
 
-    def _begin_micro(self, index: int) -> None:
+    def begin_micro_batch(self, index: int) -> None:
+        """Announce micro-batch `index` of the pass."""
         self.micro_index = index
         self.regularizer.on_micro_batch(index)
 
-    def next_micro(self) -> None:
-        """Advance to the next micro-batch of a later pass."""
-        self._begin_micro(self.micro_index + 1)
-
-    def leave(self) -> None:
+    def end_step(self) -> None:
         """End the step after all its backward passes."""
         step, self._step = self._step, None
         if step is not None:
@@ -222,9 +207,9 @@ class RegularizerCallback(TrainerCallback):
     def close(self) -> None:
         """Release the model, in whatever state training ended. Calling it twice is harmless."""
         self.abandon()
-        if self._watcher is not None:
-            self._watcher.remove()
-            self._watcher = None
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
         if self.attached:
             self.regularizer.detach()
             self.attached = False
@@ -235,21 +220,19 @@ class RegularizerCallback(TrainerCallback):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _watch(self, model: nn.Module, inputs: Any, output: Any) -> None:
+    def _hook_output(self, model: nn.Module, inputs: Any, output: Any) -> None:
         """Forward hook: when backward reaches the first of these outputs, the end of the step is queued."""
-        if self.inside and self._gradient_state.sync_gradients and torch.is_grad_enabled():
+        if self.in_step and self._gradient_state.sync_gradients and torch.is_grad_enabled():
             for tensor in _output_tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._backward_begins)
+                    tensor.register_hook(self._queue_end)
 
-    def _backward_begins(self, gradient: Tensor) -> None:
-        if self.inside and not self._queued:
-            self._queued = True
+    def _queue_end(self, gradient: Tensor) -> None:
+        if self.in_step and not self._end_is_queued:
+            self._end_is_queued = True
             # Queued callbacks run once all gradients are accumulated. Queueing again from inside one runs it after the
             # callbacks that DDP has queued meanwhile, when its gradients are averaged.
-            _queue_callback(lambda: _queue_callback(self.leave))
-
-    # ------------------------------------------------------------------ logs and checkpoints
+            _queue_callback(lambda: _queue_callback(self.end_step))
 
     def figures(self) -> dict[str, float]:
         """Return the regularizer's metrics under their names in the logs."""
@@ -273,10 +256,8 @@ class RegularizerCallback(TrainerCallback):
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def _restore(self, args: Any, state: Any) -> None:
-        """Load the state of the checkpoint that the Trainer resumes from.
-
-        Raises RegularizerError if it is missing or another regularizer's.
-        """
+        """Load the state of the checkpoint that the Trainer resumes from. Raises RegularizerError if it is missing or
+        another regularizer's."""
         folder = self.resume_from or _checkpoint_folder(args, state)
         advice = "give RegularizerCallback(..., resume_from=<the checkpoint folder>)"
         if not (folder / RECORD).is_file() and not self.regularizer.state_dict():
@@ -287,8 +268,7 @@ class RegularizerCallback(TrainerCallback):
                 "again"
             )
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        mine = {"regularizer": type(self.regularizer).__name__, "step": state.global_step}
-        for key, value in mine.items():
+        for key, value in {"regularizer": type(self.regularizer).__name__, "step": state.global_step}.items():
             if record[key] != value:
                 raise RegularizerError(
                     f"{folder / RECORD} says {key} {record[key]}, but this run has {value}; {advice} of this run"
@@ -311,12 +291,11 @@ def _queue_callback(action: Any) -> None:
 
 
 def _output_tensors(output: Any) -> Iterator[Tensor]:
-    """Yield all tensors of a model's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping | list | tuple):
-        for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _output_tensors(part)
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from _output_tensors(value)
 
 
 def _training_placement(args: Any, model: nn.Module) -> Placement:
@@ -328,12 +307,12 @@ def _training_placement(args: Any, model: nn.Module) -> Placement:
         )
     sharded = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
     if sharded is not None or args.fsdp or args.deepspeed:
-        what = f"{sharded} is sharded" if sharded else "FSDP or DeepSpeed shards the model"
+        problem = f"{sharded} is sharded" if sharded else "FSDP or DeepSpeed shards the model"
         raise RegularizerError(
-            f"{what}, and the Trainer does not say how; train with DistributedDataParallel, or sharded with "
+            f"{problem}, and the Trainer does not say how; train with DistributedDataParallel, or sharded with "
             "`flatshift train`"
         )
-    return ReplicaPlacement(args.device) if args.world_size > 1 else ALONE
+    return ReplicaPlacement(args.device) if args.world_size > 1 else SINGLE_PROCESS
 
 
 class TwoPassMixin(Trainer):  # type: ignore[misc]
@@ -349,7 +328,7 @@ class TwoPassMixin(Trainer):  # type: ignore[misc]
         callback = self._regularizer()
         if callback is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        callback.guarded, given = True, callback.resume_from
+        callback.guarded, resume_from = True, callback.resume_from
         if isinstance(resume_from_checkpoint, str | os.PathLike):
             callback.resume_from = Path(resume_from_checkpoint)
         self._window: list[tuple[Any, list[Tensor]]] = []
@@ -357,11 +336,11 @@ class TwoPassMixin(Trainer):  # type: ignore[misc]
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             callback.close()
-            callback.guarded, callback.resume_from = False, given
+            callback.guarded, callback.resume_from = False, resume_from
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         callback = self._regularizer()
-        if callback is None or not callback.inside:
+        if callback is None or not callback.in_step:
             return super().training_step(model, inputs, *args, **kwargs)
         if callback.regularizer.passes > 1:
             if callback.micro_index == 0:
@@ -371,16 +350,16 @@ class TwoPassMixin(Trainer):  # type: ignore[misc]
         loss = super().training_step(model, inputs, *args, **kwargs)
         if self.accelerator.sync_gradients:
             while callback.next_pass():
-                for index, (again, state) in enumerate(self._window):
+                for index, (inputs_copy, state) in enumerate(self._window):
                     if index:
-                        callback.next_micro()
+                        callback.begin_micro_batch(index)
                     _set_random_state(state, self.args.device)
                     last = index + 1 == len(self._window)
                     # DDP must average only once, in the last backward of the pass.
                     with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
-                        super().training_step(model, copy.copy(again), *args, **kwargs)
+                        super().training_step(model, copy.copy(inputs_copy), *args, **kwargs)
             self._window = []
-            callback.leave()
+            callback.end_step()
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -394,7 +373,6 @@ class TwoPassMixin(Trainer):  # type: ignore[misc]
 
 
 def _random_state(device: torch.device) -> list[Tensor]:
-    """Return the random state that dropout on `device` uses."""
     state = [torch.get_rng_state()]
     return [*state, torch.cuda.get_rng_state(device)] if device.type == "cuda" else state
 

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks.faults.mutator import Mutator
 from flatshift.finetune.errors import SENTENCE, Interrupted, UserError, format_error_message
-from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.config import RegularizerError
 from flatshift.selection.errors import SelectionError
 
 WANTED = 1_000_000

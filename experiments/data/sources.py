@@ -77,7 +77,7 @@ class SourceFiles:
     def refuse_none(self, skipped: Sequence[str]) -> None:
         """Raise UserError because there is no usable row."""
         name = self.setting.removeprefix("data.").removeprefix("train.sources.")
-        require_rows([], files=self.files, what=name, skipped=skipped)
+        require_rows([], files=self.files, purpose=name, skipped=skipped)
 
 
 def iter_source_rows(
@@ -207,7 +207,7 @@ def count_source_epochs(batches: TrainingDataLoader, mixture: Mixture | None, st
     Raises:
         UserError: a source with `when_over: refuse` ends before the run does.
     """
-    total = batches.drawn(steps)
+    total = batches.samples_in(steps)
     if mixture is None:
         return [{"name": None, "share": 1.0, "examples": len(batches), "drawn": total, "epochs": total / len(batches)}]
     records = mixture_record(mixture)

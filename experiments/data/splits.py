@@ -174,8 +174,8 @@ def prepare_data(recipe: Recipe) -> PreparedData:
             raise UserError(f"data.cache: {error}; name a directory with room that can be written to") from error
         return _with_notes(_prepare(recipe, None)[0], (f"token cache: not used ({error})",))
     paths = [str(path) for path in input_paths(recipe)]
-    splits = {split: open_examples(entry.folder / split, entry.about["rows"][split], paths) for split in SPLITS}
-    return _with_notes(_build_prepared(recipe, splits, entry.about), entry.notes)
+    splits = {split: open_examples(entry.folder / split, entry.metadata["rows"][split], paths) for split in SPLITS}
+    return _with_notes(_build_prepared(recipe, splits, entry.metadata), entry.notes)
 
 
 def sample_split_warning(recipe: Recipe) -> list[str]:
@@ -415,7 +415,7 @@ def choose_recording(recipe: Recipe, prepared: PreparedData) -> Recording | None
 
 def prepare_warm_up_data(recipe: Recipe, files: Sequence[str], columns: Columns, task: Task) -> PreparedData:
     """Encode the rows of `files` as training examples of `task`, for a warm-up."""
-    rows = require_rows(read_rows(files, columns=columns), files=files, what="warm-up")
+    rows = require_rows(read_rows(files, columns=columns), files=files, purpose="warm-up")
     encoded = encode_rows(
         recipe,
         (("train", 0, row) for row in rows),

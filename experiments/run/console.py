@@ -141,7 +141,7 @@ class Console:
         self, label: str, rows: int, *, stop: Callable[[], bool] = lambda: False
     ) -> Iterator[Callable[[int], None]]:
         """Show the progress of an evaluation of `rows` rows; yields
-        `flatshift.finetune.data.eval_batching.EvalBatching.beat`.
+        `flatshift.finetune.data.eval_batching.EvalBatching.heartbeat`.
 
         Raises Interrupted at a heartbeat at which `stop()` is true.
         """

@@ -76,5 +76,5 @@ def _filter_records(records: AnyRecords, keep: np.ndarray, reason: str, files: S
 
     skipped = [*records.skipped, *(f"{row.where}: {reason}" for row in take(gone))]
     if not len(numbers):
-        require_rows([], files=files, what=name, skipped=skipped)
+        require_rows([], files=files, purpose=name, skipped=skipped)
     return replace(records, rows=take(numbers), skipped=skipped)

@@ -164,7 +164,7 @@ def _read_split(
     if not files.files:
         return []
     rows = read_rows(files.files, columns=columns, required=(), bad_rows=bad_rows)
-    kept = require_rows(rows, files=files.files, what=what)
+    kept = require_rows(rows, files=files.files, purpose=what)
     return limit_rows(kept, files.limit, seed=derive_seed(recipe.train.seed, "limit", what))
 
 

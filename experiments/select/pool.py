@@ -79,7 +79,7 @@ def read_pool(spec: Select, seed: int, directory: Path, console: Console) -> Poo
         _with_progress(rows, console), directory / ".pool.arrow", columns=spec.columns, domain_column=spec.domain_column
     )
     if not len(view):
-        require_rows([], files=spec.pool.files, what="pool", skipped=skipped)
+        require_rows([], files=spec.pool.files, purpose="pool", skipped=skipped)
     total = len(view) + len(skipped)
     if spec.pool.limit is not None:
         view = view.take(limit_rows(range(len(view)), spec.pool.limit, seed=derive_seed(seed, "limit", "pool")))
@@ -90,7 +90,7 @@ def read_records(files: Files, spec: Select, seed: int, name: str) -> Records:
     """Read the rows of a target, or of negative examples, into memory. Raises UserError."""
     skipped: list[str] = []
     rows = _read_rows(files, spec, name, skipped)
-    kept = require_rows(rows, files=files.files, what=name, skipped=skipped)
+    kept = require_rows(rows, files=files.files, purpose=name, skipped=skipped)
     total = len(kept) + len(skipped)
     return Records(limit_rows(kept, files.limit, seed=derive_seed(seed, "limit", name)), skipped, total)
 

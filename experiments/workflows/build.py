@@ -129,8 +129,10 @@ def evaluate_watched(
     **how: Any,
 ) -> dict[str, Any]:
     """`flatshift.finetune.evaluate.evaluator.evaluate`, whose progress `watch` follows under the name of the split."""
-    with watch(f"evaluating {split}", len(examples)) as beat:
-        return evaluate(model, tokenizer, examples, inference=dataclasses.replace(inference, beat=beat), **how)
+    with watch(f"evaluating {split}", len(examples)) as heartbeat:
+        return evaluate(
+            model, tokenizer, examples, inference=dataclasses.replace(inference, heartbeat=heartbeat), **how
+        )
 
 
 def evaluate_splits(

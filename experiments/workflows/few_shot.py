@@ -112,7 +112,7 @@ def read_shots(asked: FewShot, columns: Columns) -> list[Row]:
     if not asked.shots:
         return []
     rows = read_rows(asked.source, columns=columns, required=asked.prompt.columns(), setting="data.columns")
-    found = require_rows(rows, files=asked.source, what="worked example")
+    found = require_rows(rows, files=asked.source, purpose="worked example")
     if len(found) <= asked.shots:
         raise UserError(f"--shots-from: {len(found)} rows are too few for --shots {asked.shots}, which takes one more")
     return found

@@ -152,7 +152,7 @@ def _read_prompts(recipe: Recipe, files: Sequence[str], skipped: list[str]) -> l
         bad_rows=recipe.data.bad_rows,
         skipped=skipped,
     )
-    return require_rows(rows, files=files, what="prompt", skipped=skipped)
+    return require_rows(rows, files=files, purpose="prompt", skipped=skipped)
 
 
 def read_finished_recipe(path: Path, overrides: Sequence[Branch] = (), *, other_rows: bool = False) -> Recipe:

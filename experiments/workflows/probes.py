@@ -83,7 +83,9 @@ def probe_models(
         console = Console(quiet=quiet)
         document: dict[str, Any] = {"models": {}, "notes": list(NOTES), "review": probe.review, "command": command}
         if data:
-            rows = require_rows(read_rows(data, columns=Columns(id="\0"), required=("text",)), files=data, what="text")
+            rows = require_rows(
+                read_rows(data, columns=Columns(id="\0"), required=("text",)), files=data, purpose="text"
+            )
             document["data"] = measure_cooccurrence(probe, [row.values["text"] for row in rows])
         kept = SavedSamples(None if out is None else out.with_name(f".{out.name}.written.jsonl"))
         adapted, written = AdapterSwitcher(console), []

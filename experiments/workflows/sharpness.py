@@ -30,8 +30,8 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import resume_command
 from flatshift.finetune.seeds import numpy_generator
 from flatshift.finetune.train.trace.curvature import mean_loss
+from flatshift.regularizers.config import measure_name
 from flatshift.regularizers.sharpness import Sharpness, SharpnessResult, measure
-from flatshift.regularizers.sharpness.sharpness_config import measure_name
 
 if TYPE_CHECKING:
     from torch import nn

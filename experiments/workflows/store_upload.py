@@ -16,7 +16,7 @@ from pathlib import Path
 from flatshift.experiments.results.cells import MARKER
 from flatshift.experiments.workflows.export import files_to_upload
 from flatshift.experiments.workflows.run_parts import check_finished
-from flatshift.finetune.data.upload import RECORD, UploadResult, upload_folder
+from flatshift.finetune.data.remote import UPLOAD_RECORD, UploadResult, upload_folder
 from flatshift.finetune.digests import DONE
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import MANIFEST, RECIPE
@@ -26,7 +26,7 @@ _LAST = ("config.json", "adapter_config.json", "result.json", MANIFEST, DONE)
 
 
 def push_to_store(folder: Path, place: str, progress: Callable[[int, int], None] | None = None) -> UploadResult:
-    """Upload `folder` to the address `place` and compare it there, as in `flatshift.finetune.data.upload`.
+    """Upload `folder` to the address `place` and compare it there, as in `flatshift.finetune.data.remote`.
 
     progress: called with the uploaded and the total bytes. Raises UserError for a folder that is not a product of
     Flatshift, not finished, or changed, and as `upload`.
@@ -81,7 +81,7 @@ def _files_to_send(folder: Path) -> list[str]:
         name = file.relative_to(folder)
         if file.is_dir() and not file.is_symlink():
             continue
-        if "state" in name.parts[:-1] or any(part.startswith(".") for part in name.parts) or str(name) == RECORD:
+        if "state" in name.parts[:-1] or any(part.startswith(".") for part in name.parts) or str(name) == UPLOAD_RECORD:
             continue
         if file.is_symlink() or not file.is_file():
             raise UserError(f"{file} is a link or no plain file, which a store cannot hold; put the file itself there")

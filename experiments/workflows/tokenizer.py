@@ -65,7 +65,7 @@ def compare_tokenizers(
             required=("text", *([group_by] if group_by else [])),
         )  # fmt: skip
         document = tokenize_with_each(
-            names, require_rows(rows, files=data, what="text"), group_by, reference, parallel, quiet
+            names, require_rows(rows, files=data, purpose="text"), group_by, reference, parallel, quiet
         )
         document |= {"data": list(data), "command": command}
         if out is not None:

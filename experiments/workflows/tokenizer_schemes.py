@@ -78,7 +78,7 @@ def train_schemes(
             read_rows(
                 data, columns=Columns(text=settings["text"], id="\0"),
                 required=("text", *([group_by] if group_by else [])),
-            ), files=data, what="text",
+            ), files=data, purpose="text",
         )  # fmt: skip
         apart, training = _split_held_out(rows, held_out)
         texts, judged = [row.values["text"] for row in training], [row.values["text"] for row in apart]

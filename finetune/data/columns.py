@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from .encoding import IGNORE, Example
+from .example import IGNORE, Example
 from .labels import Units
 
 _RAGGED = ("input_ids", "labels", "segments", "decoder_ids", "prompt", "words", "rejected_ids", "rejected_labels")
@@ -37,141 +37,122 @@ class ExampleWriter:
     """Writer that appends examples in chunks and returns one `ColumnarExamples`."""
 
     def __init__(self, paths: Sequence[str], folder: Path | None = None) -> None:
-        """
-        Arguments:
-            paths: files that the examples come from, as named in their `where`.
-            folder: directory to write the columns into; None keeps them in memory.
-        """
+        """paths: files that the examples come from, as named in their `where`. folder: directory to write the columns
+        into; None keeps them in memory."""
         unknown = {field.name for field in dataclasses.fields(Example)} - _KNOWN
-        assert not unknown, f"flatshift.finetune.data.columns does not keep {', '.join(sorted(unknown))} of an Example"
+        assert not unknown, f"flatshift.finetune.data.columns does not store {', '.join(sorted(unknown))} of an Example"
         self.rows = 0
         self._paths = list(paths)
         self._file = {path: number for number, path in enumerate(paths)}
         self._folder = folder
-        self._sinks: dict[str, _ColumnWriter] = {}
-        self._choices: dict[Any, int] = {}
-        self._units: dict[Units, int] = {}
+        self._writers: dict[str, _ColumnWriter] = {}
+        self._values: dict[str, dict[Any, int]] = {"choices": {}, "units": {}}
 
     def add(self, examples: Sequence[Example]) -> None:
         """Append `examples`. Their labels must all be of one form: lists of integers, classes, targets, or 0 and 1
         per class."""
         if not examples:
             return
-        whole = self._put_whole_labels([example.labels for example in examples])
+        row_labels = self._add_row_labels([example.labels for example in examples])
         for name in _RAGGED:
-            if not (name == "labels" and whole):
-                self._put_ragged(name, [getattr(example, name) for example in examples])
-        self._put_texts("id", [example.id for example in examples])
-        self._put_texts("answer", [example.answer for example in examples])
-        self._put_places([example.where for example in examples])
+            if not (name == "labels" and row_labels):
+                self._add_ragged(name, [getattr(example, name) for example in examples])
+        self._add_texts("id", [example.id for example in examples])
+        self._add_texts("answer", [example.answer for example in examples])
+        self._add_places([example.where for example in examples])
         for name in _NUMBERS:
-            given = [getattr(example, name) for example in examples]
-            if name in self._sinks or any(value is not None for value in given):
-                self._put(name, np.array([_NONE if value is None else value for value in given], dtype=np.int64))
-        counts = [1 if whole else _count_targets(example.labels) for example in examples]
-        self._put("supervised", np.array(counts, dtype=np.int32))
-        self._put_choices([example.choices for example in examples])
-        self._put_units([example.units for example in examples])
-        self._put_features([example.features for example in examples])
+            values = [getattr(example, name) for example in examples]
+            if name in self._writers or any(value is not None for value in values):
+                self._add(name, np.array([_NONE if value is None else value for value in values], dtype=np.int64))
+        counts = [1 if row_labels else _count_targets(example.labels) for example in examples]
+        self._add("supervised", np.array(counts, dtype=np.int32))
+        self._add_indexed("choices", [example.choices for example in examples], lambda choices: choices)
+        self._add_indexed("units", [example.units for example in examples], dataclasses.asdict)
+        self._add_features([example.features for example in examples])
         self.rows += len(examples)
 
     def close(self) -> ColumnarExamples:
         """Return the examples; in a folder, all files are then complete."""
-        return ColumnarExamples(
-            _ColumnTable({name: sink.close() for name, sink in self._sinks.items()}, self.rows, self._paths)
-        )
+        columns = {name: writer.close() for name, writer in self._writers.items()}
+        return ColumnarExamples(_ColumnTable(columns, self.rows, self._paths))
 
-    def _sink(self, name: str, dtype: Any) -> _ColumnWriter:
-        if name not in self._sinks:
+    def _writer(self, name: str, dtype: Any) -> _ColumnWriter:
+        if name not in self._writers:
             path = None if self._folder is None else self._folder / f"{name}{_SUFFIX}"
-            self._sinks[name] = _ColumnWriter(np.dtype(dtype), path)
-        return self._sinks[name]
+            self._writers[name] = _ColumnWriter(np.dtype(dtype), path)
+        return self._writers[name]
 
-    def _put(self, name: str, values: np.ndarray, absent: int = _NONE) -> None:
-        fresh = name not in self._sinks
-        sink = self._sink(name, values.dtype)
-        if fresh and self.rows:  # the column was absent so far: fill earlier rows
-            sink.add(np.full(self.rows, absent, dtype=values.dtype))
-        sink.add(values)
+    def _add(self, name: str, values: np.ndarray, absent: int = _NONE) -> None:
+        new = name not in self._writers
+        writer = self._writer(name, values.dtype)
+        if new and self.rows:  # the column was absent so far: fill earlier rows
+            writer.add(np.full(self.rows, absent, dtype=values.dtype))
+        writer.add(values)
 
-    def _put_lengths(self, name: str, values: Sequence[Any]) -> int:
+    def _add_lengths(self, name: str, values: Sequence[Any]) -> int:
         """Store the length of each value, −1 for None, and return their sum. Nothing is stored while all values so
         far are None."""
         lengths = np.array([-1 if value is None else len(value) for value in values], dtype=np.int32)
-        if f"{name}.length" in self._sinks or (lengths >= 0).any():
-            self._put(f"{name}.length", lengths, absent=-1)
+        if f"{name}.length" in self._writers or (lengths >= 0).any():
+            self._add(f"{name}.length", lengths, absent=-1)
         return int(lengths[lengths > 0].sum())
 
-    def _put_ragged(self, name: str, values: Sequence[Any]) -> None:
-        total = self._put_lengths(name, values)
-        if f"{name}.length" in self._sinks:
+    def _add_ragged(self, name: str, values: Sequence[Any]) -> None:
+        total = self._add_lengths(name, values)
+        if f"{name}.length" in self._writers:
             flat = chain.from_iterable(value for value in values if value is not None)
-            self._sink(name, np.int32).add(np.fromiter(flat, dtype=np.int32, count=total))
+            self._writer(name, np.int32).add(np.fromiter(flat, dtype=np.int32, count=total))
 
-    def _put_texts(self, name: str, values: Sequence[str | None]) -> None:
-        coded = [None if text is None else text.encode("utf-8", "surrogatepass") for text in values]
-        self._put_lengths(name, coded)
-        if f"{name}.length" in self._sinks:
-            joined = b"".join(text for text in coded if text is not None)
-            self._sink(name, np.uint8).add(np.frombuffer(joined, dtype=np.uint8))
+    def _add_texts(self, name: str, values: Sequence[str | None]) -> None:
+        encoded = [None if text is None else text.encode("utf-8", "surrogatepass") for text in values]
+        self._add_lengths(name, encoded)
+        if f"{name}.length" in self._writers:
+            joined = b"".join(text for text in encoded if text is not None)
+            self._writer(name, np.uint8).add(np.frombuffer(joined, dtype=np.uint8))
 
-    def _put_places(self, places: Sequence[str]) -> None:
+    def _add_places(self, places: Sequence[str]) -> None:
         """Store each place as the file's number and the text after its name; −1 and the whole text if the file is
         not in `paths`."""
         files = [self._file.get(place.rpartition(":")[0], -1) for place in places]
-        self._put("file", np.array(files, dtype=np.int32))
-        told = zip(files, places, strict=True)
-        self._put_texts("where", [place if file < 0 else place[len(self._paths[file]) :] for file, place in told])
+        self._add("file", np.array(files, dtype=np.int32))
+        pairs = zip(files, places, strict=True)
+        self._add_texts("where", [place if file < 0 else place[len(self._paths[file]) :] for file, place in pairs])
 
-    def _put_whole_labels(self, labels: Sequence[Any]) -> bool:
+    def _add_row_labels(self, labels: Sequence[Any]) -> bool:
         """Store labels that belong to whole rows; return False if they are lists of token labels."""
         if isinstance(labels[0], list):
             return False
         if isinstance(labels[0], tuple):
-            self._put("classes", np.array(labels, dtype=np.uint8).ravel())
+            self._add("classes", np.array(labels, dtype=np.uint8).ravel())
         elif isinstance(labels[0], float):
-            self._put("target", np.array(labels, dtype=np.float64))
+            self._add("target", np.array(labels, dtype=np.float64))
         else:
-            self._put("class", np.array(labels, dtype=np.int64))
+            self._add("class", np.array(labels, dtype=np.int64))
         return True
 
-    def _put_units(self, given: Sequence[Units | None]) -> None:
-        """Store units as indices into a table of distinct units, each serialised as JSON."""
-        if "units" not in self._sinks and all(units is None for units in given):
+    def _add_indexed(self, name: str, values: Sequence[Any], to_json: Callable[[Any], Any]) -> None:
+        """Store values as indices into a table of distinct ones, each serialised as JSON."""
+        if name not in self._writers and all(value is None for value in values):
             return
-        for units in given:
-            if units is not None and units not in self._units:
-                self._units[units] = len(self._units)
-                text = json.dumps(dataclasses.asdict(units)).encode()
-                self._sink("unit.length", np.int32).add(np.array([len(text)], dtype=np.int32))
-                self._sink("unit", np.uint8).add(np.frombuffer(text, dtype=np.uint8))
-        numbers = [-1 if units is None else self._units[units] for units in given]
-        self._put("units", np.array(numbers, dtype=np.int32), absent=-1)
+        known = self._values[name]
+        for value in values:
+            if value is not None and value not in known:
+                known[value] = len(known)
+                text = json.dumps(to_json(value)).encode()
+                self._writer(f"{name}.value.length", np.int32).add(np.array([len(text)], dtype=np.int32))
+                self._writer(f"{name}.value", np.uint8).add(np.frombuffer(text, dtype=np.uint8))
+        indices = [-1 if value is None else known[value] for value in values]
+        self._add(name, np.array(indices, dtype=np.int32), absent=-1)
 
-    def _put_features(self, given: Sequence[Any]) -> None:
+    def _add_features(self, values: Sequence[Any]) -> None:
         """Store vectors concatenated, and once the number per row; either all rows have the same number, or none has
         any."""
-        if given[0] is None:
-            assert "features" not in self._sinks and all(vectors is None for vectors in given)
+        if values[0] is None:
+            assert "features" not in self._writers and all(vectors is None for vectors in values)
             return
         if not self.rows:
-            self._sink("features.vectors", np.int32).add(np.array([len(given[0])], dtype=np.int32))
-        self._sink("features", np.float32).add(np.array(given, dtype=np.float32).ravel())
-
-    def _put_choices(self, given: Sequence[tuple[tuple[int, ...], ...] | None]) -> None:
-        """Store choices as indices into a table of distinct sets, with one row per choice."""
-        if "choices" not in self._sinks and all(choices is None for choices in given):
-            return
-        numbers = []
-        for choices in given:
-            if choices is not None and choices not in self._choices:
-                self._choices[choices] = len(self._choices)
-                for tokens in choices:
-                    self._sink("choice.length", np.int32).add(np.array([len(tokens)], dtype=np.int32))
-                    self._sink("choice", np.int32).add(np.array(tokens, dtype=np.int32))
-                self._sink("choice.set", np.int32).add(np.array([len(choices)], dtype=np.int32))
-            numbers.append(-1 if choices is None else self._choices[choices])
-        self._put("choices", np.array(numbers, dtype=np.int32), absent=-1)
+            self._writer("features.vectors", np.int32).add(np.array([len(values[0])], dtype=np.int32))
+        self._writer("features", np.float32).add(np.array(values, dtype=np.float32).ravel())
 
 
 def _count_targets(labels: Any) -> int:
@@ -199,7 +180,7 @@ class _ColumnWriter:
         self._dtype, self._path, self._rows = dtype, path, 0
         self._parts: list[np.ndarray] = []
         self._handle = path.open("wb") if path is not None else None
-        self._header()
+        self._write_header()
 
     def add(self, values: np.ndarray) -> None:
         self._rows += len(values)
@@ -212,37 +193,33 @@ class _ColumnWriter:
         if self._handle is None or self._path is None:
             return np.concatenate(self._parts) if self._parts else np.empty(0, self._dtype)
         self._handle.seek(0)
-        self._header()  # same length as the first header: NumPy reserves room for the shape to grow
+        self._write_header()  # same length as the first header: NumPy reserves room for the shape to grow
         self._handle.close()
         return _load_memory_mapped(self._path)
 
-    def _header(self) -> None:
+    def _write_header(self) -> None:
         if self._handle is not None:
-            about = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self._rows,)}
-            np.lib.format.write_array_header_1_0(self._handle, about)
+            descr = np.lib.format.dtype_to_descr(self._dtype)
+            header = {"descr": descr, "fortran_order": False, "shape": (self._rows,)}
+            np.lib.format.write_array_header_1_0(self._handle, header)
 
 
 class _RaggedColumn:
-    """Lists of different lengths, concatenated."""
-
     def __init__(self, flat: np.ndarray, lengths: np.ndarray) -> None:
         self.flat, self.lengths = flat, lengths
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Start index of each list, (N,) int64."""
-        ends = np.cumsum(np.maximum(self.lengths, 0), dtype=np.int64)
-        return ends - np.maximum(self.lengths, 0)
+        sizes = np.maximum(self.lengths, 0)
+        return np.cumsum(sizes, dtype=np.int64) - sizes
 
-    def of(self, i: int) -> np.ndarray | None:
+    def get(self, i: int) -> np.ndarray | None:
         """Return list i; None if it is missing."""
         length = int(self.lengths[i])
         return None if length < 0 else self.flat[int(self.starts[i]) : int(self.starts[i]) + length]
 
 
 class _ColumnTable:
-    """Columns of all rows."""
-
     def __init__(self, columns: dict[str, np.ndarray], rows: int, paths: list[str]) -> None:
         self.columns, self.rows, self.paths = columns, rows, paths
         if "classes" in columns:
@@ -254,87 +231,62 @@ class _ColumnTable:
             for name in (*_RAGGED, *_TEXTS)
             if name in columns
         }
-        self._sets: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self._choices = [tuple(map(tuple, choices)) for choices in self._distinct_values("choices")]
+        self.units = [Units(**units) for units in self._distinct_values("units")]
 
-    @cached_property
-    def _choice(self) -> tuple[_RaggedColumn, np.ndarray]:
-        counts = self.columns["choice.set"]
-        starts = np.cumsum(counts, dtype=np.int64) - counts
-        return _RaggedColumn(self.columns["choice"], self.columns["choice.length"]), starts
-
-    def choices(self, i: int) -> tuple[tuple[int, ...], ...] | None:
-        number = int(self.columns["choices"][i]) if "choices" in self.columns else -1
-        if number < 0:
-            return None
-        if number not in self._sets:
-            tokens, starts = self._choice
-            begin = int(starts[number])
-            span = range(begin, begin + int(self.columns["choice.set"][number]))
-            self._sets[number] = tuple(tuple(np.asarray(tokens.of(k)).tolist()) for k in span)
-        return self._sets[number]
-
-    @cached_property
-    def units(self) -> list[Units]:
-        """Distinct units, indexed by column `units`."""
-        if "unit" not in self.columns:
+    def _distinct_values(self, name: str) -> list[Any]:
+        if f"{name}.value" not in self.columns:
             return []
-        texts = _RaggedColumn(self.columns["unit"], self.columns["unit.length"])
-        found = [np.asarray(texts.of(k)).tobytes() for k in range(len(texts.lengths))]
-        return [Units(**json.loads(text)) for text in found]
+        texts = _RaggedColumn(self.columns[f"{name}.value"], self.columns[f"{name}.value.length"])
+        return [json.loads(np.asarray(texts.get(k)).tobytes()) for k in range(len(texts.lengths))]
 
-    def units_of(self, i: int) -> Units | None:
-        number = int(self.columns["units"][i]) if "units" in self.columns else -1
-        return None if number < 0 else self.units[number]
+    def _indexed(self, name: str, values: Sequence[Any], i: int) -> Any:
+        index = int(self.columns[name][i]) if name in self.columns else -1
+        return None if index < 0 else values[index]
 
-    def features_of(self, i: int) -> tuple[array[float], ...] | None:
+    def _features(self, i: int) -> tuple[array[float], ...] | None:
         if "features" not in self.columns:
             return None
         return tuple(array("f", vector.tobytes()) for vector in self.columns["features"][i])
 
-    def labels(self, i: int) -> Any:
+    def _labels(self, i: int) -> Any:
         for name in ("class", "target"):
             if name in self.columns:
                 return self.columns[name][i].item()
         if "classes" in self.columns:
             return tuple(self.columns["classes"][i].tolist())
-        return self.list_of("labels", i)
+        return self._list("labels", i)
 
-    def list_of(self, name: str, i: int) -> list[int] | None:
-        found = self.ragged[name].of(i) if name in self.ragged else None
-        return None if found is None else found.tolist()
+    def _list(self, name: str, i: int) -> list[int] | None:
+        values = self.ragged[name].get(i) if name in self.ragged else None
+        return None if values is None else values.tolist()
 
-    def text(self, name: str, i: int) -> str | None:
-        found = self.ragged[name].of(i) if name in self.ragged else None
-        return None if found is None else found.tobytes().decode("utf-8", "surrogatepass")
+    def _text(self, name: str, i: int) -> str | None:
+        characters = self.ragged[name].get(i) if name in self.ragged else None
+        return None if characters is None else characters.tobytes().decode("utf-8", "surrogatepass")
 
-    def number(self, name: str, i: int) -> Any:
+    def _number(self, name: str, i: int) -> Any:
         value = self.columns[name][i].item() if name in self.columns else _NONE
         return None if value == _NONE else value
 
     def example(self, i: int) -> Example:
-        tokens, name, where = self.list_of("input_ids", i), self.text("id", i), self.text("where", i)
-        labels = self.labels(i)
-        assert tokens is not None and labels is not None and name is not None and where is not None
-        file = int(self.columns["file"][i])
+        ids, name, place = self._list("input_ids", i), self._text("id", i), self._text("where", i)
+        assert ids is not None and name is not None and place is not None
+        file, desirable = int(self.columns["file"][i]), self._number("desirable", i)
+        lists = ("segments", "decoder_ids", "prompt", "words", "rejected_ids", "rejected_labels")
+        values: dict[str, Any] = {column: self._list(column, i) for column in lists}
+        values |= {column: self._number(column, i) for column in ("bytes", "gold", "stop")}
         return Example(
-            tokens,
-            labels,
+            ids,
+            self._labels(i),
             name,
-            where if file < 0 else self.paths[file] + where,
-            bytes=self.number("bytes", i),
-            segments=self.list_of("segments", i),
-            choices=self.choices(i),
-            gold=self.number("gold", i),
-            answer=self.text("answer", i),
-            decoder_ids=self.list_of("decoder_ids", i),
-            prompt=self.list_of("prompt", i),
-            stop=self.number("stop", i),
-            words=self.list_of("words", i),
-            units=self.units_of(i),
-            rejected_ids=self.list_of("rejected_ids", i),
-            rejected_labels=self.list_of("rejected_labels", i),
-            desirable=None if (desirable := self.number("desirable", i)) is None else bool(desirable),
-            features=self.features_of(i),
+            place if file < 0 else self.paths[file] + place,
+            choices=self._indexed("choices", self._choices, i),
+            answer=self._text("answer", i),
+            units=self._indexed("units", self.units, i),
+            desirable=None if desirable is None else bool(desirable),
+            features=self._features(i),
+            **values,
         )
 
 
@@ -392,14 +344,14 @@ class ColumnarExamples(Sequence[Example]):
         values = self._table.columns.get(name)
         return values if values is None or self._index is None else values[self._index]
 
-    def seen_targets(self) -> np.ndarray | None:
-        """Return targets in training units (`flatshift.finetune.data.labels.Units.seen`), (N,) float64; None if
+    def standardised_targets(self) -> np.ndarray | None:
+        """Return targets in training units (`flatshift.finetune.data.labels.Units.standardise`), (N,) float64; None if
         there are none."""
-        targets, numbers = self.column("target"), self.column("units")
-        if targets is None or numbers is None:
+        targets, indices = self.column("target"), self.column("units")
+        if targets is None or indices is None:
             return targets
         units = [*self._table.units, Units(0.0)]  # index −1, rows without units, is the last
-        offset, scale = (np.array([getattr(one, name) for one in units])[numbers] for name in ("offset", "scale"))
+        offset, scale = (np.array([getattr(each, name) for each in units])[indices] for name in ("offset", "scale"))
         return (targets - offset) / scale
 
     def features(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -413,9 +365,8 @@ class ColumnarExamples(Sequence[Example]):
     def ragged(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """Return a list column as all lists concatenated, and start and length of each, (N,); None if there is no
         such column."""
-        found = self._table.ragged.get(name)
-        if found is None or not self._table.rows:
+        column = self._table.ragged.get(name)
+        if column is None or not self._table.rows:
             return None
-        if self._index is None:
-            return found.flat, found.starts, found.lengths
-        return found.flat, found.starts[self._index], found.lengths[self._index]
+        index = slice(None) if self._index is None else self._index
+        return column.flat, column.starts[index], column.lengths[index]

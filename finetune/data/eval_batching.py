@@ -36,9 +36,8 @@ class DataShard:
     row."""
 
     index: int = 0
-    """Index of this data rank."""
+    """Index of this data rank, of `width`."""
     width: int = 1
-    """Number of data ranks."""
     multiple: int = 1
     """Pad rows to a multiple of this many tokens (sequence parallelism)."""
     lockstep: bool = False
@@ -47,11 +46,6 @@ class DataShard:
     """Sum of an array over the data ranks."""
     union: Callable[[dict[int, Any]], dict[int, Any]] = _identity
     """Union of the items of all data ranks, by index."""
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """(index, width)."""
-        return self.index, self.width
 
     def mine(self, batch: Sequence[int]) -> tuple[list[int], bool]:
         """Return this rank's items of a batch, and whether they count. A rank without any gets the first item, which
@@ -70,12 +64,11 @@ class EvalBatching:
     batch_size: int
     """Maximum rows per pass, over all processes."""
     pad_id: int
-    """Token id used for padding."""
     device: torch.device | str = "cpu"
     autocast_dtype: torch.dtype | None = None
     """None: the model's own precision."""
     share: DataShard = ALONE
-    beat: Callable[[int], None] = _ignore_progress
+    heartbeat: Callable[[int], None] = _ignore_progress
     """Progress callback, called after each batch with the number of finished examples, and in a single process with
     0 after each generated token; an exception from it ends the evaluation. Every rank of a mesh calls it at the same
     points."""
@@ -102,50 +95,48 @@ class EvalBatching:
         start).
 
         Every process gets the same number of batches, each with its share of the rows; a batch without a row for this
-        process has the batch's first row with `samples` 0.
-
-        max_tokens: take fewer rows per batch if rows × length (over all sides) would exceed this.
+        process has the batch's first row with `samples` 0. max_tokens: take fewer rows per batch if rows × length (over
+        all sides) would exceed this.
         """
         collator = Collator(examples, task)
-        work, (index, width), multiple = collator.work, self.share.part, self.share.multiple
+        multiple, work = self.share.multiple, collator.work
         order = np.argsort(-work, kind="stable")
         start = 0
         while start < len(order):
             rows = self.batch_size
             if max_tokens is not None:
                 rows = max(1, min(rows, max_tokens // int(work[order[start]])))
-            batch = order[start : start + rows]
-            mine = batch[index::width]
-            some = [int(i) for i in (mine if len(mine) else batch[:1])]
+            batch = order[start : start + rows].tolist()
+            own, counts = self.share.mine(batch)
             if task.traits.is_answer_level:
                 # Mismatched answers come from the next example in file order, independent of the batch size.
-                micro = collator.answered(some, [(i + 1) % len(order) for i in some], self.pad_id, multiple)
+                micro = collator.collate_answers(own, [(i + 1) % len(order) for i in own], self.pad_id, multiple)
             else:
-                micro = collator.collate([(i,) for i in some], self.pad_id, multiple)
-            yield micro if len(mine) else replace(micro, samples=0, supervised=0)
+                micro = collator.collate([(i,) for i in own], self.pad_id, multiple)
+            yield micro if counts else replace(micro, samples=0, supervised=0)
             start += rows
-            self.beat(len(batch))
+            self.heartbeat(len(batch))
 
     @property
-    def is_heard(self) -> bool:
+    def has_heartbeat(self) -> bool:
         """True if a progress callback is set."""
-        return self.beat is not _ignore_progress
+        return self.heartbeat is not _ignore_progress
 
-    def unheard(self) -> EvalBatching:
+    def without_heartbeat(self) -> EvalBatching:
         """Return a copy without the callback, for trial passes that are no progress."""
-        return replace(self, beat=_ignore_progress)
+        return replace(self, heartbeat=_ignore_progress)
 
     def spread(self, rows: int) -> EvalBatching:
         """Return a copy that counts `rows` rows as one example for the callback."""
         finished = 0
 
-        def beat(more: int) -> None:
+        def count(more: int) -> None:
             nonlocal finished
             before, finished = finished // rows, finished + more
             if finished // rows > before:
-                self.beat(finished // rows - before)
+                self.heartbeat(finished // rows - before)
 
-        return replace(self, beat=beat)
+        return replace(self, heartbeat=count)
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return the context manager for a forward pass."""

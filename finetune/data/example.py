@@ -52,11 +52,9 @@ class Example:
     words: list[int] | None = None
     """Word number of each token, −1 for special tokens, which are never masked (masked-lm)."""
     units: Units | None = None
-    """Standardisation of the target (regress)."""
     rejected_ids: list[int] | None = None
     """The same prompt with the rejected answer (preference); `input_ids` has the chosen one."""
     rejected_labels: list[int] | None = None
-    """Labels aligned with `rejected_ids`."""
     desirable: bool | None = None
     """True if a single answer is desirable (preference without pairs)."""
     features: tuple[array[float], ...] | None = None
@@ -72,8 +70,8 @@ def find_document_starts(examples: Sequence[Example]) -> np.ndarray | None:
     """Return for each example the index of the first piece of its document, (N,); None if no document was split."""
     places = [_PIECE.sub("", example.where) for example in examples]
     first: dict[str, int] = {}
-    found = np.array([first.setdefault(place, i) for i, place in enumerate(places)], dtype=np.int64)
-    return None if len(first) == len(examples) else found
+    starts = np.array([first.setdefault(place, i) for i, place in enumerate(places)], dtype=np.int64)
+    return None if len(first) == len(examples) else starts
 
 
 def sum_by_document(values: np.ndarray, documents: np.ndarray) -> np.ndarray:
@@ -97,17 +95,14 @@ class GenerationPrompt:
     """Text that a chat template writes between the prompt and the answer's own words, such as a space."""
 
 
-@dataclass(frozen=True)
-class EncodedRows:
-    """Examples in row order, with the counts of what encoding lost."""
+@dataclass(kw_only=True)
+class LossCounts:
+    """Counts of what encoding loses."""
 
-    examples: list[Example]
-    truncated: int
+    truncated: int = 0
     """Examples longer than `max_length` that were truncated."""
     skipped: list[str] = field(default_factory=list)
     """`file:line: reason` of skipped rows."""
-    label_names: tuple[str, ...] | None = None
-    """Classes in head order."""
     dropped: int = 0
     """Examples longer than `max_length` that were dropped."""
     cut_answers: int = 0
@@ -117,17 +112,23 @@ class EncodedRows:
     lengths: Counter[int] = field(default_factory=Counter)
     """Counts of truncated and dropped examples by their number of tokens without truncation."""
     at_least: int | None = None
-    """Smallest of these lengths that is only a lower bound, from texts not tokenised to their end; None: all are
-    exact."""
+    """Smallest of these lengths that is only a lower bound, from texts not tokenised to their end; larger ones are too.
+    None: all are exact."""
     split: int = 0
     """Examples longer than `max_length` that were split into pieces."""
     pieces: int = 0
     """Number of pieces of such examples."""
+
+
+@dataclass
+class EncodedRows(LossCounts):
+    """Examples in row order, with the counts of what encoding lost."""
+
+    examples: list[Example]
+    label_names: tuple[str, ...] | None = None
+    """Classes in head order."""
     notes: tuple[str, ...] = ()
     """Further notes to print before the first step, one sentence each."""
-
-
-# --------------------------------------------------------------------------------------------- feature vectors of a row
 
 
 def add_features(example: Example, row: Row, projector: Projector) -> Example | str:
@@ -143,24 +144,18 @@ def add_features(example: Example, row: Row, projector: Projector) -> Example | 
 
 
 def read_vectors(value: Any, projector: Projector) -> tuple[array[float], ...]:
-    """Return the K vectors of d float32 numbers in a column: a list of d numbers if K is 1, or K lists.
-
-    Raises:
-        ValueError: anything else; says what the column holds.
-    """
+    """Return the K vectors of d float32 numbers in a column: a list of d numbers if K is 1, or K lists. Raises
+    ValueError for anything else, which says what the column holds."""
     if not isinstance(value, list | tuple):
         raise ValueError("is null" if value is None else f"is a {type(value).__name__}, not a list of numbers")
     nested = bool(value) and isinstance(value[0], list | tuple)
+    setting = f"adapter.projector.{'vectors' if isinstance(projector.inject, str) else 'inject'}"
     if not nested and projector.count > 1:
-        raise ValueError(f"is one list, not {projector.count} vectors ({_vector_count_setting(projector)})")
+        raise ValueError(f"is one list, not {projector.count} vectors ({setting})")
     vectors = value if nested else [value]
     if len(vectors) != projector.count:
-        raise ValueError(f"holds {len(vectors)} vectors, not {projector.count} ({_vector_count_setting(projector)})")
+        raise ValueError(f"holds {len(vectors)} vectors, not {projector.count} ({setting})")
     return tuple(_parse_vector(vector, projector.width) for vector in vectors)
-
-
-def _vector_count_setting(projector: Projector) -> str:
-    return f"adapter.projector.{'vectors' if isinstance(projector.inject, str) else 'inject'}"
 
 
 def _parse_vector(value: Any, width: int) -> array[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import glob
 import hashlib
@@ -21,7 +22,6 @@ from .formats import (
     has_lone_surrogate,
     is_document_file,
     is_saved_dataset,
-    list_data_files,
     select_known_format,
     split_suffix,
 )
@@ -32,16 +32,15 @@ def expand_files(files: Sequence[str]) -> list[DataFile]:
     """Return the paths of `files`: paths as given; globs and directories expanded in sorted order; `sample:NAME` for
     shipped samples; `hub:NAME[CONFIG]@REVISION:SPLIT`; and objects for the addresses of a store.
 
-    Raises:
-        UserError: a path that does not exist (names the nearest), a glob without a match, a file named twice.
+    Raises UserError: a path that does not exist (names the nearest), a glob without a match, a file named twice.
     """
     paths = [path for name in files for path in _expand_one(str(name))]
-    seen: set[str] = set()
+    keys: set[str] = set()
     for path in paths:
         key = str(path) if isinstance(path, RemoteFile) or str(path).startswith(HUB) else str(path.resolve())
-        if key in seen:
+        if key in keys:
             raise UserError(f"{path} is named twice in {', '.join(map(str, files))}; name it once")
-        seen.add(key)
+        keys.add(key)
     return paths
 
 
@@ -55,43 +54,40 @@ def _expand_one(name: str) -> Sequence[DataFile]:
     if not name:
         raise UserError("'' is no name of a file; leave it out, or name the file")
     if is_remote(name):
-        return _expand_remote(name)
+        objects, directory = remote.find_objects(name)
+        if directory and any(file.name in SAVED_DATASET for file in objects):
+            raise UserError(f"{name}: a saved data set is read from a local directory; copy it to this machine first")
+        return select_known_format(name, objects) if directory else objects
     path = user_path(name)
     if path.is_symlink() and not path.exists():
         raise UserError(f"{name}: a link to a file that is not there; restore it, or name another")
     if path.exists():
         if not (path.is_file() or path.is_dir()):
             raise UserError(f"{name}: a pipe, socket or device, which cannot be read twice; write it to a file first")
-        return list_data_files(path) if path.is_dir() and not is_saved_dataset(path) else [path]
+        holds_files = path.is_dir() and not is_saved_dataset(path)
+        return select_known_format(str(path), sorted(path.iterdir())) if holds_files else [path]
     if glob.has_magic(name):
-        matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
-        found = sorted(Path(match) for match in matches if Path(match).is_file())
-        if not found:
+        paths = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        matches = sorted(Path(match) for match in paths if Path(match).is_file())
+        if not matches:
             raise UserError(f"{name}: no file matches this pattern")
-        for match in found:
+        for match in matches:
             if has_lone_surrogate(str(match)):
                 raise UserError(f"{name}: matches a file whose name is not valid UTF-8 ({match.name!a}); rename it")
-        if len({is_document_file(match) for match in found}) > 1:
-            text = next(match for match in found if is_document_file(match))
+        documents = [match for match in matches if is_document_file(match)]
+        if documents and len(documents) < len(matches):
             raise UserError(
-                f"{name}: matches {text.name}, a document, and files of records; name either, as *{text.suffix}"
+                f"{name}: matches {documents[0].name}, a document, and files of records; name either, as "
+                f"*{documents[0].suffix}"
             )
-        return found
-    raise UserError(f"{name}: no such file{_nearest_file(path)}")
-
-
-def _expand_remote(name: str) -> list[RemoteFile]:
-    found, directory = remote.find_objects(name)
-    if directory and any(file.name in SAVED_DATASET for file in found):
-        raise UserError(f"{name}: a saved data set is read from a local directory; copy it to this machine first")
-    return select_known_format(name, found) if directory else found
-
-
-def _nearest_file(path: Path) -> str:
+        return matches
     if not path.parent.is_dir():
-        return f" (there is no directory {path.parent})"
-    nearest = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1, cutoff=0.5)
-    return f"; did you mean {path.parent / nearest[0]}?" if nearest else f"; give {SUPPORTED}"
+        hint = f" (there is no directory {path.parent})"
+    else:
+        names = [entry.name for entry in path.parent.iterdir()]
+        close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {path.parent / close[0]}?" if close else f"; give {SUPPORTED}"
+    raise UserError(f"{name}: no such file{hint}")
 
 
 def describe_files(files: Sequence[str]) -> list[dict[str, Any]]:
@@ -104,18 +100,17 @@ def describe_files(files: Sequence[str]) -> list[dict[str, Any]]:
     described: list[dict[str, Any]] = []
     for name in files:
         for path in _expand_one(str(name)):
-            shown = str(name) if str(name).startswith(SAMPLE) else str(path)
-            if shown.startswith(HUB):
-                described.append({"path": shown, "sha256": None, "bytes": None, "rows": None})
+            label = str(name) if str(name).startswith(SAMPLE) else str(path)
+            record: dict[str, Any] = {"path": label, "sha256": None, "bytes": None, "rows": None}
+            described.append(record)
+            if label.startswith(HUB):
                 continue
             split_suffix(path)
-            digest, size = file_digest(path)
-            try:
-                rows: int | None = count_records(path)
-            except BrokenFile:  # with bad_rows: skip, its readable part was used
-                rows = None
-            version = {"version": path.version} if isinstance(path, RemoteFile) else {}
-            described.append({"path": shown, "sha256": digest, "bytes": size, "rows": rows, **version})
+            record["sha256"], record["bytes"] = file_digest(path)
+            with contextlib.suppress(BrokenFile):  # with bad_rows: skip, its readable part was used
+                record["rows"] = count_records(path)
+            if isinstance(path, RemoteFile):
+                record["version"] = path.version
     return described
 
 

@@ -18,6 +18,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,7 +42,6 @@ SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
 LONGEST_LINE = 1 << 26
 """Maximum bytes per line: 64 MiB, about ten million words."""
 DEEPEST = 64
-"""Maximum nesting depth of lists and objects in a record."""
 _CHUNK = 1 << 18
 _File = TypeVar("_File", Path, RemoteFile)
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -63,19 +63,15 @@ class FileRecord(NamedTuple):
     place: int
     """1-based line at which the record starts (JSONL, CSV), or its ordinal; for messages."""
     values: dict[str, Any]
-    """Columns; empty if there is a problem."""
     problem: str | None = None
-    """Error in this record, or None."""
+    """Error in this record, whose `values` are then empty."""
     nulls: int = 0
     """Number of null-valued keys, added by Arrow to objects inside lists, that were removed from `values`."""
 
 
 def iter_records(path: DataFile) -> Iterator[FileRecord]:
-    """Return an iterator over the records of `path` in file order.
-
-    Raises:
-        UserError: the file is missing, unreadable, corrupt or truncated, or of an unknown format.
-    """
+    """Return an iterator over the records of `path` in file order. Raises UserError if the file is missing, unreadable,
+    corrupt or truncated, or of an unknown format."""
     kind, _ = split_suffix(path)
     if kind == "datasets":
         return _read_dataset(path)
@@ -102,11 +98,8 @@ def count_records(path: DataFile) -> int:
 
 
 def split_suffix(path: DataFile) -> tuple[str, str]:
-    """Return format and compression of a path: `('.jsonl', '.xz')`, `('.csv', '')`, `('datasets', '')`.
-
-    Raises:
-        UserError: neither a known suffix nor a saved `datasets` directory.
-    """
+    """Return format and compression of a path: `('.jsonl', '.xz')`, `('.csv', '')`, `('datasets', '')`. Raises
+    UserError for neither a known suffix nor a saved `datasets` directory."""
     if isinstance(path, RemoteFile):
         return _parse_suffixes(path)
     if str(path).startswith(HUB) or (path.is_dir() and is_saved_dataset(path)):
@@ -116,36 +109,28 @@ def split_suffix(path: DataFile) -> tuple[str, str]:
     return _parse_suffixes(path)
 
 
-def list_data_files(directory: Path) -> list[Path]:
-    """Return the files of a directory in a known format, sorted by name; hidden and other files are ignored.
-
-    Raises:
-        UserError: there is none, or there are several formats (one of them may not be data).
-    """
-    return select_known_format(str(directory), sorted(directory.iterdir()))
-
-
 def select_known_format(directory: str, entries: Sequence[_File]) -> list[_File]:
     """Return the `entries` of a directory that are files in a known format; hidden files are ignored, as are text files
     next to files of records.
 
-    Raises UserError as `list_data_files`.
+    Raises UserError if there is none, or there are several formats (one of them may not be data).
     """
-    found: dict[str, list[_File]] = {}
+    groups: dict[str, list[_File]] = {}
     for path in entries:
         if path.is_file() and not path.name.startswith((".", "_")):
             with contextlib.suppress(UserError):
                 kind, _ = _parse_suffixes(path)
-                found.setdefault("JSONL" if kind in JSONL else "text" if kind in TEXTS else kind, []).append(path)
-    if len(found) > 1:
-        found.pop("text", None)  # a README next to the data
-    if len(found) > 1:
+                group = "JSONL" if kind in JSONL else "text" if kind in TEXTS else kind
+                groups.setdefault(group, []).append(path)
+    if len(groups) > 1:
+        groups.pop("text", None)  # a README next to the data
+    if len(groups) > 1:
         raise UserError(
-            f"{directory} holds {' and '.join(sorted(found))} files; name those that are meant, as {directory}/*.jsonl"
+            f"{directory} holds {' and '.join(sorted(groups))} files; name those that are meant, as {directory}/*.jsonl"
         )
-    if not found:
+    if not groups:
         raise UserError(f"{directory} is a directory without a file to read; known are {SUPPORTED}")
-    return next(iter(found.values()))
+    return next(iter(groups.values()))
 
 
 def is_document_file(path: DataFile) -> bool:
@@ -164,18 +149,13 @@ def _parse_suffixes(path: DataFile) -> tuple[str, str]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     kind = suffixes[-1] if suffixes else ""
-    known = kind in (*JSONL, *TEXTS) or kind in DELIMITERS or (kind == ".parquet" and not compression)
-    if not known:
+    if kind not in (*JSONL, *TEXTS, *DELIMITERS) and (kind != ".parquet" or compression):
         raise UserError(f"{path}: unknown format {(kind + compression) or 'without a suffix'!r}; known are {SUPPORTED}")
     return kind, compression
 
 
-# ----------------------------------------------------------------------------------------------------- bytes and lines
-
-
 @contextlib.contextmanager
 def _translate_read_errors(path: DataFile) -> Iterator[None]:
-    """Convert errors from reading or decompressing a file into one sentence with its name."""
     try:
         yield
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
@@ -189,7 +169,6 @@ def _translate_read_errors(path: DataFile) -> Iterator[None]:
 
 
 def _read_chunks(path: DataFile) -> Iterator[bytes]:
-    """Yield decompressed bytes of `path`, 256 KiB at a time."""
     _, compression = split_suffix(path)
     if compression == ".zst":
         yield from _read_zstd_chunks(path)
@@ -230,57 +209,57 @@ def _read_lines(path: DataFile) -> Iterator[bytes]:
     """Yield physical lines with their line endings. A UTF-8 byte-order mark is removed; UTF-16 is refused."""
     begun: list[bytes] = []
     number, size = 1, 0
-    first = True
-    for chunk in _read_chunks(path):
-        if first:
-            if chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise UserError(f"{path}: is UTF-16; save it as UTF-8")
-            chunk = chunk.removeprefix(codecs.BOM_UTF8)
-            first = False
-        *ended, rest = chunk.split(b"\n")
-        if ended:
-            yield b"".join((*begun, ended[0], b"\n"))
-            for line in ended[1:]:
+    for index, chunk in enumerate(_read_chunks(path)):
+        *lines, remainder = (_remove_bom(chunk, path) if index == 0 else chunk).split(b"\n")
+        if lines:
+            yield b"".join((*begun, lines[0], b"\n"))
+            for line in lines[1:]:
                 yield line + b"\n"
-            number, begun, size = number + len(ended), [], 0
-        if rest:  # join once the line is complete; joining per chunk would take quadratic time
-            begun.append(rest)
-            size += len(rest)
+            number, begun, size = number + len(lines), [], 0
+        if remainder:  # join once the line is complete; joining per chunk would take quadratic time
+            begun.append(remainder)
+            size += len(remainder)
         if size > LONGEST_LINE:
             array = begun[0].lstrip().startswith(b"[")
-            instead = "an array of objects is read from a file named .json" if array else "cut the record into several"
-            raise UserError(f"{path}:{number}: a line of more than {LONGEST_LINE:,} bytes; {instead}")
+            fix = "an array of objects is read from a file named .json" if array else "cut the record into several"
+            raise UserError(f"{path}:{number}: a line of more than {LONGEST_LINE:,} bytes; {fix}")
     if begun:
         yield b"".join(begun)
 
 
-# -------------------------------------------------------------------------------------------------------------- formats
+def _remove_bom(content: bytes, path: DataFile) -> bytes:
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{path}: is UTF-16; save it as UTF-8")
+    return content.removeprefix(codecs.BOM_UTF8)
 
 
 def _read_jsonl(path: DataFile) -> Iterator[FileRecord]:
+    repeated: list[str] = []
+    build_object = partial(_build_object, repeated)
     for number, line in enumerate(_read_lines(path)):
         if line.isspace():
             continue
         problem = None
         value: Any = None
+        repeated.clear()
         try:
-            value = json.loads(line.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=_build_object)
-            if line.count(b"[") + line.count(b"{") > DEEPEST and is_too_deep(value):
-                problem = f"nested deeper than {DEEPEST} levels"
+            value = json.loads(line.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=build_object)
+            if repeated:
+                problem = repeated[0]
+            elif line.count(b"[") + line.count(b"{") > DEEPEST and is_too_deep(value):
+                problem = _TOO_DEEP
         except UnicodeDecodeError as error:
             problem = f"not valid UTF-8 (byte {error.start + 1} of the line)"
         except json.JSONDecodeError as error:
             if number == 0 and line.lstrip().startswith(b"["):
                 raise UserError(f"{path}:1: a JSON array; name the file .json, or write one object a line") from error
             problem = f"not valid JSON ({error.msg} at column {error.colno})"
-        except _DuplicateKey as error:
-            problem = f"the key {shorten(error.key)!r} is there twice in one object; keep one of them"
         except RecursionError:
-            problem = f"nested deeper than {DEEPEST} levels"
+            problem = _TOO_DEEP
         except ValueError:  # the only other error of json.loads
             problem = "a number of more than 4,300 digits"
         if problem is None and not isinstance(value, dict):
-            problem = f"a JSON {_json_type(value)}, not an object with columns"
+            problem = _describe_json(value)
         yield FileRecord(number, number + 1, {} if problem else value, problem)
 
 
@@ -292,11 +271,9 @@ def _read_document(path: DataFile) -> Iterator[FileRecord]:
         parts.append(chunk)
         if sum(map(len, parts)) > LONGEST_LINE:
             raise UserError(f"{path}: a document of more than {LONGEST_LINE:,} bytes; cut it into several files")
-    raw = b"".join(parts).removeprefix(codecs.BOM_UTF8)
-    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"{path}: is UTF-16; save it as UTF-8")
+    content = _remove_bom(b"".join(parts), path)
     try:
-        text = raw.decode("utf-8").replace("\r\n", "\n").removesuffix("\n")
+        text = content.decode("utf-8").replace("\r\n", "\n").removesuffix("\n")
     except UnicodeDecodeError as error:
         yield FileRecord(0, 1, {}, f"not valid UTF-8 (byte {error.start + 1} of the file)")
         return
@@ -317,94 +294,87 @@ def _is_json_array(path: DataFile, kind: str) -> bool:
 
 
 def _read_json_array(path: DataFile) -> Iterator[FileRecord]:
-    """Yield the objects of one JSON array, or of one under `data`, decoded one by one in constant memory.
-
-    Malformed JSON breaks off the whole file, not only a record, because where the next record starts is unknown.
-    """
+    """Yield the objects of one JSON array, or of one under `data`, decoded one by one in constant memory. Malformed
+    JSON breaks off the whole file, not only a record, because where the next record starts is unknown."""
     unicode = codecs.getincrementaldecoder("utf-8-sig")()
-    strict, loose = json.JSONDecoder(object_pairs_hook=_build_object), json.JSONDecoder()
+    repeated: list[str] = []
+    decoder = json.JSONDecoder(object_pairs_hook=partial(_build_object, repeated))
     chunks = _read_chunks(path)
     text, at, line, ended = "", 0, 1, False
 
-    def more(size: int) -> None:
+    def read(size: int) -> None:
         """Read at least `size` more characters, or the rest of the file, and discard what was consumed."""
         nonlocal text, at, ended
-        parts, got = [text[at:]], 0
-        while got < size and not ended:
+        parts, length = [text[at:]], 0
+        while length < size and not ended:
             chunk = next(chunks, b"")
             ended = not chunk
             try:
                 parts.append(unicode.decode(chunk, ended))
             except UnicodeDecodeError:
                 raise BrokenFile(f"{path}:{line}: not valid UTF-8; save it as UTF-8") from None
-            got += len(parts[-1])
+            length += len(parts[-1])
         text, at = "".join(parts), 0
 
     def token() -> str:
         """Return the next non-blank character without consuming it; "" at the end of the file."""
         nonlocal at, line
         while True:
-            bare = _BLANK.match(text, at).end()  # type: ignore[union-attr]
-            line += text.count("\n", at, bare)
-            at = bare
+            start, at = at, _BLANK.match(text, at).end()  # type: ignore[union-attr]
+            line += text.count("\n", start, at)
             if at < len(text) or ended:
                 return text[at : at + 1]
-            more(1)
+            read(1)
 
     def element() -> tuple[Any, int, str | None]:
         """Return the value at `at`, the index after it, and its problem."""
         while True:
             try:
-                try:
-                    value, end = strict.raw_decode(text, at)
-                    problem = None
-                except _DuplicateKey as error:
-                    value, end = loose.raw_decode(text, at)
-                    problem = f"the key {shorten(error.key)!r} is there twice in one object; keep one of them"
+                repeated.clear()
+                value, end = decoder.raw_decode(text, at)
                 if end < len(text) or ended:  # otherwise a number may continue in the next chunk
-                    return value, end, problem
+                    return value, end, repeated[0] if repeated else None
             except json.JSONDecodeError as error:
                 if ended:
-                    place = line + text.count("\n", at, error.pos)
-                    raise BrokenFile(f"{path}:{place}: not valid JSON ({error.msg})") from None
+                    position = line + text.count("\n", at, error.pos)
+                    raise BrokenFile(f"{path}:{position}: not valid JSON ({error.msg})") from None
             except (RecursionError, ValueError):
-                raise BrokenFile(
-                    f"{path}:{line}: an object nested too deep, or a number of more than 4,300 digits"
-                ) from None
+                reason = "an object nested too deep, or a number of more than 4,300 digits"
+                raise BrokenFile(f"{path}:{line}: {reason}") from None
             if len(text) - at > LONGEST_LINE:
                 raise UserError(f"{path}:{line}: an object that does not end within {LONGEST_LINE:,} characters")
-            more(max(_CHUNK, len(text) - at))  # double the buffer, so that a long object is decoded only a few times
+            read(max(_CHUNK, len(text) - at))  # double the buffer, so that a long object is decoded only a few times
 
     token()
-    while _OPEN.match(text, at) is None and not ended:
-        more(_CHUNK)
+    while (opening := _OPEN.match(text, at)) is None and not ended:
+        read(_CHUNK)
     wrapped = text[at : at + 1] == "{"
-    at = _OPEN.match(text, at).end()  # type: ignore[union-attr]
+    at = opening.end()  # type: ignore[union-attr]
     for ordinal in itertools.count():
-        if (found := token()) == "]" and not ordinal:
+        if (following := token()) == "]" and not ordinal:
             break
-        if not found:
+        if not following:
             raise BrokenFile(f"{path}:{line}: the JSON array does not end; fetch the file again")
         value, end, problem = element()
         if problem is None and not isinstance(value, dict):
-            problem = f"a JSON {_json_type(value)}, not an object with columns"
+            problem = _describe_json(value)
         elif problem is None and is_too_deep(value):
-            problem = f"nested deeper than {DEEPEST} levels"
+            problem = _TOO_DEEP
         yield FileRecord(ordinal, line, {} if problem else value, problem)
         line += text.count("\n", at, end)
         at = end
-        if (found := token()) == "]":
+        if (following := token()) == "]":
             break
-        if found != ",":
+        if following != ",":
             raise BrokenFile(f"{path}:{line}: not valid JSON (a comma or ] is missing between objects)")
         at += 1
     at += 1
     if wrapped:
         while not ended:
-            more(_CHUNK)
+            read(_CHUNK)
         try:
-            rest = text[at:].lstrip()
-            json.loads("{" + (rest if rest.startswith("}") else rest.removeprefix(",")))
+            remainder = text[at:].lstrip()
+            json.loads("{" + (remainder if remainder.startswith("}") else remainder.removeprefix(",")))
         except ValueError:
             raise BrokenFile(f"{path}:{line}: not valid JSON behind the rows of 'data'") from None
         return
@@ -412,20 +382,17 @@ def _read_json_array(path: DataFile) -> Iterator[FileRecord]:
         raise BrokenFile(f"{path}:{line}: something follows the JSON array; keep one array in a file")
 
 
-class _DuplicateKey(Exception):
-    """A JSON object has `key` twice, so its value is ambiguous."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
+_TOO_DEEP = f"nested deeper than {DEEPEST} levels"
 
 
-def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+def _build_object(repeated: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object; append a message to `repeated` if it has a key twice, so that its value is ambiguous."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
         counts = Counter(key for key, _ in pairs)
-        raise _DuplicateKey(next(key for key, _ in pairs if counts[key] > 1))
-    return made
+        key = next(key for key, _ in pairs if counts[key] > 1)
+        repeated.append(f"the key {shorten(key)!r} is there twice in one object; keep one of them")
+    return values
 
 
 def is_too_deep(value: Any) -> bool:
@@ -433,17 +400,17 @@ def is_too_deep(value: Any) -> bool:
     level = [value]
     for _ in range(DEEPEST + 1):
         inner: list[Any] = []
-        for one in level:
-            inner.extend(one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
-        level = [one for one in inner if isinstance(one, dict | list)]
+        for node in level:
+            inner.extend(node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
+        level = [node for node in inner if isinstance(node, dict | list)]
         if not level:
             return False
     return True
 
 
-def _json_type(value: Any) -> str:
+def _describe_json(value: Any) -> str:
     names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null")
+    return f"a JSON {names.get(type(value), 'null')}, not an object with columns"
 
 
 def _read_csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
@@ -454,33 +421,32 @@ def _read_csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
     header: list[str] | None = None
     ordinal = 0
     while True:
-        place = reader.line_num + 1
+        line_number = reader.line_num + 1
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
             if header is None:
-                raise UserError(f"{path}:{place}: not a valid header row ({error})") from error
-            yield FileRecord(ordinal, place, {}, f"not valid CSV ({error})")
+                raise UserError(f"{path}:{line_number}: not a valid header row ({error})") from error
+            yield FileRecord(ordinal, line_number, {}, f"not valid CSV ({error})")
             ordinal += 1
             continue
         if not fields:
             continue
         if header is None:
             if len(fields) == 1 and delimiter == "," and ";" in fields[0] and reader.line_num == 1:
-                return (
-                    yield from _read_csv(path, ";")
-                )  # separated by semicolons, as spreadsheets write in many locales
+                yield from _read_csv(path, ";")  # separated by semicolons, as spreadsheets write in many locales
+                return
             header = fields
-            _check_unique_columns(header, f"{path}:{place}: the header")
+            _check_unique_columns(header, f"{path}:{line_number}: the header")
             continue
         problem = None
         if len(fields) != len(header):
             problem = f"{len(fields)} fields where the header has {len(header)}"
         elif any(has_lone_surrogate(value) for value in fields):
             problem = "not valid UTF-8"
-        yield FileRecord(ordinal, place, {} if problem else dict(zip(header, fields, strict=True)), problem)
+        yield FileRecord(ordinal, line_number, {} if problem else dict(zip(header, fields, strict=True)), problem)
         ordinal += 1
 
 
@@ -499,17 +465,15 @@ def _read_parquet(path: DataFile) -> Iterator[FileRecord]:
     with _open_parquet(path) as file:
         _check_unique_columns(file.schema_arrow.names, f"{path}: the table")
         ordinal = 0
-        for batch in _read_batches(file):
-            for values in _read_arrow_rows(batch):
-                unread = isinstance(values, str)
-                yield FileRecord(ordinal, ordinal + 1, {}, values) if unread else _record_from_arrow(ordinal, values)
-                ordinal += 1
-
-
-def _read_batches(file: Any) -> Iterator[Any]:
-    """Yield batches one row group at a time; over several row groups Arrow would keep all their bytes in memory."""
-    for group in range(file.num_row_groups):
-        yield from file.iter_batches(batch_size=1024, row_groups=[group])
+        # One row group at a time; over several row groups Arrow would keep all their bytes in memory.
+        for group in range(file.num_row_groups):
+            for batch in file.iter_batches(batch_size=1024, row_groups=[group]):
+                for values in _read_arrow_rows(batch):
+                    if isinstance(values, str):
+                        yield FileRecord(ordinal, ordinal + 1, {}, values)
+                    else:
+                        yield _build_arrow_record(ordinal, values)
+                    ordinal += 1
 
 
 @contextlib.contextmanager
@@ -518,18 +482,15 @@ def _open_parquet(path: DataFile) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # Arrow opens a path itself, or for an object of a store a handle that reads the requested parts.
+    source: Any = path.open("rb") if isinstance(path, RemoteFile) else contextlib.nullcontext(path)
     try:
-        with _translate_read_errors(path), _open_arrow_source(path) as source, pq.ParquetFile(source) as file:
-            yield file
+        with _translate_read_errors(path), source as file, pq.ParquetFile(file) as parquet:
+            yield parquet
     except UserError:
         raise
     except (pa.ArrowException, ValueError, LookupError, ArithmeticError) as error:  # e.g. bad column names
         raise BrokenFile(f"{path}: not a valid Parquet file ({first_error_line(error)})") from error
-
-
-def _open_arrow_source(path: DataFile) -> contextlib.AbstractContextManager[Any]:
-    """Return what Arrow opens: a path itself, or for an object of a store a handle that reads the requested parts."""
-    return path.open("rb") if isinstance(path, RemoteFile) else contextlib.nullcontext(path)
 
 
 def _read_arrow_rows(batch: Any) -> Iterator[Any]:
@@ -548,14 +509,13 @@ def _read_arrow_rows(batch: Any) -> Iterator[Any]:
             yield f"holds a value that cannot be read ({first_error_line(error)})"
 
 
-def _check_unique_columns(names: Sequence[str], what: str) -> None:
-    """Raise UserError if a column name occurs twice."""
+def _check_unique_columns(names: Sequence[str], context: str) -> None:
     if len(set(names)) < len(names):
-        twice = min(name for name, count in Counter(names).items() if count > 1)
-        raise UserError(f"{what} has the column {shorten(twice)!r} twice; rename one")
+        repeated = min(name for name, count in Counter(names).items() if count > 1)
+        raise UserError(f"{context} has the column {shorten(repeated)!r} twice; rename one")
 
 
-def _record_from_arrow(ordinal: int, values: dict[str, Any]) -> FileRecord:
+def _build_arrow_record(ordinal: int, values: dict[str, Any]) -> FileRecord:
     """Return a record without the null-valued keys of objects in its lists (turns, tools).
 
     Arrow gives every object of a column the keys of all others, so an argument of one tool appears, as null, in the
@@ -563,22 +523,22 @@ def _record_from_arrow(ordinal: int, values: dict[str, Any]) -> FileRecord:
     """
     nulls = 0
     for name, value in values.items():
-        if isinstance(value, list) and isinstance(next((one for one in value if one is not None), None), dict):
-            values[name], found = _remove_nulls(value)
+        if isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), dict):
+            values[name], removed = _remove_nulls(value)
             # null keys of a turn itself (`tool_calls`, `name`) are expected, so they are not counted
-            nulls += found - sum(part is None for one in value if one is not None for part in one.values())
+            nulls += removed - sum(field is None for item in value if item is not None for field in item.values())
     return FileRecord(ordinal, ordinal + 1, values, nulls=nulls)
 
 
 def _remove_nulls(value: Any) -> tuple[Any, int]:
     """Return `value` without null-valued keys in any of its objects, and the number of these keys."""
     if isinstance(value, dict):
-        kept = {key: _remove_nulls(part) for key, part in value.items() if part is not None}
-        lost = len(value) - len(kept) + sum(count for _, count in kept.values())
-        return {key: part for key, (part, _) in kept.items()}, lost
+        items = {key: _remove_nulls(item) for key, item in value.items() if item is not None}
+        removed = len(value) - len(items) + sum(count for _, count in items.values())
+        return {key: item for key, (item, _) in items.items()}, removed
     if isinstance(value, list):
-        parts = [_remove_nulls(part) for part in value]
-        return [part for part, _ in parts], sum(count for _, count in parts)
+        parts = [_remove_nulls(item) for item in value]
+        return [item for item, _ in parts], sum(count for _, count in parts)
     return value, 0
 
 
@@ -593,18 +553,15 @@ class HubName(NamedTuple):
     @classmethod
     def read(cls, name: str) -> HubName:
         """Parse `name`. Raises UserError if it does not have this form."""
-        found = _HUB_NAME.fullmatch(name)
-        if found is None:
+        match = _HUB_NAME.fullmatch(name)
+        if match is None:
             raise UserError(f"{name}: not the name of a hub data set; write {HUB_FORM}, all but NAME may be left out")
-        return cls(found["source"], found["config"], found["revision"] or None, found["split"] or None)
+        return cls(match["source"], match["config"], match["revision"] or None, match["split"] or None)
 
     def __str__(self) -> str:
-        parts = (
-            self.config and f"[{self.config}]",
-            self.revision and f"@{self.revision}",
-            self.split and f":{self.split}",
-        )
-        return HUB + self.source + "".join(part or "" for part in parts)
+        config = f"[{self.config}]" if self.config else ""
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{HUB}{self.source}{config}{revision}" + (f":{self.split}" if self.split else "")
 
 
 _HUB_NAME = re.compile(
@@ -614,21 +571,23 @@ _HUB_NAME = re.compile(
 
 def _read_dataset(path: DataFile) -> Iterator[FileRecord]:
     name = str(path)
-    given = HubName.read(name) if name.startswith(HUB) else None
+    hub_name = HubName.read(name) if name.startswith(HUB) else None
     try:
         import datasets
     except ImportError as error:
         raise UserError(f"{path}: needs the datasets package: pip install 'flatshift[hf]'") from error
-    if given is not None:
-        rows: Any = _open_hub_dataset(datasets, given)
+    if hub_name is not None:
+        rows: Any = _open_hub_dataset(datasets, hub_name)
     else:
         try:
             rows = datasets.load_from_disk(name)
         except Exception as error:  # missing or truncated parts raise many exception types
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{name}: this saved data set cannot be read ({first}); save it again") from error
+            raise UserError(
+                f"{name}: this saved data set cannot be read ({first_error_line(error)}); save it again"
+            ) from error
     if isinstance(rows, dict):
-        raise UserError(f"{name} has several splits; name one: {', '.join(_list_splits(name, rows))}")
+        splits = ", ".join(f"{name}{':' if hub_name is not None else '/'}{split}" for split in rows)
+        raise UserError(f"{name} has several splits; name one: {splits}")
     stream = iter(rows)
     for ordinal in itertools.count():
         try:
@@ -636,25 +595,19 @@ def _read_dataset(path: DataFile) -> Iterator[FileRecord]:
         except StopIteration:
             return
         except Exception as error:  # network errors may end a stream at any record
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{name}: the data set breaks off at record {ordinal + 1} ({first})") from error
-        yield _record_from_arrow(ordinal, dict(values))
+            reason = first_error_line(error)
+            raise UserError(f"{name}: the data set breaks off at record {ordinal + 1} ({reason})") from error
+        yield _build_arrow_record(ordinal, dict(values))
 
 
-def _open_hub_dataset(package: Any, given: HubName) -> Any:
-    """Open a hub data set: its rows, or a dict of rows by split."""
-    config = {} if given.config is None else {"name": given.config}
+def _open_hub_dataset(package: Any, name: HubName) -> Any:
+    config = {} if name.config is None else {"name": name.config}
     try:
-        return package.load_dataset(given.source, split=given.split, revision=given.revision, streaming=True, **config)
+        return package.load_dataset(name.source, split=name.split, revision=name.revision, streaming=True, **config)
     except Exception as error:  # offline, unknown name, unknown split: many exception types
-        first, *others = str(error).splitlines() or [type(error).__name__]
-        configs = re.findall(r"'([^']+)'", others[0]) if others and first.startswith("Config name is missing") else []
+        first, second = first_error_line(error), "".join(str(error).splitlines()[1:2])
+        configs = re.findall(r"'([^']+)'", second) if first.startswith("Config name is missing") else []
         if configs:
-            names = ", ".join(str(given._replace(config=config)) for config in configs)
-            raise UserError(f"{given} has several configurations; name one: {names}") from error
-        raise UserError(f"{given}: this hub data set cannot be opened ({first})") from error
-
-
-def _list_splits(name: str, splits: dict[str, Any]) -> list[str]:
-    joint = ":" if name.startswith(HUB) else "/"
-    return [f"{name}{joint}{split}" for split in splits]
+            names = ", ".join(str(name._replace(config=config)) for config in configs)
+            raise UserError(f"{name} has several configurations; name one: {names}") from error
+        raise UserError(f"{name}: this hub data set cannot be opened ({first})") from error

@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 
 
 def read_classes(value: Any, *, separator: str) -> tuple[str, ...]:
-    """Return the sorted distinct classes of a label: of a list, or of a text split at `separator`; may be empty.
-
-    Raises:
-        ValueError: null, an object, or a list with anything but names and numbers.
-    """
+    """Return the sorted distinct classes of a label: of a list, or of a text split at `separator`; may be empty. Raises
+    ValueError for null, an object, or a list with anything but names and numbers."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(separator) if part.strip()]
     elif not isinstance(value, list | tuple):
@@ -32,27 +29,21 @@ def read_classes(value: Any, *, separator: str) -> tuple[str, ...]:
 
 
 def read_number(value: Any) -> float:
-    """Convert a target to a float: a finite number, or a text that is one (`"3.80"`).
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Convert a target to a float: a finite number, or a text that is one (`"3.80"`). Raises ValueError for anything
+    else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"is a {type(value).__name__}, not a number")
+    text = repr(value)
+    text = text if len(text) <= 40 else text[:39] + "…"
     try:
         if isinstance(value, str) and "_" in value:
             raise ValueError
         number = float(value)
     except (ValueError, OverflowError):
-        raise ValueError(f"is {_format_value(value)}, not a number") from None
+        raise ValueError(f"is {text}, not a number") from None
     if not math.isfinite(number):
-        raise ValueError(f"is {_format_value(value)}, not a finite number")
+        raise ValueError(f"is {text}, not a finite number")
     return number
-
-
-def _format_value(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:39] + "…"
 
 
 def iter_classes(rows: Iterable[Row]) -> Iterable[str]:
@@ -74,11 +65,8 @@ def sort_labels(labels: Iterable[str]) -> tuple[str, ...]:
 
 
 def label_index(row: Row, label_names: Sequence[str]) -> int:
-    """Return the class index of a row.
-
-    Raises:
-        UserError: the label is missing or not in `label_names`; names the nearest.
-    """
+    """Return the class index of a row. Raises UserError if the label is missing or not in `label_names`; names the
+    nearest."""
     label = row.values.get("label")
     if label is None:
         raise UserError(f"{row.where}: {missing_column_message('label', row.record, 'data.columns.label')}")
@@ -91,39 +79,33 @@ def label_index(row: Row, label_names: Sequence[str]) -> int:
 def class_indices(rows: Sequence[Row], label_names: Sequence[str]) -> list[int]:
     """Return the class index of each row. Raises UserError as `label_index`."""
     known = {name: i for i, name in enumerate(label_names)}
-    found = (known.get(row.values.get("label", "")) for row in rows)
-    return [at if at is not None else label_index(row, label_names) for at, row in zip(found, rows, strict=True)]
+    indices = (known.get(row.values.get("label", "")) for row in rows)
+    return [label_index(row, label_names) if i is None else i for i, row in zip(indices, rows, strict=True)]
 
 
-def unknown_class_error(label: Any, label_names: Sequence[str], where: str) -> UserError:
+def unknown_class_error(label: Any, label_names: Sequence[str], context: str) -> UserError:
     """Return the error for a label outside the classes; it names the nearest."""
     nearest = difflib.get_close_matches(str(label), label_names, n=1, cutoff=0.4)
     known = ", ".join(map(repr, label_names[:12])) + (", …" if len(label_names) > 12 else "")
     hint = f"nearest is {nearest[0]!r}; " if nearest else ""
-    return UserError(f"{where}: label {label!r} is not one of the {len(label_names)} classes; {hint}known are {known}")
+    count = len(label_names)
+    return UserError(f"{context}: label {label!r} is not one of the {count} classes; {hint}known are {known}")
 
 
 def encode_multi_hot(rows: Sequence[Row], label_names: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return each row's classes as 0 and 1 in head order, (C,); rows with the same classes share a tuple.
-
-    Raises:
-        UserError: a label outside the classes, or no classes at all.
-    """
+    """Return each row's classes as 0 and 1 in head order, (C,); rows with the same classes share a tuple. Raises
+    UserError for a label outside the classes, or no classes at all."""
     if not label_names:
         raise UserError("no training row has a class; check data.columns.label, or name them in task.labels")
-    known = {name: i for i, name in enumerate(label_names)}
-    made: dict[tuple[str, ...], tuple[int, ...]] = {}
+    encoded: dict[tuple[str, ...], tuple[int, ...]] = {}
     for row in rows:
         labels = row.values["label"]
-        if labels not in made:
+        if labels not in encoded:
             for label in labels:
-                if label not in known:
+                if label not in label_names:
                     raise unknown_class_error(label, label_names, row.where)
-            made[labels] = tuple(int(name in labels) for name in label_names)
-    return [made[row.values["label"]] for row in rows]
-
-
-# ---------------------------------------------------------------------------------------------------- units of a target
+            encoded[labels] = tuple(int(name in labels) for name in label_names)
+    return [encoded[row.values["label"]] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -142,8 +124,7 @@ class Units:
     head: str | None = None
     """Name of the linear output layer into which `offset` and `scale` are folded; None: nothing to fold."""
 
-    def seen(self, target: float) -> float:
-        """Return a target in training units."""
+    def standardise(self, target: float) -> float:
         return (target - self.offset) / self.scale
 
 
@@ -171,10 +152,8 @@ def fit_units(targets: Sequence[float], layer: OutputLayer | None) -> Units:
 
 
 def fold_units(parameters: Mapping[str, Tensor], units: Units | None) -> None:
-    """Change the head among `parameters` (by plain name), in place, so that it predicts in the targets' own units.
-
-    The operation is elementwise, so it also works on a shard of the head.
-    """
+    """Change the head among `parameters` (by plain name), in place, so that it predicts in the targets' own units;
+    elementwise, so also on a shard of the head."""
     import torch
 
     if units is None or units.head is None:

@@ -30,7 +30,6 @@ class MaskingSettings(Protocol):
 
     @property
     def share(self) -> float: ...
-
     @property
     def whole_words(self) -> bool: ...
 
@@ -47,11 +46,8 @@ class Masking:
 
     @classmethod
     def of(cls, task: MaskingSettings, tokenizer: PreTrainedTokenizerBase) -> Masking:
-        """Return the masking for `task` and tokenizer.
-
-        Raises:
-            UserError: the tokenizer has no mask token, or cannot tell which tokens form a word.
-        """
+        """Return the masking for `task` and tokenizer. Raises UserError if the tokenizer has no mask token, or cannot
+        tell which tokens form a word."""
         if tokenizer.mask_token_id is None:
             raise UserError(
                 "task.kind: masked-lm needs an encoder whose tokenizer has a mask token (BERT, RoBERTa), and this "
@@ -68,17 +64,16 @@ class Masking:
     def draw(
         self, ids: NDArray[np.int64], words: NDArray[np.int64], rng: np.random.Generator
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return masked ids, and labels with the original token at chosen positions and −100 elsewhere; all (T,).
-
-        ids: the row's original tokens. words: word number of each token, `SPECIAL` for those never masked.
-        """
-        chosen = self._chosen(words, rng)
+        """Return masked ids, and labels with the original token at chosen positions and −100 elsewhere; all (T,). ids:
+        the row's original tokens. words: word number of each token, `SPECIAL` for those never masked."""
+        chosen = self._choose(words, rng)
         fate = rng.random(len(chosen))
         random = self.replacements[rng.integers(0, len(self.replacements), size=len(chosen))]
-        read, labels = ids.copy(), np.full_like(ids, IGNORE)
+        masked, labels = ids.copy(), np.full_like(ids, IGNORE)
         labels[chosen] = ids[chosen]
-        read[chosen] = np.where(fate < _MASKED, self.mask_id, np.where(fate < _MASKED + _REPLACED, random, ids[chosen]))
-        return read, labels
+        unmasked = np.where(fate < _MASKED + _REPLACED, random, ids[chosen])
+        masked[chosen] = np.where(fate < _MASKED, self.mask_id, unmasked)
+        return masked, labels
 
     def fixed(
         self, ids: NDArray[np.int64], words: NDArray[np.int64], name: str
@@ -86,27 +81,26 @@ class Masking:
         """Return the fixed mask for evaluation of the row with this name, the same in every run."""
         return self.draw(ids, words, numpy_generator(0, "mask", name))
 
-    def _chosen(self, words: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+    def _choose(self, words: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
         """Return sorted positions of the tokens to predict: ⌊share·n + ½⌋ of n, at least one; with whole words at
         most that many, but at least the shortest word."""
-        places = np.flatnonzero(words != SPECIAL)
-        wanted = max(1, int(self.share * len(places) + 0.5))
+        positions = np.flatnonzero(words != SPECIAL)
+        missing = max(1, int(self.share * len(positions) + 0.5))
         if not self.whole_words:
-            return np.sort(rng.permutation(places)[:wanted])
-        numbers, first, sizes = np.unique(words[places], return_index=True, return_counts=True)
-        taken: list[int] = []
-        left = wanted
+            return np.sort(rng.permutation(positions)[:missing])
+        numbers, first, sizes = np.unique(words[positions], return_index=True, return_counts=True)
+        chosen: list[int] = []
         for word in rng.permutation(len(numbers)).tolist():
-            if sizes[word] <= left:
-                taken.append(word)
-                left -= int(sizes[word])
-            if left <= 0:
+            if sizes[word] <= missing:
+                chosen.append(word)
+                missing -= int(sizes[word])
+            if missing <= 0:
                 break
-        if not taken:  # every word exceeds the share: take the shortest
-            taken = [int(sizes.argmin())]
-        return np.sort(np.concatenate([places[first[w] : first[w] + sizes[w]] for w in taken]))
+        if not chosen:  # every word exceeds the share: take the shortest
+            chosen = [int(sizes.argmin())]
+        return np.sort(np.concatenate([positions[first[w] : first[w] + sizes[w]] for w in chosen]))
 
 
-def unmask_tokens(read: NDArray[np.int64], labels: NDArray[np.int64]) -> NDArray[np.int64]:
+def unmask_tokens(masked: NDArray[np.int64], labels: NDArray[np.int64]) -> NDArray[np.int64]:
     """Restore the row's original tokens, using the labels of masked ones."""
-    return np.where(labels != IGNORE, labels, read)
+    return np.where(labels != IGNORE, labels, masked)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,26 +34,23 @@ from ..seeds import numpy_generator
 _FARTHEST = 1e9
 """Maximum ratio of the weights of two sources: as many samples as a long run has."""
 _BLOCK = 1 << 12
-"""Number of samples between two stored counts."""
 
 
 def to_integer_weights(weights: Sequence[float]) -> list[int]:
-    """Return the smallest integers in the proportions of `weights`.
+    """Return the smallest integers in the proportions of `weights` (≥ 0, in any unit; read as written in decimals, so
+    0.1 is exactly one tenth).
 
-    Arguments:
-        weights: ≥ 0, in any unit; read as written in decimals, so 0.1 is exactly one tenth.
-    Raises:
-        UserError: a weight that is negative or not a number, no weight above zero, or two that are too far apart.
+    Raises UserError for a weight that is negative or not a number, no weight above zero, or two that are too far apart.
     """
     if not all(0 <= weight < math.inf for weight in weights):
         raise UserError(f"data.train.sources: weights must be numbers ≥ 0, got {', '.join(map(str, weights))}")
     if not any(weights):
         raise UserError("data.train.sources: the weights sum to 0, so there is nothing to train on")
-    least, most = min(weight for weight in weights if weight), max(weights)
-    if least < most / _FARTHEST:
+    minimum, maximum = min(weight for weight in weights if weight), max(weights)
+    if minimum < maximum / _FARTHEST:
         raise UserError(
-            f"data.train.sources: weights {least:g} and {most:g} are more than {_FARTHEST:.0e} times apart, and one of "
-            "them would never come; give it weight 0, or more"
+            f"data.train.sources: weights {minimum:g} and {maximum:g} are more than {_FARTHEST:.0e} times apart, and "
+            "one of them would never come; give it weight 0, or more"
         )
     exact = [Fraction(repr(weight)) for weight in weights]
     unit = Fraction(1, math.lcm(*(weight.denominator for weight in exact)))
@@ -61,95 +59,83 @@ def to_integer_weights(weights: Sequence[float]) -> list[int]:
     return [weight // common for weight in whole]
 
 
-class MixtureSchedule:
-    """Source of each sample n = 0, 1, 2, … among k sources; 4 bytes per sample."""
-
-    def __init__(self, k: int) -> None:
-        self._places = array("i")
-        self._blocks = [np.zeros(k, dtype=np.int64)]  # counts before every _BLOCK-th sample
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def append(self, source: int) -> None:
-        """Append the source of the next sample."""
-        self._places.append(source)
-
-    def at(self, places: np.ndarray | slice) -> np.ndarray:
-        """Return the sources at these positions, int64."""
-        return np.frombuffer(self._places, dtype=np.intc)[places].astype(np.int64)
-
-    def counts(self, n: int) -> np.ndarray:
-        """Return the number of samples of each source among the first n, (k,) int64."""
-        block = n // _BLOCK
-        while len(self._blocks) <= block:
-            begin = (len(self._blocks) - 1) * _BLOCK
-            self._blocks.append(self._blocks[-1] + self._counted(begin, begin + _BLOCK))
-        return self._blocks[block] + self._counted(block * _BLOCK, n)
-
-    def _counted(self, first: int, stop: int) -> np.ndarray:
-        return np.bincount(np.array(self._places[first:stop], dtype=np.int64), minlength=len(self._blocks[0]))
-
-
-class SampleProportions:
-    """Source of the n-th sample, n = 0, 1, 2, …, in proportions of samples."""
+class _Proportions(ABC):
+    """Source of the n-th sample, n = 0, 1, 2, …, of k sources; 4 bytes per sample."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """
-        Arguments:
-            weights: ≥ 0, in any unit.
-        Raises:
-            UserError: as `to_integer_weights`.
-        """
+        """weights: ≥ 0, in any unit. Raises UserError as `to_integer_weights`."""
         self.parts = to_integer_weights(weights)
-        """Samples of each source per period."""
-        self.period = sum(self.parts)
-        self._turns = MixtureSchedule(len(weights))
+        self._total_weight = sum(self.parts)
         self._served = [0] * len(weights)
-        self._ready: list[tuple[int, int]] = []
-        self._waiting = [(self._release(i, 0), i) for i, part in enumerate(self.parts) if part]
-        heapq.heapify(self._waiting)
+        self._order = array("i")
+        self._blocks = [np.zeros(len(weights), dtype=np.int64)]  # counts before every _BLOCK-th sample
 
     @property
     def shares(self) -> list[float]:
         """Shares of the sources; they sum to 1."""
-        return [part / self.period for part in self.parts]
+        return [part / self._total_weight for part in self.parts]
+
+    @abstractmethod
+    def _extend(self, stop: int) -> None:
+        """Determine the sources of the first `stop` samples."""
 
     def sources(self, first: int, stop: int) -> np.ndarray:
         """Return the sources of samples first ≤ n < stop, (stop − first,) int64."""
         if stop <= first:
             return np.empty(0, dtype=np.int64)
-        self._extend(min(stop, self.period))
-        return self._turns.at(np.arange(first, stop) % self.period)
+        self._extend(stop)
+        return np.array(self._order[first:stop], dtype=np.int64)
 
     def counts(self, n: int) -> np.ndarray:
-        """Return c_i(n), the number of samples of each source among the first n, (k,) int64."""
-        rounds, place = divmod(n, self.period)
-        self._extend(place)
-        return self._turns.counts(place) + rounds * np.array(self.parts)
+        """Return the number of samples of each source among the first n, (k,) int64."""
+        self._extend(n)
+        block = n // _BLOCK
+        while len(self._blocks) <= block:
+            begin = (len(self._blocks) - 1) * _BLOCK
+            self._blocks.append(self._blocks[-1] + self._count(begin, begin + _BLOCK))
+        return self._blocks[block] + self._count(block * _BLOCK, n)
 
-    @property
-    def _slack(self) -> int:
-        """2k − 2 for k sources with nonzero weight; 2 for a single source, for which any value works."""
-        return max(2 * sum(part > 0 for part in self.parts) - 2, 2)
+    def _count(self, first: int, stop: int) -> np.ndarray:
+        return np.bincount(np.array(self._order[first:stop], dtype=np.int64), minlength=len(self.parts))
+
+
+class SampleProportions(_Proportions):
+    """Sources in proportions of samples, with the period Σ parts."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        super().__init__(weights)
+        self.period = self._total_weight
+        self._ready: list[tuple[int, int]] = []
+        # 2k − 2 for k sources with nonzero weight; 2 for a single source, for which any value works
+        self._slack = max(2 * sum(part > 0 for part in self.parts) - 2, 2)
+        self._waiting = [(self._release(i, 0), i) for i, part in enumerate(self.parts) if part]
+        heapq.heapify(self._waiting)
+
+    def sources(self, first: int, stop: int) -> np.ndarray:
+        if stop <= first:
+            return np.empty(0, dtype=np.int64)
+        self._extend(min(stop, self.period))
+        return np.frombuffer(self._order, dtype=np.intc)[np.arange(first, stop) % self.period].astype(np.int64)
+
+    def counts(self, n: int) -> np.ndarray:
+        rounds, remainder = divmod(n, self.period)
+        return super().counts(remainder) + rounds * np.array(self.parts)
 
     def _release(self, source: int, sample: int) -> int:
         """Return the first n, from 1, with n w − sample ≥ 1/(2k − 2)."""
-        slack = self._slack
-        return -(-self.period * (sample * slack + 1) // (self.parts[source] * slack))
+        return -(-self.period * (sample * self._slack + 1) // (self.parts[source] * self._slack))
 
     def _deadline(self, source: int, sample: int) -> int:
         """Return the last n with n w − sample ≤ 1 − 1/(2k − 2)."""
-        slack = self._slack
-        return self.period * ((sample + 1) * slack - 1) // (self.parts[source] * slack)
+        return self.period * ((sample + 1) * self._slack - 1) // (self.parts[source] * self._slack)
 
     def _extend(self, stop: int) -> None:
-        for n in range(len(self._turns) + 1, stop + 1):
+        for n in range(len(self._order) + 1, stop + 1):
             while self._waiting and self._waiting[0][0] <= n:
                 _, source = heapq.heappop(self._waiting)
                 heapq.heappush(self._ready, (self._deadline(source, self._served[source]), source))
             _, source = heapq.heappop(self._ready)
-            self._turns.append(source)
+            self._order.append(source)
             self._served[source] += 1
             heapq.heappush(self._waiting, (self._release(source, self._served[source]), source))
 
@@ -160,8 +146,8 @@ Lengths = Callable[[int], np.ndarray]
 """Function that returns the tokens of each sample of a source's epoch e, in the order of that epoch, (size,)."""
 
 
-class TokenProportions:
-    """Source of the n-th sample, n = 0, 1, 2, …, in proportions of tokens.
+class TokenProportions(_Proportions):
+    """Sources in proportions of tokens.
 
     Samples differ in length, so Tijdeman's rule, which counts samples, does not control tokens. This is WF²Q, a rule
     for sharing a network link among packets (Bennett & Zhang, "WF²Q: Worst-case Fair Weighted Fair Queueing", INFOCOM
@@ -178,48 +164,24 @@ class TokenProportions:
     """
 
     def __init__(self, weights: Sequence[float], lengths: Sequence[Lengths]) -> None:
-        """
-        Arguments:
-            weights: as for `flatshift.finetune.data.mixture.SampleProportions`.
-            lengths: of each source; every sample has at least one token.
-        Raises:
-            UserError: as `to_integer_weights`.
-        """
-        self.parts = to_integer_weights(weights)
-        self._whole = sum(self.parts)
+        """lengths: of each source; every sample has at least one token. Raises UserError as `to_integer_weights`."""
+        super().__init__(weights)
         self._common = math.lcm(*(part for part in self.parts if part))
         self._scale = [self._common // part if part else 0 for part in self.parts]  # 1 / w_i in integer units
-        self._lengths = [_iter_lengths(one) for one in lengths]
-        self._turns = MixtureSchedule(len(self.parts))
+        self._lengths = [_iter_lengths(epoch_lengths) for epoch_lengths in lengths]
         self._total = 0
-        self._served = [0] * len(self.parts)  # tokens
         # (T at which the next sample becomes eligible, source); times are scaled to integers
         self._waiting = [(0, i) for i, part in enumerate(self.parts) if part]
         self._ready: list[tuple[int, int, int]] = []  # (end of the sample, source, its length)
 
-    @property
-    def shares(self) -> list[float]:
-        """Shares of tokens; they sum to 1."""
-        return [part / self._whole for part in self.parts]
-
-    def sources(self, first: int, stop: int) -> np.ndarray:
-        """Return the sources of samples first ≤ n < stop, (stop − first,) int64."""
-        self._extend(stop)
-        return self._turns.at(slice(first, stop)) if first < stop else np.empty(0, dtype=np.int64)
-
-    def counts(self, n: int) -> np.ndarray:
-        """Return the number of samples of each source among the first n, (k,) int64."""
-        self._extend(n)
-        return self._turns.counts(n)
-
     def _extend(self, stop: int) -> None:
-        while len(self._turns) < stop:
-            while self._waiting and self._waiting[0][0] * self._whole <= self._total * self._common:
+        while len(self._order) < stop:
+            while self._waiting and self._waiting[0][0] * self._total_weight <= self._total * self._common:
                 _, source = heapq.heappop(self._waiting)
                 length = next(self._lengths[source])
                 heapq.heappush(self._ready, ((self._served[source] + length) * self._scale[source], source, length))
             _, source, length = heapq.heappop(self._ready)
-            self._turns.append(source)
+            self._order.append(source)
             self._served[source] += length
             self._total += length
             heapq.heappush(self._waiting, (self._served[source] * self._scale[source], source))
@@ -249,20 +211,19 @@ class EpochSampler:
 
     def draw(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return samples first ≤ n < stop and the epoch of each, both (stop − first,) int64."""
-        epochs, places = np.divmod(np.arange(first, stop), self.size)
-        drawn = np.empty_like(places)
+        epochs, positions = np.divmod(np.arange(first, stop), self.size)
+        samples = np.empty_like(positions)
         for e in range(first // self.size, -(-stop // self.size)):
             low, high = max(e * self.size - first, 0), (e + 1) * self.size - first
-            drawn[low:high] = self.order(e)[places[low:high]]
-        return drawn, epochs
+            samples[low:high] = self.order(e)[positions[low:high]]
+        return samples, epochs
 
     def counts(self, n: int) -> np.ndarray:
         """Return the number of samples of each source among the first n: all of the only one."""
         return np.array([n])
 
     @property
-    def around(self) -> float:
-        """Number of samples per epoch."""
+    def epoch_size(self) -> float:
         return self.size
 
 
@@ -273,14 +234,13 @@ class Mixture:
     names: tuple[str, ...]
     weights: tuple[float, ...]
     sizes: tuple[int, ...]
-    """Number of examples of each source, at least one."""
+    """Number of examples of each source, at least one; else UserError."""
     strict: frozenset[str] = frozenset()
     """Sources that must not start a second epoch (`when_over: refuse`)."""
     weigh: Literal["rows", "tokens"] = "rows"
     """Unit of the weights: samples, or their tokens."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a source without examples."""
         for name, size in zip(self.names, self.sizes, strict=True):
             if size < 1:
                 raise UserError(f"data.train.sources.{name} has no usable row; give it rows, or weight 0")
@@ -290,12 +250,8 @@ class MixtureSampler:
     """Endless samples of a mixture; each source has its own epochs."""
 
     def __init__(self, mixture: Mixture, seed: int, lengths: np.ndarray | None = None) -> None:
-        """
-        Arguments:
-            lengths: tokens of each example, (N,), if weights are shares of tokens.
-        Raises:
-            UserError: invalid weights.
-        """
+        """lengths: tokens of each example, (N,), if weights are shares of tokens. Raises UserError for invalid
+        weights."""
         self.mixture = mixture
         self._sources = [
             EpochSampler(size, seed, name) for name, size in zip(mixture.names, mixture.sizes, strict=True)
@@ -311,17 +267,17 @@ class MixtureSampler:
             self._proportions = TokenProportions(mixture.weights, ordered)
 
     def draw(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return samples and epochs as `Epochs.draw`, over the examples of all sources."""
+        """Return samples and epochs as `EpochSampler.draw`, over the examples of all sources."""
         source_of = self._proportions.sources(first, stop)
-        before = self._proportions.counts(first)
-        drawn, epochs = np.empty_like(source_of), np.empty_like(source_of)
+        counts = self._proportions.counts(first)
+        samples, epochs = np.empty_like(source_of), np.empty_like(source_of)
         for i, source in enumerate(self._sources):
-            mine = np.flatnonzero(source_of == i)
-            if len(mine):
-                begin = int(before[i])
-                drawn[mine], epochs[mine] = source.draw(begin, begin + len(mine))
-                drawn[mine] += self._starts[i]
-        return drawn, epochs
+            own = np.flatnonzero(source_of == i)
+            if len(own):
+                begin = int(counts[i])
+                samples[own], epochs[own] = source.draw(begin, begin + len(own))
+                samples[own] += self._starts[i]
+        return samples, epochs
 
     def counts(self, n: int) -> np.ndarray:
         """Return the number of samples of each source among the first n, (k,) int64."""
@@ -334,12 +290,11 @@ class MixtureSampler:
         return [rate / sum(rates) for rate in rates]
 
     @property
-    def around(self) -> float:
+    def epoch_size(self) -> float:
         """Number of samples until the first source starts its second epoch; on average if weights are shares of
         tokens."""
         return min(size / share for size, share in zip(self.mixture.sizes, self.shares, strict=True) if share)
 
 
 def _epoch_lengths(lengths: np.ndarray, source: EpochSampler, e: int) -> np.ndarray:
-    """Return the tokens of each sample of a source's epoch e, in its order."""
     return np.asarray(lengths[source.order(e)])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from ..errors import UserError
 from ..seeds import numpy_generator
 from .example import IGNORE, Example
 from .rows import Row
+
+_Each = TypeVar("_Each", Row, Example)
 
 
 def _count_flips(rate: float, rows: int) -> int:
@@ -31,16 +34,11 @@ def _count_flips(rate: float, rows: int) -> int:
 
 
 def flip_labels(labels: Sequence[int], *, rate: float, num_labels: int, seed: int) -> tuple[list[int], list[int]]:
-    """Replace exactly ⌊rate·n + ½⌋ of the n labels by a different class, drawn uniformly.
+    """Replace exactly ⌊rate·n + ½⌋ of the n labels by a different class, drawn uniformly; return the new labels, and
+    the sorted indices of those that were replaced.
 
-    With the same seed, the labels flipped at a larger rate include those flipped at a smaller one, to the same class.
-
-    Arguments:
-        labels: classes in `range(num_labels)`.
-    Returns:
-        The new labels, and the sorted indices of those that were replaced.
-    Raises:
-        UserError: a rate outside [0, 1], or fewer than two classes to choose from.
+    labels: classes in `range(num_labels)`. With the same seed, the labels flipped at a larger rate include those
+    flipped at a smaller one, to the same class. Raises UserError for a rate outside [0, 1], or fewer than two classes.
     """
     flips = _count_flips(rate, len(labels))
     if flips and num_labels < 2:
@@ -54,15 +52,23 @@ def flip_labels(labels: Sequence[int], *, rate: float, num_labels: int, seed: in
     return noisy.tolist(), sorted(flipped.tolist())
 
 
+def _change_rows(
+    rows: Sequence[_Each], flipped: Sequence[int], change: Callable[[int], _Each]
+) -> tuple[list[_Each], list[str]]:
+    """Return the rows with those at the indices `flipped` replaced, and the ids of these."""
+    changed = list(rows)
+    for i in flipped:
+        changed[i] = change(i)
+    return changed, [rows[i].id for i in flipped]
+
+
 def flip_row_labels(
     rows: Sequence[Row], *, rate: float, label_names: Sequence[str], seed: int
 ) -> tuple[list[Row], list[str]]:
     """Apply `flip_labels` to the rows' `label` column (before encoding, so that templates see it too).
 
-    Returns:
-        The new rows, and the ids of those whose label was replaced.
-    Raises:
-        UserError: as `flip_labels`; or a label that is not in `label_names`.
+    Returns the new rows, and the ids of those whose label was replaced. Raises UserError as `flip_labels`, or for a
+    label that is not in `label_names`.
     """
     from .labels import label_index
 
@@ -70,10 +76,11 @@ def flip_row_labels(
         return list(rows), []
     index = [label_index(row, label_names) for row in rows]
     noisy, flipped = flip_labels(index, rate=rate, num_labels=len(label_names), seed=seed)
-    new = list(rows)
-    for i in flipped:
-        new[i] = dataclasses.replace(rows[i], values={**rows[i].values, "label": label_names[noisy[i]]})
-    return new, [rows[i].id for i in flipped]
+
+    def change(i: int) -> Row:
+        return dataclasses.replace(rows[i], values={**rows[i].values, "label": label_names[noisy[i]]})
+
+    return _change_rows(rows, flipped, change)
 
 
 def replace_answers(
@@ -81,12 +88,8 @@ def replace_answers(
 ) -> tuple[list[Row], list[str]]:
     """Replace the answer of a share of the rows by that of another row with a different answer, drawn uniformly.
 
-    Arguments:
-        columns: columns of the answer; all of them are taken from the same other row.
-    Returns:
-        The new rows, and the ids of those whose answer was replaced.
-    Raises:
-        UserError: a rate outside [0, 1], or no two different answers.
+    columns: columns of the answer; all of them are taken from the same other row. Returns the new rows, and the ids of
+    those whose answer was replaced. Raises UserError for a rate outside [0, 1], or no two different answers.
     """
     flips = _count_flips(rate, len(rows))
     if not flips:
@@ -105,29 +108,22 @@ def replace_answers(
     flipped = sorted(rng.permutation(len(rows))[:flips].tolist())
     # Draw a donor for every row, so that it does not depend on the rate.
     donor = by_group[(after + rng.integers(0, len(rows) - sizes[group])) % len(rows)]
-    new = list(rows)
-    for i in flipped:
+
+    def change(i: int) -> Row:
         answer = {name: rows[donor[i]].values.get(name) for name in columns}
-        new[i] = dataclasses.replace(rows[i], values={**rows[i].values, **answer})
-    return new, [rows[i].id for i in flipped]
+        return dataclasses.replace(rows[i], values={**rows[i].values, **answer})
+
+    return _change_rows(rows, flipped, change)
 
 
 def flip_preferences(
     rows: Sequence[Row], *, exchange: Callable[[Row], Row], rate: float, seed: int
 ) -> tuple[list[Row], list[str]]:
-    """Give a share of the rows the opposite label, by `exchange`.
-
-    Returns:
-        The new rows, and the ids of those whose label was replaced.
-    Raises:
-        UserError: a rate outside [0, 1].
-    """
+    """Give a share of the rows the opposite label, by `exchange`. Returns the new rows, and the ids of those whose
+    label was replaced. Raises UserError for a rate outside [0, 1]."""
     order = numpy_generator(seed, "label-noise").permutation(len(rows))
     flipped = sorted(order[: _count_flips(rate, len(rows))].tolist())
-    new = list(rows)
-    for i in flipped:
-        new[i] = exchange(rows[i])
-    return new, [rows[i].id for i in flipped]
+    return _change_rows(rows, flipped, lambda i: exchange(rows[i]))
 
 
 def shuffle_tokens(
@@ -136,17 +132,13 @@ def shuffle_tokens(
     """Shuffle the target tokens of a share of encoded texts: the same words, with nothing to learn except the row
     itself. A drawn text without two different tokens is unchanged.
 
-    Arguments:
-        fixed: tokens that keep their position (special tokens).
-        pool: ids of all rows, which include those of `examples`, over which to draw; None: `examples` only.
-    Returns:
-        The new examples, and the ids of those that were shuffled.
-    Raises:
-        UserError: a rate outside [0, 1], or too few rows with two different tokens.
+    fixed: tokens that keep their position (special tokens). pool: ids of all rows, which include those of `examples`,
+    over which to draw; None: `examples` only. Returns the new examples, and the ids of those that were shuffled. Raises
+    UserError for a rate outside [0, 1], or too few rows with two different tokens.
     """
     flips = _count_flips(rate, len(examples))
-    places = [_find_movable_tokens(example, fixed) for example in examples]
-    able = [len({examples[i].input_ids[place] for place in places[i]}) > 1 for i in range(len(examples))]
+    positions = [_find_movable_tokens(example, fixed) for example in examples]
+    able = [len({examples[i].input_ids[k] for k in positions[i]}) > 1 for i in range(len(examples))]
     if flips > sum(able):
         raise UserError(
             f"data.label_noise: {rate} of {len(examples)} rows is {flips}, and only {sum(able)} have two different "
@@ -154,31 +146,31 @@ def shuffle_tokens(
         )
     names = [example.id for example in examples] if pool is None else pool
     order = numpy_generator(seed, "label-noise").permutation(len(names))
-    drawn = {names[k]: k for k in order[: _count_flips(rate, len(names))].tolist()}
-    new = list(examples)
-    flipped = [i for i, example in enumerate(examples) if able[i] and example.id in drawn]
-    for i in flipped:
-        own = numpy_generator(seed, "label-noise", drawn[examples[i].id])
-        new[i] = _shuffle_example(examples[i], places[i], own)
-    return new, [examples[i].id for i in flipped]
+    numbers = {names[k]: k for k in order[: _count_flips(rate, len(names))].tolist()}
+    flipped = [i for i, example in enumerate(examples) if able[i] and example.id in numbers]
+
+    def change(i: int) -> Example:
+        rng = numpy_generator(seed, "label-noise", numbers[examples[i].id])
+        return _shuffle_example(examples[i], positions[i], rng)
+
+    return _change_rows(examples, flipped, change)
 
 
 def _find_movable_tokens(example: Example, fixed: Collection[int]) -> list[int]:
     assert isinstance(example.labels, list)
     return [
-        place
-        for place, (token, label) in enumerate(zip(example.input_ids, example.labels, strict=True))
+        position
+        for position, (token, label) in enumerate(zip(example.input_ids, example.labels, strict=True))
         if label != IGNORE and token not in fixed
     ]
 
 
-def _shuffle_example(example: Example, places: Sequence[int], rng: np.random.Generator) -> Example:
+def _shuffle_example(example: Example, positions: Sequence[int], rng: np.random.Generator) -> Example:
     assert isinstance(example.labels, list)
-    before = [example.input_ids[place] for place in places]
-    tokens = before
+    tokens = before = [example.input_ids[position] for position in positions]
     while tokens == before:
         tokens = [before[k] for k in rng.permutation(len(before))]
     ids, labels = list(example.input_ids), list(example.labels)
-    for place, token in zip(places, tokens, strict=True):
-        ids[place] = labels[place] = token
+    for position, token in zip(positions, tokens, strict=True):
+        ids[position] = labels[position] = token
     return dataclasses.replace(example, input_ids=ids, labels=labels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -45,21 +46,20 @@ def split_batch_spans(micro: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> 
     """
     ids = micro.inputs["input_ids"].tolist()
     labels = micro.labels.tolist()
-    shown: list[list[DecodedSpan]] = []
+    spans: list[list[DecodedSpan]] = []
     decoder = "decoder_input_ids" in micro.inputs
-    # labels of whole rows: a class, classes or a target
-    whole = micro.labels.ndim == 1 or micro.labels.is_floating_point()
+    row_labels = micro.labels.ndim == 1 or micro.labels.is_floating_point()  # a class, classes or a target
     for row, samples in enumerate(micro.rows):
         for start, stop in _find_sample_ranges(micro, row, len(samples)):
-            if decoder or whole:
+            if decoder or row_labels:
                 marks = [False] * (stop - start)
             else:
                 marks = [label != IGNORE for label in labels[row][start:stop]]
-            shown.append(_split_spans(ids[row][start:stop], marks, tokenizer))
+            spans.append(_split_spans(ids[row][start:stop], marks, tokenizer))
         if decoder:
             written = [label for label in labels[row] if label != IGNORE]
-            shown[-1] += [DecodedSpan(" → ", False), *_split_spans(written, [True] * len(written), tokenizer)]
-    return shown
+            spans[-1] += [DecodedSpan(" → ", False), *_split_spans(written, [True] * len(written), tokenizer)]
+    return spans
 
 
 def _find_sample_ranges(micro: MicroBatch, row: int, samples: int) -> list[tuple[int, int]]:
@@ -73,18 +73,14 @@ def _find_sample_ranges(micro: MicroBatch, row: int, samples: int) -> list[tuple
 
 def _split_spans(ids: list[int], marks: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[DecodedSpan]:
     spans = []
-    shown = ""
+    text = ""
     edges = [i for i in range(1, len(ids)) if marks[i] != marks[i - 1]] + [len(ids)]
-    start = 0
-    for edge in edges:
+    for start, edge in pairwise([0, *edges]):
         # Decode from the start each time, because some tokenizers drop the space before the first word.
-        text = str(tokenizer.decode(ids[:edge]))
-        spans.append(
-            DecodedSpan(
-                text[len(shown) :] if text.startswith(shown) else str(tokenizer.decode(ids[start:edge])), marks[start]
-            )
-        )
-        shown, start = text, edge
+        longer = str(tokenizer.decode(ids[:edge]))
+        own = longer.removeprefix(text) if longer.startswith(text) else str(tokenizer.decode(ids[start:edge]))
+        spans.append(DecodedSpan(own, marks[start]))
+        text = longer
     return spans
 
 
@@ -101,20 +97,20 @@ def format_first_batch(
     """Return the first `samples` of the batch decoded, with target tokens as ⟦…⟧, at most `width` characters each. For
     preference data both answers of a pair are shown, with + before a chosen or desirable answer and − before any other.
 
-    label_names: classes in head order. units: of a regression's targets, which are shown in their own units.
-
-    Raises:
-        UserError: the batch has no target token.
+    label_names: classes in head order. units: of a regression's targets, which are shown in their own units. Raises
+    UserError if the batch has no target token.
     """
     if micro.supervised == 0:
         raise UserError("the first batch has no target token, so there is nothing to learn; check task and columns")
     spans = split_batch_spans(micro, tokenizer)
-    real = _count_tokens(micro)
-    rows, said = len(micro.rows), f"{micro.supervised} {task.loss_denominator} supervised"
+    tokens = micro.supervised if "decoder_input_ids" in micro.inputs else 0
+    for r, row in enumerate(micro.rows):
+        tokens += sum(stop - start for start, stop in _find_sample_ranges(micro, r, len(row)))
+    targets = f"{micro.supervised} {task.loss_denominator} supervised"
     if micro.preference is not None:
-        said = f"{int(micro.preference.lengths.sum())} supervised in {micro.supervised} {task.loss_denominator}"
+        targets = f"{int(micro.preference.lengths.sum())} supervised in {micro.supervised} {task.loss_denominator}"
         samples *= 2 if micro.preference.paired else 1
-    lines = [f"first batch: {rows} rows, {micro.samples} samples, {real} tokens, {said}"]
+    lines = [f"first batch: {len(micro.rows)} rows, {micro.samples} samples, {tokens} tokens, {targets}"]
     for i, sample in enumerate(spans[:samples]):
         text = _shorten("".join(OPEN + span.text + CLOSE if span.supervised else span.text for span in sample), width)
         if task.traits.is_sequence_level:
@@ -127,18 +123,11 @@ def format_first_batch(
     return "\n".join(lines)
 
 
-def _count_tokens(micro: MicroBatch) -> int:
-    read = sum(
-        stop - start for r, row in enumerate(micro.rows) for start, stop in _find_sample_ranges(micro, r, len(row))
-    )
-    return read + (micro.supervised if "decoder_input_ids" in micro.inputs else 0)
-
-
 def _shorten(text: str, width: int) -> str:
     """Return both ends of a long text, with marks closed and reopened around the gap."""
     if len(text) <= width:
         return text
     head, tail = text[: width // 2], text[-width // 2 :]
-    inside = head.rfind(OPEN) > head.rfind(CLOSE)
+    open_at_end = head.rfind(OPEN) > head.rfind(CLOSE)
     reopened = tail.find(CLOSE) != -1 and (tail.find(OPEN) == -1 or tail.find(CLOSE) < tail.find(OPEN))
-    return f"{head}{CLOSE if inside else ''} … {OPEN if reopened else ''}{tail}"
+    return f"{head}{CLOSE if open_at_end else ''} … {OPEN if reopened else ''}{tail}"

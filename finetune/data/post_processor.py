@@ -7,7 +7,6 @@ with such a tokenizer, a model would read rows unlike any it was trained on.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .encoding import SpecialTokens, tokenize_plain
@@ -20,9 +19,11 @@ def adds_special_tokens(tokenizer: PreTrainedTokenizerBase, specials: SpecialTok
     """Return True if the tokenizer adds exactly these tokens around a text and, with `pairs`, between and around
     two."""
     a, b = tokenize_plain(tokenizer, "a"), tokenize_plain(tokenizer, "b")
-    one = [*specials.prefix, *a, *specials.suffix]
-    two = [*specials.prefix, *a, *specials.middle, *b, *specials.pair_suffix]
-    return one == list(tokenizer("a")["input_ids"]) and (not pairs or two == list(tokenizer("a", "b")["input_ids"]))
+    single = [*specials.prefix, *a, *specials.suffix]
+    pair = [*specials.prefix, *a, *specials.middle, *b, *specials.pair_suffix]
+    if single != list(tokenizer("a")["input_ids"]):
+        return False
+    return not pairs or pair == list(tokenizer("a", "b")["input_ids"])
 
 
 def set_post_processor(tokenizer: PreTrainedTokenizerBase, specials: SpecialTokens, *, pairs: bool) -> None:
@@ -36,31 +37,25 @@ def set_post_processor(tokenizer: PreTrainedTokenizerBase, specials: SpecialToke
     from tokenizers import processors
 
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-    around = (*specials.prefix, *specials.middle, *specials.suffix, *specials.pair_suffix)
-    names = dict(zip(around, tokenizer.convert_ids_to_tokens(list(around)), strict=True))
+    ids = (*specials.prefix, *specials.middle, *specials.suffix, *specials.pair_suffix)
+    tokens = dict(zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True))
     # `:`, `$` and spaces have a meaning in the template language, so tokens that contain them get another name.
-    called = {i: f"token-{i}" if {":", "$", " "} & set(name) else name for i, name in names.items()}
+    names = {i: f"token-{i}" if {":", "$", " "} & set(token) else token for i, token in tokens.items()}
+
+    def pieces(ids: tuple[int, ...], segment: int) -> list[str]:
+        return [f"{names[i]}:{segment}" for i in ids]
+
     second = specials.segments[1] if specials.segments else 0
-    one = [*_format_pieces(specials.prefix, called, 0), "$A:0"]
-    two = [
-        *one,
-        *_format_pieces(specials.middle, called, 0),
-        f"$B:{second}",
-        *_format_pieces(specials.pair_suffix, called, second),
-    ]
+    first = [*pieces(specials.prefix, 0), "$A:0"]
     template = processors.TemplateProcessing(
-        single=[*one, *_format_pieces(specials.suffix, called, 0)],
-        pair=two,
-        special_tokens=[{"id": called[i], "ids": [i], "tokens": [name]} for i, name in names.items()],
+        single=[*first, *pieces(specials.suffix, 0)],
+        pair=[*first, *pieces(specials.middle, 0), f"$B:{second}", *pieces(specials.pair_suffix, second)],
+        special_tokens=[{"id": names[i], "ids": [i], "tokens": [token]} for i, token in tokens.items()],
     )
     # Keep an existing byte-level part, which adjusts offsets; the template replaces everything else.
-    trims = _get_trim_offsets(backend.post_processor)
-    kept = [] if trims is None else [processors.ByteLevel(trim_offsets=trims)]
-    backend.post_processor = processors.Sequence([*kept, template]) if kept else template
-
-
-def _format_pieces(tokens: tuple[int, ...], called: dict[int, str], segment: int) -> Iterator[str]:
-    return (f"{called[token]}:{segment}" for token in tokens)
+    trim_offsets = _get_trim_offsets(backend.post_processor)
+    byte_level = [] if trim_offsets is None else [processors.ByteLevel(trim_offsets=trim_offsets)]
+    backend.post_processor = processors.Sequence([*byte_level, template]) if byte_level else template
 
 
 def _get_trim_offsets(processor: Any) -> bool | None:

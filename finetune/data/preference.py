@@ -13,7 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .chat.encode import ChatEncoder, ChatSettings
-from .encoding import DroppedRows, EncodedTask, RowEncoder, Truncation, describe_prompt_form, is_blank, iter_chunks
+from .encoding import (
+    ANY_LENGTH,
+    DroppedRows,
+    EncodedTask,
+    RowEncoder,
+    Truncation,
+    describe_prompt_form,
+    is_blank,
+    iter_chunks,
+    minimum_known,
+)
 from .example import IGNORE, EncodedRows, Example
 from .rows import Row, missing_column_message, split_shared_prompt
 from .template import Template, fit_completion
@@ -22,37 +32,36 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK = 512
-_ANY_LENGTH = 1 << 40
 CHOSEN, REJECTED = "chosen", "rejected"
 
 Ids = tuple[list[int], list[int]]
 """Ids of a prompt with an answer, and their labels."""
+_TWO_KINDS = "rows before have pairs of answers or single ones, and this one has the other; give files of one kind"
+_Result = tuple[Example, Truncation] | str
+"""The example of a row and what it lost, or why it has none."""
 
 
 def read_answers(values: Mapping[str, Any], *, single: bool) -> tuple[tuple[Any, ...], bool | None]:
-    """Return the answers of a row, chosen before rejected; or its only one, and whether it is desirable.
-
-    single: True if a row may have a single answer.
-    Raises:
-        ValueError: answers are missing, or a single one has no label.
-    """
+    """Return the answers of a row, chosen before rejected; or its only one, and whether it is desirable. single: True
+    if a row may have a single answer. Raises ValueError if answers are missing, or a single one has no label."""
     if values.get(CHOSEN) is not None and values.get(REJECTED) is not None:
         return (values[CHOSEN], values[REJECTED]), None
     if not single or values.get("completion") is None:
-        wanted = "completion" if single and CHOSEN not in values else CHOSEN if values.get(CHOSEN) is None else REJECTED
-        raise ValueError(missing_column_message(wanted, values))
+        missing = (
+            "completion" if single and CHOSEN not in values else CHOSEN if values.get(CHOSEN) is None else REJECTED
+        )
+        raise ValueError(missing_column_message(missing, values))
     if not isinstance(values.get("label"), bool):
         raise ValueError("column 'label' does not say whether the completion is desirable; give true or false")
     return (values["completion"],), values["label"]
 
 
-def build_conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
+def build_conversation(row: Row, answer: Any, opposite: Any = None) -> list[Any]:
     """Return the turns of a prompt with one answer. Each may be a text or a list of turns, an answer also a single
     turn; it may repeat the prompt.
 
-    other: the other answer; turns that both have in common are the prompt's.
-    Raises:
-        ValueError: an answer with several turns, or none.
+    opposite: the other answer; turns that both have in common are the prompt's. Raises ValueError for an answer with
+    several turns, or none.
     """
     prompt = row.values.get("prompt")
     turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -62,7 +71,7 @@ def build_conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
     if not isinstance(answer, list):
         raise ValueError(f"an answer is a {type(answer).__name__}, not a text or a list of turns")
     if len(answer) > 1:
-        shared = split_shared_prompt(answer, other).get("prompt", []) if other is not None else answer[:-1]
+        shared = split_shared_prompt(answer, opposite).get("prompt", []) if opposite is not None else answer[:-1]
         turns, answer = shared or turns, answer[len(shared) :]
     if len(answer) != 1:
         raise ValueError(f"an answer has {len(answer)} turns behind its prompt; give the assistant's one")
@@ -74,13 +83,10 @@ class PreferenceTask(EncodedTask, Protocol):
 
     @property
     def chat(self) -> bool: ...
-
     @property
     def as_chat(self) -> ChatSettings: ...
-
     @property
     def is_unpaired(self) -> bool: ...
-
     def templates(self) -> tuple[Template, Template]: ...
 
 
@@ -96,15 +102,14 @@ class PreferenceEncoder:
         bad_rows: str = "refuse",
         truncation: Literal["left", "right"] | None = None,
         overlong: Literal["drop", "refuse"] | None = None,
-        **how: Any,
+        **options: Any,
     ) -> None:
         """Take the arguments of `flatshift.finetune.data.encoding.encode`. Raises UserError as the encoders of
         completions and chats."""
-        self.task, self.max_length = task, max_length
-        self._how = {"bad_rows": bad_rows, "overlong": overlong}
-        # Encode conversations without a limit and collect bad ones: `_shortened` truncates both sides of a pair alike.
+        self.task, self.max_length, self.bad_rows, self.overlong = task, max_length, bad_rows, overlong
+        # Encode conversations without a limit and collect bad ones: `_truncate` cuts both sides of a pair alike.
         self._chat = (
-            ChatEncoder(task.as_chat, tokenizer, _ANY_LENGTH, bad_rows="skip", truncation=truncation, room=max_length)
+            ChatEncoder(task.as_chat, tokenizer, ANY_LENGTH, bad_rows="skip", truncation=truncation, room=max_length)
             if task.chat
             else None
         )
@@ -117,24 +122,27 @@ class PreferenceEncoder:
     def add(self, rows: Iterable[Row]) -> EncodedRows:
         """Encode these rows; return the examples and the counts of dropped and truncated ones. Raises UserError as
         `encode`."""
-        rest = DroppedRows(self._how["bad_rows"] or "refuse", self._how["overlong"], self.max_length)
+        losses = DroppedRows(self.bad_rows, self.overlong, self.max_length)
         examples: list[Example] = []
         for chunk in iter_chunks(rows, _CHUNK):
             self._form = self._form or chunk[0].form
-            found = self._conversations(chunk, rest) if self._chat is not None else self._texts(chunk)
-            for row, made in zip(chunk, found, strict=True):
-                if isinstance(made, str):
-                    rest.bad(row, made)
+            results = self._encode_texts(chunk) if self._chat is None else self._encode_chats(self._chat, chunk, losses)
+            for row, result in zip(chunk, results, strict=True):
+                if isinstance(result, str):
+                    losses.bad(row, result)
                     continue
-                example, cut = made
-                if self._one_kind(example):
-                    rest.bad(row, "rows before have pairs of answers or single ones, and this one has the other; "
-                             "give files of one kind")  # fmt: skip
-                elif not (cut and rest.long(row, cut)):
+                example, cut = result
+                single = example.rejected_ids is None
+                if self._pairs if single else self._single:
+                    losses.bad(row, _TWO_KINDS)
+                    continue
+                self._single += single
+                self._pairs += not single
+                if not (cut and losses.long(row, cut)):
                     examples.append(example)
         if self._chat is None:
-            rest.at_least = self._text.rest.at_least
-        return rest.encoded(examples)
+            losses.at_least = self._text.losses.at_least
+        return losses.encoded(examples)
 
     def close(self) -> tuple[str, ...]:
         """Return notes on all rows, one sentence each."""
@@ -151,19 +159,8 @@ class PreferenceEncoder:
         """Return True if the chat template uses a key of turns (chat)."""
         return self._chat is not None and self._chat.reads_key(key)
 
-    def _one_kind(self, example: Example) -> bool:
-        """Count an example; return True if earlier examples are of the other kind (pairs or single answers)."""
-        single = example.rejected_ids is None
-        if self._pairs if single else self._single:
-            return True
-        self._single += single
-        self._pairs += not single
-        return False
-
-    # ------------------------------------------------------------------------------------------------------------ texts
-
-    def _texts(self, rows: Sequence[Row]) -> list[tuple[Example, Truncation] | str]:
-        """Return the example of each row whose prompt and answers are texts, or why it has none."""
+    def _encode_texts(self, rows: Sequence[Row]) -> list[_Result]:
+        encoder = self._text
         prompt, answer = self.task.templates()
         filled: list[tuple[list[str], bool | None] | str] = []
         for row in rows:
@@ -174,141 +171,137 @@ class PreferenceEncoder:
                     raise ValueError(f"column {lists[0]!r} holds turns of a conversation; set task.chat: true")
                 if is_blank(row, prompt.columns):
                     raise ValueError("the prompt is empty")
-                texts = [answer.fill(row, answer=self._text_of(one)) for one in answers]
-                filled.append(([prompt.fill(row), *texts], desirable))
+                texts = [answer.fill(row, answer=_check_answer(text)) for text in answers]
+                question = prompt.fill(row)
             except ValueError as error:
                 filled.append(str(error))
-        to = self._text
-        filled = [
-            one if isinstance(one, str) else ([*to.within(one[0][:1], left=to.left), *to.within(one[0][1:])], one[1])
-            for one in filled
-        ]
-        flat = [text for one in filled if not isinstance(one, str) for text in one[0]]
-        batch = self._text.tokens(flat) if flat else {"input_ids": []}
-        made: list[tuple[Example, Truncation] | str] = []
-        place = 0
-        for row, one in zip(rows, filled, strict=True):
-            if isinstance(one, str):
-                made.append(one)
+            else:
+                filled.append(([*encoder.within([question], left=encoder.left), *encoder.within(texts)], desirable))
+        flat = [text for entry in filled if not isinstance(entry, str) for text in entry[0]]
+        batch = encoder.tokens(flat) if flat else {"input_ids": []}
+        results: list[_Result] = []
+        index = 0
+        for row, entry in zip(rows, filled, strict=True):
+            if isinstance(entry, str):
+                results.append(entry)
                 continue
-            texts, desirable = one
-            made.append(self._fitted(row, texts, batch, place, desirable))
-            place += len(texts)
-        return made
+            texts, desirable = entry
+            results.append(self._build_from_texts(row, texts, batch, index, desirable))
+            index += len(texts)
+        return results
 
-    @staticmethod
-    def _text_of(answer: Any) -> str:
-        if not isinstance(answer, str):
-            raise ValueError(f"an answer is a {type(answer).__name__}, not text")
-        if not answer.strip():
-            raise ValueError("an answer is empty")
-        return answer
-
-    def _fitted(
-        self, row: Row, texts: Sequence[str], batch: Any, place: int, desirable: bool | None
-    ) -> tuple[Example, Truncation] | str:
-        """Build an example from texts.
-
-        texts: prompt and answers, whose tokens are in the batch from index `place` on.
-        """
-        to = self._text
-        prompt, *answers = batch["input_ids"][place : place + len(texts)]
-        prefix = list(to.specials.prefix)
+    def _build_from_texts(
+        self, row: Row, texts: Sequence[str], batch: Any, index: int, desirable: bool | None
+    ) -> _Result:
+        """Build an example from texts: prompt and answers, whose tokens are in the batch from `index` on."""
+        encoder = self._text
+        prompt, *answers = batch["input_ids"][index : index + len(texts)]
+        prefix = list(encoder.specials.prefix)
         if not all(answers):
             return "an answer is empty"
-        closed = [[*ids, *to.end] for ids in answers]
+        closed = [[*ids, *encoder.end] for ids in answers]
         reserve = max(map(len, closed))
         sides: list[Ids] = []
-        cut_answer = something = False
+        cut_answer = cut = False
         for ids in closed:
-            context, kept, shorter = fit_completion(prefix, prompt, ids, to.max_length, reserve=reserve, left=to.left)
+            context, answer, shorter = fit_completion(
+                prefix, prompt, ids, encoder.max_length, reserve=reserve, left=encoder.left
+            )
             if not context:
                 return "the prompt is empty, and an answer needs something to follow"
-            sides.append(([*context, *kept], [IGNORE] * len(context) + kept))
-            cut_answer, something = cut_answer or len(kept) < len(ids), something or shorter
-        lost = bool(prompt) and sides[0][1].count(IGNORE) == len(prefix)
-        cut = Truncation(len(prefix) + len(prompt) + reserve, something, answer=cut_answer, prompt=lost)
-        kept_tokens = min(len(answers[0]), len(sides[0][1]) - sides[0][1].count(IGNORE))
-        size = to.bytes(texts[1], batch, place + 1, 0, kept_tokens)
-        return _build_example(row, sides, size, desirable), cut
+            sides.append(([*context, *answer], [IGNORE] * len(context) + answer))
+            cut_answer, cut = cut_answer or len(answer) < len(ids), cut or shorter
+        labels = sides[0][1]
+        lost = bool(prompt) and labels.count(IGNORE) == len(prefix)
+        truncation = Truncation(len(prefix) + len(prompt) + reserve, cut, answer=cut_answer, prompt=lost)
+        targets = min(len(answers[0]), len(labels) - labels.count(IGNORE))
+        size = encoder.bytes(texts[1], batch, index + 1, 0, targets)
+        return _build_example(row, sides, size, desirable), truncation
 
-    # --------------------------------------------------------------------------------------------------- conversations
-
-    def _conversations(self, rows: Sequence[Row], rest: DroppedRows) -> list[tuple[Example, Truncation] | str]:
-        """The example of each row as its conversations are written, or why there is none."""
-        assert self._chat is not None
-        talks: list[Row] = []
-        reasons: dict[str, str] = {}
-        known: dict[str, tuple[int, bool | None]] = {}
+    def _encode_chats(self, chat: ChatEncoder, rows: Sequence[Row], losses: DroppedRows) -> list[_Result]:
+        conversations: list[Row] = []
+        sides_of: dict[str, tuple[list[str], bool | None] | str] = {}
         for row in rows:
             try:
                 answers, desirable = read_answers(row.values, single=self.task.is_unpaired)
-                turns = [build_conversation(row, one, answers[1 - k] if len(answers) == 2 else None)
-                         for k, one in enumerate(answers)]  # fmt: skip
+                others = answers[::-1] if len(answers) == 2 else (None,)
+                turns = [build_conversation(row, *pair) for pair in zip(answers, others, strict=True)]
             except ValueError as error:
-                reasons[row.where] = str(error)
+                sides_of[row.where] = str(error)
                 continue
-            known[row.where] = (len(turns), desirable)
-            talks += [
-                Row(
-                    {"messages": each, **{name: row.values.get(name) for name in ("tools", "system")}},
-                    f"{row.id}",
-                    f"{row.where}#{k}",
-                )
-                for k, each in enumerate(turns)
+            places = [f"{row.where}#{k}" for k in range(len(turns))]
+            sides_of[row.where] = places, desirable
+            beside = {name: row.values.get(name) for name in ("tools", "system")}
+            conversations += [
+                Row({"messages": messages, **beside}, row.id, place)
+                for messages, place in zip(turns, places, strict=True)
             ]
-        encoded = self._chat.add(talks)
-        rest.at_least = min((n for n in (rest.at_least, encoded.at_least) if n is not None), default=None)
+        encoded = chat.add(conversations)
+        losses.at_least = minimum_known(losses.at_least, encoded.at_least)
         by_place = {example.where: example for example in encoded.examples}
-        made: list[tuple[Example, Truncation] | str] = []
+        results: list[_Result] = []
         for row in rows:
-            if row.where in reasons:
-                made.append(reasons[row.where])
+            sides = sides_of[row.where]
+            if isinstance(sides, str):
+                results.append(sides)
                 continue
-            count, desirable = known[row.where]
-            places = [f"{row.where}#{k}" for k in range(count)]
-            told = [
-                (place, reason) for place in places for reason in encoded.skipped if reason.startswith(f"{place}: ")
+            places, desirable = sides
+            reasons = [
+                reason.removeprefix(f"{place}: ")
+                for place in places
+                for reason in encoded.skipped
+                if reason.startswith(f"{place}: ")
             ]
-            bad = next((reason[len(place) + 2 :] for place, reason in told), None)
-            sides = [by_place[place] for place in places if place in by_place]
-            if bad is None and len(sides) < count:  # an answer begins far beyond
-                bad = self._nothing_left
-            made.append(bad or self._shortened(row, sides, desirable))
-        return made
+            examples = [by_place[place] for place in places if place in by_place]
+            if not reasons and len(examples) < len(places):  # an answer begins far beyond
+                reasons = [self._nothing_left]
+            results.append(reasons[0] if reasons else self._truncate(row, examples, desirable))
+        return results
 
     @property
     def _nothing_left(self) -> str:
         return f"train.max_length = {self.max_length} tokens leave nothing of an answer"
 
-    def _shortened(
-        self, row: Row, talks: Sequence[Example], desirable: bool | None
-    ) -> tuple[Example, Truncation] | str:
-        """Build an example from conversations, truncated from the right."""
+    def _truncate(self, row: Row, conversations: Sequence[Example], desirable: bool | None) -> _Result:
         limit = self.max_length
-        whole = [(one.input_ids, one.labels) for one in talks if isinstance(one.labels, list)]
+        whole = [(each.input_ids, each.labels) for each in conversations if isinstance(each.labels, list)]
         sides: list[Ids] = [(ids[:limit], labels[:limit]) for ids, labels in whole]
         if any(labels.count(IGNORE) == len(labels) for _, labels in sides):
             return self._nothing_left
         needs = max(len(ids) for ids, _ in whole)
         beyond = any(label != IGNORE for _, labels in whole for label in labels[limit:])
-        return _build_example(row, sides, talks[0].bytes, desirable), Truncation(needs, needs > limit, answer=beyond)
+        truncation = Truncation(needs, needs > limit, answer=beyond)
+        return _build_example(row, sides, conversations[0].bytes, desirable), truncation
+
+
+def _check_answer(answer: Any) -> str:
+    if not isinstance(answer, str):
+        raise ValueError(f"an answer is a {type(answer).__name__}, not text")
+    if not answer.strip():
+        raise ValueError("an answer is empty")
+    return answer
 
 
 def _build_example(row: Row, sides: Sequence[Ids], size: int, desirable: bool | None) -> Example:
-    (ids, labels), *other = sides
-    rejected_ids, rejected_labels = other[0] if other else (None, None)
+    (ids, labels), *second = sides
+    rejected_ids, rejected_labels = second[0] if second else (None, None)
     return Example(
-        ids, labels, row.id, row.where, size,
-        rejected_ids=rejected_ids, rejected_labels=rejected_labels, desirable=desirable,
-    )  # fmt: skip
+        ids,
+        labels,
+        row.id,
+        row.where,
+        size,
+        rejected_ids=rejected_ids,
+        rejected_labels=rejected_labels,
+        desirable=desirable,
+    )
 
 
 def swap_answers(row: Row) -> Row:
     """Return the row with its answers swapped, or its label negated."""
     values = row.values
     if values.get(CHOSEN) is not None and values.get(REJECTED) is not None:
-        other = {CHOSEN: values[REJECTED], REJECTED: values[CHOSEN]}
+        swapped = {CHOSEN: values[REJECTED], REJECTED: values[CHOSEN]}
     else:
-        other = {"label": not values.get("label")}
-    return dataclasses.replace(row, values={**values, **other})
+        swapped = {"label": not values.get("label")}
+    return dataclasses.replace(row, values={**values, **swapped})

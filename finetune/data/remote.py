@@ -1,23 +1,30 @@
-"""Objects in a store (`s3://`, `gs://`, `hf://`, `https://`, through fsspec), read like files.
+"""Objects in a store (`s3://`, `gs://`, `hf://`, `https://`, through fsspec), read like files; upload of a folder.
 
-    for file in find("s3://bucket/pool/*.jsonl.gz"):
+    for file in find_objects("s3://bucket/pool/*.jsonl.gz")[0]:
         with file.open() as handle:
             ...
+    upload_folder(Path("run"), [["adapter/adapter_model.safetensors", ...], ["done.json"]], "s3://bucket/runs/first")
 
 An object is read by ranges and never downloaded as a whole. Every later opening in this process must see the same
 version as the first. Credentials and endpoints are those of the store's own client: its environment variables and
 files.
+
+Files are uploaded in groups: each group is verified before the next starts, so that a file that marks completion is
+never uploaded before the files it covers. `upload.json` is sent first and stays there: bytes and SHA-256 of all files.
+With it an interrupted upload resumes, and a different one is refused.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import difflib
 import glob
 import hashlib
 import io
+import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -29,7 +36,6 @@ _T = TypeVar("_T")
 BLOCK = 1 << 23
 """Bytes per request: small enough for memory, large enough to make the overhead of a request negligible."""
 _WAITS = (0.5, 2.0, 5.0)
-"""Seconds to wait before each retry of a request."""
 _ASKS_ONCE = ("http", "https")
 """Schemes for which fsspec does not retry; the clients of the other stores retry themselves."""
 _INSTALL = {
@@ -62,7 +68,6 @@ class RemoteFile:
 
     url: str
     size: int | None = field(default=None, compare=False)
-    """Size in bytes, if the store reports it."""
 
     def __str__(self) -> str:
         return self.url
@@ -79,20 +84,17 @@ class RemoteFile:
         return True
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """Open the object for reading, block by block.
-
-        Raises UserError, also during reading: it does not exist, is not readable, has changed since its first opening,
-        or its store does not answer.
-        """
+        """Open the object for reading, block by block. Raises UserError, also during reading: it does not exist, is not
+        readable, has changed since its first opening, or its store does not answer."""
         assert mode == "rb"
         store, path = open_store(self.url)
         with translate_store_errors(self.url):
             # No fsspec cache: the BufferedReader below already requests whole blocks.
             handle = with_retries(self.url, lambda: store.open(path, "rb", block_size=BLOCK, cache_type="none"))
-            about = getattr(handle, "details", None) or {}
-            if not _read_version_fields(about):  # some clients fetch only the size, or nothing
-                about = with_retries(self.url, lambda: store.info(path))
-        _check_unchanged(self.url, about)
+            metadata = getattr(handle, "details", None) or {}
+            if not _read_version_fields(metadata):  # some clients fetch only the size, or nothing
+                metadata = with_retries(self.url, lambda: store.info(path))
+        _check_unchanged(self.url, metadata)
         return io.BufferedReader(_ObjectReader(self.url, handle), BLOCK)
 
     def digest(self) -> tuple[str, int]:
@@ -113,22 +115,20 @@ class RemoteFile:
     @property
     def version(self) -> dict[str, str]:
         """`etag`, `version_id` and `modified` at the first opening, as far as the store reports them."""
-        return _SEEN[self.url].told
+        return _VERSIONS[self.url].fields
 
 
 DataFile = Path | RemoteFile
-"""A local file or an object in a store."""
 
 
 class _ObjectVersion(NamedTuple):
     mark: str | None
     """Value that changes with the content: the etag, else the modification time."""
     size: int | None
-    told: dict[str, str]
+    fields: dict[str, str]
 
 
-_SEEN: dict[str, _ObjectVersion] = {}
-"""Version of each object at its first opening."""
+_VERSIONS: dict[str, _ObjectVersion] = {}
 _DIGESTS: dict[str, tuple[str, int]] = {}
 
 
@@ -142,38 +142,32 @@ def find_objects(name: str) -> tuple[list[RemoteFile], bool]:
     pattern = glob.has_magic(_strip_query(name) if get_scheme(name) in _ASKS_ONCE else name)
     try:
         with translate_store_errors(name):
-            about = with_retries(name, lambda: store.info(path))
+            metadata = with_retries(name, lambda: store.info(path))
     except _NotFound as error:
         if not pattern:
             raise UserError(str(error) + _suggest_nearest(store, name, path)) from error.__cause__
-        about = None
-    if about is not None and about["type"] != "directory":
-        return [RemoteFile(name, about.get("size"))], False
+        metadata = None
+    if metadata is not None and metadata["type"] != "directory":
+        return [RemoteFile(name, metadata.get("size"))], False
     with translate_store_errors(name):
-        if about is None:
-            found = with_retries(name, lambda: store.glob(path, detail=True)).values()
+        if metadata is None:
+            entries = with_retries(name, lambda: store.glob(path, detail=True)).values()
         else:
-            found = with_retries(name, lambda: store.ls(path, detail=True))
-    files = _sort_files(store, found)
-    if about is None and not path.rpartition("/")[2].startswith("."):
-        files = [file for file in files if not file.name.startswith(".")]  # * does not match hidden files
-    if about is None and not files:
-        raise UserError(f"{name}: no object matches this pattern")
-    return files, about is not None
-
-
-def _sort_files(store: Any, found: Iterable[Mapping[str, Any]]) -> list[RemoteFile]:
+            entries = with_retries(name, lambda: store.ls(path, detail=True))
     files = [
-        RemoteFile(store.unstrip_protocol(about["name"]), about.get("size"))
-        for about in found
-        if about["type"] == "file" and not about["name"].endswith("/")
+        RemoteFile(store.unstrip_protocol(entry["name"]), entry.get("size"))
+        for entry in entries
+        if entry["type"] == "file" and not entry["name"].endswith("/")
     ]
-    return sorted(files, key=lambda file: file.url.split("/"))
+    files.sort(key=lambda file: file.url.split("/"))
+    if metadata is None and not path.rpartition("/")[2].startswith("."):
+        files = [file for file in files if not file.name.startswith(".")]  # * does not match hidden files
+    if metadata is None and not files:
+        raise UserError(f"{name}: no object matches this pattern")
+    return files, metadata is not None
 
 
 class _ObjectReader(io.RawIOBase):
-    """Raw bytes of an open object, with errors converted to one sentence."""
-
     def __init__(self, url: str, handle: Any) -> None:
         self._url, self._handle, self._at = url, handle, 0
 
@@ -194,19 +188,19 @@ class _ObjectReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         with translate_store_errors(self._url):
-            data = with_retries(self._url, lambda: self._part(len(buffer)))
+            data = with_retries(self._url, lambda: self._read_block(len(buffer)))
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
 
-    def _part(self, size: int) -> bytes:
+    def _read_block(self, size: int) -> bytes:
         self._handle.seek(self._at)  # the position is undefined after a failed request or if the store shares handles
         data = bytes(self._handle.read(size))
-        there = getattr(self._handle, "size", None)
+        total = getattr(self._handle, "size", None)
         # A short read that is not the end would make the reader request the rest forever.
-        if there is not None and len(data) < min(size, there - self._at):
+        if total is not None and len(data) < min(size, total - self._at):
             raise UserError(
-                f"{self._url}: the store gives {self._at + len(data):,} bytes of the {there:,} that it says there are; "
+                f"{self._url}: the store gives {self._at + len(data):,} bytes of the {total:,} that it says there are; "
                 "fetch it to this machine, or see to the server"
             )
         return data
@@ -217,22 +211,21 @@ class _ObjectReader(io.RawIOBase):
         super().close()
 
 
-def _check_unchanged(url: str, about: Mapping[str, Any]) -> str | None:
+def _check_unchanged(url: str, metadata: Mapping[str, Any]) -> str | None:
     """Return the version mark of an object. Raises UserError if it has changed since its first opening."""
-    said = _read_version_fields(about)
-    now = _ObjectVersion(said.get("etag") or said.get("modified"), about.get("size"), said)
-    first = _SEEN.setdefault(url, now)
-    if (first.mark, first.size) != (now.mark, now.size):
+    fields = _read_version_fields(metadata)
+    now = _ObjectVersion(fields.get("etag") or fields.get("modified"), metadata.get("size"), fields)
+    first = _VERSIONS.setdefault(url, now)
+    if first[:2] != now[:2]:
         raise _changed_error(url)
     return now.mark
 
 
-def _read_version_fields(about: Mapping[str, Any]) -> dict[str, str]:
-    """Return the version fields that a store reports, under our names."""
+def _read_version_fields(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {
         name: str(value).strip('"')
         for name, keys in _MARKS.items()
-        if (value := next((about[key] for key in keys if about.get(key)), None)) is not None
+        if (value := next((metadata[key] for key in keys if metadata.get(key)), None)) is not None
     }
 
 
@@ -240,9 +233,6 @@ def _changed_error(url: str) -> UserError:
     return UserError(
         f"{url} changed since this command first read it; leave it alone while it is read, and start again"
     )
-
-
-# ---------------------------------------------------------------------------------------------------- stores and errors
 
 
 class _NotFound(UserError):
@@ -254,12 +244,7 @@ def get_scheme(url: str) -> str:
     return url.partition("://")[0].lower()
 
 
-def _list_schemes() -> str:
-    return ", ".join(f"{kind}://" for kind in ("s3", "gs", "az", "hf", "https"))
-
-
 def _strip_query(url: str) -> str:
-    """Return a web address without query and fragment."""
     return url.partition("?")[0].partition("#")[0]
 
 
@@ -268,7 +253,8 @@ def open_store(url: str) -> tuple[Any, str]:
     machine."""
     kind = get_scheme(url)
     if kind not in SCHEMES:
-        raise UserError(f"{url}: {kind}:// is no kind of store; known are {_list_schemes()}; copy it to this machine")
+        known = ", ".join(f"{known}://" for known in ("s3", "gs", "az", "hf", "https"))
+        raise UserError(f"{url}: {kind}:// is no kind of store; known are {known}; copy it to this machine")
     try:
         import fsspec
 
@@ -280,16 +266,16 @@ def open_store(url: str) -> tuple[Any, str]:
     return store, store._strip_protocol(url)
 
 
-def with_retries(url: str, ask: Callable[[], _T]) -> _T:
-    """Return the result of `ask`, with retries if the store's client has none of its own."""
+def with_retries(url: str, request: Callable[[], _T]) -> _T:
+    """Return the result of `request`, with retries if the store's client has none of its own."""
     for wait in _WAITS if get_scheme(url) in _ASKS_ONCE else ():
         try:
-            return ask()
+            return request()
         except Exception as error:
             if not _is_transient(_list_causes(error)):
                 raise
             time.sleep(wait)
-    return ask()
+    return request()
 
 
 @contextlib.contextmanager
@@ -305,25 +291,24 @@ def translate_store_errors(url: str, *, writes: bool = False) -> Iterator[None]:
 
 def _build_store_error(url: str, error: Exception, writes: bool) -> UserError:
     chain = _list_causes(error)
-    kinds = [type(one).__name__ for one in chain]
-    said = first_error_line(chain[-1])
-    place = get_scheme(url) + "://"
+    kinds = [type(cause).__name__ for cause in chain]
+    reason = first_error_line(chain[-1])
     if any("Credential" in kind or kind.startswith(("SSO", "Profile")) for kind in kinds):
         fix = _CREDENTIALS.get(get_scheme(url), "set those that its client reads")
-        return UserError(f"{url}: no credentials for {place} ({said}); {fix}")
+        return UserError(f"{url}: no credentials for {get_scheme(url)}:// ({reason}); {fix}")
     if "FileExpired" in kinds:
         return _changed_error(url)
-    if any(isinstance(one, PermissionError) or getattr(one, "status", None) in (401, 403) for one in chain):
+    if any(isinstance(cause, PermissionError) or getattr(cause, "status", None) in (401, 403) for cause in chain):
         may = "read and write there" if writes else "read"
-        return UserError(f"{url}: the store refuses access ({said}); check the credentials and what they may {may}")
+        return UserError(f"{url}: the store refuses access ({reason}); check the credentials and what they may {may}")
     if _is_transient(chain):
-        return UserError(f"{url}: the store does not answer ({said}); check the address and the network, start again")
-    if "range requests" in said:
+        return UserError(f"{url}: the store does not answer ({reason}); check the address and the network, start again")
+    if "range requests" in reason:
         return UserError(f"{url}: the server gives no parts of an object; copy it to this machine first")
     if isinstance(error, FileNotFoundError):
         bucket = "bucket" in str(error).lower()
         return _NotFound(f"{url}: {'no such bucket' if bucket else 'no such object'}")
-    return UserError(f"{url}: cannot be {'written to' if writes else 'read from'} the store ({said})")
+    return UserError(f"{url}: cannot be {'written to' if writes else 'read from'} the store ({reason})")
 
 
 def _list_causes(error: BaseException) -> list[BaseException]:
@@ -337,10 +322,10 @@ def _list_causes(error: BaseException) -> list[BaseException]:
 def _is_transient(chain: Iterable[BaseException]) -> bool:
     """Return True for errors that may be transient: no answer, or one from an overloaded or failing server."""
     return any(
-        isinstance(one, ConnectionError | TimeoutError)
-        or any(word in type(one).__name__ for word in ("Connect", "Timeout", "Payload", "IncompleteRead"))
-        or (getattr(one, "status", None) or 0) in (429, 500, 502, 503, 504)
-        for one in chain
+        isinstance(cause, ConnectionError | TimeoutError)
+        or any(word in type(cause).__name__ for word in ("Connect", "Timeout", "Payload", "IncompleteRead"))
+        or (getattr(cause, "status", None) or 0) in (429, 500, 502, 503, 504)
+        for cause in chain
     )
 
 
@@ -349,8 +334,175 @@ def _suggest_nearest(store: Any, name: str, path: str) -> str:
     list."""
     parent = path.rstrip("/").rpartition("/")[0]
     try:
-        names = [str(about["name"]).rstrip("/") for about in store.ls(parent, detail=True)]
+        names = [str(entry["name"]).rstrip("/") for entry in store.ls(parent, detail=True)]
     except Exception:  # listing may be forbidden
         return "; check the name"
     close = difflib.get_close_matches(path.rstrip("/"), names, n=1, cutoff=0.5)
     return f"; did you mean {store.unstrip_protocol(close[0])}?" if close else "; check the name"
+
+
+UPLOAD_RECORD = "upload.json"
+_FORMAT, _VERSION = "flatshift upload", 1
+_PART = 50 << 20
+"""Bytes per part of S3's multipart uploads, in which an object's etag is computed from the digests of its parts."""
+_DIGEST_KEYS = ("ETag", "etag", "md5Hash", "Content-MD5", "content_md5")
+"""Keys under which stores report an MD5 of an object's content, or something that may be one."""
+_NOT_WRITABLE = dict.fromkeys(("http", "https"), "https:// takes no uploads") | {
+    "hf": "a hub is named ORGANISATION/NAME here"
+}
+
+
+class UploadResult(NamedTuple):
+    """Number of files sent, their bytes, and number of files that already existed there."""
+
+    sent: int
+    bytes: int
+    present: int
+
+
+class _FileDigests(NamedTuple):
+    bytes: int
+    sha256: str
+    marks: frozenset[str]
+    """Values that stores may report for the content if they use an MD5."""
+
+
+def upload_folder(
+    folder: Path,
+    groups: Sequence[Collection[str]],
+    url: str,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> UploadResult:
+    """Upload the files of `folder`, given by relative names, group by group to `url`, and verify each there.
+
+    A file that exists there with the same content is not sent again, unless the store reports no digest. An uploaded
+    object for which the store reports no digest is read back. progress: called with the number of bytes done.
+    Raises UserError: the location holds anything but a part of this upload, the store refuses access or does not
+    answer, or an object differs after the upload.
+    """
+    url = url.rstrip("/")
+    if (reason := _NOT_WRITABLE.get(get_scheme(url))) is not None:
+        raise UserError(f"{url}: {reason}; name a place in a store, as s3://bucket/place")
+    location = _StoreLocation(url)
+    sums = {name: _digest_file(folder / name) for group in groups for name in group}
+    before = location.objects()
+    _write_upload_record(location, sums, before)
+    sent = size = done = 0
+    for group in groups:
+        uploaded = set()
+        for name in group:
+            if name not in before or not _has_same_content(before[name], sums[name]):
+                location.put(folder / name, name)
+                uploaded.add(name)
+            done += sums[name].bytes
+            if progress is not None:
+                progress(done)
+        sent, size = sent + len(uploaded), size + sum(sums[name].bytes for name in uploaded)
+        if uploaded:
+            now = location.objects()
+            for name in sorted(uploaded):
+                location.compare(name, now.get(name), sums[name])
+    return UploadResult(sent, size, len(sums) - sent)
+
+
+class _StoreLocation:
+    def __init__(self, url: str):
+        self.url = url
+        self.store, self.path = open_store(url)
+
+    def objects(self) -> dict[str, Mapping[str, Any]]:
+        """Return the store's metadata of each object there, by relative name."""
+        with translate_store_errors(self.url, writes=True):
+            entries = with_retries(self.url, lambda: self.store.find(self.path, detail=True))
+        if self.path in entries:
+            raise UserError(f"{self.url} is an object; name a place that can hold a folder")
+        return {
+            name.removeprefix(f"{self.path}/"): entry
+            for name, entry in entries.items()
+            if entry["type"] == "file" and not name.endswith("/")
+        }
+
+    def _request(self, name: str, request: Callable[[str], Any]) -> Any:
+        with translate_store_errors(f"{self.url}/{name}", writes=True):
+            return with_retries(self.url, lambda: request(f"{self.path}/{name}"))
+
+    def put(self, file: Path, name: str) -> None:
+        """Upload a file."""
+        options = {"chunksize": _PART} if get_scheme(self.url) in ("s3", "s3a") else {}
+        self._request(name, lambda path: self.store.put_file(str(file), path, **options))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small object."""
+        self._request(name, lambda path: self.store.pipe_file(path, content))
+
+    def read(self, name: str) -> bytes:
+        """Read a small object."""
+        content: bytes = self._request(name, self.store.cat_file)
+        return content
+
+    def digest(self, name: str) -> str:
+        """Read an object back and return its SHA-256."""
+        digest = hashlib.sha256()
+        with (
+            translate_store_errors(f"{self.url}/{name}", writes=True),
+            self.store.open(f"{self.path}/{name}", "rb", block_size=BLOCK) as handle,
+        ):
+            while chunk := handle.read(BLOCK):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def compare(self, name: str, metadata: Mapping[str, Any] | None, sums: _FileDigests) -> None:
+        """Raise UserError unless the uploaded object equals the file, by its digest or else its bytes."""
+        if (
+            metadata is None
+            or metadata.get("size") != sums.bytes
+            or not (_has_same_content(metadata, sums) or self.digest(name) == sums.sha256)
+        ):
+            raise UserError(f"{self.url}/{name} differs there from the file here; push it again")
+
+
+def _write_upload_record(location: _StoreLocation, sums: Mapping[str, _FileDigests], before: Mapping[str, Any]) -> None:
+    """Write the record of this upload to its location. Raises UserError if the location holds anything but a part of
+    this upload."""
+    files = {name: {"bytes": digests.bytes, "sha256": digests.sha256} for name, digests in sorted(sums.items())}
+    record = {"format": _FORMAT, "version": _VERSION, "files": files}
+    url = location.url
+    if not before:
+        location.write(UPLOAD_RECORD, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+        return
+    if UPLOAD_RECORD not in before:
+        raise UserError(f"{url} holds {min(before)}, which no upload left; name a place that is empty")
+    try:
+        stored = json.loads(location.read(UPLOAD_RECORD))["files"]
+        different = {name for name in files.keys() | stored.keys() if files.get(name) != stored.get(name)}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{url}/{UPLOAD_RECORD} is no record of an upload; name another place") from None
+    if different:
+        raise UserError(
+            f"{url} is the place of another upload ({min(different)} differs); name another place, or remove what is "
+            "there"
+        )
+    if foreign := before.keys() - files.keys() - {UPLOAD_RECORD}:
+        raise UserError(f"{url} also holds {min(foreign)}, which is not of this folder; move it away")
+
+
+def _digest_file(file: Path) -> _FileDigests:
+    sha256, whole, size, parts = hashlib.sha256(), hashlib.md5(usedforsecurity=False), 0, []
+    with file.open("rb") as handle:
+        while part := handle.read(_PART):
+            sha256.update(part)
+            whole.update(part)
+            parts.append(hashlib.md5(part, usedforsecurity=False).digest())
+            size += len(part)
+    marks = {whole.hexdigest(), base64.b64encode(whole.digest()).decode()}
+    of_parts = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+    return _FileDigests(size, sha256.hexdigest(), frozenset(marks | {f"{of_parts}-{len(parts)}"}))
+
+
+def _has_same_content(metadata: Mapping[str, Any], sums: _FileDigests) -> bool:
+    """Return True if the store's metadata confirms this content. Not every etag is an MD5, so a mismatch proves
+    nothing."""
+    marks = (metadata[key] for key in _DIGEST_KEYS if metadata.get(key))
+    texts = (base64.b64encode(mark).decode() if isinstance(mark, bytes | bytearray) else str(mark) for mark in marks)
+    return metadata.get("size") == sums.bytes and any(text.strip('"') in sums.marks for text in texts)

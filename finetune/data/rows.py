@@ -45,7 +45,6 @@ FORMS = {
 }
 """Other people's columns that stand for `messages`; the first of each tells it, of the last two if no other does."""
 TWO_TURNS = tuple(FORMS)[-2:]
-"""Forms of a user's turn and the assistant's."""
 PROMPTS = {"Orca": ("question", "system"), "Alpaca": ("instruction", "input", "system"), "ShareGPT": ("conversations",)}
 """Columns of other formats that stand for the `prompt` of a pair of answers, `chosen` and `rejected`; the first one
 identifies the format."""
@@ -63,8 +62,7 @@ SHARED = "what both answers begin with"
 
 
 def form_columns(form: str, *, turns: bool) -> tuple[str, ...]:
-    """Return the columns from which `messages` (turns), or else `prompt` and `completion`, are read in rows of this
-    form."""
+    """Return the columns from which `messages` (turns), or else `prompt` and `completion`, are read in this form."""
     if turns:
         return FORMS.get(form, ())
     beside = ("input", "context") if form.startswith("instruction") else ()
@@ -83,22 +81,17 @@ class Row:
     where: str
     """`path:line`, 1-based, for messages."""
     record: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The record as read."""
     index: int = 0
     """0-based position among all records of all files, including bad ones: the row in the user's own feature arrays."""
     nulls: int = 0
-    """Number of removed null-valued keys (`FileRecord.nulls`)."""
     form: str = ""
     """Source of `messages` or `prompt` if the record has no such column: a key of `FORMS`, `PROMPTS` or `PAIRS`, or
     `SHARED`."""
 
 
 def canonical_label(value: Any) -> str:
-    """Return a class as a string: `1`, `1.0` and `"1"` become `"1"`; `True` becomes `"True"`; text is unchanged.
-
-    Raises:
-        ValueError: null, empty, not finite, not valid Unicode, or a list or object.
-    """
+    """Return a class as a string: `1`, `1.0` and `"1"` become `"1"`; `True` becomes `"True"`; text is unchanged. Raises
+    ValueError for null, empty, not finite, not valid Unicode, or a list or object."""
     if isinstance(value, str):
         if not value:
             raise ValueError("is empty")
@@ -134,90 +127,83 @@ def read_rows(
     A row is bad if its record is malformed, or a required column is missing, null or of the wrong type (`text` and
     `text2` must be strings, `label` a name or a number). Unless it is required, a null column counts as absent.
 
-    Arguments:
-        columns: names of the record's columns for `text`, `text2`, `label`, `messages`, `tools`, `system` and `id`.
-        required: canonical or other column names that every row must have.
-        bad_rows: refuse the first bad row, or skip them all. If one of several files breaks off, its rest then counts
-            as one bad row after the readable records; a single file is refused.
-        skipped: receives `file:line: reason` of every skipped row.
-        setting: setting with which the user named the columns, for messages.
-        first: stop after this many rows, without reading further; None: read all.
-        label: converts a record's label to a row's (`BaseTask.read_label`), or raises ValueError.
-        used: optional columns; if `columns` gives one of them a name other than the default, at least one row must have
-            it.
-        named: other columns that at least one row must have, each with the setting in which the user named it.
+    columns: names of the record's columns for `text`, `text2`, `label`, `messages`, `tools`, `system` and `id`.
+    required: canonical or other column names that every row must have.
+    bad_rows: refuse the first bad row, or skip them all. If one of several files breaks off, its rest then counts as
+        one bad row after the readable records; a single file is refused.
+    skipped: receives `file:line: reason` of every skipped row.
+    setting: setting with which the user named the columns, for messages.
+    first: stop after this many rows, without reading further; None: read all.
+    label: converts a record's label to a row's (`BaseTask.read_label`), or raises ValueError.
+    used: optional columns; if `columns` gives one of them a name other than the default, at least one row must have it.
+    named: other columns that at least one row must have, each with the setting in which the user named it.
 
-    Raises:
-        UserError: a bad row (unless skipped), a file that cannot be read, a repeated id, fewer rows than `first`, a
-            column of `used` or `named` that no row has (after the last row).
+    Raises UserError: a bad row (unless skipped), a file that cannot be read, a repeated id, fewer rows than `first`, a
+    column of `used` or `named` that no row has (after the last row).
     """
-    reader = _ColumnMapper(columns or Columns(), tuple(required), setting, label)
-    reader.files = _as_words(files)
-    seen, unnamed = SeenIds(), AutoIds()
+    mapper = _ColumnMapper(columns or Columns(), tuple(required), setting, label)
+    mapper.files = _format_files(files)
+    given_ids, automatic_ids = SeenIds(), AutoIds()
     paths = expand_files(files)
-    renamed = [n for n in used if n in reader.names and reader.names[n] != getattr(_DEFAULT, n)]
-    absent = {reader.names[n]: f"{setting}.{n}" for n in renamed}
-    absent |= named or {}
-    names_there: dict[str, None] = {}
-    index, given_rows = -1, 0
+    renamed = [name for name in used if name in mapper.names and mapper.names[name] != getattr(_DEFAULT, name)]
+    absent = {mapper.names[name]: f"{setting}.{name}" for name in renamed} | dict(named or {})
+    columns_seen: dict[str, None] = {}
+    index, count = -1, 0
     for file_index, path in enumerate(paths):
-        if given_rows == first:
+        if count == first:
             break
-        for record in (
-            _read_until_broken(path, skipped) if bad_rows == "skip" and len(paths) > 1 else iter_records(path)
-        ):
+        skips = bad_rows == "skip" and len(paths) > 1
+        for record in _read_until_broken(path, skipped) if skips else iter_records(path):
             index += 1
-            where = f"{path}:{record.place}"
+            location = f"{path}:{record.place}"
             if absent and not record.problem:
-                names_there |= dict.fromkeys(record.values)
-                absent = {own: place for own, place in absent.items() if own not in record.values}
+                columns_seen |= dict.fromkeys(record.values)
+                absent = {own: origin for own, origin in absent.items() if own not in record.values}
             try:
-                values = reader.values(record)
+                values = mapper.values(record)
             except ValueError as error:
-                problem = f"{where}: {error}"
+                problem = f"{location}: {error}"
                 if bad_rows == "refuse":
                     raise UserError(problem) from None
                 if skipped is not None:
                     skipped.append(problem)
                 continue
-            given = values.get("id")
-            name = given or f"{file_index}-{record.line}"
-            if given is None:
-                unnamed.add(file_index, record.line)
-            elif unnamed.named(given):
-                _check_duplicate_id(given, where, paths, reader)
-            if given is not None or unnamed.imitated:
-                for again, place in seen.add(name, where):
-                    _check_duplicate_id(again, place, paths, reader)
-            yield Row(values, name, where, record.values, index, record.nulls, reader.form)
-            given_rows += 1
-            if given_rows == first:
+            given_id = values.get("id")
+            name = given_id or f"{file_index}-{record.line}"
+            if given_id is None:
+                automatic_ids.add(file_index, record.line)
+            elif automatic_ids.named(given_id):
+                _check_duplicate_id(given_id, location, paths, mapper)
+            if given_id is not None or automatic_ids.imitated:
+                for repeated, repeated_at in given_ids.add(name, location):
+                    _check_duplicate_id(repeated, repeated_at, paths, mapper)
+            yield Row(values, name, location, record.values, index, record.nulls, mapper.form)
+            count += 1
+            if count == first:
                 break
-    if first is not None and given_rows < first:
+    if first is not None and count < first:
         names = ", ".join(map(str, files))
-        raise UserError(f"first: {first} rows are asked for, and {names} ends after {given_rows}; ask for no more")
-    for again, place in seen.finish():
-        _check_duplicate_id(again, place, paths, reader)
-    for own, place in absent.items() if names_there else ():
-        raise UserError(f"{', '.join(map(str, files))}: {missing_column_message(own, names_there, place)}")
+        raise UserError(f"first: {first} rows are asked for, and {names} ends after {count}; ask for no more")
+    for repeated, repeated_at in given_ids.finish():
+        _check_duplicate_id(repeated, repeated_at, paths, mapper)
+    for own, origin in absent.items() if columns_seen else ():
+        raise UserError(f"{', '.join(map(str, files))}: {missing_column_message(own, columns_seen, origin)}")
 
 
 def _read_until_broken(path: DataFile, skipped: list[str] | None) -> Iterator[FileRecord]:
     """Yield the records of `path`, one of several files, up to the point where it breaks off; record that as a bad
     row."""
-    good = 0
+    count = 0
     try:
         for record in iter_records(path):
-            good += 1
+            count += 1
             yield record
     except BrokenFile as error:
         if skipped is not None:
-            skipped.append(f"{error}; {good:,} records before that were read")
+            skipped.append(f"{error}; {count:,} records before that were read")
 
 
 class _ColumnMapper:
-    """Reader that maps the columns of a record to canonical ones and checks them."""
-
     def __init__(
         self,
         columns: Columns,
@@ -225,14 +211,12 @@ class _ColumnMapper:
         setting: str = "data.columns",
         label: Callable[[Any], Any] = canonical_label,
     ) -> None:
-        self.setting, self.label = setting, label
+        self.setting, self.label, self.required = setting, label, required
         self.files = "FILE"
         """The files as words of a command line, for messages."""
         names = ("text", "text2", "label", "messages", "tools", "system", "id")
         self.names = {name: getattr(columns, name) for name in names}
-        self.required = required
-        self.bridged = "messages" in required and self.names["messages"] == _DEFAULT.messages
-        self.prompted = "prompt" in required
+        self.converts_turns = "messages" in required and self.names["messages"] == _DEFAULT.messages
         self.form, self._first_row = "", True
 
     def values(self, record: FileRecord) -> dict[str, Any]:
@@ -240,116 +224,116 @@ class _ColumnMapper:
         if record.problem:
             raise ValueError(record.problem)
         values = dict(record.values)
-        bridged = self._bridge(record.values) if self.bridged else None
+        turns = self._convert_turns(record.values) if self.converts_turns else None
         # Read every canonical column from the record, not from `values`, because a mapping may swap two of them.
         for name, own in self.names.items():
-            value = record.values.get(own) if bridged is None or name != "messages" else bridged
+            value = record.values.get(own) if turns is None or name != "messages" else turns
             if name == "id":
                 value = _read_id(value, own)
             elif value is not None:
-                value = self._checked(name, own, value)
+                value = self._check(name, own, value)
             elif name in self.required:
-                raise ValueError(self._missing(name, own, record.values))
+                raise ValueError(self._describe_missing(name, own, record.values))
             if value is None:
                 values.pop(name, None)
             else:
                 values[name] = value
-        if self.prompted:
-            values |= self._prompted(values)
+        if "prompt" in self.required:
+            values |= self._convert_prompt(values)
         for name in self.required:
             if values.get(name) is None:
-                raise ValueError(self._missing(name, self.names.get(name, name), record.values))
+                raise ValueError(self._describe_missing(name, self.names.get(name, name), record.values))
         return values
 
-    def _bridge(self, record: dict[str, Any]) -> Any:
+    def _convert_turns(self, record: dict[str, Any]) -> Any:
         """Return the turns of a record in a form of `FORMS`; None if it has none, or has its own `messages`."""
-        there = [form for form, (tell, *_) in FORMS.items() if record.get(tell) is not None]
+        forms = [form for form, (column, *_) in FORMS.items() if record.get(column) is not None]
         own = record.get("messages") is not None
         dolly = record.get("output") is None and any(record.get(name) is not None for name in ("response", "context"))
-        there = [form for form in there if form != ("Alpaca" if dolly else "Dolly")]
-        if own or len(there) > sum(form in TWO_TURNS for form in there):
-            there = [form for form in there if form not in TWO_TURNS]
-        elif len(there) > 1 and (answered := [form for form in there if record.get(FORMS[form][1]) is not None]):
-            there = answered
-        if "TRL" in there and (own or len(there) > 1) and record.get("completion") is None:
-            there.remove("TRL")  # a lone prompt may repeat the first turn of a conversation
-        if not own and not there:
+        forms = [form for form in forms if form != ("Alpaca" if dolly else "Dolly")]
+        if own or len(forms) > sum(form in TWO_TURNS for form in forms):
+            forms = [form for form in forms if form not in TWO_TURNS]
+        elif len(forms) > 1 and (answered := [form for form in forms if record.get(FORMS[form][1]) is not None]):
+            forms = answered
+        if "TRL" in forms and (own or len(forms) > 1) and record.get("completion") is None:
+            forms.remove("TRL")  # a lone prompt may repeat the first turn of a conversation
+        if not own and not forms:
             return None
-        if own + len(there) > 1:
-            names = ["messages"] * own + [FORMS[form][0] for form in there]
-            cure = "rename one of them" if there[0] in TWO_TURNS else f"name one: {self.setting}.messages"
-            raise ValueError(f"columns {' and '.join(map(repr, names))} may each be the conversation; {cure}")
-        form = "" if own else there[0]
-        self._one_form(form, {name: tell for name, (tell, *_) in FORMS.items()} | {"": "messages"})
+        if own + len(forms) > 1:
+            names = ["messages"] * own + [FORMS[form][0] for form in forms]
+            fix = "rename one of them" if forms[0] in TWO_TURNS else f"name one: {self.setting}.messages"
+            raise ValueError(f"columns {' and '.join(map(repr, names))} may each be the conversation; {fix}")
+        form = "" if own else forms[0]
+        self._check_form(form, {name: column for name, (column, *_) in FORMS.items()} | {"": "messages"})
         if form == "Alpaca":
             return _convert_alpaca(record)
         if form == "TRL":
             return _convert_prompt_completion(record)
         if form == "Dolly":
-            asked = "\n\n".join(_get_texts(record, ["instruction", "context"]))
-            return _two_turns(asked, record.get("response"))
+            question = "\n\n".join(_get_texts(record, ["instruction", "context"]))
+            return _build_turns(question, record.get("response"))
         if form in TWO_TURNS:
-            return _two_turns(*(record.get(name) for name in FORMS[form][:2]))
+            return _build_turns(*(record.get(name) for name in FORMS[form][:2]))
         return record["conversations"] if form else None
 
-    def _one_form(self, form: str, called: Mapping[str, str]) -> None:
-        """Remember the form of the first row; refuse rows of another form."""
+    def _check_form(self, form: str, columns: Mapping[str, str]) -> None:
+        """Remember the form of the first row; refuse rows of another form. columns: the one that tells each form."""
         if self._first_row:
             self.form, self._first_row = form, False
         elif form != self.form:
             raise ValueError(
-                f"a row with {called[form]!r}, and those before have {called[self.form]!r}; give files of one form"
+                f"a row with {columns[form]!r}, and those before have {columns[self.form]!r}; give files of one form"
             )
 
-    def _prompted(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _convert_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return `prompt`, `chosen` and `rejected` of a record of pairs in a form of `PROMPTS`, or `prompt` and
         `completion` of one in a form of `PAIRS`; else nothing."""
         if values.get("chosen") is None or values.get("rejected") is None:
-            return self._completed(values)
-        there = [form for form, (tell, *_) in PROMPTS.items() if values.get(tell) is not None]
+            return self._convert_completion(values)
+        forms = [form for form, (column, *_) in PROMPTS.items() if values.get(column) is not None]
         own = values.get("prompt") is not None
-        if not own and len(there) > 1:
-            names = " and ".join(repr(PROMPTS[form][0]) for form in there)
+        if not own and len(forms) > 1:
+            names = " and ".join(repr(PROMPTS[form][0]) for form in forms)
             raise ValueError(f"columns {names} may each be the prompt; rename one of them to 'prompt'")
-        form = "" if own else there[0] if there else SHARED
-        self._one_form(form, {name: tell for name, (tell, *_) in PROMPTS.items()} | {"": "prompt", SHARED: "no prompt"})
+        form = "" if own else forms[0] if forms else SHARED
+        columns = {name: column for name, (column, *_) in PROMPTS.items()}
+        self._check_form(form, columns | {"": "prompt", SHARED: "no prompt"})
         if own:
             return {}
         if form == SHARED:
             return split_shared_prompt(values["chosen"], values["rejected"])
         if form == "ShareGPT":
             return {"prompt": values["conversations"]}
-        asked = "\n\n".join(_get_texts(values, [name for name in PROMPTS[form] if name != "system"]))
-        said = _get_texts(values, ["system"])
-        if not said:
-            return {"prompt": asked}
-        return {"prompt": [{"role": "system", "content": said[0]}, {"role": "user", "content": asked}]}
+        question = "\n\n".join(_get_texts(values, [name for name in PROMPTS[form] if name != "system"]))
+        system = _get_texts(values, ["system"])
+        if not system:
+            return {"prompt": question}
+        return {"prompt": [{"role": "system", "content": system[0]}, {"role": "user", "content": question}]}
 
-    def _completed(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _convert_completion(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return `prompt`, and `completion` if there is one, of a record that has other columns for them."""
-        forms = find_pair_forms(values, answered="completion" in self.required)
+        forms = _find_pair_forms(values, answered="completion" in self.required)
         forms = [
             form for form in forms if form != "text and label" or (forms == [form] and "label" not in self.required)
         ]
         form = "" if values.get("prompt") is not None else forms[0] if forms else None
         if form is None:
             return {}
-        self._one_form(form, {name: asked for name, (asked, _) in PAIRS.items()} | {"": "prompt"})
+        self._check_form(form, {name: column for name, (column, _) in PAIRS.items()} | {"": "prompt"})
         if not form:
             return {}
-        asked, answer = PAIRS[form]
+        question, answer = PAIRS[form]
         if len(forms) > 1:
-            other = PAIRS[forms[1]][0]
             raise ValueError(
-                f"columns {asked!r} and {other!r} may each be the prompt; name one: --task.prompt '{{{asked}}}\\n' "
-                f"--task.completion '{{{answer}}}'"
+                f"columns {question!r} and {PAIRS[forms[1]][0]!r} may each be the prompt; name one: --task.prompt "
+                f"'{{{question}}}\\n' --task.completion '{{{answer}}}'"
             )
-        prompt = values[asked]
-        if asked == "instruction":
+        prompt = values[question]
+        if question == "instruction":
             prompt = "\n\n".join(_get_texts(values, ["instruction", "input", "context"]))
         return {"prompt": prompt, **({} if values.get(answer) is None else {"completion": values[answer]})}
 
-    def _checked(self, name: str, own: str, value: Any) -> Any:
+    def _check(self, name: str, own: str, value: Any) -> Any:
         if name in ("messages", "tools"):
             return value  # checked in flatshift.finetune.data.chat
         if name == "label":
@@ -368,7 +352,7 @@ class _ColumnMapper:
         _check_no_lone_surrogate(value, own)
         return value
 
-    def _missing(self, name: str, own: str, record: dict[str, Any]) -> str:
+    def _describe_missing(self, name: str, own: str, record: dict[str, Any]) -> str:
         if own in record:
             return f"column {own!r} is null"
         if name == "chosen" and {"completion", "label"} <= record.keys():
@@ -376,7 +360,7 @@ class _ColumnMapper:
         if name in ("prompt", "completion") and (turns := {own, "messages", "conversations"} & record.keys()):
             command = f"flatshift train chat --data {self.files}"
             return f"no column {own!r}, but {min(turns)!r}: the recipe chat trains on conversations (`{command}`)"
-        flags = _template_flags(record)
+        flags = _suggest_templates(record)
         if flags and "completion" in self.required and name in ("prompt", "completion"):
             return f"{missing_column_message(own, record)}; name yours: {flags}"
         if flags and name == "messages":
@@ -385,28 +369,25 @@ class _ColumnMapper:
         return missing_column_message(own, record, f"{self.setting}.{name}" if name in self.names else None)
 
 
-def find_pair_forms(record: Mapping[str, Any], *, answered: bool = True) -> list[str]:
+def _find_pair_forms(record: Mapping[str, Any], *, answered: bool) -> list[str]:
     """Return the forms of `PAIRS` that a record has, one for each prompt column; answered: only with an answer."""
-    found = [
+    forms = [
         form
-        for form, (asked, answer) in PAIRS.items()
-        if record.get(asked) is not None and (record.get(answer) is not None or not answered)
+        for form, (question, answer) in PAIRS.items()
+        if record.get(question) is not None and (record.get(answer) is not None or not answered)
     ]
-    if any(form.startswith("instruction") for form in found):  # its `input` is part of the prompt, not a prompt
-        found = [form for form in found if not form.startswith("input")]
-    return list({PAIRS[form][0]: form for form in reversed(found)}.values())[::-1]
+    if any(form.startswith("instruction") for form in forms):  # its `input` is part of the prompt, not a prompt
+        forms = [form for form in forms if not form.startswith("input")]
+    return list({PAIRS[form][0]: form for form in reversed(forms)}.values())[::-1]
 
 
 def _convert_alpaca(record: dict[str, Any]) -> list[dict[str, str]]:
     """Return the turns of `instruction[, input][, output][, history]`. An input is appended to its instruction after
     a blank line; earlier turns are pairs of user and assistant; without an output, the last user turn waits for an
     answer."""
-    said = {name: record.get(name) for name in ("instruction", "input", "output")}
-    for name, value in said.items():
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"column {name!r} is a {type(value).__name__}, not text")
-    asked = "\n\n".join(part for name in ("instruction", "input") if (part := said[name]))
-    turns = [*_parse_history(record.get("history")), ("user", asked), ("assistant", said["output"])]
+    question = "\n\n".join(_get_texts(record, ["instruction", "input"]))
+    _get_texts(record, ["output"])
+    turns = [*_parse_history(record.get("history")), ("user", question), ("assistant", record.get("output"))]
     return [{"role": role, "content": text} for role, text in turns if text or (role == "assistant" and text == "")]
 
 
@@ -419,32 +400,32 @@ def _parse_history(value: Any) -> list[tuple[str, str]]:
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs
     ):
         raise ValueError("column 'history' is no list of pairs [what the user said, what the assistant said]")
-    return [turn for asked, answer in pairs for turn in (("user", asked), ("assistant", answer))]
+    return [turn for question, answer in pairs for turn in (("user", question), ("assistant", answer))]
 
 
-def _two_turns(asked: Any, answer: Any) -> list[dict[str, Any]]:
-    """The turns of a user and an assistant; without an answer the first alone."""
-    turns = [{"role": "user", "content": asked}]
+def _build_turns(question: Any, answer: Any) -> list[dict[str, Any]]:
+    """Return the turns of a user and an assistant; without an answer the first alone."""
+    turns = [{"role": "user", "content": question}]
     return turns if answer is None else [*turns, {"role": "assistant", "content": answer}]
 
 
-_LONGEST_WORDS = 60
+_LONGEST_FILES = 60
 
 
-def _as_words(files: Sequence[str]) -> str:
-    """Files as a command line in this directory names them; FILE for what an error message has no room for."""
+def _format_files(files: Sequence[str]) -> str:
+    """Return files as a command line in this directory names them; FILE for what an error message has no room for."""
     here = Path.cwd()
-    named = [Path(name) for name in map(str, files)]
+    paths = [Path(name) for name in map(str, files)]
     words = shlex.join(
-        str(name.relative_to(here) if name.is_relative_to(here) else raw)
-        for name, raw in zip(named, files, strict=True)
+        str(path.relative_to(here) if path.is_relative_to(here) else name)
+        for path, name in zip(paths, files, strict=True)
     )
-    return words if len(words) <= _LONGEST_WORDS else "FILE"
+    return words if len(words) <= _LONGEST_FILES else "FILE"
 
 
-def _template_flags(record: Mapping[str, Any]) -> str:
-    """Flags that take two columns of text for a prompt and its answer; "" where there are not two with plain names, or
-    a column may hold turns."""
+def _suggest_templates(record: Mapping[str, Any]) -> str:
+    """Return flags that take two columns of text for a prompt and its answer; "" where there are not two with plain
+    names, or a column may hold turns."""
     if any(isinstance(value, list | dict) or str(value).lstrip().startswith("[{") for value in record.values()):
         return ""
     names = [name for name, value in record.items() if isinstance(value, str) and value and name != _DEFAULT.id]
@@ -456,11 +437,9 @@ def _template_flags(record: Mapping[str, Any]) -> str:
 def _convert_prompt_completion(record: dict[str, Any]) -> list[Any]:
     """Return the turns of `prompt[, completion]`, each a text or a list of turns (also as JSON text). Turns of the
     prompt are not trained on."""
-    prompt, answer = (
-        _parse_turns(record.get(name), role) for name, role in (("prompt", "user"), ("completion", "assistant"))
-    )
-    given = [{**turn, "weight": 0} if _is_answer(turn) else turn for turn in prompt]
-    return [*given, *answer]
+    prompt = _parse_turns(record.get("prompt"), "user")
+    answer = _parse_turns(record.get("completion"), "assistant")
+    return [*({**turn, "weight": 0} if _is_answer(turn) else turn for turn in prompt), *answer]
 
 
 def _parse_turns(value: Any, role: str) -> list[Any]:
@@ -477,12 +456,11 @@ def _is_answer(turn: Any) -> bool:
 
 
 def _get_texts(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the non-empty texts in these columns."""
-    found = {name: values.get(name) for name in names}
-    for name, value in found.items():
+    texts = {name: values.get(name) for name in names}
+    for name, value in texts.items():
         if value is not None and not isinstance(value, str):
             raise ValueError(f"column {name!r} is a {type(value).__name__}, not text")
-    return [text for text in found.values() if text]
+    return [text for text in texts.values() if text]
 
 
 def split_shared_prompt(chosen: Any, rejected: Any) -> dict[str, Any]:
@@ -490,26 +468,24 @@ def split_shared_prompt(chosen: Any, rejected: Any) -> dict[str, Any]:
     turns, or for texts the common leading words."""
     if type(chosen) is not type(rejected) or not isinstance(chosen, list | str):
         return {}
-    same = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), None)
-    same = min(len(chosen), len(rejected)) if same is None else same
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    length = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
     if isinstance(chosen, str):  # do not split words; the space belongs to the answer
-        while same and not chosen[same - 1 : same].isspace():
-            same -= 1
-        same = len(chosen[:same].rstrip(" "))
-    if not same:
+        while length and not chosen[length - 1 : length].isspace():
+            length -= 1
+        length = len(chosen[:length].rstrip(" "))
+    if not length:
         return {}
-    return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
+    return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
 
 
-def missing_column_message(own: str, record: Iterable[str], place: str | None = None) -> str:
-    """Return the message for a missing column: names the nearest one, or all that exist.
-
-    place: the setting that names it.
-    """
+def missing_column_message(own: str, record: Iterable[str], setting: str | None = None) -> str:
+    """Return the message for a missing column: names the nearest one, or all that exist, and the `setting` that names
+    it."""
     names = [str(name) for name in record]
-    nearest = difflib.get_close_matches(own, names, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(map(repr, names[:12])) or 'none'}"
-    return f"no column {own!r}; {hint}" + (f" (set {place})" if place else "")
+    close = difflib.get_close_matches(own, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(map(repr, names[:12])) or 'none'}"
+    return f"no column {own!r}; {hint}" + (f" (set {setting})" if setting else "")
 
 
 def read_canonical_values(
@@ -536,50 +512,42 @@ def _check_no_lone_surrogate(value: str, own: str) -> None:
         raise ValueError(f"column {own!r} {_HALF_PAIR}")
 
 
-def _check_duplicate_id(given: str, where: str, paths: Sequence[DataFile], reader: _ColumnMapper) -> None:
-    """Raise UserError with both places of a repeated id. Only hashes were kept, so the first place is found by
+def _check_duplicate_id(name: str, location: str, paths: Sequence[DataFile], mapper: _ColumnMapper) -> None:
+    """Raise UserError with both places of a repeated id. Only hashes were stored, so the first place is found by
     reading again."""
     for file_index, path in enumerate(paths):
         for record in iter_records(path):
             first = f"{path}:{record.place}"
-            if first == where:
+            if first == location:
                 return  # a hash collision, not a repeated id
             try:
-                own = reader.values(record).get("id")
+                own = mapper.values(record).get("id")
             except ValueError:
                 continue
-            if (own or f"{file_index}-{record.line}") == given:
-                hint = "; a record without an id is named by its file and line" if is_automatic_id(given) else ""
-                raise UserError(f"{where}: id {given!r} was already given at {first}; ids must be unique{hint}")
+            if (own or f"{file_index}-{record.line}") == name:
+                hint = "; a record without an id is named by its file and line" if _AUTOMATIC.fullmatch(name) else ""
+                raise UserError(f"{location}: id {name!r} was already given at {first}; ids must be unique{hint}")
 
 
-def require_rows(rows: Iterable[Row], *, files: Sequence[str], what: str, skipped: Sequence[str] = ()) -> list[Row]:
-    """Return all rows as a list, at least one.
-
-    Arguments:
-        what: their purpose, as in the sentence "no WHAT rows".
-
-    Raises:
-        UserError: there is none; says if the files are empty or every row was skipped.
-    """
+def require_rows(rows: Iterable[Row], *, files: Sequence[str], purpose: str, skipped: Sequence[str] = ()) -> list[Row]:
+    """Return all rows as a list, at least one. purpose: as in the sentence "no PURPOSE rows". Raises UserError if there
+    is none; says if the files are empty or every row was skipped."""
     rows = list(rows)
     if rows:
         return rows
     names = ", ".join(map(str, files))
     if not names:
-        raise UserError(f"no {what} rows: no file is named")
+        raise UserError(f"no {purpose} rows: no file is named")
     if skipped:
-        raise UserError(f"no {what} rows: all {len(skipped)} of {names} were skipped, the first for {skipped[0]}")
-    raise UserError(f"no {what} rows: {names} is empty")
+        raise UserError(f"no {purpose} rows: all {len(skipped)} of {names} were skipped, the first for {skipped[0]}")
+    raise UserError(f"no {purpose} rows: {names} is empty")
 
 
 def limit_rows(rows: Sequence[_Any], limit: int | None, *, seed: int) -> list[_Any]:
-    """Return the first `limit` rows of a shuffle keyed by `seed`, in their original order.
+    """Return the first `limit` rows of a shuffle keyed by `seed`, in their original order; None returns all.
 
-    With the same rows and seed, a larger limit contains every smaller one. `limit=None` keeps all.
-
-    Raises:
-        UserError: a limit below one, or above the number of rows.
+    With the same rows and seed, a larger limit contains every smaller one. Raises UserError for a limit below one, or
+    above the number of rows.
     """
     if limit is None:
         return list(rows)
@@ -591,10 +559,8 @@ def limit_rows(rows: Sequence[_Any], limit: int | None, *, seed: int) -> list[_A
     return [rows[i] for i in sorted(order[:limit].tolist())]
 
 
-# --------------------------------------------------------------------------------------------------------- repeated ids
-
 _BATCH = 1 << 16
-_BY_PLACE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17})")
+_AUTOMATIC = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17})")
 
 
 class SeenIds:
@@ -607,46 +573,39 @@ class SeenIds:
 
     def __init__(self, batch: int = _BATCH):
         self.batch = batch
-        self._fresh: dict[int, tuple[str, str]] = {}
+        self._pending: dict[int, tuple[str, str]] = {}
         self._runs: list[np.ndarray] = []
 
-    def add(self, given: str, where: str) -> list[tuple[str, str]]:
-        """Add the id `given` at `where`; return (id, where) of the ids now found to be repeated."""
-        key = hash(given)
-        if key in self._fresh:
-            return [(given, where)]
-        self._fresh[key] = (given, where)
-        return self.finish() if len(self._fresh) >= self.batch else []
+    def add(self, name: str, location: str) -> list[tuple[str, str]]:
+        """Add the id `name` at `location`; return (id, location) of the ids now found to be repeated."""
+        key = hash(name)
+        if key in self._pending:
+            return [(name, location)]
+        self._pending[key] = (name, location)
+        return self.finish() if len(self._pending) >= self.batch else []
 
     def finish(self) -> list[tuple[str, str]]:
         """Compare all pending ids; return as `add`."""
-        fresh = np.fromiter(self._fresh, dtype=np.int64, count=len(self._fresh))
-        fresh.sort()
-        again: set[int] = set()
+        hashes = np.fromiter(self._pending, dtype=np.int64, count=len(self._pending))
+        hashes.sort()
+        repeated: set[int] = set()
         for run in self._runs:
-            place = np.minimum(np.searchsorted(run, fresh), len(run) - 1)
-            again.update(fresh[run[place] == fresh].tolist())
-        found = [noted for key, noted in self._fresh.items() if key in again]
-        self._fresh = {}
+            positions = np.minimum(np.searchsorted(run, hashes), len(run) - 1)
+            repeated.update(hashes[run[positions] == hashes].tolist())
+        matches = [entry for key, entry in self._pending.items() if key in repeated]
+        self._pending = {}
         # Merge runs of similar size, so that each hash is moved only a logarithmic number of times.
-        while self._runs and len(self._runs[-1]) <= len(fresh):
-            fresh = np.concatenate([self._runs.pop(), fresh])
-            fresh.sort()
-        if len(fresh):
-            self._runs.append(fresh)
-        return found
-
-
-def is_automatic_id(given: str) -> bool:
-    """Return True if the id has the form of an automatic one: `<file index>-<line>`."""
-    return _BY_PLACE.fullmatch(given) is not None
+        while self._runs and len(self._runs[-1]) <= len(hashes):
+            hashes = np.concatenate([self._runs.pop(), hashes])
+            hashes.sort()
+        if len(hashes):
+            self._runs.append(hashes)
+        return matches
 
 
 class AutoIds:
-    """Set of records without an id, stored as one bit per line of each file.
-
-    imitated: True once a given id looked like an automatic one; before that, no given id can collide with one.
-    """
+    """Set of records without an id, stored as one bit per line of each file. imitated: True once a given id looked like
+    an automatic one; before that, no given id can collide with one."""
 
     def __init__(self) -> None:
         self.imitated = False
@@ -659,12 +618,12 @@ class AutoIds:
             bits.extend(bytes(line // 8 + 1 - len(bits)))
         bits[line // 8] |= 1 << line % 8
 
-    def named(self, given: str) -> bool:
+    def named(self, name: str) -> bool:
         """Return True if a record added so far has this automatic id; sets `imitated` if the id has the automatic
         form."""
-        if (found := _BY_PLACE.fullmatch(given)) is None:
+        if (match := _AUTOMATIC.fullmatch(name)) is None:
             return False
         self.imitated = True
-        file_index, line = map(int, found.groups())
+        file_index, line = map(int, match.groups())
         bits = self._bits.get(file_index, b"")
         return line // 8 < len(bits) and bool(bits[line // 8] >> line % 8 & 1)

@@ -27,22 +27,19 @@ class Template:
             ) from error
         self.columns = tuple(dict.fromkeys(name for _, name in self.parts if name is not None))
 
-    def fill(self, row: Row, **instead: str) -> str:
-        """Return the text for `row`, with columns replaced by `instead` where given.
+    def fill(self, row: Row, **replacements: str) -> str:
+        """Return the text for `row`, with `replacements` for some columns. Raises ValueError for a column that the row
+        lacks, or that holds a list, an object or a lone surrogate."""
+        return "".join(literal + self._value(row, name, replacements) for literal, name in self.parts)
 
-        Raises:
-            ValueError: a column that the row lacks, or that holds a list, an object or a lone surrogate.
-        """
-        return "".join(literal + self._value(row, name, instead) for literal, name in self.parts)
-
-    def _value(self, row: Row, name: str | None, instead: dict[str, str]) -> str:
+    def _value(self, row: Row, name: str | None, replacements: dict[str, str]) -> str:
         if name is None:
             return ""
-        value: Any = instead.get(name, row.values.get(name))
+        value: Any = replacements.get(name, row.values.get(name))
+        if value is None and name in row.record:
+            raise ValueError(f"column {name!r} is null")
         if value is None:
-            raise ValueError(
-                f"column {name!r} is null" if name in row.record else missing_column_message(name, row.values)
-            )
+            raise ValueError(missing_column_message(name, row.values))
         try:
             text = value if isinstance(value, str) else canonical_label(value)
             text.encode("utf-8")
@@ -68,19 +65,16 @@ def fit_completion(
     right only if it does not fit with the prefix (or, without a prefix, with one token of the prompt, because something
     must precede an answer). The prompt leaves room for an answer of `reserve` tokens even if this one is shorter.
     """
-    least = len(prefix) or min(len(prompt), 1)
-    kept = list(answer[: max_length - least])
-    room = max(max_length - len(prefix) - max(len(kept), reserve), least - len(prefix))
+    minimum = len(prefix) or min(len(prompt), 1)
+    shortened = list(answer[: max_length - minimum])
+    room = max(max_length - len(prefix) - max(len(shortened), reserve), minimum - len(prefix))
     context = [*prefix, *(prompt[max(len(prompt) - room, 0) :] if left and room else prompt[:room])]
-    return context, kept, len(context) + len(kept) < len(prefix) + len(prompt) + len(answer)
+    return context, shortened, len(context) + len(shortened) < len(prefix) + len(prompt) + len(answer)
 
 
 def truncate_longest_first(a: int, b: int, room: int) -> tuple[int, int]:
     """Return lengths ≤ a, ≤ b with a sum ≤ room: truncate the longer until both are equal, then both (the rule of
-    tokenizers).
-
-    An odd token goes to the longer text, or to the second if both are equally long.
-    """
+    tokenizers). An odd token goes to the longer text, or to the second if both are equally long."""
     if a + b <= room:
         return a, b
     half = room // 2

@@ -14,9 +14,8 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..atomic import atomic_directory
 from ..cache_directory import ABOUT, ENTRY, cache_limit, prune_cache
@@ -40,14 +39,12 @@ class DamagedEntry(Exception):
     """An entry differs from what was written."""
 
 
-@dataclass(frozen=True)
-class CachedTokens:
-    """A cache entry with its metadata."""
+class CachedTokens(NamedTuple):
+    """A cache entry with its metadata, and notes for the user on how it was obtained."""
 
     folder: Path
-    about: dict[str, Any]
+    metadata: dict[str, Any]
     notes: list[str]
-    """Notes for the user on how the entry was obtained."""
 
 
 class TokenCache:
@@ -56,73 +53,67 @@ class TokenCache:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def get(self, key: str, make: Callable[[Path], dict[str, Any]]) -> CachedTokens:
+    def get(self, key: str, build: Callable[[Path], dict[str, Any]]) -> CachedTokens:
         """Return the entry of `key`; one that is missing or damaged is built by one process while the others wait.
 
-        make: writes the entry's files into the given directory and returns its metadata.
-
-        Raises:
-            CacheError: the directory cannot be written to. And whatever `make` raises.
+        build: writes the entry's files into the given directory and returns its metadata. Raises CacheError if the
+        directory cannot be written to, and whatever `build` raises.
         """
-        with _translate_cache_errors(self.root):
-            return self._get(key, make)
-
-    def _get(self, key: str, make: Callable[[Path], dict[str, Any]]) -> CachedTokens:
-        folder = self.root / f"{ENTRY}{key}"
         try:
+            return self._get(key, build)
+        except _InputError as carrier:
+            cause = carrier.__cause__
+            assert cause is not None
+            raise cause from None
+        except OSError as error:
+            raise CacheError(f"{self.root}: {error.strerror or error}") from error
+
+    def _get(self, key: str, build: Callable[[Path], dict[str, Any]]) -> CachedTokens:
+        folder = self.root / f"{ENTRY}{key}"
+        with contextlib.suppress(DamagedEntry, FileNotFoundError):  # checked again below, under the lock
             if folder.is_dir():
                 return CachedTokens(folder, _verify_entry(folder), [f"token cache: read from {folder}"])
-        except (DamagedEntry, FileNotFoundError):
-            pass  # checked again below, under the lock
         self.root.mkdir(parents=True, exist_ok=True)
-        with _lock_file(self.root / f".{ENTRY}{key}.lock") as alone:
+        with _lock_file(self.root / f".{ENTRY}{key}.lock") as locked:
             notes = []
             try:
                 if folder.is_dir():
                     return CachedTokens(folder, _verify_entry(folder), [f"token cache: read from {folder}"])
             except (DamagedEntry, FileNotFoundError) as error:
                 notes.append(f"token cache: {folder} is damaged ({error}) and was made again")
-            if alone:  # without a lock, a temporary directory may be another process's work
+            if locked:  # without a lock, a temporary directory may be another process's work
                 for leftover in self.root.glob(f".{ENTRY}{key}.*.tmp"):  # left by a process that was killed
                     shutil.rmtree(leftover, ignore_errors=True)
             with atomic_directory(folder) as temporary:
                 try:
-                    about = make(temporary)
+                    metadata = build(temporary)
                 except OSError as error:
                     raise _InputError(error) from error
-                _write_metadata(temporary, about)
-            notes.append(f"token cache: kept in {folder} ({_compute_size(folder) / 2**20:,.1f} MiB)")
-            gone = prune_cache(self.root, limit=cache_limit(), current=folder)
-            if gone:
-                notes.append(f"token cache: {gone} older entries made room")
-            return CachedTokens(folder, about, notes)
+                files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
+                sums = {str(path.relative_to(temporary)): _compute_checksum(path) for path in files}
+                (temporary / ABOUT).write_text(json.dumps({**metadata, _FILES: sums}), encoding="utf-8")
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            notes.append(f"token cache: kept in {folder} ({size / 2**20:,.1f} MiB)")
+            removed = prune_cache(self.root, limit=cache_limit(), current=folder)
+            if removed:
+                notes.append(f"token cache: {removed} older entries made room")
+            return CachedTokens(folder, metadata, notes)
 
 
 def content_key(path: DataFile) -> str | None:
     """Return an identifier of an input's content: the SHA-256 of a file or directory, or the name of a hub data set
-    with commit.
-
-    None for a hub data set given by branch or without revision, because changes to it cannot be detected.
-    """
+    with commit; None for a hub data set given by branch or without revision, whose changes cannot be detected."""
     name = str(path)
     if name.startswith(HUB):
         return name if _COMMIT.search(name) else None
     return file_digest(path)[0]
 
 
-def _write_metadata(folder: Path, about: dict[str, Any]) -> None:
-    """Write about.json, with checksums of all other files."""
-    sums = {
-        str(path.relative_to(folder)): _compute_checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()
-    }
-    (folder / ABOUT).write_text(json.dumps({**about, _FILES: sums}), encoding="utf-8")
-
-
 def _verify_entry(folder: Path) -> dict[str, Any]:
-    """Return the metadata in about.json. Raises Damaged if it, or a file, is not as written; FileNotFoundError."""
+    """Return the metadata in about.json. Raises DamagedEntry if it, or a file, is not as written; FileNotFoundError."""
     try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        sums = about.pop(_FILES)
+        metadata = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        sums = metadata.pop(_FILES)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedEntry(f"{ABOUT} is no description of an entry") from error
     for name, expected in sums.items():
@@ -130,7 +121,7 @@ def _verify_entry(folder: Path) -> dict[str, Any]:
             raise DamagedEntry(f"{name} is not what was written")
     with contextlib.suppress(OSError):
         os.utime(folder / ABOUT)  # mark as recently used, for pruning
-    return dict(about)
+    return dict(metadata)
 
 
 def _compute_checksum(path: Path) -> list[int]:
@@ -140,23 +131,6 @@ def _compute_checksum(path: Path) -> list[int]:
         while chunk := handle.read(1 << 22):
             size, crc = size + len(chunk), zlib.crc32(chunk, crc)
     return [size, crc]
-
-
-def _compute_size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-@contextlib.contextmanager
-def _translate_cache_errors(root: Path) -> Iterator[None]:
-    """Convert OSErrors of the cache itself to CacheErrors; those of the input pass unchanged."""
-    try:
-        yield
-    except _InputError as carrier:
-        cause = carrier.__cause__
-        assert cause is not None
-        raise cause from None
-    except OSError as error:
-        raise CacheError(f"{root}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ training text; a letter whose lower-case form does not map back to it is unchang
 
 from __future__ import annotations
 
+import string
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -35,17 +36,13 @@ _WRITTEN = ((_ESCAPE, _ESCAPE + "."), (FLAG, _ESCAPE + ","))
 OPERATORS = "+-*/=<>^%×÷"
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 LEAST = len(SPECIALS) + 256
-"""Minimum vocabulary size of any scheme: bytes and special tokens."""
 
 
 def train_tokenizer(scheme: Scheme, texts: Sequence[str], *, vocabulary: int) -> PreTrainedTokenizerFast:
     """Train a tokenizer of `scheme` with at most `vocabulary` tokens on `texts`.
 
     It has <pad>, <bos> and <eos> (0, 1, 2) and adds none by itself. With few texts it may have fewer tokens than
-    allowed.
-
-    Raises:
-        UserError: an unknown scheme, fewer tokens than the bytes need, or no text.
+    allowed. Raises UserError for an unknown scheme, fewer tokens than the bytes need, or no text.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -55,45 +52,41 @@ def train_tokenizer(scheme: Scheme, texts: Sequence[str], *, vocabulary: int) ->
         raise UserError(f"a vocabulary of {vocabulary} tokens is too small: bytes and special tokens take {LEAST}")
     if not any(texts):
         raise UserError("there is no text to learn a tokenizer from")
-    made = (
-        _build_character_level(texts, vocabulary)
-        if scheme == "character"
-        else _train_byte_level(scheme, texts, vocabulary)
-    )
+    if scheme == "character":
+        tokenizer = _build_character_level(texts, vocabulary)
+    else:
+        tokenizer = _train_byte_level(scheme, texts, vocabulary)
     pad, bos, eos = SPECIALS
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=pad, bos_token=bos, eos_token=eos, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, clean_up_tokenization_spaces=False
     )
 
 
 def find_capitals(texts: Sequence[str]) -> list[str]:
     """Return A to Z and the capitals of `texts` whose lower-case form is one character that maps back to them,
     sorted."""
-    seen = {*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"}.union(*map(set, texts))
-    return sorted(c for c in seen if c != c.lower() and len(c.lower()) == 1 and c.lower().upper() == c)
+    letters = {*string.ascii_uppercase}.union(*map(set, texts))
+    return sorted(c for c in letters if c != c.lower() and len(c.lower()) == 1 and c.lower().upper() == c)
 
 
 def _train_byte_level(scheme: Scheme, texts: Sequence[str], vocabulary: int) -> Tokenizer:
-    """Train byte-level BPE after the scheme's normalisation and pre-tokenisation."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
-    cuts: list[Any] = []
-    reading: list[Any] = [decoders.ByteLevel()]
+    splits: list[Any] = []
+    decoding: list[Any] = [decoders.ByteLevel()]
     if scheme in ("case", "combined"):
         letters = find_capitals(texts)
         # Replace capitals after a space first: their flag goes before the space.
         flags = [(" " + c, f"{FLAG} {c.lower()}") for c in letters] + [(c, FLAG + c.lower()) for c in letters]
         bpe.normalizer = normalizers.Sequence([normalizers.Replace(*pair) for pair in (*_WRITTEN, *flags)])
-        reading += [decoders.Replace(new, old) for old, new in (*flags, *reversed(_WRITTEN))]
-        cuts.append(pre_tokenizers.Split(FLAG, "isolated"))
+        decoding += [decoders.Replace(new, old) for old, new in (*flags, *reversed(_WRITTEN))]
+        splits.append(pre_tokenizers.Split(FLAG, "isolated"))
     if scheme in ("arithmetic", "combined"):
-        cuts += [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.Split(Regex("[" + "".join(f"\\{c}" for c in OPERATORS) + "]"), "isolated"),
-        ]
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    bpe.decoder = decoders.Sequence(reading)
+        operators = Regex("[" + "".join(f"\\{c}" for c in OPERATORS) + "]")
+        splits += [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.Split(operators, "isolated")]
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.Sequence(decoding)
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=list(SPECIALS),
@@ -108,12 +101,10 @@ def _build_character_level(texts: Sequence[str], vocabulary: int) -> Tokenizer:
     """Build a vocabulary of the most frequent characters (ties by code point), with bytes for all others."""
     from tokenizers import Tokenizer, decoders, models
 
-    counts = Counter[str]()
-    for text in texts:
-        counts.update(text)
-    kept = sorted(counts, key=lambda c: (-counts[c], c))[: vocabulary - LEAST]
-    names = [*SPECIALS, *(f"<0x{i:02X}>" for i in range(256)), *kept]
-    made = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
-    made.add_special_tokens(list(SPECIALS))
-    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return made
+    counts = Counter("".join(texts))
+    characters = sorted(counts, key=lambda c: (-counts[c], c))[: vocabulary - LEAST]
+    names = [*SPECIALS, *(f"<0x{i:02X}>" for i in range(256)), *characters]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer

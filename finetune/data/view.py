@@ -42,9 +42,8 @@ def spill_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_colu
     The file is unlinked as soon as it is mapped, so its space is freed with the view or when the process is killed.
     Memory: one batch of rows.
 
-    Raises:
-        UserError: the file cannot be written, or a domain is not text. Whatever `rows` raises.
-        OSError: the disk is full.
+    Raises UserError if the file cannot be written, or a domain is not text; OSError if the disk is full; and whatever
+    `rows` raises.
     """
     try:
         _write_rows(rows, path, columns, domain_column)
@@ -61,16 +60,8 @@ def spill_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_colu
 def _write_rows(rows: Iterable[Row], path: Path, columns: Columns, domain_column: str) -> None:
     import pyarrow as pa
 
-    schema = pa.schema(
-        [
-            ("id", pa.string()),
-            ("text", pa.string()),
-            ("domain", pa.string()),
-            ("where", pa.string()),
-            ("index", pa.int64()),
-            ("rest", pa.string()),
-        ]
-    )
+    names = ("id", "text", "domain", "where", "index", "rest")
+    schema = pa.schema([(name, pa.int64() if name == "index" else pa.string()) for name in names])
     path.parent.mkdir(parents=True, exist_ok=True)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for batch in _batch_rows(rows, columns, domain_column):
@@ -79,7 +70,7 @@ def _write_rows(rows: Iterable[Row], path: Path, columns: Columns, domain_column
 
 def _batch_rows(rows: Iterable[Row], columns: Columns, domain_column: str) -> Iterator[list[list[Any]]]:
     batch: list[tuple[Any, ...]] = []
-    held = 0
+    characters = 0
     for row in rows:
         text = row.values["text"]
         domain = row.values.get(domain_column)
@@ -90,19 +81,17 @@ def _batch_rows(rows: Iterable[Row], columns: Columns, domain_column: str) -> It
             except UnicodeEncodeError:
                 raise UserError(f"{row.where}: the domain has half of a surrogate pair, which is not text") from None
         # Keep the position of the text among the columns, so that records are restored in their own order.
-        rest = {name: None if name == columns.text else value for name, value in row.record.items()}
-        batch.append((row.id, text, domain, row.where, row.index, json.dumps(rest, default=str)))
-        held += len(text) + len(batch[-1][-1])
-        if len(batch) == _ROWS or held > _CHARACTERS:
+        others = {name: None if name == columns.text else value for name, value in row.record.items()}
+        batch.append((row.id, text, domain, row.where, row.index, json.dumps(others, default=str)))
+        characters += len(text) + len(batch[-1][-1])
+        if len(batch) == _ROWS or characters > _CHARACTERS:
             yield [list(column) for column in zip(*batch, strict=True)]
-            batch, held = [], 0
+            batch, characters = [], 0
     if batch:
         yield [list(column) for column in zip(*batch, strict=True)]
 
 
 class _RowStore:
-    """Memory-mapped file with access to column values by row number."""
-
     def __init__(self, path: Path, columns: Columns):
         import pyarrow as pa
 
@@ -122,11 +111,11 @@ class _RowStore:
         import pyarrow as pa
 
         if len(rows) > 1 and (np.diff(rows) < 0).any():  # read in file order, so that each batch is opened once
-            turn = np.argsort(rows, kind="stable")
-            found: list[Any] = [None] * len(rows)
-            for place, value in zip(turn.tolist(), self.values(column, rows[turn]), strict=True):
-                found[place] = value
-            return found
+            order = np.argsort(rows, kind="stable")
+            unsorted: list[Any] = [None] * len(rows)
+            for position, value in zip(order.tolist(), self.values(column, rows[order]), strict=True):
+                unsorted[position] = value
+            return unsorted
         out: list[Any] = []
         batch_of = np.searchsorted(self._starts, rows, side="right") - 1
         borders = np.flatnonzero(np.diff(batch_of)) + 1
@@ -188,7 +177,6 @@ class RowView(Sequence[Row]):
 
     @property
     def texts(self) -> Sequence[str]:
-        """Texts of the rows."""
         return _ViewColumn(self, self._texts)
 
     @property
@@ -201,8 +189,8 @@ class RowView(Sequence[Row]):
         known: dict[str | None, str | None] = {}
         out: list[str | None] = []
         for low in range(0, len(self), _ROWS):
-            found = self._store.values("domain", self._base[low : low + _ROWS])
-            out.extend(known.setdefault(name, name) for name in found)
+            names = self._store.values("domain", self._base[low : low + _ROWS])
+            out.extend(known.setdefault(name, name) for name in names)
         return out if any(name is not None for name in known) else None
 
     def indices(self) -> np.ndarray:
@@ -216,51 +204,43 @@ class RowView(Sequence[Row]):
         return RowView(self._store, self._base[rows], spans, tuple(level[rows] for level in self._numbers))
 
     def cut(self, spans: Iterable[Sequence[Span] | None]) -> RowView:
-        """Replace each row by pieces of its text; `spans` has an entry for every row in order, None to keep it whole.
+        """Replace each row by pieces of its text; `spans` has an entry for every row in order, None for a whole row.
 
         A piece is a row with the id `<id>#<k>`, k from 0, and the columns `source_id` (of the record in the file),
-        `start` and `end` (characters of that record's text). An empty entry drops its row.
-
-        Raises UserError if a piece gets the id of another row.
+        `start` and `end` (characters of that record's text). An empty entry drops its row. Raises UserError if a piece
+        gets the id of another row.
         """
-        rows: list[np.ndarray] = []
-        ends: list[np.ndarray] = []
-        levels: list[np.ndarray] = []
+        parts: list[np.ndarray] = []  # rows (n, 4): number of the row, start and end in the stored text, piece
         batch: list[tuple[int, int, int, int]] = []
-
-        def flush() -> None:
-            part = np.array(batch, dtype=np.int64).reshape(-1, 4)
-            rows.append(part[:, 0])
-            ends.append(part[:, 1:3])
-            levels.append(part[:, 3].astype(np.int32))
-            batch.clear()
-
         count = 0
-        for count, found in enumerate(spans, start=1):
+        for count, pieces in enumerate(spans, start=1):
             start, end = (-1, -1) if self._spans is None else self._spans[count - 1].tolist()
-            if found is None:
+            if pieces is None:
                 batch.append((count - 1, start, end, -1))
             else:
                 shift = max(start, 0)
-                batch.extend((count - 1, shift + low, shift + high, k) for k, (low, high) in enumerate(found))
+                batch.extend((count - 1, shift + low, shift + high, k) for k, (low, high) in enumerate(pieces))
             if len(batch) >= 1 << 16:
-                flush()
-        flush()
+                parts.append(np.array(batch, dtype=np.int64))
+                batch.clear()
+        parts.append(np.array(batch, dtype=np.int64).reshape(-1, 4))
         if count != len(self):
             raise ValueError(f"{count} entries of spans for {len(self)} rows")
-        taken = self.take(np.concatenate(rows))
-        pieces = RowView(self._store, taken._base, np.concatenate(ends), (*taken._numbers, np.concatenate(levels)))
-        pieces._refuse_twins()
-        return pieces
+        table = np.concatenate(parts)
+        rows = self.take(table[:, 0])
+        numbers = (*rows._numbers, table[:, 3].astype(np.int32))
+        view = RowView(self._store, rows._base, table[:, 1:3].copy(), numbers)
+        view._check_unique_ids()
+        return view
 
-    def _refuse_twins(self) -> None:
+    def _check_unique_ids(self) -> None:
         """Raise UserError if a piece has the same id as another row, which was given an id of that form."""
         sources = _ViewColumn(self, lambda rows: self._store.values("id", self._base[rows]))
         if not any(_PIECE.search(name) for name in sources):
             return
         seen = SeenIds()
-        found = [twin for number, name in enumerate(self.ids) for twin in seen.add(name, str(number))]
-        for name, number in (*found, *seen.finish()):
+        repeated = [entry for number, name in enumerate(self.ids) for entry in seen.add(name, str(number))]
+        for name, number in (*repeated, *seen.finish()):
             first = next(i for i, other in enumerate(self.ids) if other == name)
             if first != int(number):  # otherwise a hash collision
                 there, here = self._store.values("where", self._base[[first, int(number)]])
@@ -296,21 +276,19 @@ class RowView(Sequence[Row]):
         spans = [(-1, -1)] * len(rows) if self._spans is None else self._spans[rows].tolist()
         stored = (self._store.values(name, base) for name in ("id", "where", "index", "rest"))
         out: list[Row] = []
-        for text, name, (low, high), source, where, index, rest in zip(texts, ids, spans, *stored, strict=True):
-            record = json.loads(rest)
+        for text, name, (low, high), source, where, index, others in zip(texts, ids, spans, *stored, strict=True):
+            record = json.loads(others)
             record[columns.text] = text
             values = read_canonical_values(record, columns)
             if low >= 0:
-                about = {"source_id": source, "start": low, "end": high}
-                record |= about
-                values |= {**about, "id": name}
+                piece = {"source_id": source, "start": low, "end": high}
+                record |= piece
+                values |= {**piece, "id": name}
             out.append(Row(values, name, where, record, index))
         return out
 
 
 class _ViewColumn(Sequence[str]):
-    """One string per row of a view."""
-
     def __init__(self, view: RowView, read: Any):
         self._view = view
         self._read = read
@@ -324,8 +302,8 @@ class _ViewColumn(Sequence[str]):
     def __getitem__(self, key: slice) -> list[str]: ...
     def __getitem__(self, key: int | slice) -> str | list[str]:
         if isinstance(key, slice):
-            found: list[str] = self._read(np.arange(*key.indices(len(self))))
-            return found
+            values: list[str] = self._read(np.arange(*key.indices(len(self))))
+            return values
         return str(self._read(self._view._at(key))[0])
 
     def __iter__(self) -> Iterator[str]:

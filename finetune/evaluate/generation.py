@@ -209,7 +209,7 @@ def generate_batches(
     if on_token is not None:
         assert len(prompts) == 1 and config.num_beams in (None, 1)
         more["streamer"] = _TokenStreamer(on_token)
-    if inference.share == ALONE and inference.is_heard:
+    if inference.share == ALONE and inference.has_heartbeat:
         more["stopping_criteria"] = StoppingCriteriaList([_HeartbeatCriterion(inference)])
     for batch in _prompt_batches(prompts, inference.batch_size, alike=bool(getattr(model, "soft_tokens", 0))):
         places, counts = inference.share.mine(batch)
@@ -225,7 +225,7 @@ def generate_batches(
             )
         if counts:  # else this process only took part in the collective passes
             yield places, out[:, 1 if apart else ids.shape[1] :]
-        inference.beat(len(batch))
+        inference.heartbeat(len(batch))
 
 
 class _HeartbeatCriterion:
@@ -235,7 +235,7 @@ class _HeartbeatCriterion:
         self.inference = inference
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **more: Any) -> Tensor:
-        self.inference.beat(0)
+        self.inference.heartbeat(0)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 

@@ -43,7 +43,7 @@ def rank_choices(model: Any, examples: Sequence[Example], inference: EvalBatchin
         found = _rank_with_shared_prompt(model, [examples[i] for i in index], inference)
         if counts:
             scores[index] = found
-        inference.beat(len(batch))
+        inference.heartbeat(len(batch))
     return inference.share.add(scores)
 
 
@@ -54,7 +54,7 @@ def _can_repeat_cache(model: Any, examples: Sequence[Example], inference: EvalBa
     by_length = sorted(examples, key=lambda example: len(example.input_ids))
     probe = [by_length[0], by_length[-1]]
     alone = replace(inference.share, index=0, width=1, add=ALONE.add)
-    apart = _rank_separately(model, probe, replace(inference, share=alone).unheard(), task)
+    apart = _rank_separately(model, probe, replace(inference, share=alone).without_heartbeat(), task)
     try:
         shared = _rank_with_shared_prompt(model, probe, inference)
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):

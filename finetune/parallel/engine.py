@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from flatshift.regularizers.mesh import Placement
+
 from ..adapters.adapter import (
     copy_tensors,
     load_adapter,
@@ -386,7 +388,7 @@ class Engine:
         return self.model if self.runner is None else self.runner.parts[0]
 
 
-class MeshPlacement:
+class MeshPlacement(Placement):
     """View of a `ProcessMesh` and a `TensorParallelLayout` for `regularizers`."""
 
     def __init__(
@@ -442,7 +444,7 @@ class MeshPlacement:
         )
         return {keys[key]: tensor for key, tensor in wholes.items()}
 
-    def take(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    def copy_local_parts(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             key = canonical_name(name)
             whole = wholes[name].to(tensor.device)

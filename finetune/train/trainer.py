@@ -409,7 +409,7 @@ class Trainer:
         """Evaluate the current adapter on dev; keep it if it is the best so far, else count it for `train.patience`."""
         state, stage = self.state, self.stage
         state.evaluation_pending = True
-        batching = replace(self.eval_batching, beat=self._dev_heartbeat)
+        batching = replace(self.eval_batching, heartbeat=self._dev_heartbeat)
         try:
             with (
                 watchdog.no_progress_timeout("dev evaluation"),

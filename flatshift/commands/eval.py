@@ -252,7 +252,7 @@ def _settings_with_prefix(flags: Flags, prefix: str) -> dict[str, Any]:
 
 
 def _run_sharpness(flags: Flags, overrides: list[Any]) -> int:
-    from flatshift.regularizers.sharpness.sharpness_config import Sharpness
+    from flatshift.regularizers.config import Sharpness
 
     options = _settings_with_prefix(flags, "sharpness_")
     names = {field.name for field in dataclasses.fields(Sharpness)} & options.keys()

@@ -53,5 +53,5 @@ def _push_to_store(flags: Flags) -> None:
 
     with Console().task("upload, percent", 100) as bar:
         done = push_to_store(flags.folder, flags.destination, lambda sent, total: bar(100 * sent // max(total, 1)))
-    already = f", {done.there:,} lay there" if done.there else ""
+    already = f", {done.present:,} lay there" if done.present else ""
     print(f"{flags.destination}: {done.sent:,} files sent, {done.bytes:,} bytes{already}; all compared")

@@ -13,30 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.config import RegularizerError
 from flatshift.regularizers.layers.sharded import is_sharded
 from flatshift.regularizers.layers.sites import canonical_name
-from flatshift.regularizers.mesh import ALONE, Placement
+from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
 
 _FACTORS = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this process's part of `tensor`, detached but sharing memory: writing to it writes to `tensor`."""
-    tensor = tensor.detach()
-    part: Any = tensor
-    return part.to_local() if is_sharded(tensor) else tensor
+    detached: Any = tensor.detach()
+    return detached.to_local() if is_sharded(detached) else detached  # type: ignore[no-any-return]
 
 
 class AdapterParameters:
     """θ of one model. Methods that are collective on a mesh are marked as such."""
 
-    def __init__(self, model: nn.Module, placement: Placement = ALONE, *, heads: bool = False) -> None:
-        """heads: θ also holds all other trained parameters.
-
-        Raises RegularizerError if `model` trains no LoRA factor (on any pipeline stage), or if they are sharded without
-        a placement.
-        """
+    def __init__(self, model: nn.Module, placement: Placement = SINGLE_PROCESS, *, heads: bool = False) -> None:
+        """heads: θ also holds all other trained parameters. Raises RegularizerError if `model` trains no LoRA factor
+        (on any pipeline stage), or if they are sharded without a placement."""
         self.placement = placement
         self.parameters: dict[str, nn.Parameter] = {
             canonical_name(name): parameter
@@ -45,13 +41,13 @@ class AdapterParameters:
         }
         """Parameters by name, in the model's order: `base_model.model.…q_proj.lora_A.default.weight`."""
         sharded = [name for name, parameter in self.parameters.items() if is_sharded(parameter)]
-        if sharded and placement is ALONE:
+        if sharded and placement is SINGLE_PROCESS:
             raise RegularizerError(
                 f"{sharded[0]} is sharded over processes, and its gradients are sums over them; give attach() the "
                 "placement of this process in the mesh"
             )
         first = next(iter(self.parameters.values()), None)
-        self.device = placement.device if first is None or placement is not ALONE else first.device
+        self.device = placement.device if first is None or placement is not SINGLE_PROCESS else first.device
         count = torch.tensor([len(self.parameters)], device=self.device)
         placement.sum_pipeline(count)
         if int(count) == 0:
@@ -70,21 +66,16 @@ class AdapterParameters:
         Read-only: without a scale they may be the parameters' own gradients. Call after the loop has summed the
         gradients over the mesh, which our loop does at the end of a pass.
         """
-        found = {}
+        gradients = {}
         for name, parameter in self.parameters.items():
-            like = local_tensor(parameter)
-            wide = torch.promote_types(like.dtype, torch.float32)
+            value = local_tensor(parameter)
+            dtype = torch.promote_types(value.dtype, torch.float32)
             if parameter.grad is None:
-                found[name] = torch.zeros_like(like, dtype=wide)
+                gradients[name] = torch.zeros_like(value, dtype=dtype)
             else:
-                gradient = local_tensor(parameter.grad).to(wide)
-                found[name] = gradient if loss_scale == 1 else gradient / loss_scale
-        return found
-
-    def forget_gradients(self, model: nn.Module) -> None:
-        """Set all gradients of `model` to None, including those outside θ."""
-        for parameter in model.parameters():
-            parameter.grad = None
+                gradient = local_tensor(parameter.grad).to(dtype)
+                gradients[name] = gradient if loss_scale == 1 else gradient / loss_scale
+        return gradients
 
     def squared_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return |·|² over all of θ, float64 (); `tensors` have the layout of θ. Collective."""
@@ -104,7 +95,7 @@ class AdapterParameters:
         """Move θ to θ + `factor` · `direction` inside the context; on exit, even by an exception, restore it bit for
         bit."""
         values = self.values()
-        kept = {name: value.clone() for name, value in values.items()}
+        before = {name: value.clone() for name, value in values.items()}
         try:
             with torch.no_grad():
                 for name, value in values.items():
@@ -113,4 +104,4 @@ class AdapterParameters:
         finally:
             with torch.no_grad():
                 for name, value in self.values().items():
-                    value.copy_(kept[name])
+                    value.copy_(before[name])

@@ -1,67 +1,23 @@
 """Temporary replacement of a layer's forward during a step, and a term added to a layer's outputs.
 
-`flatshift.regularizers.layers.branch` handles GGPO's frozen noise; the added term is for methods whose term is learned
+`flatshift.regularizers.layers.fused` handles GGPO's frozen noise; the added term is for methods whose term is learned
 (Bi-LoRA) or as large as the weight (SAM over it). The frozen weight is neither read nor written, so it may be
 quantised.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatshift.regularizers.errors import RegularizerError
-from flatshift.regularizers.layers.sites import LoraSite, check_has_linear_layers, find_lora_sites
+from flatshift.regularizers.config import RegularizerError
+from flatshift.regularizers.layers.sites import LoraSite, check_linear_layers, find_lora_sites
 from flatshift.regularizers.mesh import Placement
 
 Forward = Callable[..., Tensor]
-
-
-class ForwardSwap:
-    """Saves a layer's forward while another replaces it."""
-
-    def __init__(self, site: LoraSite) -> None:
-        self.site = site
-        self.plain: Forward | None = None
-        """The layer's own forward; None while nothing is replaced."""
-        self.patched: Forward | None = None
-        """Forward that an earlier patch had set on the layer itself; None for the forward of its class."""
-
-    def begin(self) -> Forward:
-        """Save the layer's forward and return it; `put` may follow.
-
-        Raises RegularizerError if the adapter is merged into the backbone.
-        """
-        if getattr(self.site.layer, "merged", False):
-            raise RegularizerError(
-                f"the adapter of layer {self.site.name} is merged into the backbone; call model.unmerge_adapter() "
-                "before training"
-            )
-        self.patched = vars(self.site.layer).get("forward")
-        self.plain = plain = self.site.layer.forward
-        return plain
-
-    def put(self, forward: Forward) -> None:
-        """Make the layer compute `forward` from now on."""
-        self.site.layer.forward = forward
-
-    def restore(self) -> None:
-        """Restore the saved forward; no-op if nothing is replaced."""
-        if self.plain is None:
-            return
-        if self.patched is None:
-            del self.site.layer.forward
-        else:
-            self.site.layer.forward = self.patched
-        self.plain = self.patched = None
-
-
-_log = logging.getLogger(__name__)
-
 Term = Callable[[Tensor, Tensor], Tensor]
 """Function (output y (..., m), input x (..., n) before any dropout) → new output."""
 
@@ -79,44 +35,54 @@ class ForwardWithTerm:
         return y if self.layer.disable_adapters else self.term(y, x)
 
 
-class OutputTerm:
-    """Adds a term after one layer's own forward, whatever that computes, and removes it again without a trace."""
+class ForwardSwap:
+    """Saves a layer's forward while another replaces it, and restores it without a trace."""
 
     def __init__(self, site: LoraSite) -> None:
         self.site = site
-        self._swap = ForwardSwap(site)
+        self.plain: Forward | None = None
+        """The layer's own forward; None while nothing is replaced."""
+        self.patched: Forward | None = None
+        """Forward that an earlier patch had set on the layer itself; None for the forward of its class."""
 
-    def install(self, term: Term) -> None:
-        """Pass the layer's output through `term` from now on, except while the adapters are disabled.
+    def begin(self) -> Forward:
+        """Save the layer's forward and return it; `put` may follow. Raises RegularizerError if the adapter is merged
+        into the backbone."""
+        if getattr(self.site.layer, "merged", False):
+            raise RegularizerError(
+                f"the adapter of layer {self.site.name} is merged into the backbone; call model.unmerge_adapter() "
+                "before training"
+            )
+        self.patched = vars(self.site.layer).get("forward")
+        self.plain = plain = self.site.layer.forward
+        return plain
 
-        Raises RegularizerError if the adapter is merged into the backbone.
-        """
-        self._swap.put(ForwardWithTerm(self.site.layer, self._swap.begin(), term))
+    def put(self, forward: Forward) -> None:
+        """Make the layer compute `forward` from now on."""
+        self.site.layer.forward = forward
 
-    def remove(self) -> None:
-        """Restore the layer's forward; no-op if nothing is installed."""
-        self._swap.restore()
+    def add_term(self, term: Term) -> None:
+        """Pass the layer's output through `term` from now on, except while the adapters are disabled. Raises
+        RegularizerError as `begin`."""
+        self.put(ForwardWithTerm(self.site.layer, self.begin(), term))
+
+    def restore(self) -> None:
+        """Restore the saved forward; no-op if nothing is replaced."""
+        if self.plain is None:
+            return
+        if self.patched is None:
+            del self.site.layer.forward
+        else:
+            self.site.layer.forward = self.patched
+        self.plain = self.patched = None
 
 
-def find_linear_sites(model: nn.Module, placement: Placement, method: str) -> list[LoraSite]:
+def find_whole_layers(model: nn.Module, placement: Placement, method: str) -> list[ForwardSwap]:
     """Return the linear LoRA layers of `model`; warn about LoRA layers of other kinds, which stay unchanged.
 
-    Raises RegularizerError, naming `method`, if there is none.
+    Raises RegularizerError, naming `method`, if there is none, or on a mesh whose processes hold parts of the layers,
+    or different layers. Collective.
     """
-    sites, others = find_lora_sites(model, placement)
-    check_has_linear_layers(len(sites), others, f"{method} works on")
-    if others:
-        _log.warning(
-            "%s leaves %d LoRA layers that are not linear alone, e.g. %s: they train unperturbed",
-            method,
-            len(others),
-            others[0],
-        )
-    return sites
-
-
-def check_whole_layers(placement: Placement, method: str) -> None:
-    """Raise RegularizerError on a mesh whose processes hold parts of the layers, or different layers. Collective."""
     ranks = torch.ones(2, device=placement.device)
     placement.sum_tensor(ranks[0])
     placement.sum_pipeline(ranks[1])
@@ -126,3 +92,6 @@ def check_whole_layers(placement: Placement, method: str) -> None:
                 f"mesh.{axis}: {method} needs whole layers in every process; take another axis for this mesh, or a "
                 "method of adapter space (regularizer.kind: lora-sam)"
             )
+    sites, others = find_lora_sites(model, placement)
+    check_linear_layers(len(sites), others, method, "works on")
+    return [ForwardSwap(site) for site in sites]

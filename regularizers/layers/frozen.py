@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.config import RegularizerError
 
 
 def is_quantised(base: Any) -> bool:
@@ -59,21 +59,17 @@ def base_weight(base: Any, stored: Tensor | None = None) -> Tensor:
                 "a 4-bit layer was repacked by bitsandbytes for inference on the CPU, where no gradient passes; load "
                 "the backbone again and set `support_avx512bf16_for_cpu = False` on its Linear4bit layers first"
             )
-        dequantised: Tensor = import_module("bitsandbytes").functional.dequantize_4bit(_as_plain_tensor(weight), state)
+        plain = weight.as_subclass(Tensor)  # the parameter's subclass would propagate into results
+        dequantised: Tensor = import_module("bitsandbytes").functional.dequantize_4bit(plain, state)
         return dequantised
     scales = _int8_scales(base)
     if scales is not None:
-        return _as_plain_tensor(weight).float().mul_(scales.float().div(127)[:, None])
+        return weight.as_subclass(Tensor).float().mul_(scales.float().div(127)[:, None])
     if _is_torchao(weight):
         read = getattr(weight, "get_original_weight", None) or weight.dequantize  # only NF4Tensor has the former
         whole: Tensor = read()
         return whole
     return weight
-
-
-def _as_plain_tensor(weight: Tensor) -> Tensor:
-    """Drop a parameter's tensor subclass, which would propagate into results."""
-    return weight.as_subclass(Tensor)
 
 
 def _four_bit_state(base: Any) -> Any:

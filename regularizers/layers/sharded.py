@@ -56,9 +56,9 @@ class ParameterShard:
         size, ranks = sharded.shape[dim], mesh.size(axis)
         chunk = -(-size // ranks)
         bounds = tuple((min(rank * chunk, size), min((rank + 1) * chunk, size)) for rank in range(ranks))
-        part = cls(local, dim, bounds, mesh.get_local_rank(axis), mesh.get_group(axis))
-        assert local.shape[dim] == part.stop - part.start, (local.shape, part.bounds, part.rank)
-        return part
+        shard = cls(local, dim, bounds, mesh.get_local_rank(axis), mesh.get_group(axis))
+        assert local.shape[dim] == shard.stop - shard.start, (local.shape, shard.bounds, shard.rank)
+        return shard
 
     @property
     def start(self) -> int:
@@ -73,41 +73,38 @@ class ParameterShard:
 
 @torch.no_grad()
 def gather_parameters(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return each parameter in full, on its compute device.
-
-    Collective if any of them is sharded: one all-gather for each process group and dtype, whatever the number of
-    parameters.
-    """
+    """Return each parameter in full, on its compute device. Collective if any of them is sharded: one all-gather for
+    each process group and dtype, whatever the number of parameters."""
     import torch.distributed as dist
 
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    parts = [ParameterShard.of(parameter) for parameter in parameters]
-    whole = [part.tensor for part in parts]
+    shards = [ParameterShard.of(parameter) for parameter in parameters]
+    whole = [shard.tensor for shard in shards]
     batches: dict[tuple[Any, torch.dtype], list[int]] = {}
-    for index, part in enumerate(parts):
-        if part.group is not None:
-            batches.setdefault((part.group, part.tensor.dtype), []).append(index)
+    for index, shard in enumerate(shards):
+        if shard.group is not None:
+            batches.setdefault((shard.group, shard.tensor.dtype), []).append(index)
     for (group, dtype), members in batches.items():
-        device, ranks = compute_device(parameters[members[0]]), len(parts[members[0]].bounds)
-        widths = [parameters[index].numel() // parameters[index].shape[parts[index].dim] for index in members]
+        device, ranks = compute_device(parameters[members[0]]), len(shards[members[0]].bounds)
+        widths = [parameters[index].numel() // parameters[index].shape[shards[index].dim] for index in members]
         counts = [
-            [(stop - start) * width for start, stop in parts[index].bounds]
+            [(stop - start) * width for start, stop in shards[index].bounds]
             for index, width in zip(members, widths, strict=True)
         ]
         longest = max(sum(count[rank] for count in counts) for rank in range(ranks))
-        mine = torch.cat([parts[index].tensor.reshape(-1).to(device) for index in members])
+        local = torch.cat([shards[index].tensor.reshape(-1).to(device) for index in members])
         sent = torch.zeros(longest, dtype=dtype, device=device)
-        sent[: len(mine)] = mine
+        sent[: len(local)] = local
         received = torch.empty(ranks, longest, dtype=dtype, device=device)
         all_gather(received.view(-1), sent, group=group)
         pieces = [
             row[: sum(lengths)].split(lengths) for row, lengths in zip(received, zip(*counts, strict=True), strict=True)
         ]
-        for place, index in enumerate(members):
-            shape, dim = list(parameters[index].shape), parts[index].dim
+        for position, index in enumerate(members):
+            shape, dim = list(parameters[index].shape), shards[index].dim
             chunks = [
-                pieces[rank][place].view(*shape[:dim], stop - start, *shape[dim + 1 :])
-                for rank, (start, stop) in enumerate(parts[index].bounds)
+                pieces[rank][position].view(*shape[:dim], stop - start, *shape[dim + 1 :])
+                for rank, (start, stop) in enumerate(shards[index].bounds)
             ]
             whole[index] = torch.cat(chunks, dim)
     return whole

@@ -1,20 +1,23 @@
 """Random signs from a counter-based hash, independent of the device, the split over processes and recomputation.
 
 A sign is one bit of a 64-bit hash of (seed, optimizer step, layer, side, *global* row or column), for some scopes also
-of the micro-batch and the sample. The hash is SplitMix64 (Steele, Lea & Flood, OOPSLA 2014) used as a counter
-generator: word i of stream `key` is mix64(key + (i+1)·γ). Signed 64-bit integers wrap modulo 2^64 on every device, so
-the words are the same on all.
+of the micro-batch and the sample (`SampleSigns`). The hash is SplitMix64 (Steele, Lea & Flood, OOPSLA 2014) used as a
+counter generator: word i of stream `key` is mix64(key + (i+1)·γ). Signed 64-bit integers wrap modulo 2^64 on every
+device, so the words are the same on all.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from flatshift.regularizers.config import RegularizerError
 
 Side = Literal["out", "in", "probe", "shuffle", "sample"]
 MAX_COLUMNS = 64
@@ -97,11 +100,11 @@ class SignStreams:
     """Words of many streams in one call: stream i at its own indices, one stream after another."""
 
     def __init__(self, streams: Sequence[int], indices: Sequence[Tensor], device: torch.device) -> None:
-        """`streams`: `stream_id`s; `indices`: global rows or columns (int64) of each."""
+        """streams: `stream_id`s. indices: global rows or columns (int64) of each."""
         self._streams = torch.tensor(streams, dtype=torch.int64, device=device)
         self._lengths = torch.tensor([len(each) for each in indices], device=device)
         self._total = sum(len(each) for each in indices)
-        # int32 between draws: there is one index for every row and column of the model, kept for the whole run
+        # int32 between draws: there is one index for every row and column of the model, stored for the whole run
         self._indices = torch.cat(list(indices)).to(device=device, dtype=torch.int32)
 
     def words(self, step: int) -> Tensor:
@@ -151,3 +154,98 @@ def draw_signs(
     stream = torch.tensor([stream_id(layer, side)], device=indices.device)
     key = step_id(seed, step) if micro is None else micro_id(seed, step, micro)
     return unpack_signs(sign_words(stream_keys(stream, key), counter_values(indices)), columns, dtype=dtype)
+
+
+_MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
+
+
+class SampleCounts:
+    """Number of samples of this process in the current micro-batch: the first dim of the model's input, or of the first
+    layer's if the model itself is not called."""
+
+    def __init__(self) -> None:
+        self._sizes: set[int] = set()
+
+    def forget(self) -> None:
+        """Reset for another micro-batch."""
+        self._sizes.clear()
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Read the batch sizes from the calls of `model`."""
+
+        def read(_: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            inputs = [*(kwargs.get(name) for name in _MAIN_INPUTS), *args, *kwargs.values()]
+            tensors = [each for each in inputs if isinstance(each, Tensor) and each.ndim]
+            if tensors:
+                self._sizes.add(len(tensors[0]))
+
+        hook = model.register_forward_pre_hook(read, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self.forget()
+
+    def check(self, x: Tensor, layer: str) -> None:
+        """Raise RegularizerError unless the first dim of the `layer`'s input x is the samples."""
+        if not self._sizes:
+            self._sizes.add(len(x))
+        if x.ndim < 2 or len(x) not in self._sizes:
+            raise RegularizerError(
+                f"regularizer.scope: sample needs each layer's input to have the batch first, but layer {layer} gets "
+                f"{tuple(x.shape)} in a batch of {max(self._sizes)}; use scope: microbatch, or leave this layer out "
+                "of adapter.targets"
+            )
+
+
+class SampleSigns:
+    """Separate noise for every sample b of a batch: signs c_b in rank space, ε_b = U diag(c_b) S_V.
+
+    c_b is keyed by (seed, step, micro-batch, layer, *global* row of the micro-batch), so that the number of processes
+    over which the rows are spread does not matter; drawn for all layers at the first request. This averages the
+    gradient noise within a step; U and S_V are the step's, so the spread of single draws of the loss stays about that
+    of one noise for all.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        columns: Sequence[int],
+        batches: SampleCounts,
+        share: tuple[int, int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """columns: k of each layer. share: (i, n), this process has the i-th of n blocks of the rows."""
+        self._names, self._columns, self._batches, self._block = names, columns, batches, share[0]
+        self._streams = torch.tensor([stream_id(name, "sample") for name in names], device=device)
+        self._device, self._dtype = device, dtype
+        self._key: int | None = None
+        self._signs: dict[int, Tensor] = {}
+
+    def set_micro_batch(self, key: int) -> None:
+        """Set the micro-batch `key` (`micro_id`) of the next forward passes."""
+        self._key, self._signs = key, {}
+
+    def of_layer(self, layer: int) -> Callable[[Tensor], Tensor]:
+        """Return the function that gives c (samples, k) for the input of layer number `layer`. Excluded from the graphs
+        of `torch.compile`: it reads the batch, and its key changes with every micro-batch."""
+
+        def signs(x: Tensor) -> Tensor:
+            self._batches.check(x, self._names[layer])
+            return self._draw(len(x))[layer, :, : self._columns[layer]]
+
+        uncompiled: Callable[[Tensor], Tensor] = torch.compiler.disable(signs)
+        return uncompiled
+
+    def _draw(self, samples: int) -> Tensor:
+        """Return the signs (layers, samples, largest k)."""
+        if samples not in self._signs:
+            assert self._key is not None
+            rows = counter_values(torch.arange(samples, device=self._device) + self._block * samples)
+            words = sign_words(stream_keys(self._streams, self._key)[:, None], rows)
+            columns = max(self._columns)
+            signs = unpack_signs(words.view(-1), columns, dtype=self._dtype)
+            self._signs[samples] = signs.view(len(self._names), samples, columns)
+        return self._signs[samples]

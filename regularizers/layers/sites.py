@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.config import RegularizerError
 from flatshift.regularizers.layers.frozen import (
     adapted_squared_row_norms,
     base_weight,
@@ -21,7 +22,9 @@ from flatshift.regularizers.layers.frozen import (
     squared_update_norms,
 )
 from flatshift.regularizers.layers.sharded import ParameterShard, compute_device, gather_parameters, is_sharded
-from flatshift.regularizers.mesh import ALONE, Placement, ShardSlice
+from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement, ShardSlice
+
+_log = logging.getLogger(__name__)
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _STAGE = re.compile(r"^part\d+\.")
@@ -67,12 +70,7 @@ class LoraSite:
     gathered."""
 
     def __post_init__(self) -> None:
-        self._held_norms(self._held())
-
-    @property
-    def quantised(self) -> bool:
-        """True if W0 is stored as something other than the float matrix that the layer computes with."""
-        return is_quantised(self.base)
+        self._block_norms(self._local_block())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,10 +96,6 @@ class LoraSite:
         """Return the adapters that take part in a forward pass."""
         return active_adapters(self.layer)
 
-    def has_variant(self, adapter: str) -> bool:
-        """True if PEFT computes this adapter by another rule than W0 + sBA (DoRA, aLoRA, ...)."""
-        return has_variant(self.layer, adapter)
-
     def factors(self) -> list[Tensor]:
         """Return the tensors that determine the row norms together with W0: the magnitude vector for DoRA, else A of
         every active adapter, then B of every one, then the diagonal between the two (KaSA) of those that have one."""
@@ -120,18 +114,18 @@ class LoraSite:
         The sum over the ranks with the other parts (FSDP2's, and those with the other columns) is the full norm.
         factors: the full tensors of `factors()`. For DoRA the result is the squared magnitude vector.
         """
-        held = self._held()
-        base = self._held_norms(held)
-        rows = held.rows
+        block = self._local_block()
+        base = self._block_norms(block)
+        rows = block.rows
         if len(factors) == 1:
             squares = factors[0].detach().reshape(-1)[rows].to(base.dtype).square()
-            norms = squares if not held.columns.start else torch.zeros_like(squares)
+            norms = squares if not block.columns.start else torch.zeros_like(squares)
         elif not factors:
             norms = base.clone()
         else:
             a, sb = self._update([factor.detach() for factor in factors])
-            norms = adapted_squared_row_norms(held.weight(), a[:, held.columns], sb[rows], base=base)
-        return self._in_place(norms, rows)
+            norms = adapted_squared_row_norms(block.weight(), a[:, block.columns], sb[rows], base=base)
+        return self._scatter(norms, rows)
 
     @torch.no_grad()
     def bound(self, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -140,23 +134,23 @@ class LoraSite:
         The root of the second bounds the distance of |w'_i| from |w0_i|. It is infinite if the norms need no product
         with W0 (DoRA).
         """
-        held = self._held()
-        base = self._held_norms(held)
+        block = self._local_block()
+        base = self._block_norms(block)
         update = torch.zeros_like(base)
         if len(factors) == 1:
             update += torch.inf
         elif factors:
-            a, sb = (part.to(base.dtype) for part in self._update([factor.detach() for factor in factors]))
-            update = squared_update_norms(a[:, held.columns], sb[held.rows])
-        return self._in_place(base, held.rows), self._in_place(update, held.rows)
+            a, sb = (factor.to(base.dtype) for factor in self._update([factor.detach() for factor in factors]))
+            update = squared_update_norms(a[:, block.columns], sb[block.rows])
+        return self._scatter(base, block.rows), self._scatter(update, block.rows)
 
-    def _in_place(self, norms: Tensor, rows: slice) -> Tensor:
+    def _scatter(self, norms: Tensor, rows: slice) -> Tensor:
         """Scatter `norms` of the rows `rows` into a vector over all rows (m,), zero elsewhere."""
         if rows == slice(None):
             return norms
-        return torch.zeros(self.rows, dtype=norms.dtype, device=norms.device).index_copy_(
-            0, torch.arange(rows.start, rows.stop, device=norms.device), norms
-        )
+        scattered = torch.zeros(self.rows, dtype=norms.dtype, device=norms.device)
+        scattered[rows] = norms
+        return scattered
 
     def _update(self, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return A of all active adapters stacked (Σr, n), and their sB concatenated (m, Σr)."""
@@ -164,51 +158,46 @@ class LoraSite:
         count = len(adapters)
         diagonals = iter(factors[2 * count :])
         has_diagonal = getattr(layer, "lora_diag", None) or {}
-        above, beside = [], []
+        stacked_a, joined_b = [], []
         for name, a, b in zip(adapters, factors[:count], factors[count : 2 * count], strict=True):
             scaled = _whole_factor(layer.lora_B[name], b) * layer.scaling[name]
-            above.append(_whole_factor(layer.lora_A[name], a))
-            beside.append(scaled * next(diagonals) if name in has_diagonal else scaled)
-        return torch.cat(above), torch.cat(beside, 1)
+            stacked_a.append(_whole_factor(layer.lora_A[name], a))
+            joined_b.append(scaled * next(diagonals) if name in has_diagonal else scaled)
+        return torch.cat(stacked_a), torch.cat(joined_b, 1)
 
-    def _held(self) -> _LocalBlock:
-        part, whole = ParameterShard.of(self.base.weight), slice(None)
-        if part.group is None:
-            return _LocalBlock(whole, whole, lambda: self._oriented(base_weight(self.base)))
-        if self.quantised:  # parts of packed bytes are not matrices: each rank unpacks some rows of the whole
-            step = -(-self.rows // len(part.bounds))
-            rows = slice(min(part.rank * step, self.rows), min((part.rank + 1) * step, self.rows))
+    def _local_block(self) -> _LocalBlock:
+        shard, whole = ParameterShard.of(self.base.weight), slice(None)
+        if shard.group is None:
+            return _LocalBlock(whole, whole, lambda: self._orient(base_weight(self.base)))
+        if is_quantised(self.base):  # parts of packed bytes are not matrices: each rank unpacks some rows of the whole
+            step = -(-self.rows // len(shard.bounds))
+            rows = slice(min(shard.rank * step, self.rows), min((shard.rank + 1) * step, self.rows))
             return _LocalBlock(
                 rows, whole, lambda: base_weight(self.base, *gather_parameters([self.base.weight]))[rows]
             )
-        held = slice(part.start, part.stop)
-        rows, columns = (held, whole) if (part.dim == 1) == self.transposed else (whole, held)
-        return _LocalBlock(rows, columns, lambda: self._oriented(part.tensor))
+        local = slice(shard.start, shard.stop)
+        rows, columns = (local, whole) if (shard.dim == 1) == self.transposed else (whole, local)
+        return _LocalBlock(rows, columns, lambda: self._orient(shard.tensor))
 
-    def _oriented(self, weight: Tensor) -> Tensor:
+    def _orient(self, weight: Tensor) -> Tensor:
         return weight.T if self.transposed else weight
 
-    def _held_norms(self, held: _LocalBlock) -> Tensor:
-        key = (held.rows.start, held.rows.stop, held.columns.start, held.columns.stop)
+    def _block_norms(self, block: _LocalBlock) -> Tensor:
+        key = (block.rows.start, block.rows.stop, block.columns.start, block.columns.stop)
         if key not in self._base_norms:
-            self._base_norms[key] = squared_row_norms(held.weight()).to(self.device)
+            self._base_norms[key] = squared_row_norms(block.weight()).to(self.device)
         return self._base_norms[key]
 
 
-def _whole_factor(part: Any, weight: Tensor) -> Tensor:
-    """Return `weight` of the factor `part`, with the zeros that a block-diagonal factor (BD-LoRA) does not store."""
-    blocks = getattr(part, "nblocks", None)
+def _whole_factor(factor: Any, weight: Tensor) -> Tensor:
+    """Return `weight` of the `factor`, with the zeros that a block-diagonal factor (BD-LoRA) does not store."""
+    blocks = getattr(factor, "nblocks", None)
     return weight if blocks is None else torch.block_diag(*weight.chunk(blocks))
 
 
-def _multiplies_input(part: Any, columns: int) -> bool:
-    """True if `part` multiplies the layer's own input (QA-LoRA multiplies means over groups of it)."""
-    return (isinstance(part, nn.Linear) and part.weight.shape[1] == columns) or hasattr(part, "nblocks")
-
-
-def _has_values(weight: Tensor) -> bool:
-    """True if the weight has readable values (a weight on meta is stored elsewhere)."""
-    return not weight.is_meta
+def _multiplies_input(factor: Any, columns: int) -> bool:
+    """True if `factor` multiplies the layer's own input (QA-LoRA multiplies means over groups of it)."""
+    return (isinstance(factor, nn.Linear) and factor.weight.shape[1] == columns) or hasattr(factor, "nblocks")
 
 
 def is_lora(module: nn.Module) -> bool:
@@ -236,7 +225,7 @@ def linear_shape(base: Any) -> tuple[int, int, bool] | None:
     return None
 
 
-def find_lora_sites(model: nn.Module, placement: Placement = ALONE) -> tuple[list[LoraSite], list[str]]:
+def find_lora_sites(model: nn.Module, placement: Placement = SINGLE_PROCESS) -> tuple[list[LoraSite], list[str]]:
     """Return the linear LoRA layers of `model` in order, and the names of LoRA layers of other kinds, which are
     skipped.
 
@@ -257,17 +246,14 @@ def find_lora_sites(model: nn.Module, placement: Placement = ALONE) -> tuple[lis
         rows, columns, transposed = shape
         weight = base.weight
         stored = (columns, rows) if transposed else (rows, columns)
-        if (
-            base_weight_shape(base) != stored
-            or not base_weight_dtype(base).is_floating_point
-            or not _has_values(weight)
-        ):
+        readable = base_weight_dtype(base).is_floating_point and not weight.is_meta  # on meta: stored elsewhere
+        if base_weight_shape(base) != stored or not readable:
             raise RegularizerError(
                 f"layer {name} keeps its weight as {weight.dtype} {tuple(weight.shape)}, from which no {rows}x{columns}"
                 " matrix can be read (of quantised weights those of bitsandbytes and torchao can); load the backbone "
                 "unquantised or in one of these forms, or use regularizer.kind: plain"
             )
-        if placement is ALONE and is_sharded(weight):
+        if placement is SINGLE_PROCESS and is_sharded(weight):
             raise RegularizerError(
                 f"layer {name} is sharded over processes, and its gradients are sums over them; give attach() the "
                 "placement of this process in the mesh"
@@ -278,14 +264,22 @@ def find_lora_sites(model: nn.Module, placement: Placement = ALONE) -> tuple[lis
     return sites, others
 
 
-def check_has_linear_layers(layers: int, others: list[str], what: str) -> None:
-    """Raise RegularizerError if there is no linear LoRA layer.
+def check_linear_layers(count: int, others: list[str], method: str, verb: str, advice: str = "") -> None:
+    """Raise RegularizerError if the model has no linear LoRA layer; warn about LoRA layers of other kinds.
 
-    others: names of LoRA layers of other kinds. what: subject and verb of the message, before "adapted linear layers".
+    count: linear layers of the whole model. others: names of LoRA layers of other kinds. The message says that `method`
+    `verb` adapted linear layers; advice: its further fix.
     """
-    if layers == 0:
-        found = f"only LoRA layers of other kinds ({others[0]}, ...)" if others else "no LoRA layer"
+    if count == 0:
+        present = f"only LoRA layers of other kinds ({others[0]}, ...)" if others else "no LoRA layer"
         raise RegularizerError(
-            f"the model has {found}, and {what} adapted linear layers; attach a LoRA adapter to linear "
-            "layers first (adapter.targets: all-linear)"
+            f"the model has {present}, and {method} {verb} adapted linear layers; attach a LoRA adapter to linear "
+            f"layers first (adapter.targets: all-linear){advice}"
+        )
+    if others:
+        _log.warning(
+            "%s leaves %d LoRA layers that are not linear alone, e.g. %s: they train unperturbed",
+            method,
+            len(others),
+            others[0],
         )

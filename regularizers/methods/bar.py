@@ -26,22 +26,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from flatshift.regularizers.config import BAR
-from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.config import BAR, RegularizerError
 from flatshift.regularizers.layers.adapters import AdapterParameters
-from flatshift.regularizers.mesh import ALONE, Placement
-from flatshift.regularizers.methods.preconditions import (
+from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
+from flatshift.regularizers.methods.base import (
     SCHEDULES,
-    check_not_attached,
-    check_state,
-    check_step_entry,
+    AttachedRegularizer,
     lora_layers,
-    mark_hooked,
-    release_hooked,
     require,
     require_nonnegative,
 )
-from flatshift.regularizers.protocol import MetricTensors, Regularizer
+from flatshift.regularizers.protocol import MetricTensors
 
 if TYPE_CHECKING:
     from typing import Self
@@ -64,39 +59,35 @@ def factor_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(a, b) for a, b in partners if a != b and b in present]
 
 
-class BARRegularizer(Regularizer):
-    """BAR (see the module docstring); created by `flatshift.regularizers.build(BAR(...))`.
-
-    Acts in `after_optimizer_step`, so the loop must call it.
-    """
+class BARRegularizer(AttachedRegularizer):
+    """BAR (see the module docstring); created by `flatshift.regularizers.build(BAR(...))`. Acts in
+    `after_optimizer_step`, so the loop must call it."""
 
     def __init__(self, config: BAR) -> None:
         require_nonnegative("alpha", config.alpha)
         require(config.form in ("nbar", "obar"), "form", config.form, "`nbar` or `obar`")
         require(config.schedule in SCHEDULES, "schedule", config.schedule, "`constant`, `linear` or `cosine`")
+        super().__init__("bar", "bar.")
         self.config = config
         self._adapters: AdapterParameters | None = None
-        self._placement: Placement = ALONE
         self._pairs: list[tuple[str, str]] = []
         self._layers = 0
         """Number of pairs in the whole model, over all pipeline stages."""
-        self._seed = self._step = self._total_steps = 0
-        self._inside = False
+        self._total_steps = 0
         self._before: dict[str, Tensor] = {}
-        """θ before the optimizer step, between `step` and `after_optimizer_step`."""
         self._scales: dict[str, Tensor] = {}
         """Growth of each factor in units of α_t η: 1, 0 or −1."""
         self._grown = torch.zeros(())
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        check_not_attached(self._adapters is not None)
+        self._check_not_attached()
         if self.config.schedule != "constant" and total_steps < 1:
             raise RegularizerError(
                 f"regularizer.schedule: {self.config.schedule} falls over the optimizer steps, but there are "
                 f"{total_steps}; give the number of steps, or use `constant`"
             )
-        self._placement = placement or ALONE
-        adapters = AdapterParameters(model, self._placement)
+        placement = placement or SINGLE_PROCESS
+        adapters = AdapterParameters(model, placement)
         narrow = next((name for name, p in adapters.parameters.items() if p.dtype.itemsize < 4), None)
         if narrow is not None:
             raise RegularizerError(
@@ -105,7 +96,7 @@ class BARRegularizer(Regularizer):
             )
         pairs = factor_pairs(adapters.parameters)
         count = torch.tensor([len(pairs)], device=adapters.device)
-        self._placement.sum_pipeline(count)
+        placement.sum_pipeline(count)
         if int(count) == 0:
             raise RegularizerError(
                 "BAR balances the two factors of a layer, and no LoRA layer trains both; train lora_A and lora_B"
@@ -114,31 +105,25 @@ class BARRegularizer(Regularizer):
             paired = {name for pair in pairs for name in pair}
             odd = [name for name in adapters.parameters if name not in paired]
             _log.warning("BAR leaves %d factors without a trained partner alone, e.g. %s", len(odd), odd[0])
-        mark_hooked(lora_layers(model), self)
-        self._adapters, self._pairs, self._layers = adapters, pairs, int(count)
-        self._seed, self._step, self._total_steps = seed, 0, total_steps
+        self._finish_attach(lora_layers(model), seed, placement)
+        self._adapters, self._pairs, self._layers, self._total_steps = adapters, pairs, int(count), total_steps
         self._before, self._scales = {}, {}
         self._grown = torch.zeros((), dtype=torch.float64, device=adapters.device)
         return self
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        check_step_entry("bar", t, attached=self._adapters is not None, inside=self._inside)
-        self._step, self._inside = t, True
-        self._before, self._scales = {}, {}
-        try:
+        with self._in_step(t):
+            self._before, self._scales = {}, {}
             yield range(1)
             self._compare(loss_scale)
-        finally:
-            self._inside = False
 
     @torch.no_grad()
     def _compare(self, loss_scale: float) -> None:
         """Decide which factor of each layer grows and which shrinks. Does not wait for the device."""
         assert self._adapters is not None
         values = self._adapters.values()
-        judged = values if self.config.form == "obar" else self._adapters.gradients(loss_scale)
-        a, b = self._squares(judged)
+        a, b = self._squares(values if self.config.form == "obar" else self._adapters.gradients(loss_scale))
         a_is_larger = a >= b
         if self.config.form == "obar":
             a_scale, b_scale = -a_is_larger.double(), -(~a_is_larger).double()
@@ -147,8 +132,8 @@ class BARRegularizer(Regularizer):
             self._placement.sum_pipeline(broken)
             a_scale = torch.where(broken == 0, a_is_larger.double() * 2 - 1, 0.0)
             b_scale = -a_scale
-        for place, (name_a, name_b) in enumerate(self._pairs):
-            self._scales[name_a], self._scales[name_b] = a_scale[place], b_scale[place]
+        for i, (name_a, name_b) in enumerate(self._pairs):
+            self._scales[name_a], self._scales[name_b] = a_scale[i], b_scale[i]
         self._before = {name: values[name].clone() for name in self._scales}
         self._grown = (a_scale > b_scale).sum().double()
 
@@ -163,21 +148,15 @@ class BARRegularizer(Regularizer):
         """Rescale the factors; runs once for every step left without an exception."""
         if self._adapters is None:
             return
-        reach = scheduled_alpha(self.config, self._step, self._total_steps) * rate
+        factor = scheduled_alpha(self.config, self._step, self._total_steps) * rate
         values = self._adapters.values()
         for name, scale in self._scales.items():
-            values[name].add_(self._before[name] * (scale * reach))
+            values[name].add_(self._before[name] * (scale * factor))
         self._before, self._scales = {}, {}
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last step.
-
-        `alpha`; `grown_a`, the share of layers whose A grew relative to its B; `balance`, Σ(|A|² − |B|²)/Σ(|A|² + |B|²)
-        over all layers now: 0 is balanced, ±1 all in A or in B.
-        """
-        return self.metric_tensors().read()
-
     def metric_tensors(self) -> MetricTensors:
+        """Return the metrics of the last step. `alpha`; `grown_a`, the share of layers whose A grew relative to its B;
+        `balance`, Σ(|A|² − |B|²)/Σ(|A|² + |B|²) over all layers now: 0 is balanced, ±1 all in A or in B."""
         if self._adapters is None:
             return MetricTensors(torch.zeros(0), lambda numbers: {})
         a, b = self._squares(self._adapters.values())
@@ -196,13 +175,9 @@ class BARRegularizer(Regularizer):
         return {"bar.seed": torch.tensor(self._seed), "bar.step": torch.tensor(self._step)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if self._adapters is None:
-            raise RegularizerError("bar is not attached to a model; attach before loading its state")
-        expected: dict[str, tuple[int, ...]] = {"bar.seed": (), "bar.step": ()}
-        check_state(state, expected, kind="bar", seed=self._seed, whole=self._placement is ALONE)
+        self._check_state(state, {"bar.seed": (), "bar.step": ()})
         self._step = int(state["bar.step"])
 
     def detach(self) -> None:
-        release_hooked(self)
-        self._adapters, self._placement, self._inside = None, ALONE, False
-        self._pairs, self._layers, self._before, self._scales = [], 0, {}, {}
+        super().detach()
+        self._adapters, self._pairs, self._layers, self._before, self._scales = None, [], 0, {}, {}

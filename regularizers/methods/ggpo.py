@@ -3,15 +3,15 @@
     ε = diag(σ_i) S_U S_V/√k,   S_U (m, k), S_V (k, n) independent random signs,   Cov ε_ij,ε_kl = δ_ik δ_jl σ_i²
 
 The same covariance as dense Gaussian noise with row scales σ_i, never the same distribution. σ_i² is a sum of the row
-norms of W' = W0 + sBA and of the loss gradient with respect to W' (`flatshift.regularizers.methods.guidance`), the
-latter from an unbiased sketch: probe columns S_P with a zero factor U_P give ∂L/∂U_P = G S_Pᵀ, and q_i =
-|(∂L/∂U_P)_i|²/k_p has the mean |G_i(W'+ε)|². Source: LoRA-GGPO, arXiv 2502.14538 v1 (v2 and later are another method,
-LoRA-MGPO).
+norms of W' = W0 + sBA and of the loss gradient G with respect to W' (`flatshift.regularizers.methods.noise_scales`).
+The latter come from an unbiased sketch: a second pair of factors is added to the layer, k_p probe columns S_P (k_p, n)
+of random signs times U_P (m, k_p), which is zero and stays zero. It changes no output, and its gradient
+∂L/∂U_P = G S_Pᵀ gives q_i = |(∂L/∂U_P)_i|²/k_p with the mean |G_i(W'+ε)|². Source: LoRA-GGPO, arXiv 2502.14538 v1 (v2
+and later are another method, LoRA-MGPO).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, get_args, get_type_hints
@@ -19,31 +19,25 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from flatshift.regularizers.config import GGPO, FlatLora, default_rank
-from flatshift.regularizers.errors import RegularizerError
-from flatshift.regularizers.layers.branch import NoiseBranch
+from flatshift.regularizers.config import GGPO, FlatLora, RegularizerError, default_rank
 from flatshift.regularizers.layers.frozen import accumulation_dtype
-from flatshift.regularizers.layers.signs import MAX_COLUMNS, micro_id, step_id
-from flatshift.regularizers.layers.sites import check_has_linear_layers, find_lora_sites
-from flatshift.regularizers.mesh import ALONE, Placement
-from flatshift.regularizers.methods import preconditions
-from flatshift.regularizers.methods.guidance import scheduled_sigma
-from flatshift.regularizers.methods.noise_scales import FIGURES, NoiseScales
-from flatshift.regularizers.methods.preconditions import mark_hooked, release_hooked
-from flatshift.regularizers.methods.samples import SampleCounts
-from flatshift.regularizers.protocol import MetricTensors, Regularizer
+from flatshift.regularizers.layers.fused import NoiseBranch
+from flatshift.regularizers.layers.signs import MAX_COLUMNS, SampleCounts, micro_id, step_id
+from flatshift.regularizers.layers.sites import check_linear_layers, find_lora_sites
+from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
+from flatshift.regularizers.methods.base import AttachedRegularizer, require, require_nonnegative
+from flatshift.regularizers.methods.noise_scales import METRIC_SUMS, NoiseScales, scheduled_sigma
+from flatshift.regularizers.protocol import MetricTensors
 
 if TYPE_CHECKING:
     from typing import Self
-
-_log = logging.getLogger(__name__)
 
 
 def check_settings(config: GGPO) -> None:
     """Raise RegularizerError for an invalid value, naming the key."""
 
-    def demand(holds: bool, key: str, wanted: str) -> None:
-        preconditions.require(holds, key, getattr(config, key), wanted)
+    def demand(holds: bool, key: str, requirement: str) -> None:
+        require(holds, key, getattr(config, key), requirement)
 
     kinds = get_type_hints(GGPO)
     for key in ("mode", "normalize", "control", "scope", "schedule"):
@@ -51,15 +45,15 @@ def check_settings(config: GGPO) -> None:
         names = [f"`{name}`" for name in known]
         demand(getattr(config, key) in known, key, f"{', '.join(names[:-1])} or {names[-1]}")
 
-    preconditions.require_nonnegative("sigma", config.sigma)
-    preconditions.require_nonnegative("beta", config.beta)
+    require_nonnegative("sigma", config.sigma)
+    require_nonnegative("beta", config.beta)
     demand(0 <= config.ema < 1, "ema", "a number in [0, 1)")
     demand(config.refresh >= 1, "refresh", "a number of steps ≥ 1")
-    preconditions.require_nonnegative("tolerance", config.tolerance)
+    require_nonnegative("tolerance", config.tolerance)
     demand(config.rank is None or 1 <= config.rank <= MAX_COLUMNS, "rank", f"null or a number from 1 to {MAX_COLUMNS}")
-    fewest = 1 if config.beta > 0 else 0
-    needed = " (β > 0 needs the gradient sketch)" if fewest else ""
-    demand(fewest <= config.probes <= MAX_COLUMNS, "probes", f"a number from {fewest} to {MAX_COLUMNS}{needed}")
+    minimum = 1 if config.beta > 0 else 0
+    reason = " (β > 0 needs the gradient sketch)" if minimum else ""
+    demand(minimum <= config.probes <= MAX_COLUMNS, "probes", f"a number from {minimum} to {MAX_COLUMNS}{reason}")
     demand(config.sketch_every >= 1, "sketch_every", "a number of steps ≥ 1")
     if config.mode == "paper" and config.normalize == "model":
         raise RegularizerError(
@@ -73,31 +67,28 @@ def check_settings(config: GGPO) -> None:
         )
 
 
-class GGPORegularizer(Regularizer):
+class GGPORegularizer(AttachedRegularizer):
     """GGPO (see the module docstring); created by `flatshift.regularizers.build(GGPO(...))`. Inert until `attach`."""
 
     def __init__(self, config: GGPO) -> None:
         check_settings(config)
+        super().__init__("GGPO", "")
         self.config = config
-        self._banks: list[NoiseScales] = []
-        self._attached = False
-        self._placement: Placement = ALONE
+        self._groups: list[NoiseScales] = []
         self._device = torch.device("cpu")
-        self._layers = self._rows = self._left_alone = 0
+        self._layers = self._rows = self._unperturbed_layers = 0
         """Counts over the whole model, on all ranks."""
-        self._seed = 0
         self._total_steps = 0
-        self._step = 0
         self._refreshed = -1
         """Step at which the row norms were last computed; −1: not yet."""
         self._recomputed = 0
         """Number of layers whose row norms the last step computed exactly."""
-        self._inside = False
+        self._perturbs = False
         self._model: nn.Module | None = None
         self._batches = SampleCounts()
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        preconditions.check_not_attached(self._attached)
+        self._check_not_attached()
         if self.config.schedule != "constant" and total_steps < 1:
             raise RegularizerError(
                 f"regularizer.schedule: {self.config.schedule} ramps over the optimizer steps, but there are "
@@ -108,96 +99,91 @@ class GGPORegularizer(Regularizer):
                 f"regularizer.scope: {self.config.scope} draws for every micro-batch, and a pipeline has several in "
                 "flight at once; use scope: step, or mesh.pp: 1"
             )
-        self._placement = placement or ALONE
-        sites, others = find_lora_sites(model, self._placement)
+        placement = placement or SINGLE_PROCESS
+        sites, others = find_lora_sites(model, placement)
         probes = self.config.probes if self.config.beta > 0 else 0
-        groups: dict[tuple[torch.device, torch.dtype], list[NoiseBranch]] = {}
+        branches: dict[tuple[torch.device, torch.dtype], list[NoiseBranch]] = {}
         for site in sites:
             rank = self.config.rank or default_rank(site.whole_rows, site.whole_columns)
             branch = NoiseBranch(site, rank, probes, accumulation_dtype(site.dtype))
-            groups.setdefault((site.device, site.dtype), []).append(branch)
-        banks = [NoiseScales(branches, self.config, self._batches, self._placement) for branches in groups.values()]
-        self._device = banks[0].device if banks else self._placement.device
+            branches.setdefault((site.device, site.dtype), []).append(branch)
+        groups = [NoiseScales(group, self.config, self._batches, placement) for group in branches.values()]
+        self._device = groups[0].device if groups else placement.device
         # A pipeline stage may have no adapter, and its rows may be sharded; only the counts of the whole model matter.
         counts = torch.tensor([len(sites), sum(site.whole_rows for site in sites), len(others)], device=self._device)
-        self._placement.sum_pipeline(counts)
-        self._layers, self._rows, self._left_alone = counts.tolist()
-        check_has_linear_layers(self._layers, others, "GGPO perturbs")
-        mark_hooked({site.name: site.layer for site in sites}, self)
-        if others:
-            _log.warning(
-                "GGPO leaves %d LoRA layers that are not linear alone, e.g. %s: they train unperturbed",
-                len(others),
-                others[0],
-            )
-        self._banks, self._model, self._attached = banks, model, True
-        self._seed, self._total_steps = seed, total_steps
-        self._step, self._refreshed = 0, -1
+        placement.sum_pipeline(counts)
+        self._layers, self._rows, self._unperturbed_layers = counts.tolist()
+        check_linear_layers(self._layers, others, "GGPO", "perturbs")
+        self._finish_attach({site.name: site.layer for site in sites}, seed, placement)
+        self._groups, self._model, self._total_steps, self._refreshed = groups, model, total_steps, -1
         return self
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        preconditions.check_step_entry("GGPO", t, attached=self._attached, inside=self._inside)
-        self._step, self._recomputed = t, 0
-        sigma = scheduled_sigma(self.config.sigma, self.config.schedule, t, self._total_steps)
-        if sigma == 0:  # not a branch of zeros: exactly the operations of plain LoRA
-            for bank in self._banks:
-                bank.rest()
-            yield range(1)
-            return
-        sketches = self.config.beta > 0 and t % self.config.sketch_every == 0
-        assert self._model is not None
-        self._inside = True
-        try:
-            self._perturb(t, sigma, sketches=sketches)
-            with self._batches.watching(self._model) if self.config.scope == "sample" else nullcontext():
+        with self._in_step(t):
+            self._recomputed = 0
+            sigma = scheduled_sigma(self.config.sigma, self.config.schedule, t, self._total_steps)
+            if sigma == 0:  # not a branch of zeros: exactly the operations of plain LoRA
+                for group in self._groups:
+                    group.clear_metrics()
                 yield range(1)
-            if sketches:
-                self._learn(loss_scale)
-        finally:
-            for bank in self._banks:
-                bank.restore()
-            self._inside = False
+                return
+            sketches = self.config.beta > 0 and t % self.config.sketch_every == 0
+            assert self._model is not None
+            self._perturbs = True
+            try:
+                self._perturb(t, sigma, sketches=sketches)
+                with self._batches.watching(self._model) if self.config.scope == "sample" else nullcontext():
+                    yield range(1)
+                if sketches:
+                    self._average_sketches(loss_scale)
+            finally:
+                self._remove_noise()
+
+    def _remove_noise(self) -> None:
+        for group in self._groups:
+            group.restore()
+        self._perturbs = False
 
     def on_micro_batch(self, index: int) -> None:
-        if not self._inside or self.config.scope == "step":
+        if not self._perturbs or self.config.scope == "step":
             return
         self._batches.forget()
-        for bank in self._banks:
-            bank.micro(micro_id(self._seed, self._step, index))
+        for group in self._groups:
+            group.set_micro_batch(micro_id(self._seed, self._step, index))
 
     @torch.no_grad()
     def _perturb(self, t: int, sigma: float, *, sketches: bool) -> None:
         """Refresh the row norms if due, share the noise power among the rows, and install the noise."""
         # Also if t is before the last refresh, as for a repeated step.
         if self._refreshed < 0 or not 0 <= t - self._refreshed < self.config.refresh:
-            self._recomputed = sum(bank.refresh_norms() for bank in self._banks)
+            self._recomputed = sum(group.refresh_norms() for group in self._groups)
             self._refreshed = t
         step = step_id(self._seed, t)
-        for bank in self._banks:
-            bank.guide(step)
+        for group in self._groups:
+            group.update_gradient_share(step)
         totals = None
         if self.config.normalize == "model":
             totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-            for bank in self._banks:
-                totals += bank.totals().to(totals)
+            for group in self._groups:
+                totals += group.totals().to(totals)
             self._placement.sum_pipeline(totals)
-        for bank in self._banks:
-            bank.scale(sigma, totals)
-            bank.install(step, sketches=sketches)
+        for group in self._groups:
+            group.scale(sigma, totals)
+            group.install(step, sketches=sketches)
 
     @torch.no_grad()
-    def _learn(self, loss_scale: float) -> None:
+    def _average_sketches(self, loss_scale: float) -> None:
         """Average this step's sketches in, unless one of them, on any rank, is not finite. Does not wait for the
         device."""
-        sketches = [bank.sketch(loss_scale) for bank in self._banks]
+        sketches = [group.sketch(loss_scale) for group in self._groups]
         broken = torch.zeros((), device=self._device)
         for q, _ in sketches:
             broken += (~q.isfinite().all()).to(broken)
         self._placement.sum_tensor(broken)
         self._placement.sum_pipeline(broken)
-        for bank, (q, took_part) in zip(self._banks, sketches, strict=True):
-            bank.learn(q, took_part, (broken == 0).to(bank.device))
+        for group, (q, took_part) in zip(self._groups, sketches, strict=True):
+            group.average_sketch(q, took_part, (broken == 0).to(group.device))
 
     def perturbations(self, sample: int = 0, samples: int = 1) -> dict[str, Tensor]:
         """Return the dense ε (m, n) of every layer: for tests and diagnostics, inside a step only.
@@ -206,8 +192,8 @@ class GGPORegularizer(Regularizer):
         `sample` of this process's `samples`.
         """
         noise = {}
-        for bank in self._banks:
-            for branch in bank.branches:
+        for group in self._groups:
+            for branch in group.branches:
                 if branch.noise_out is not None and branch.noise_in is not None:
                     out = branch.noise_out
                     if branch.signs is not None:
@@ -215,7 +201,7 @@ class GGPORegularizer(Regularizer):
                     noise[branch.site.name] = out @ branch.noise_in.T
         return noise
 
-    def metrics(self) -> dict[str, float]:
+    def metric_tensors(self) -> MetricTensors:
         """Return the metrics of the last step.
 
         `sigma` (scheduled), `row_sigma_mean`, `gradient_share` (the gradient's part of the noise power), `guidance`
@@ -223,16 +209,13 @@ class GGPORegularizer(Regularizer):
         whole model), layer counts, `norms_refreshed` (layers whose row norms were recomputed from W0), `sketches`
         averaged and `sketches_skipped` because they were not finite (means over layers).
         """
-        return self.metric_tensors().read()
-
-    def metric_tensors(self) -> MetricTensors:
-        sums = torch.zeros(len(FIGURES) + 1, dtype=torch.float64, device=self._device)
-        for bank in self._banks:
-            sums[:-1] += bank.figures().to(sums)
+        sums = torch.zeros(len(METRIC_SUMS) + 1, dtype=torch.float64, device=self._device)
+        for group in self._groups:
+            sums[:-1] += group.metric_sums().to(sums)
         sums[-1] += self._recomputed
         self._placement.sum_pipeline(sums)
         sigma = scheduled_sigma(self.config.sigma, self.config.schedule, self._step, self._total_steps)
-        rows, layers, alone = max(self._rows, 1), self._layers, self._left_alone
+        rows, layers, unperturbed = max(self._rows, 1), self._layers, self._unperturbed_layers
         balanced = 1 if self.config.normalize == "model" else max(layers, 1)
 
         def named(numbers: Sequence[float]) -> dict[str, float]:
@@ -243,7 +226,7 @@ class GGPORegularizer(Regularizer):
                 "gradient_share": gradient_power / power if power else 0.0,
                 "guidance": moved / balanced,
                 "perturbed_layers": float(layers),
-                "layers_left_alone": float(alone),
+                "layers_left_alone": float(unperturbed),
                 "norms_refreshed": float(recomputed),
                 "sketches": sketches / max(layers, 1),
                 "sketches_skipped": skipped / max(layers, 1),
@@ -252,33 +235,25 @@ class GGPORegularizer(Regularizer):
         return MetricTensors(sums, named)
 
     def state_dict(self) -> dict[str, Tensor]:
-        state = {
-            "seed": torch.tensor(self._seed, dtype=torch.int64),
-            "step": torch.tensor(self._step, dtype=torch.int64),
-            "refreshed": torch.tensor(self._refreshed, dtype=torch.int64),
-        }
-        for bank in self._banks:
-            state |= bank.state()
+        counters = {"seed": self._seed, "step": self._step, "refreshed": self._refreshed}
+        state = {name: torch.tensor(value, dtype=torch.int64) for name, value in counters.items()}
+        for group in self._groups:
+            state |= group.state()
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if not self._attached:
-            raise RegularizerError("GGPO is not attached to a model; attach before loading its state")
         expected: dict[str, tuple[int, ...]] = {"seed": (), "step": (), "refreshed": ()}
-        for bank in self._banks:
-            expected |= bank.shapes()
-        whole = self._placement is ALONE
-        preconditions.check_state(state, expected, kind="GGPO", seed=self._seed, whole=whole, seed_name="seed")
+        for group in self._groups:
+            expected |= group.shapes()
+        self._check_state(state, expected)
         self._step, self._refreshed = int(state["step"]), int(state["refreshed"])
-        for bank in self._banks:
-            bank.load(state)
+        for group in self._groups:
+            group.load(state)
 
     def detach(self) -> None:
-        for bank in self._banks:
-            bank.restore()
-        release_hooked(self)
-        self._banks, self._model, self._attached, self._inside = [], None, False, False
-        self._placement, self._layers, self._rows, self._left_alone = ALONE, 0, 0, 0
+        self._remove_noise()
+        super().detach()
+        self._groups, self._model, self._layers, self._rows, self._unperturbed_layers = [], None, 0, 0, 0
 
 
 def flat_lora(config: FlatLora) -> GGPORegularizer:

@@ -20,7 +20,7 @@ With M the momentum of the gradient and ḡ the averaged norm of the layer's gra
     D = s (M_B A + B M_A),   ε = ± ρ D/(|D|_F + e) · min(1/(ḡ + e), clamp),   ḡ averages |s (g_B A + B g_A)|_F
 
 where the sign of the code is −. D = P Q with P = s [M_B, B] (m, 2r) and Q = [A; M_A] (2r, n), so that ε is a frozen
-branch of rank 2r on the layer's output (`flatshift.regularizers.layers.branch`), |D|_F² = Σ (PᵀP) ∘ (QQᵀ), and W0 is
+branch of rank 2r on the layer's output (`flatshift.regularizers.layers.fused`), |D|_F² = Σ (PᵀP) ∘ (QQᵀ), and W0 is
 never written. The authors' repository (llm172/LoRA-MGPO, b45656c, `lora_mgpo/trainer.py`) adds a dense D to W0 in
 place. Two more of its habits are not followed: ḡ there is computed at every micro-batch from a half-accumulated
 gradient, and M from the optimizer's state after *clipping*; here both follow the whole, unclipped gradient of a step.
@@ -30,7 +30,6 @@ For DoRA and other variants D is that of sBA and is added to the layer's output.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -39,22 +38,12 @@ import torch
 from torch import Tensor, nn
 
 from flatshift.regularizers.config import MGPO, MSAM
-from flatshift.regularizers.errors import RegularizerError
 from flatshift.regularizers.layers.adapters import AdapterParameters
-from flatshift.regularizers.layers.branch import NoiseBranch
-from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites
-from flatshift.regularizers.mesh import ALONE, Placement
-from flatshift.regularizers.methods.preconditions import (
-    check_not_attached,
-    check_state,
-    check_step_entry,
-    lora_layers,
-    mark_hooked,
-    release_hooked,
-    require,
-    require_nonnegative,
-)
-from flatshift.regularizers.protocol import MetricTensors, Regularizer
+from flatshift.regularizers.layers.fused import NoiseBranch
+from flatshift.regularizers.layers.sites import LoraSite, check_linear_layers, find_lora_sites
+from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
+from flatshift.regularizers.methods.base import AttachedRegularizer, lora_layers, require, require_nonnegative
+from flatshift.regularizers.protocol import MetricTensors
 
 if TYPE_CHECKING:
     from typing import Self
@@ -80,117 +69,98 @@ def check_settings(config: MGPO | MSAM) -> None:
         require(config.sign in (1, -1), "sign", config.sign, "1 or -1")
 
 
-class MomentumRegularizer(Regularizer):
+class MomentumRegularizer(AttachedRegularizer):
     """MGPO or Momentum-SAM (see the module docstring); created by `flatshift.regularizers.build(MGPO(...))` or
     `build(MSAM(...))`. Inert until `attach`."""
 
     def __init__(self, config: MGPO | MSAM) -> None:
         check_settings(config)
+        super().__init__(config.kind, f"{config.kind}.")
         self.config = config
         self._sign = config.sign or 1
         self._adapters: AdapterParameters | None = None
-        self._placement: Placement = ALONE
-        self._seed = self._step = 0
-        self._inside = False
-        self._fresh = True
-        """True until the first step is learned, so that there is no direction yet; known without asking the device."""
+        self._has_momentum = False
+        """False until the first step is averaged in, so that there is no direction yet; known without asking the
+        device."""
         self._momentum: dict[str, Tensor] = {}
         """m by parameter, with θ's layout on this process."""
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Full shape of each parameter, on any mesh."""
         self._average = self._updates = self._skipped = torch.zeros(())
-        """ḡ; number of steps averaged into m; number of steps skipped because of a non-finite gradient."""
+        """ḡ of each norm (`_average_names`); number of steps averaged into m; number of steps skipped because of a
+        non-finite gradient."""
         self._figures: dict[str, Tensor] = {}
 
-    # ------------------------------------------------------------------ attach and detach
-
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        check_not_attached(self._adapters is not None)
-        self._placement = placement or ALONE
-        adapters = AdapterParameters(model, self._placement)
-        self._prepare(model, adapters)
+        self._check_not_attached()
+        placement = placement or SINGLE_PROCESS
+        adapters = AdapterParameters(model, placement)
+        self._find_layers(model, adapters, placement)
         momentum = adapters.zeros()
-        shapes = {name: tuple(whole.shape) for name, whole in self._placement.full_tensors(momentum).items()}
-        mark_hooked(lora_layers(model), self)
-        self._adapters, self._momentum, self._shapes = adapters, momentum, shapes
-        self._seed, self._step, self._fresh, self._figures = seed, 0, True, {}
+        self._finish_attach(lora_layers(model), seed, placement)
+        self._shapes = {name: tuple(whole.shape) for name, whole in placement.full_tensors(momentum).items()}
+        self._adapters, self._momentum, self._has_momentum, self._figures = adapters, momentum, False, {}
         self._updates = torch.zeros((), dtype=torch.int64, device=adapters.device)
         self._skipped = torch.zeros_like(self._updates)
-        self._average = self._first_average(adapters.device)
+        self._average = torch.zeros(len(self._average_names), dtype=torch.float64, device=adapters.device)
         return self
 
-    def _prepare(self, model: nn.Module, adapters: AdapterParameters) -> None:
+    def _find_layers(self, model: nn.Module, adapters: AdapterParameters, placement: Placement) -> None:
         """Read from the model what a form needs in addition to θ."""
 
-    def _first_average(self, device: torch.device) -> Tensor:
-        return torch.zeros((), dtype=torch.float64, device=device)
-
     def detach(self) -> None:
-        release_hooked(self)
-        self._adapters, self._placement, self._inside = None, ALONE, False
-        self._momentum, self._shapes, self._figures = {}, {}, {}
-
-    # ------------------------------------------------------------------ a step
+        super().detach()
+        self._adapters, self._momentum, self._shapes, self._figures = None, {}, {}, {}
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        adapters = self._adapters
-        check_step_entry(self._kind, t, attached=adapters is not None, inside=self._inside)
-        assert adapters is not None
-        self._step, self._inside = t, True
-        self._figures["perturbation_norm"] = torch.zeros_like(self._updates)
-        try:
-            with nullcontext() if self._fresh or self.config.rho == 0 else self._perturbed(adapters):
+        with self._in_step(t):
+            assert self._adapters is not None
+            self._figures["perturbation_norm"] = torch.zeros_like(self._updates)
+            perturbs = self._has_momentum and self.config.rho != 0
+            with self._perturbed(self._adapters) if perturbs else nullcontext():
                 yield range(1)
-            self._learn(adapters, loss_scale)
-        finally:
-            self._inside = False
+            self._average_gradients(self._adapters, loss_scale)
 
     def _perturbed(self, adapters: AdapterParameters) -> AbstractContextManager[None]:
         """Return a context in which θ is θ + ε. Does not wait for the device."""
         with torch.no_grad():
             norm = adapters.squared_norm(self._momentum).sqrt()
-            divisor = norm * self._average if isinstance(self.config, MGPO) else norm
+            divisor = norm * self._average[0] if isinstance(self.config, MGPO) else norm
             # Without momentum or gradient norm there is no direction, hence no perturbation.
             factor = torch.where(divisor > 0, self._sign * self.config.rho / divisor, 0.0)
             self._figures["perturbation_norm"] = norm * factor.abs()
         return adapters.moved(self._momentum, factor)
 
     @torch.no_grad()
-    def _learn(self, adapters: AdapterParameters, loss_scale: float) -> None:
+    def _average_gradients(self, adapters: AdapterParameters, loss_scale: float) -> None:
         """Average the step's gradient into m and ḡ, on every rank or on none. Does not wait for the device."""
         gradients = adapters.gradients(loss_scale)
         norm = adapters.squared_norm(gradients).sqrt()
-        learns = norm.isfinite() & (norm > 0)
+        usable = norm.isfinite() & (norm > 0)
         if isinstance(self.config, MGPO):
             norms = self._norms(adapters, gradients, norm)
             averaged = self.config.ema * self._average + (1 - self.config.ema) * norms
             averaged = torch.where(self._updates == 0, norms, averaged)
-            self._average = torch.where(learns, averaged, self._average)
+            self._average = torch.where(usable, averaged, self._average)
         for name, gradient in gradients.items():
-            before = self._momentum[name]
-            moved = torch.add(gradient, before, alpha=self.config.momentum)
-            torch.where(learns, moved, before, out=before)
-        self._updates = self._updates + learns
+            momentum = self._momentum[name]
+            updated = torch.add(gradient, momentum, alpha=self.config.momentum)
+            torch.where(usable, updated, momentum, out=momentum)
+        self._updates = self._updates + usable
         self._skipped = self._skipped + ~norm.isfinite()
-        self._fresh = False
+        self._has_momentum = True
         self._figures["gradient_norm"] = norm
 
     def _norms(self, adapters: AdapterParameters, gradients: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-        """Return the norms that ḡ averages: |g| over θ, float64 ()."""
-        return norm
+        """Return the norms that ḡ averages: |g| over θ, float64 (1,)."""
+        return norm[None]
 
-    # ------------------------------------------------------------------ metrics and state
-
-    def metrics(self) -> dict[str, float]:
+    def metric_tensors(self) -> MetricTensors:
         """Return the metrics of the last step.
 
         `perturbation_norm` |ε|, `momentum_norm` |m| after it, `gradient_norm` |g| (unclipped), `gradient_norm_average`
         ḡ (MGPO), `momentum_updates`, and `momentum_skipped`: steps with a non-finite gradient.
         """
-        return self.metric_tensors().read()
-
-    def metric_tensors(self) -> MetricTensors:
         if self._adapters is None or not self._figures:
             return MetricTensors(torch.zeros(0), lambda numbers: {})
         figures = self._figures | {
@@ -204,49 +174,38 @@ class MomentumRegularizer(Regularizer):
         return MetricTensors(values, lambda numbers: dict(zip(figures, numbers, strict=True)))
 
     def _mean_average(self) -> Tensor:
-        return self._average
+        return self._average[0]
 
     @property
-    def _kind(self) -> str:
-        return self.config.kind
+    def _average_names(self) -> list[str]:
+        """Names of ḡ in the state, scalars in order."""
+        return [f"{self._prefix}average"] if isinstance(self.config, MGPO) else []
 
     def state_dict(self) -> dict[str, Tensor]:
         whole = self._placement.full_tensors(self._momentum)
+        counters = {"updates": self._updates, "skipped": self._skipped}
+        scalars = {"seed": torch.tensor(self._seed), "step": torch.tensor(self._step), **counters}
         return {
-            **{f"{self._kind}.seed": torch.tensor(self._seed), f"{self._kind}.step": torch.tensor(self._step)},
-            f"{self._kind}.updates": self._updates.clone(),
-            f"{self._kind}.skipped": self._skipped.clone(),
-            **self._averages(),
-            **{f"{self._kind}.momentum.{name}": tensor.clone() for name, tensor in whole.items()},
+            **{f"{self._prefix}{name}": value.clone() for name, value in scalars.items()},
+            **{name: value.clone() for name, value in zip(self._average_names, self._average, strict=True)},
+            **{f"{self._prefix}momentum.{name}": tensor.clone() for name, tensor in whole.items()},
         }
-
-    def _averages(self) -> dict[str, Tensor]:
-        """Return ḡ as saved in the state, scalars by name."""
-        return {f"{self._kind}.average": self._average.clone()} if isinstance(self.config, MGPO) else {}
-
-    def _take_averages(self, state: Mapping[str, Tensor]) -> None:
-        if isinstance(self.config, MGPO):
-            self._average = state[f"{self._kind}.average"].to(self._average, copy=True)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if self._adapters is None:
-            raise RegularizerError(f"{self._kind} is not attached to a model; attach before loading its state")
-        prefix = f"{self._kind}.momentum."
-        scalars: dict[str, tuple[int, ...]] = {
-            f"{self._kind}.{name}": () for name in ("seed", "step", "updates", "skipped")
-        }
-        expected = scalars | dict.fromkeys(self._averages(), ())
-        expected |= {prefix + name: shape for name, shape in self._shapes.items()}
-        check_state(state, expected, kind=self._kind, seed=self._seed, whole=self._placement is ALONE)
-        self._placement.take({name: state[prefix + name] for name in self._shapes}, self._momentum)
-        self._take_averages(state)
-        self._step = int(state[f"{self._kind}.step"])
-        self._updates = state[f"{self._kind}.updates"].to(self._updates, copy=True)
-        self._skipped = state[f"{self._kind}.skipped"].to(self._skipped, copy=True)
-        self._fresh = int(self._updates) == 0
+        prefix = self._prefix
+        scalars = [*(f"{prefix}{name}" for name in ("seed", "step", "updates", "skipped")), *self._average_names]
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys(scalars, ())
+        self._check_state(state, expected | {f"{prefix}momentum.{name}": shape for name, shape in self._shapes.items()})
+        self._placement.copy_local_parts(
+            {name: state[f"{prefix}momentum.{name}"] for name in self._shapes}, self._momentum
+        )
+        if self._average_names:
+            self._average = torch.stack([state[name] for name in self._average_names]).to(self._average)
+        self._step = int(state[f"{prefix}step"])
+        self._updates = state[f"{prefix}updates"].to(self._updates, copy=True)
+        self._skipped = state[f"{prefix}skipped"].to(self._skipped, copy=True)
+        self._has_momentum = int(self._updates) > 0
 
-
-_log = logging.getLogger(__name__)
 
 _TINY = 1e-12
 """e of the formulas; the authors also skip a layer if its |D| is below it."""
@@ -261,28 +220,19 @@ class LayerMomentumRegularizer(MomentumRegularizer):
         self._clamp = config.clamp
         self._sign = config.sign or -1
         self._branches: list[NoiseBranch] = []
-        self._parts: list[tuple[Tensor | slice, ...]] = []
+        self._local: list[tuple[Tensor | slice, ...]] = []
         """This process's rows and columns of each layer."""
         self._layers = 0
         """Number of layers in the whole model, over all pipeline stages."""
 
-    def _prepare(self, model: nn.Module, adapters: AdapterParameters) -> None:
-        sites, others = find_lora_sites(model, self._placement)
+    def _find_layers(self, model: nn.Module, adapters: AdapterParameters, placement: Placement) -> None:
+        sites, others = find_lora_sites(model, placement)
         count = torch.tensor([len(sites)], device=adapters.device)
-        self._placement.sum_pipeline(count)
-        if int(count) == 0:
-            raise RegularizerError(
-                f"regularizer.form: code perturbs adapted linear layers, and the model has only other LoRA layers "
-                f"({others[0]}, ...); use regularizer.form: text"
-                if others
-                else "regularizer.form: code perturbs adapted linear layers, and the model has none; attach a LoRA "
-                "adapter to linear layers first (adapter.targets: all-linear)"
-            )
-        if others:
-            _log.warning("MGPO leaves %d LoRA layers that are not linear alone, e.g. %s", len(others), others[0])
+        placement.sum_pipeline(count)
+        check_linear_layers(int(count), others, "regularizer.form: code", "perturbs", "; or use regularizer.form: text")
         self._branches = [NoiseBranch(site, 0, 0, torch.float32) for site in sites]
         everything = slice(None)
-        self._parts = [
+        self._local = [
             tuple(
                 everything if cut is None else cut.indices().to(site.device) for cut in (site.row_cut, site.column_cut)
             )
@@ -290,14 +240,14 @@ class LayerMomentumRegularizer(MomentumRegularizer):
         ]
         self._layers = int(count)
 
-    def _first_average(self, device: torch.device) -> Tensor:
-        return torch.zeros(len(self._branches), dtype=torch.float64, device=device)
-
     def detach(self) -> None:
+        self._remove_branches()
+        self._branches, self._local, self._layers = [], [], 0
+        super().detach()
+
+    def _remove_branches(self) -> None:
         for branch in self._branches:
             branch.remove()
-        self._branches, self._parts, self._layers = [], [], 0
-        super().detach()
 
     @contextmanager
     def _perturbed(self, adapters: AdapterParameters) -> Iterator[None]:
@@ -306,41 +256,46 @@ class LayerMomentumRegularizer(MomentumRegularizer):
                 self._install(adapters)
             yield
         finally:
-            for branch in self._branches:
-                branch.remove()
+            self._remove_branches()
 
     def _install(self, adapters: AdapterParameters) -> None:
-        """Install ε in every layer. Does not wait for the device."""
-        values, momentum = self._placement.full_tensors(adapters.values()), self._placement.full_tensors(self._momentum)
-        products = [_update_factors(branch.site, values, momentum) for branch in self._branches]
-        norms = self._stacked([_product_norm(p, q) for p, q in products])
+        products = self._update_products(adapters, self._momentum)
+        norms = self._product_norms(products)
         factors = torch.where(
             norms > _TINY,
             self._sign * self.config.rho * (1 / (self._average + _TINY)).clamp(max=self._clamp) / (norms + _TINY),
             0.0,
         )
-        for branch, (p, q), factor, (rows, columns) in zip(self._branches, products, factors, self._parts, strict=True):
+        for branch, (p, q), factor, (rows, columns) in zip(self._branches, products, factors, self._local, strict=True):
             noise_in = q.T[columns]
             branch.install(noise_in, p[rows] * factor, noise_in[:, :0])
         total = (norms * factors).square().sum()
         self._placement.sum_pipeline(total)
         self._figures["perturbation_norm"] = total.sqrt()
 
+    def _update_products(
+        self, adapters: AdapterParameters, direction: Mapping[str, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        values, direction = self._placement.full_tensors(adapters.values()), self._placement.full_tensors(direction)
+        return [_update_factors(branch.site, values, direction) for branch in self._branches]
+
+    def _product_norms(self, products: list[tuple[Tensor, Tensor]]) -> Tensor:
+        norms = [_product_norm(p, q) for p, q in products]
+        return torch.stack(norms).to(self._average) if norms else torch.zeros_like(self._average)
+
     def _norms(self, adapters: AdapterParameters, gradients: Mapping[str, Tensor], norm: Tensor) -> Tensor:
         """Return |s (g_B A + B g_A)|_F of every layer, float64 (layers,)."""
-        values, gradients = self._placement.full_tensors(adapters.values()), self._placement.full_tensors(gradients)
-        return self._stacked(
-            [_product_norm(*_update_factors(branch.site, values, gradients)) for branch in self._branches]
-        )
-
-    def _stacked(self, scalars: list[Tensor]) -> Tensor:
-        return torch.stack(scalars).to(self._average) if scalars else torch.zeros_like(self._average)
+        return self._product_norms(self._update_products(adapters, gradients))
 
     def _mean_average(self) -> Tensor:
         """Return the mean of ḡ over the layers of all stages."""
         total = self._average.sum()
         self._placement.sum_pipeline(total)
         return total / self._layers
+
+    @property
+    def _average_names(self) -> list[str]:
+        return [f"{self._prefix}average.{branch.site.name}" for branch in self._branches]
 
     def perturbations(self) -> dict[str, Tensor]:
         """Return the dense ε (m, n) of every layer: for tests and diagnostics, inside a step only."""
@@ -350,30 +305,22 @@ class LayerMomentumRegularizer(MomentumRegularizer):
             if branch.noise_out is not None and branch.noise_in is not None
         }
 
-    def _averages(self) -> dict[str, Tensor]:
-        return {
-            f"{self._kind}.average.{branch.site.name}": average.clone()
-            for branch, average in zip(self._branches, self._average, strict=True)
-        }
 
-    def _take_averages(self, state: Mapping[str, Tensor]) -> None:
-        self._average = self._stacked([state[name] for name in self._averages()])
-
-
-def _update_factors(site: LoraSite, values: Mapping[str, Tensor], along: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return P (m, 2r) and Q (2r, n) whose product is the first-order change of sBA when the factors `values` move
-    along `along`; both in full, over all active adapters that are trained."""
+def _update_factors(
+    site: LoraSite, values: Mapping[str, Tensor], direction: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return P (m, 2r) and Q (2r, n) whose product is the first-order change of sBA when the factors `values` move in
+    `direction`; both in full, over all active adapters that are trained."""
     left, right = [], []
     for name in site.active():
         a, b = (f"{site.name}.lora_{side}.{name}.weight" for side in "AB")
         if a in values and b in values:
             s = site.layer.scaling[name]
-            left += [along[b] * s, values[b] * s]
-            right += [values[a], along[a]]
+            left += [direction[b] * s, values[b] * s]
+            right += [values[a], direction[a]]
     if not left:  # adapters disabled or frozen
-        return torch.zeros(site.whole_rows, 1, device=site.device), torch.zeros(
-            1, site.whole_columns, device=site.device
-        )
+        p = torch.zeros(site.whole_rows, 1, device=site.device)
+        return p, torch.zeros(1, site.whole_columns, device=site.device)
     return torch.cat(left, 1), torch.cat(right)
 
 

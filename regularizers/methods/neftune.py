@@ -24,19 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flatshift.regularizers.config import NEFTune
-from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.config import NEFTune, RegularizerError
 from flatshift.regularizers.layers.signs import counter_values, layer_uid, mix64, sign_words, step_id
-from flatshift.regularizers.mesh import ALONE, Placement
-from flatshift.regularizers.methods.preconditions import (
-    check_not_attached,
-    check_state,
-    check_step_entry,
-    mark_hooked,
-    release_hooked,
-    require_nonnegative,
-)
-from flatshift.regularizers.protocol import Regularizer
+from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
+from flatshift.regularizers.methods.base import AttachedRegularizer, require_nonnegative
+from flatshift.regularizers.protocol import MetricTensors
 
 if TYPE_CHECKING:
     from typing import Self
@@ -44,62 +36,43 @@ if TYPE_CHECKING:
 _WRAPPERS = ("module", "_orig_mod")
 
 
-class NEFTuneRegularizer(Regularizer):
+class NEFTuneRegularizer(AttachedRegularizer):
     """NEFTune (see the module docstring); created by `flatshift.regularizers.build(NEFTune(...))`."""
 
     def __init__(self, config: NEFTune) -> None:
         require_nonnegative("alpha", config.alpha)
+        super().__init__("neftune", "neftune.")
         self.config = config
         self._embedding: nn.Module | None = None
-        self._placement: Placement = ALONE
-        self._seed = self._step = self._micro = 0
-        self._inside = False
+        self._micro = 0
         self._bound = 0.0
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        check_not_attached(self._embedding is not None)
-        self._refuse_mesh(placement or ALONE)
+        self._check_not_attached()
+        placement = placement or SINGLE_PROCESS
+        _check_mesh(placement)
         embedding = input_embedding(model)
-        mark_hooked({"of the input tokens": embedding}, self)
-        self._embedding, self._placement = embedding, placement or ALONE
-        self._seed, self._step, self._micro, self._bound = seed, 0, 0, 0.0
+        self._finish_attach({"of the input tokens": embedding}, seed, placement)
+        self._embedding, self._micro, self._bound = embedding, 0, 0.0
         return self
 
-    def _refuse_mesh(self, placement: Placement) -> None:
-        """Raise RegularizerError for pipeline stages and context parallelism, under which a rank cannot know its rows
-        or positions."""
-        stages, tokens = torch.ones(1, device=placement.device), torch.ones(1, device=placement.device)
-        placement.sum_pipeline(stages)
-        placement.sum_data(tokens)
-        if int(stages) > 1:
-            raise RegularizerError(
-                "NEFTune does not run on mesh.pp, whose stages see a micro-batch in pieces; use mesh.dp or mesh.tp"
-            )
-        if int(tokens) != placement.share[1]:
-            raise RegularizerError(
-                "NEFTune does not run on mesh.cp, whose ranks see parts of a row; use mesh.dp or mesh.tp"
-            )
-
     def detach(self) -> None:
-        release_hooked(self)
-        self._embedding, self._placement, self._inside = None, ALONE, False
+        super().detach()
+        self._embedding = None
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        embedding = self._embedding
-        check_step_entry("neftune", t, attached=embedding is not None, inside=self._inside)
-        assert embedding is not None
-        self._step, self._micro, self._bound = t, 0, 0.0
-        if self.config.alpha == 0:
-            yield range(1)
-            return
-        self._inside = True
-        handle = embedding.register_forward_hook(self._add)
-        try:
-            yield range(1)
-        finally:
-            handle.remove()
-            self._inside = False
+        with self._in_step(t):
+            self._micro, self._bound = 0, 0.0
+            if self.config.alpha == 0:
+                yield range(1)
+                return
+            assert self._embedding is not None
+            handle = self._embedding.register_forward_hook(self._add)
+            try:
+                yield range(1)
+            finally:
+                handle.remove()
 
     def on_micro_batch(self, index: int) -> None:
         self._micro = index
@@ -109,38 +82,42 @@ class NEFTuneRegularizer(Regularizer):
             return None
         rows, length, width = output.shape
         self._bound = self.config.alpha / (length * width) ** 0.5
-        first = self._placement.share[0] * rows
-        noise = uniform_noise(
-            seed=self._seed,
-            step=self._step,
-            micro=self._micro,
-            rows=torch.arange(first, first + rows, device=output.device),
-            count=length * width,
-        )
+        numbers = torch.arange(rows, device=output.device) + self._placement.share[0] * rows
+        noise = uniform_noise(seed=self._seed, step=self._step, micro=self._micro, rows=numbers, count=length * width)
         return output + (noise * self._bound).view(output.shape).to(output.dtype)
 
-    def metrics(self) -> dict[str, float]:
+    def metric_tensors(self) -> MetricTensors:
         """Return `embedding_noise`: α/√(T·D) of the last micro-batch; 0 if none was perturbed."""
-        return {"embedding_noise": self._bound}
+        return MetricTensors(torch.tensor([self._bound], dtype=torch.float64), lambda n: {"embedding_noise": n[0]})
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state; the noise depends on seed and step alone."""
         return {"neftune.seed": torch.tensor(self._seed), "neftune.step": torch.tensor(self._step)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if self._embedding is None:
-            raise RegularizerError("neftune is not attached to a model; attach before loading its state")
-        expected: dict[str, tuple[int, ...]] = {"neftune.seed": (), "neftune.step": ()}
-        check_state(state, expected, kind="neftune", seed=self._seed, whole=self._placement is ALONE)
+        self._check_state(state, {"neftune.seed": (), "neftune.step": ()})
         self._step = int(state["neftune.step"])
+
+
+def _check_mesh(placement: Placement) -> None:
+    """Raise RegularizerError for pipeline stages and context parallelism, under which a rank cannot know its rows or
+    positions."""
+    stages, tokens = torch.ones(1, device=placement.device), torch.ones(1, device=placement.device)
+    placement.sum_pipeline(stages)
+    placement.sum_data(tokens)
+    if int(stages) > 1:
+        raise RegularizerError(
+            "NEFTune does not run on mesh.pp, whose stages see a micro-batch in pieces; use mesh.dp or mesh.tp"
+        )
+    if int(tokens) != placement.share[1]:
+        raise RegularizerError(
+            "NEFTune does not run on mesh.cp, whose ranks see parts of a row; use mesh.dp or mesh.tp"
+        )
 
 
 def input_embedding(model: nn.Module) -> nn.Module:
     """Return the module that embeds the input tokens of a transformers model, wrapped or not; for an encoder-decoder,
-    the encoder's.
-
-    Raises RegularizerError if there is none.
-    """
+    the encoder's. Raises RegularizerError if there is none."""
     inner: Any = model
     while wrapped := next((name for name in _WRAPPERS if isinstance(getattr(inner, name, None), nn.Module)), None):
         inner = getattr(inner, wrapped)
@@ -148,24 +125,22 @@ def input_embedding(model: nn.Module) -> nn.Module:
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         inner = inner.get_encoder()
     try:
-        found = inner.get_input_embeddings()
+        embedding = inner.get_input_embeddings()
     except (AttributeError, NotImplementedError):
-        found = None
-    if not isinstance(found, nn.Module):
+        embedding = None
+    if not isinstance(embedding, nn.Module):
         raise RegularizerError(
             f"NEFTune perturbs embedded tokens, and {type(inner).__name__} has no input embedding; use another "
             "regularizer.kind"
         )
-    return found
+    return embedding
 
 
 def uniform_noise(*, seed: int, step: int, micro: int, rows: Tensor, count: int) -> Tensor:
-    """Return uniform noise in [−1, 1], float32 (len(rows), count), for global `rows` (int64) of a micro-batch.
-
-    Each 64-bit word of the counter hash gives two numbers: its lower half, then its upper one.
-    """
+    """Return uniform noise in [−1, 1], float32 (len(rows), count), for global `rows` (int64) of a micro-batch. Each
+    64-bit word of the counter hash gives two numbers: its lower half, then its upper one."""
     keys = mix64(counter_values(rows) + (step_id(seed, step) ^ step_id(layer_uid("neftune"), micro)))
     counts = counter_values(torch.arange((count + 1) // 2, device=rows.device))
     # Row by row: the hash makes several int64 copies of the words.
-    drawn = [sign_words(row, counts).view(torch.int32)[:count].float() for row in keys]
-    return torch.stack(drawn).mul_(2.0**-31)
+    noise = [sign_words(row, counts).view(torch.int32)[:count].float() for row in keys]
+    return torch.stack(noise).mul_(2.0**-31)

@@ -1,4 +1,4 @@
-"""Batched per-row vectors of many layers: a step's signs, scales and sketches take a few operations in total.
+"""Distribution of GGPO's noise power over the rows of many layers, and their noise and sketches, in a few operations.
 
 `NoiseScales` holds the layers of one device and weight dtype. Rows of all its layers are concatenated, and so are
 columns; per-layer factors are views. A model with hundreds of layers costs the same handful of calls as one with six,
@@ -7,60 +7,109 @@ and as few collectives on a mesh, whose processes may each have a part of the ro
 Under tensor parallelism a layer's rows may be sharded (column-parallel: each rank has some that no other has) or its
 columns (row-parallel: every rank has all rows, and sums along a row are also sums over the ranks). All layers share one
 collective. In a single process nothing is communicated.
+
+Sources: LoRA-GGPO (arXiv 2502.14538 v1) for the sum of weight and gradient norms, Flat-LoRA (arXiv 2409.14396) for
+σ²/n·|W'_i|² and the ramp; the `relative` scalings of β are our own readings.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from flatshift.regularizers.config import GGPO
-from flatshift.regularizers.layers.branch import NoiseBranch
+from flatshift.regularizers.layers.fused import NoiseBranch
 from flatshift.regularizers.layers.sharded import ParameterShard, gather_parameters
-from flatshift.regularizers.layers.signs import SignStreams, stream_id, unpack_signs
+from flatshift.regularizers.layers.signs import SampleCounts, SampleSigns, SignStreams, stream_id, unpack_signs
 from flatshift.regularizers.layers.sites import LoraSite
-from flatshift.regularizers.mesh import ALONE, Placement, ShardSlice
-from flatshift.regularizers.methods.guidance import (
-    debias_ema,
-    gradient_share_scale,
-    layer_means,
-    power_shares,
-    unscaled_gradient_share,
-)
-from flatshift.regularizers.methods.samples import SampleCounts, SampleSigns
+from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement, ShardSlice
+
+Mode = Literal["relative", "relative-product", "paper"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def scheduled_sigma(sigma: float, schedule: Schedule, step: int, total_steps: int) -> float:
+    """Return σ of optimizer step `step` (from 0) of `total_steps`: constant, or a ramp from 0 to σ."""
+    if schedule == "constant":
+        return sigma
+    done = min(1.0, step / total_steps)
+    return sigma * (done if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * done)))
+
+
+# Below, vectors (rows,) have the rows of all layers one after another.
+
+
+def layer_means(values: Tensor, sizes: list[int]) -> Tensor:
+    """Return the mean of each layer's rows, (layers,)."""
+    return torch.stack([part.mean() for part in values.split(sizes)])
+
+
+def debias_ema(ema: Tensor, updates: Tensor, decay: float) -> Tensor:
+    """Return v = EMA / (1 − b^t) per row, zero before the first estimate (`updates` is t per row)."""
+    weight = 1 - decay ** updates.to(ema.dtype)
+    return torch.where(updates > 0, ema / weight.clamp_min(torch.finfo(ema.dtype).tiny), torch.zeros_like(ema))
+
+
+def unscaled_gradient_share(norms: Tensor, v: Tensor, mode: Mode) -> Tensor:
+    """Return the unscaled gradient part of each row's power, (rows,): v_i, or |W'_i|² v_i for the product."""
+    return norms * v if mode == "relative-product" else v
+
+
+def gradient_share_scale(norms: Tensor, shares: Tensor) -> Tensor:
+    """Return the factor that scales `unscaled_gradient_share` to the size of |W'|², from the sums (or means) of both
+    over the same rows; zero while no gradient is known."""
+    known = shares > 0
+    return torch.where(known, norms / torch.where(known, shares, torch.ones_like(shares)), 0.0)
+
+
+def power_shares(norms: Tensor, share: Tensor, scale: Tensor, *, beta: float, mode: Mode) -> tuple[Tensor, Tensor]:
+    """Return n·σ_i²/σ² of every row, and its part that comes from the gradient; both (rows,).
+
+    norms: |W'_i|²; share: `unscaled_gradient_share`; scale: `gradient_share_scale` over the row's layer, or over the
+    whole model.
+
+        relative: (|W'_i|² + β v_i·Σ|W'|²/Σv)/(1+β).
+        relative-product: |W'_i|² (1 + β v_i·Σ|W'|²/Σ|W'|²v)/(1+β).
+        paper: |W'_i|² + β v_i; scale is not used.
+
+    For the first two, the sum over the rows that `scale` was computed over does not depend on β. While no gradient is
+    known they share the power by the weights alone: |W'_i|², the same sum.
+    """
+    if mode == "paper":
+        gradient = beta * share
+        return norms + gradient, gradient
+    gradient = beta / (1 + beta) * scale * share
+    return torch.where(scale > 0, norms / (1 + beta) + gradient, norms), gradient
 
 
 class SiteRows:
     """The rows of `sites`, one layer after another; a vector over them has shape (rows,)."""
 
     def __init__(self, sites: Sequence[LoraSite], placement: Placement, device: torch.device) -> None:
-        self._sites = sites
-        self._placement = placement
-        self._device = device
+        self._sites, self._placement, self._device = sites, placement, device
         self.sizes = [site.rows for site in sites]
-        self._chosen: dict[tuple[bool, ...], Tensor] = {}
-        self.owner = self._spread(range(len(sites)), self.sizes)
+        self._indices_of: dict[tuple[bool, ...], Tensor] = {}
+        self.layer = self._spread(range(len(sites)), self.sizes)
         """Layer index of each row, (rows,)."""
         self.whole_sizes = torch.tensor([site.whole_rows for site in sites], device=device)
         """Rows of each layer on all tensor-parallel ranks, (layers,)."""
         cut = [site.row_cut is not None for site in sites]
-        self._cut_layers = self._indices(cut) if any(cut) else None
+        self._cut_layers = torch.tensor(cut, device=device).nonzero()[:, 0] if any(cut) else None
         if any(cut):
-            of_row = torch.tensor(cut, device=device)[self.owner]
+            row_is_cut = torch.tensor(cut, device=device)[self.layer]
             self._cut_sizes = torch.tensor(self.sizes, device=device)[self._cut_layers]
-            self._cut_rows, self._other_rows = of_row.nonzero()[:, 0], (~of_row).nonzero()[:, 0]
+            self._cut_rows, self._other_rows = row_is_cut.nonzero()[:, 0], (~row_is_cut).nonzero()[:, 0]
             self._cut_in_whole = self._spread(cut, [site.whole_rows for site in sites]).nonzero()[:, 0]
             starts = [0, *self.whole_sizes.cumsum(0).tolist()]
-            self._place = torch.cat(
-                [
-                    start + (torch.arange(site.rows) if site.row_cut is None else site.row_cut.indices())
-                    for start, site in zip(starts, sites, strict=False)
-                ]
-            ).to(device)
-        self._summed = self._rows_of([site.column_cut is not None for site in sites])
+            indices = [
+                start + global_indices(site.row_cut, site.rows) for start, site in zip(starts, sites, strict=False)
+            ]
+            self._position_in_whole = torch.cat(indices).to(device)
+        self._column_cut = self._rows_of([site.column_cut is not None for site in sites])
 
     def means(self, *values: Tensor) -> list[Tensor]:
         """Return the mean of each layer's rows on all ranks, (layers,), for each of `values` (rows,)."""
@@ -83,10 +132,10 @@ class SiteRows:
 
     def sum_columns(self, values: Tensor) -> None:
         """Sum `values` (rows, ...) in place over the ranks that have the other columns of a row."""
-        if self._summed is not None:
-            part = values[self._summed]
+        if self._column_cut is not None:
+            part = values[self._column_cut]
             self._placement.sum_tensor(part)
-            values[self._summed] = part
+            values[self._column_cut] = part
 
     def sum_parts(self, values: Tensor) -> None:
         """Sum `values` (rows,) in place over all processes that hold other parts of the same rows: the other columns,
@@ -111,22 +160,19 @@ class SiteRows:
             return [each.split(self.sizes) for each in values]
         lengths = [site.whole_rows for site in self._sites]
         wholes = torch.zeros(len(values), sum(lengths), dtype=values[0].dtype, device=self._device)
-        wholes[:, self._place] = torch.stack(values)
+        wholes[:, self._position_in_whole] = torch.stack(values)
         part = wholes[:, self._cut_in_whole]
         self._placement.sum_tensor(part)
         wholes[:, self._cut_in_whole] = part
         return [each.split(lengths) for each in wholes]
 
-    def take(self, wholes: Sequence[Tensor]) -> Tensor:
+    def local(self, wholes: Sequence[Tensor]) -> Tensor:
         """Return this process's rows (rows,) of one vector: the reverse of `whole`."""
         values = torch.cat(list(wholes))
-        return values if self._cut_layers is None else values[self._place]
+        return values if self._cut_layers is None else values[self._position_in_whole]
 
     def _spread(self, values: Sequence[Any], counts: list[int]) -> Tensor:
         return torch.repeat_interleave(torch.tensor(values), torch.tensor(counts)).to(self._device)
-
-    def _indices(self, chosen: list[bool]) -> Tensor:
-        return torch.tensor(chosen, device=self._device).nonzero()[:, 0]
 
     def _rows_of(self, layers: list[bool]) -> Tensor | None:
         """Return the indices of the rows of the chosen layers, computed on the host once; None if no layer is
@@ -134,33 +180,27 @@ class SiteRows:
         if not any(layers):
             return None
         key = tuple(layers)
-        if key not in self._chosen:
-            whole = torch.repeat_interleave(torch.tensor(layers), torch.tensor(self.sizes))
-            self._chosen[key] = whole.nonzero()[:, 0].to(self._device)
-        return self._chosen[key]
+        if key not in self._indices_of:
+            chosen = torch.repeat_interleave(torch.tensor(layers), torch.tensor(self.sizes))
+            self._indices_of[key] = chosen.nonzero()[:, 0].to(self._device)
+        return self._indices_of[key]
 
 
-FIGURES = ("power", "gradient_power", "sigma_sum", "moved", "sketches", "skipped")
-
-
-def copy_to_device(values: Sequence[bool], device: torch.device) -> Tensor:
-    """Copy `values` to the device without making the host wait."""
-    return torch.tensor(values).to(device, non_blocking=True)
-
-
-def _global_indices(cut: ShardSlice | None, length: int) -> Tensor:
+def global_indices(cut: ShardSlice | None, length: int) -> Tensor:
+    """Return the global indices of this process's rows or columns of a layer, int64 (length,)."""
     return torch.arange(length) if cut is None else cut.indices()
+
+
+METRIC_SUMS = ("power", "gradient_power", "sigma_sum", "moved", "sketches", "skipped")
 
 
 class NoiseScales:
     """Row scales, noise factors and gradient sketches of `branches`."""
 
     def __init__(
-        self, branches: list[NoiseBranch], config: GGPO, batches: SampleCounts, placement: Placement = ALONE
+        self, branches: list[NoiseBranch], config: GGPO, batches: SampleCounts, placement: Placement = SINGLE_PROCESS
     ) -> None:
-        self.branches = branches
-        self.config = config
-        self._placement = placement
+        self.branches, self.config, self._placement = branches, config, placement
         sites = [branch.site for branch in branches]
         names = [site.name for site in sites]
         self._probes = branches[0].probe.shape[1]
@@ -169,64 +209,62 @@ class NoiseScales:
         self._widths = [site.columns for site in sites]
         self._factor_dtype = sites[0].dtype
         device = self.device
-        per_layer: dict[str, Any] = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         # factor from σ_i² n/σ² to an entry of U: 1/√(n k)
-        self._unit = torch.tensor(
-            [(s.whole_columns * b.rank) ** -0.5 for s, b in zip(sites, branches, strict=True)], **per_layer
-        )
+        entries = [(s.whole_columns * b.rank) ** -0.5 for s, b in zip(sites, branches, strict=True)]
+        self._unit = torch.tensor(entries, **options)
         self._layer_widths = torch.tensor([site.whole_columns for site in sites], device=device)
-        self._root_rank = torch.tensor([b.rank**0.5 for b in branches], **per_layer)
+        self._root_rank = torch.tensor([b.rank**0.5 for b in branches], **options)
         self._rank = max(branch.rank for branch in branches)
 
-        out = [_global_indices(site.row_cut, site.rows) for site in sites]
-        into = [_global_indices(site.column_cut, site.columns) for site in sites]
+        out = [global_indices(site.row_cut, site.rows) for site in sites]
+        into = [global_indices(site.column_cut, site.columns) for site in sites]
         streams = [stream_id(name, side) for side in ("out", "in") for name in names]  # type: ignore[arg-type]
         self._noise = SignStreams(streams, [*out, *into], device)
         self._probe_in = SignStreams([stream_id(name, "probe") for name in names], into, device)
         if config.control == "shuffled":
             whole = [torch.arange(site.whole_rows) for site in sites]
             self._shuffle = SignStreams([stream_id(name, "shuffle") for name in names], whole, device)
-            self._whole_owner = torch.repeat_interleave(self.rows.whole_sizes)
+            self._whole_layer = torch.repeat_interleave(self.rows.whole_sizes)
         self._samples: SampleSigns | None = None
         if config.scope == "sample":
-            like = torch.empty(0, device=device, dtype=self._factor_dtype)
-            self._samples = SampleSigns(names, [b.rank for b in branches], batches, placement.share, like)
+            ranks = [branch.rank for branch in branches]
+            self._samples = SampleSigns(names, ranks, batches, placement.share, device, self._factor_dtype)
             for layer, branch in enumerate(branches):
-                branch.signs = self._samples.of(layer)
+                branch.signs = self._samples.of_layer(layer)
 
         rows = sum(self.rows.sizes)
-        self.norms = torch.zeros(rows, **per_layer)
-        self.ema = torch.zeros(rows, **per_layer)
+        self.norms = torch.zeros(rows, **options)
+        self.ema = torch.zeros(rows, **options)
         self.updates = torch.zeros(len(branches), device=device, dtype=torch.int64)
         self.skipped = torch.zeros_like(self.updates)
-        self._form = self.ema
+        self._gradient_share = self.ema
         self._entry: Tensor | None = None
         self._factors: list[tuple[Tensor, Tensor]] = []
-        self._model: Tensor | None = None
-        self._shares: tuple[Tensor, Tensor] | None = None
+        self._model_sums: Tensor | None = None
+        self._power: tuple[Tensor, Tensor] | None = None
 
     @torch.no_grad()
     def refresh_norms(self) -> int:
         """Recompute |W'_i|² of all rows from the current weights, or use |w0_i|² in layers where the bound allows it.
-
-        Returns the number of layers that computed the product with W0. Collective on a mesh.
-        """
+        Returns the number of layers that computed the product with W0. Collective on a mesh."""
         factors = [branch.site.factors() for branch in self.branches]
         flat = iter(gather_parameters([factor for layer in factors for factor in layer]))
         whole = [[next(flat) for _ in layer] for layer in factors]
-        base, moved = self._beyond(whole) if self.config.tolerance > 0 else (None, [True] * len(whole))
+        base, exact = self._beyond_tolerance(whole) if self.config.tolerance > 0 else (None, [True] * len(whole))
         parts = [
-            branch.site.squared_norms(layer).to(self.norms.dtype) if exact else self.norms.new_zeros(branch.site.rows)
-            for branch, layer, exact in zip(self.branches, whole, moved, strict=True)
+            branch.site.squared_norms(layer).to(self.norms.dtype) if needed else self.norms.new_zeros(branch.site.rows)
+            for branch, layer, needed in zip(self.branches, whole, exact, strict=True)
         ]
         norms = torch.cat(parts)
         self.rows.sum_parts(norms)
         if base is not None:
-            norms = torch.where(copy_to_device(moved, self.device)[self.rows.owner], norms, base)
+            needed = torch.tensor(exact).to(self.device, non_blocking=True)
+            norms = torch.where(needed[self.rows.layer], norms, base)
         self.norms = norms
-        return sum(moved)
+        return sum(exact)
 
-    def _beyond(self, factors: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[bool]]:
+    def _beyond_tolerance(self, factors: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[bool]]:
         """Return |w0_i|² of all rows, and the layers in which the bound | |w'_i| − |w0_i| | ≤ |s b_i A| exceeds the
         tolerance for some row: the same answer on all ranks that have a part of the layer."""
         bounds = [branch.site.bound(layer) for branch, layer in zip(self.branches, factors, strict=True)]
@@ -236,55 +274,50 @@ class NoiseScales:
         beyond = (update > self.config.tolerance**2 * base).to(base)
         return base, (self.rows.means(beyond)[0] > 0).tolist()
 
-    def rest(self) -> None:
-        """Mark a step without noise: no metrics to report."""
-        self._entry = self._shares = None
+    def clear_metrics(self) -> None:
+        """Mark a step without noise."""
+        self._entry = self._power = None
 
     @torch.no_grad()
-    def guide(self, step: int) -> None:
+    def update_gradient_share(self, step: int) -> None:
         """Convert the averaged gradient to the form by which step `step` (a `signs.step_id`) shares power. Collective
         on a mesh."""
-        v = debias_ema(self.ema, self.updates[self.rows.owner], self.config.ema)
+        v = debias_ema(self.ema, self.updates[self.rows.layer], self.config.ema)
         if self.config.control == "shuffled":
-            v = self._shuffled(v, step)
-        self._form = unscaled_gradient_share(self.norms, v, self.config.mode)
+            v = self._shuffle_rows(v, step)
+        self._gradient_share = unscaled_gradient_share(self.norms, v, self.config.mode)
 
-    def totals(self) -> Tensor:
-        """Return the sums of |W'|² and of the gradient's form, after `guide`, over these rows on all tensor-parallel
-        ranks, (2,). Collective on a mesh."""
-        return self.rows.totals(self.norms, self._form)
-
-    def _shuffled(self, v: Tensor, step: int) -> Tensor:
+    def _shuffle_rows(self, v: Tensor, step: int) -> Tensor:
         """Return `v` (rows,) with the rows of each layer permuted, the same on any mesh."""
         whole = torch.cat(list(self.rows.whole(v)[0]))
         order = self._shuffle.words(step).argsort()
-        order = order[self._whole_owner[order].argsort(stable=True)]
-        return self.rows.take([whole[order]])
+        order = order[self._whole_layer[order].argsort(stable=True)]
+        return self.rows.local([whole[order]])
+
+    def totals(self) -> Tensor:
+        """Return the sums of |W'|² and of the gradient share, after `update_gradient_share`, over these rows on all
+        tensor-parallel ranks, (2,). Collective on a mesh."""
+        return self.rows.totals(self.norms, self._gradient_share)
 
     @torch.no_grad()
-    def scale(self, sigma: float, model: Tensor | None) -> None:
-        """Share the power of the noise among the rows, after `guide`.
-
-        model: the sums over all layers, (2,), to balance them together; None: layer by layer.
-        """
-        config, owner = self.config, self.rows.owner
+    def scale(self, sigma: float, model_sums: Tensor | None) -> None:
+        """Share the power of the noise among the rows, after `update_gradient_share`. model_sums: the `totals` over all
+        layers, (2,), to balance them together; None: layer by layer."""
+        config, layer = self.config, self.rows.layer
         if config.mode == "paper":
-            level = torch.zeros_like(self.norms)
-        elif model is None:
-            level = gradient_share_scale(*self.rows.means(self.norms, self._form))[owner]
+            scale = torch.zeros_like(self.norms)
+        elif model_sums is None:
+            scale = gradient_share_scale(*self.rows.means(self.norms, self._gradient_share))[layer]
         else:
-            level = gradient_share_scale(*model.to(self.norms)).expand_as(self.norms)
-        self._shares = power_shares(self.norms, self._form, level, beta=config.beta, mode=config.mode)
-        self._entry = sigma * self._shares[0].sqrt() * self._unit[owner]
-        self._model = model
+            scale = gradient_share_scale(*model_sums.to(self.norms)).expand_as(self.norms)
+        self._power = power_shares(self.norms, self._gradient_share, scale, beta=config.beta, mode=config.mode)
+        self._entry = sigma * self._power[0].sqrt() * self._unit[layer]
+        self._model_sums = model_sums
 
     @torch.no_grad()
     def install(self, step: int, *, sketches: bool) -> None:
-        """Install the perturbation in every layer, after `scale`.
-
-        step: a `signs.step_id`, whose noise is used; with scopes other than `step` the noise waits for `micro`.
-        sketches: add probe columns.
-        """
+        """Install the perturbation in every layer, after `scale`. step: a `signs.step_id`, whose noise is used; with
+        scopes other than `step` the noise waits for `set_micro_batch`. sketches: add probe columns."""
         scope, layers = self.config.scope, len(self.branches)
         if scope != "microbatch":
             self._factors = self._draw(step)
@@ -296,17 +329,16 @@ class NoiseScales:
             branch.install(*factors, probe)
 
     @torch.no_grad()
-    def micro(self, key: int) -> None:
+    def set_micro_batch(self, key: int) -> None:
         """Set the noise, or its samples' signs, for the next micro-batch `key` (a `signs.micro_id`)."""
         if self._samples is None:
             self._factors = self._draw(key)
         else:
-            self._samples.micro(key)
+            self._samples.set_micro_batch(key)
         for branch, factors in zip(self.branches, self._factors, strict=True):
             branch.redraw(*factors)
 
     def _draw(self, key: int) -> list[tuple[Tensor, Tensor]]:
-        """Return S_V and U of every layer."""
         assert self._entry is not None
         rows, dtype = sum(self.rows.sizes), self._factor_dtype
         words = self._noise.words(key)
@@ -322,11 +354,10 @@ class NoiseScales:
         The gradient is divided by `loss_scale` and, on a mesh, summed before it is squared: two collectives for all
         layers.
         """
-        grads = [branch.probe.grad for branch in self.branches]
-        took_part = copy_to_device([grad is not None for grad in grads], self.device)
-        filled = [branch.probe if grad is None else grad for branch, grad in zip(self.branches, grads, strict=True)]
-        gradient = torch.cat(filled)
-        if self._placement is not ALONE:
+        probes = [branch.probe for branch in self.branches]
+        took_part = torch.tensor([probe.grad is not None for probe in probes]).to(self.device, non_blocking=True)
+        gradient = torch.cat([probe if probe.grad is None else probe.grad for probe in probes])
+        if self._placement is not SINGLE_PROCESS:
             self.rows.sum_columns(gradient)
             flat = torch.cat([gradient.view(-1), took_part.to(gradient)])
             self._placement.sum_data(flat)
@@ -335,12 +366,12 @@ class NoiseScales:
         return (gradient / loss_scale).square().sum(1) / self._probes, took_part
 
     @torch.no_grad()
-    def learn(self, q: Tensor, took_part: Tensor, finite: Tensor) -> None:
+    def average_sketch(self, q: Tensor, took_part: Tensor, finite: Tensor) -> None:
         """Average a `sketch` in, unless it is not `finite` (bool, ()); layers without a gradient are skipped."""
-        learns = took_part & finite
+        averaged = took_part & finite
         decay = self.config.ema
-        self.ema = torch.where(learns[self.rows.owner], decay * self.ema + (1 - decay) * q, self.ema)
-        self.updates = self.updates + learns
+        self.ema = torch.where(averaged[self.rows.layer], decay * self.ema + (1 - decay) * q, self.ema)
+        self.updates = self.updates + averaged
         self.skipped = self.skipped + (took_part & ~finite)
 
     def restore(self) -> None:
@@ -350,24 +381,22 @@ class NoiseScales:
             branch.probe.grad = None
         self._factors = []
 
-    def figures(self) -> Tensor:
-        """Return sums over layers for the regularizer's metrics of the last perturbed step: `FIGURES`, float64.
-
-        Does not wait for the device. Collective on a mesh.
-        """
+    def metric_sums(self) -> Tensor:
+        """Return sums over layers for the regularizer's metrics of the last perturbed step: `METRIC_SUMS`, float64.
+        Does not wait for the device. Collective on a mesh."""
         zero = torch.zeros((), device=self.device, dtype=self.ema.dtype)
         sums = [zero] * 4
-        if self._shares is not None and self._entry is not None:
-            (total, gradient), owner = self._shares, self.rows.owner
-            sigma = self._entry * self._root_rank[owner]
-            row_power = sigma.square() * self._layer_widths[owner]
+        if self._power is not None and self._entry is not None:
+            (total, gradient), layer = self._power, self.rows.layer
+            sigma = self._entry * self._root_rank[layer]
+            row_power = sigma.square() * self._layer_widths[layer]
             gradient_power = row_power * gradient / total.clamp_min(torch.finfo(total.dtype).tiny)
             # Total variation between the guided distribution of a layer's (or the model's) power and that by weights
             # alone.
-            if self._model is None:
-                powers = [(mean * self.rows.whole_sizes)[owner] for mean in self.rows.means(total, self.norms)]
+            if self._model_sums is None:
+                powers = [(mean * self.rows.whole_sizes)[layer] for mean in self.rows.means(total, self.norms)]
             else:
-                powers = [self._model[0].to(total)] * 2
+                powers = [self._model_sums[0].to(total)] * 2
             moved = (total / powers[0] - self.norms / powers[1]).abs()
             sums = list(self.rows.totals(row_power, gradient_power, sigma, moved))
             sums[3] = 0.5 * sums[3]
@@ -377,31 +406,27 @@ class NoiseScales:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of `state`."""
         sites = [branch.site for branch in self.branches]
-        per_row = {f"{s.name}.{what}": (s.whole_rows,) for s in sites for what in ("norms", "ema")}
-        return per_row | {f"{s.name}.{what}": () for s in sites for what in ("updates", "skipped")}
+        per_row = {f"{s.name}.{quantity}": (s.whole_rows,) for s in sites for quantity in ("norms", "ema")}
+        return per_row | {f"{s.name}.{quantity}": () for s in sites for quantity in ("updates", "skipped")}
 
     def state(self) -> dict[str, Tensor]:
         """Return copies per layer with all rows of each layer, so that the state does not depend on how layers are
         grouped or sharded. Collective on a mesh."""
         norms, ema = self.rows.whole(self.norms, self.ema)
-        whole: dict[str, Sequence[Tensor] | Tensor] = {
-            "norms": norms,
-            "ema": ema,
-            "updates": self.updates,
-            "skipped": self.skipped,
-        }
+        counts = {"updates": self.updates, "skipped": self.skipped}
+        whole: dict[str, Sequence[Tensor] | Tensor] = {"norms": norms, "ema": ema, **counts}
         return {
-            f"{branch.site.name}.{what}": parts[index].clone()
+            f"{branch.site.name}.{quantity}": parts[index].clone()
             for index, branch in enumerate(self.branches)
-            for what, parts in whole.items()
+            for quantity, parts in whole.items()
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load a `state`."""
 
-        def layers(what: str, like: Tensor) -> list[Tensor]:
-            return [state[f"{branch.site.name}.{what}"].to(like).reshape(-1) for branch in self.branches]
+        def layers(quantity: str, template: Tensor) -> list[Tensor]:
+            return [state[f"{branch.site.name}.{quantity}"].to(template).reshape(-1) for branch in self.branches]
 
-        self.norms, self.ema = (self.rows.take(layers("norms", self.norms)), self.rows.take(layers("ema", self.ema)))
+        self.norms, self.ema = (self.rows.local(layers("norms", self.norms)), self.rows.local(layers("ema", self.ema)))
         self.updates = torch.cat(layers("updates", self.updates))
         self.skipped = torch.cat(layers("skipped", self.skipped))

@@ -9,13 +9,8 @@ inside the row space of A (Bi-LoRA, arXiv 2508.19564, §3). SAM over the merged 
 costs a dense gradient: see `WeightSAM`. Unlike the published code (davda54/sam) neither needs a closure, nor breaks
 accumulation or loss scaling.
 
-`TwoPassRegularizer` is the shared frame: a first pass at the weights, a second one at the perturbed weights.
-
-    with regularizer.step(t) as passes:
-        for _ in passes:                  # 0: gradients at the weights; 1: gradients at the perturbed weights
-            for micro in batches.at(t):
-                loss(model, micro).backward()
-    clip(); optimizer.step()
+`TwoPassRegularizer` is the shared frame: a first pass at the weights, a second one at the perturbed weights (the loop:
+`flatshift.regularizers.protocol`).
 
 Between the passes the first one's gradients are read and removed, so `.grad` ends as the second one's alone: no
 closure, and whatever scales, clips or unscales gradients does it once, after the step, as for plain training. A pass is
@@ -35,22 +30,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flatshift.regularizers.config import ASAM, SAM, LoraSAM
-from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.config import ASAM, SAM, LoraSAM, RegularizerError
 from flatshift.regularizers.layers.adapters import AdapterParameters, local_tensor
-from flatshift.regularizers.layers.forward import OutputTerm, check_whole_layers, find_linear_sites
+from flatshift.regularizers.layers.forward import ForwardSwap, find_whole_layers
+from flatshift.regularizers.layers.frozen import accumulation_dtype
 from flatshift.regularizers.layers.fused import unsafe_reshape
 from flatshift.regularizers.layers.sharded import is_sharded
-from flatshift.regularizers.mesh import ALONE, Placement
-from flatshift.regularizers.methods.preconditions import (
-    check_not_attached,
-    check_step_entry,
-    lora_layers,
-    mark_hooked,
-    release_hooked,
-    require_nonnegative,
-)
-from flatshift.regularizers.protocol import MetricTensors, Regularizer
+from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
+from flatshift.regularizers.methods.base import AttachedRegularizer, lora_layers, require_nonnegative
+from flatshift.regularizers.protocol import MetricTensors
 
 if TYPE_CHECKING:
     from typing import Self
@@ -60,120 +48,102 @@ _VANISHING = 1e-30
 """Gradient norms below this count as zero: ρ divided by them overflows float32."""
 
 
-class TwoPassRegularizer(Regularizer):
+class TwoPassRegularizer(AttachedRegularizer):
     """Base class that counts passes, keeps metrics and state; subclasses define the perturbation."""
 
     passes = 2
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        """Name in `regularizer.kind`; prefix of the state's tensors."""
+    def __init__(self, kind: str, rho: float) -> None:
+        require_nonnegative("rho", rho)
+        super().__init__(kind, f"{kind}.")
+        self._rho = rho
         self._theta: AdapterParameters | None = None
         self._model: nn.Module | None = None
-        self._inside = False
-        self._asked = 0
-        self._step = 0
+        self._passes_begun = 0
         self._unperturbed = torch.zeros((), dtype=torch.int64)
         self._figures: dict[str, Tensor] = {}
 
-    def _take(self, model: nn.Module, theta: AdapterParameters, layers: Mapping[str, nn.Module]) -> None:
-        """Finish `attach`: mark the `layers` as hooked and reset the counters."""
-        mark_hooked(layers, self)
-        self._theta, self._model = theta, model
-        self._step, self._figures = 0, {}
+    def _attach_theta(self, model: nn.Module, layers: Mapping[str, nn.Module], seed: int, placement: Placement) -> None:
+        """Finish `attach` to θ and these layers of `model`, and reset the counters."""
+        theta = AdapterParameters(model, placement)
+        self._finish_attach(layers, seed, placement)
+        self._theta, self._model, self._figures = theta, model, {}
         self._unperturbed = torch.zeros((), dtype=torch.int64, device=theta.device)
 
-    @abstractmethod
-    def _begin(self, stack: ExitStack) -> None:
+    def _prepare_first_pass(self, stack: ExitStack) -> None:
         """Prepare the first pass; callbacks on `stack` are undone when the step is left."""
 
     @abstractmethod
-    def _climb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
+    def _perturb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
         """Between the passes: read the gradients and perturb until `stack` is closed; return metrics. The gradients are
         removed afterwards."""
 
     def _gradient_norm(self, loss_scale: float) -> Tensor:
         """Return |∂L/∂θ| of the current gradients, float64 (). Collective."""
         assert self._theta is not None
-        found = {
+        gradients = {
             name: torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)
             for name, p in self._theta.parameters.items()
         }
-        return self._theta.squared_norm(found).sqrt() / loss_scale
+        return self._theta.squared_norm(gradients).sqrt() / loss_scale
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        check_step_entry(self._kind, t, attached=self._theta is not None, inside=self._inside)
-        self._step, self._asked, self._inside = t, 0, True
-        try:
-            with ExitStack() as stack:
-                self._begin(stack)
-                yield self._passes(t, stack, loss_scale)
-                if self._asked < 2:
-                    raise RegularizerError(
-                        f"{self._kind} takes two passes over the micro-batches of step {t} and got {self._asked}; "
-                        "write `with regularizer.step(t) as passes:` and inside it `for _ in passes:` around the "
-                        "forward and backward passes"
-                    )
-                self._figures["perturbed_gradient_norm"] = self._gradient_norm(loss_scale)
-        finally:
-            self._inside = False
+        with self._in_step(t), ExitStack() as stack:
+            self._passes_begun = 0
+            self._prepare_first_pass(stack)
+            yield self._passes(t, stack, loss_scale)
+            if self._passes_begun < 2:
+                raise RegularizerError(
+                    f"{self._name} takes two passes over the micro-batches of step {t} and got {self._passes_begun}; "
+                    "write `with regularizer.step(t) as passes:` and inside it `for _ in passes:` around the forward "
+                    "and backward passes"
+                )
+            self._figures["perturbed_gradient_norm"] = self._gradient_norm(loss_scale)
 
     def _passes(self, t: int, stack: ExitStack, loss_scale: float) -> Iterator[int]:
         for index in range(2):
-            if not (self._inside and self._step == t and self._asked == index):
+            if not (self._inside and self._step == t and self._passes_begun == index):
                 raise RegularizerError(f"the passes of step({t}) were asked for after the step had been left")
             if index == 1:
-                assert self._theta is not None and self._model is not None
-                self._figures = self._climb(stack, loss_scale)
-                self._theta.forget_gradients(self._model)
-            self._asked = index + 1
+                assert self._model is not None
+                self._figures = self._perturb(stack, loss_scale)
+                self._model.zero_grad(set_to_none=True)
+            self._passes_begun = index + 1
             yield index
 
-    def _factor(self, rho: float, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ρ/`norm`, and whether it is usable, bool ().
-
-        Counts the unusable steps, which stay unperturbed because their first gradient is zero or not finite. Does not
-        wait for the device.
-        """
+    def _step_factor(self, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ρ/`norm`, and whether it is usable, bool (). Counts the unusable steps, which stay unperturbed because
+        their first gradient is zero or not finite. Does not wait for the device."""
         usable = norm.isfinite() & (norm > _VANISHING)
         self._unperturbed = self._unperturbed.to(norm.device) + ~usable
-        return rho / norm, usable
+        return self._rho / norm, usable
 
-    def metrics(self) -> dict[str, float]:
+    def metric_tensors(self) -> MetricTensors:
         """Return the metrics of the last step, before clipping and without the loss scale.
 
         `gradient_norm` |∂L/∂θ| at the weights, `perturbed_gradient_norm` at the perturbed ones, `perturbation_norm`
         |ε|, and for SAM over the weights `weight_gradient_norm` |∂L/∂W'|; `unperturbed_steps`: number of steps so far
         whose first gradient was zero or not finite, and which trained with ε = 0.
         """
-        return self.metric_tensors().read()
-
-    def metric_tensors(self) -> MetricTensors:
-        found = {**self._figures, "unperturbed_steps": self._unperturbed}
-        values = torch.stack([value.to(self._unperturbed.device, torch.float64) for value in found.values()])
-        return MetricTensors(values, lambda numbers: dict(zip(found, numbers, strict=True)))
-
-    def _names(self) -> dict[str, Tensor]:
-        return {f"{self._kind}.step": torch.tensor(self._step), f"{self._kind}.unperturbed": self._unperturbed}
+        figures = {**self._figures, "unperturbed_steps": self._unperturbed}
+        values = torch.stack([value.to(self._unperturbed.device, torch.float64) for value in figures.values()])
+        return MetricTensors(values, lambda numbers: dict(zip(figures, numbers, strict=True)))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the counters; the method has no other memory, and draws nothing."""
-        return {name: value.clone() for name, value in self._names().items()}
+        return {
+            f"{self._prefix}step": torch.tensor(self._step),
+            f"{self._prefix}unperturbed": self._unperturbed.clone(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if self._theta is None:
-            raise RegularizerError(f"{self._kind} is not attached to a model; attach before loading its state")
-        if different := set(self._names()) ^ set(state):
-            raise RegularizerError(
-                f"the saved state does not belong to {self._kind} ({min(different)!r} is in only one of the two); "
-                "resume with the regularizer that the checkpoint was written with"
-            )
-        self._step = int(state[f"{self._kind}.step"])
-        self._unperturbed = state[f"{self._kind}.unperturbed"].detach().clone()
+        self._check_state(state, dict.fromkeys(self.state_dict(), ()), whole=True)
+        self._step = int(state[f"{self._prefix}step"])
+        self._unperturbed = state[f"{self._prefix}unperturbed"].detach().clone()
 
     def detach(self) -> None:
-        release_hooked(self)
+        super().detach()
         self._theta = self._model = None
 
 
@@ -185,40 +155,36 @@ class AdapterSAM(TwoPassRegularizer):
     """
 
     def __init__(self, config: LoraSAM | ASAM) -> None:
-        super().__init__(config.kind)
-        require_nonnegative("rho", config.rho)
+        super().__init__(config.kind, config.rho)
         if isinstance(config, ASAM):
             require_nonnegative("eta", config.eta)
         self.config = config
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        check_not_attached(self._theta is not None)
-        self._take(model, AdapterParameters(model, placement or ALONE), lora_layers(model))
+        self._check_not_attached()
+        self._attach_theta(model, lora_layers(model), seed, placement or SINGLE_PROCESS)
         return self
 
-    def _begin(self, stack: ExitStack) -> None:
-        pass
-
-    def _climb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
+    def _perturb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
         theta = self._theta
         assert theta is not None
         direction = theta.gradients(loss_scale)
-        norm = steepness = theta.squared_norm(direction).sqrt()
+        norm = scaled_norm = theta.squared_norm(direction).sqrt()
         if isinstance(self.config, ASAM):
-            sizes = {name: self._size(name, value) for name, value in theta.values().items()}
+            sizes = {name: self._entry_sizes(name, value, self.config.eta) for name, value in theta.values().items()}
             scaled = {name: sizes[name] * g for name, g in direction.items()}
-            steepness = theta.squared_norm(scaled).sqrt()
+            scaled_norm = theta.squared_norm(scaled).sqrt()
             direction = {name: sizes[name] * g for name, g in scaled.items()}
-        factor, usable = self._factor(self.config.rho, steepness)
+        factor, usable = self._step_factor(scaled_norm)
         move = {name: torch.where(usable.to(d.device), d * factor.to(d.device), 0.0) for name, d in direction.items()}
         stack.enter_context(theta.moved(move))
         return {"gradient_norm": norm, "perturbation_norm": theta.squared_norm(move).sqrt()}
 
-    def _size(self, name: str, value: Tensor) -> Tensor:
+    @staticmethod
+    def _entry_sizes(name: str, value: Tensor, eta: float) -> Tensor:
         """Return T of one factor; a bias is not rescaled, as in the authors' code."""
-        assert isinstance(self.config, ASAM)
         wide = value.to(torch.promote_types(value.dtype, torch.float32))
-        return torch.ones_like(wide) if name.endswith(".bias") else wide.abs().add_(self.config.eta)
+        return torch.ones_like(wide) if name.endswith(".bias") else wide.abs().add_(eta)
 
 
 class _CollectWeightGradient(torch.autograd.Function):
@@ -260,67 +226,63 @@ class WeightSAM(TwoPassRegularizer):
     """
 
     def __init__(self, config: SAM) -> None:
-        super().__init__(config.kind)
-        require_nonnegative("rho", config.rho)
+        super().__init__(config.kind, config.rho)
         self.config = config
-        self._terms: list[OutputTerm] = []
+        self._layers: list[ForwardSwap] = []
         self._dense: list[Tensor] = []
         """G, later ε, (m, n) of every layer; only during a step."""
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        check_not_attached(self._theta is not None)
-        placement = placement or ALONE
-        check_whole_layers(placement, "SAM over the weights")
-        sites = find_linear_sites(model, placement, "SAM over the weights")
-        for site in sites:
-            if is_sharded(site.base.weight):
+        self._check_not_attached()
+        placement = placement or SINGLE_PROCESS
+        layers = find_whole_layers(model, placement, "SAM over the weights")
+        for layer in layers:
+            if is_sharded(layer.site.base.weight):
                 raise RegularizerError(
-                    f"mesh.dp: SAM over the weights holds a gradient as large as layer {site.name} in every process, "
-                    "which sharding is to avoid; take mesh.replicate, or regularizer.kind: lora-sam"
+                    f"mesh.dp: SAM over the weights holds a gradient as large as layer {layer.site.name} in every "
+                    "process, which sharding is to avoid; take mesh.replicate, or regularizer.kind: lora-sam"
                 )
-        self._take(model, AdapterParameters(model, placement), {site.name: site.layer for site in sites})
-        self._terms = [OutputTerm(site) for site in sites]
+        self._attach_theta(model, {layer.site.name: layer.site.layer for layer in layers}, seed, placement)
+        self._layers = layers
         return self
 
-    def _begin(self, stack: ExitStack) -> None:
-        stack.callback(self._let_go)
-        for term in self._terms:
-            site = term.site
-            dtype = torch.float64 if site.dtype == torch.float64 else torch.float32
+    def _prepare_first_pass(self, stack: ExitStack) -> None:
+        stack.callback(self._restore_layers)
+        for layer in self._layers:
+            site = layer.site
+            dtype = accumulation_dtype(site.dtype)
             self._dense.append(torch.zeros(site.rows, site.columns, dtype=dtype, device=site.device))
-            term.install(partial(_collect_weight_gradient, self._dense[-1]))
+            layer.add_term(partial(_collect_weight_gradient, self._dense[-1]))
 
     @torch.no_grad()
-    def _climb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
-        theta = self._theta
-        assert theta is not None
-        placement = theta.placement
-        squares = torch.zeros((), dtype=torch.float64, device=theta.device)
+    def _perturb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
+        assert self._theta is not None
+        squares = torch.zeros((), dtype=torch.float64, device=self._theta.device)
         for gradient in self._dense:
-            placement.sum_data(gradient)
-            gradient /= placement.gradient_scale * loss_scale
+            self._placement.sum_data(gradient)
+            gradient /= self._placement.gradient_scale * loss_scale
             # Row norms first: a float32 sum over a whole large matrix loses digits.
             squares += torch.linalg.vector_norm(gradient, dim=1).double().square().sum().to(squares.device)
         norm = squares.sqrt()
-        factor, usable = self._factor(self.config.rho, norm)
-        for term, gradient in zip(self._terms, self._dense, strict=True):
+        factor, usable = self._step_factor(norm)
+        for layer, gradient in zip(self._layers, self._dense, strict=True):
             gradient *= factor.to(gradient)
             # Not a product with 0: the factor may be infinite or NaN.
             gradient.masked_fill_(~usable.to(gradient.device), 0.0)
-            term.remove()
-            term.install(partial(_add_perturbation, gradient))
+            layer.restore()
+            layer.add_term(partial(_add_perturbation, gradient))
         return {
             "gradient_norm": self._gradient_norm(loss_scale),
             "weight_gradient_norm": norm,
-            "perturbation_norm": torch.where(usable, self.config.rho, 0.0),
+            "perturbation_norm": torch.where(usable, self._rho, 0.0),
         }
 
-    def _let_go(self) -> None:
-        for term in self._terms:
-            term.remove()
+    def _restore_layers(self) -> None:
+        for layer in self._layers:
+            layer.restore()
         self._dense = []
 
     def detach(self) -> None:
-        self._let_go()
+        self._restore_layers()
         super().detach()
-        self._terms = []
+        self._layers = []

@@ -2,8 +2,8 @@
 
     from flatshift.regularizers.sharpness import Sharpness, measure
 
-    found = measure(peft_model, loss, Sharpness(spaces=("adapter",)), seed=0)
-    found.measures["adapter"]["lambda_max"].value
+    result = measure(peft_model, loss, Sharpness(spaces=("adapter",)), seed=0)
+    result.measures["adapter"]["lambda_max"].value
 
 `loss` is a callable without arguments that returns the loss over fixed batches: a scalar tensor, or an iterable of
 terms (one per micro-batch, computed one at a time) to be summed. It is called with the model in evaluation mode, and
@@ -20,18 +20,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flatshift.regularizers.sharpness.sharpness_config import Sharpness
+from flatshift.regularizers.config import Sharpness
 
 if TYPE_CHECKING:
-    from flatshift.regularizers.sharpness.measured import SharpnessResult, measure
     from flatshift.regularizers.sharpness.measures import (
         Estimate,
         Hessian,
+        SharpnessResult,
         ascent_rise,
         expected_rise,
         hutchinson,
         lanczos,
         line,
+        measure,
         plane,
         power_iteration,
     )
@@ -59,7 +60,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:  # all but the settings import torch
-        for home in ("spaces", "measures", "measured"):
+        for home in ("spaces", "measures"):
             module = import_module(f"flatshift.regularizers.sharpness.{home}")
             if hasattr(module, name):
                 return getattr(module, name)

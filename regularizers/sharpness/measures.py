@@ -1,4 +1,4 @@
-"""The named measures: curvature, the rise of the loss around w, and its slices.
+"""The named measures: curvature, the rise of the loss around w, and its slices; and all of them at once, `measure`.
 
 Curvature comes from central differences of gradients: λ_max by Lanczos or power iteration, the trace by Hutchinson.
 
@@ -16,25 +16,27 @@ two-dimensional, along filter-normalised random directions (Li et al., 1712.0991
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flatshift.regularizers.sharpness.sharpness_config import LADDER
-from flatshift.regularizers.sharpness.spaces import LossFunction, Space, dot, norm
+from flatshift.regularizers.config import LADDER, RegularizerError, Sharpness
+from flatshift.regularizers.sharpness.spaces import AdapterSpace, FullSpace, Loss, LossFunction, Space, dot, norm
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measure: its value, an interval if it is random (or not converged), and the number of draws."""
+    """A measure: its value, an interval if it is random (or not converged), and the number of draws that were averaged;
+    for iterative measures, of iterations."""
 
     value: float
     low: float | None
     high: float | None
     n: int
-    """Draws that were averaged; for iterative measures, the number of iterations."""
 
     @classmethod
     def exact(cls, value: float, n: int = 1) -> Estimate:
@@ -100,17 +102,17 @@ class Hessian:
                 products[each] = cls(space, objective, middle * 4.0**each)(direction)
             return _relative_difference(products[rung], products[rung + 1])
 
-        best, least = 0, disagreement(0)
-        for way in (1, -1):
-            while tried < LADDER and (next_one := disagreement(best + way)) < least:
-                best, least = best + way, next_one
+        best, minimum = 0, disagreement(0)
+        for shift in (1, -1):
+            while tried < LADDER and (value := disagreement(best + shift)) < minimum:
+                best, minimum = best + shift, value
                 for far in [each for each in products if abs(each - best) > 1]:
                     del products[far]
             if best != 0:
                 break
-        found = cls(space, objective, middle * 4.0**best)
-        found.error = _relative_difference(products[best], cls(space, objective, 2 * found.length)(direction))
-        return found
+        hessian = cls(space, objective, middle * 4.0**best)
+        hessian.error = _relative_difference(products[best], cls(space, objective, 2 * hessian.length)(direction))
+        return hessian
 
     def __call__(self, v: Tensor) -> Tensor:
         """Return H v (N,), by two gradients."""
@@ -123,26 +125,21 @@ class Hessian:
         return ahead.sub_(behind).mul_(length / (2 * self.length))
 
     def check(self, v: Tensor) -> float:
-        """Return the relative disagreement of H v (N,) with the product at twice the step length; four gradients.
-
-        A third of it is due to the truncation of H v itself. Stored in `error` if it is the largest so far.
-        """
-        apart = _relative_difference(self(v), Hessian(self.space, self.objective, 2 * self.length)(v))
-        self.error = apart if not self.error >= apart else self.error
-        return apart
+        """Return the relative disagreement of H v (N,) with the product at twice the step length; four gradients. A
+        third of it is due to the truncation of H v itself. Stored in `error` if it is the largest so far."""
+        difference = _relative_difference(self(v), Hessian(self.space, self.objective, 2 * self.length)(v))
+        self.error = difference if not self.error >= difference else self.error
+        return difference
 
 
-def _relative_difference(product: Tensor, other: Tensor) -> float:
-    return norm(product - other) / max(norm(product), 1e-300)
+def _relative_difference(product: Tensor, reference: Tensor) -> float:
+    return norm(product - reference) / max(norm(product), 1e-300)
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Ends of the spectrum found by Lanczos.
-
-    `Estimate.n` is the number of products; the interval is ± the residual |H v − λ v|, which is certain to contain an
-    eigenvalue of the map as computed.
-    """
+    """Ends of the spectrum found by Lanczos. `Estimate.n` is the number of products; the interval is ± the residual |H
+    v − λ v|, which is certain to contain an eigenvalue of the map as computed."""
 
     largest: Estimate
     smallest: Estimate
@@ -153,14 +150,13 @@ class Spectrum:
 def lanczos(product: Product, start: Tensor, *, steps: int, tolerance: float = 1e-3) -> Spectrum:
     """Compute the largest and smallest eigenvalue of a symmetric map by Lanczos with full reorthogonalisation.
 
-    Args:
-        start: any vector (N,) that is not orthogonal to the eigenvectors of interest.
-        steps: maximum number of products; `steps` vectors of the space are stored.
-        tolerance: stop when the residual of the largest eigenvalue is below this fraction of its size.
+    start: any vector (N,) that is not orthogonal to the eigenvectors of interest. steps: maximum number of products;
+    `steps` vectors of the space are stored. tolerance: stop when the residual of the largest eigenvalue is below this
+    fraction of its size.
     """
     basis = [start / norm(start)]
     diagonal: list[float] = []
-    beside: list[float] = []
+    off_diagonal: list[float] = []
     values, vectors = torch.zeros(1), torch.ones(1, 1)
     for step in range(min(steps, len(start))):
         w = product(basis[-1]).clone()
@@ -170,15 +166,15 @@ def lanczos(product: Product, start: Tensor, *, steps: int, tolerance: float = 1
                 w.sub_(q, alpha=dot(w, q))
         off = norm(w)
         tridiagonal = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-        for at, value in enumerate(beside):
-            tridiagonal[at, at + 1] = tridiagonal[at + 1, at] = value
+        for i, value in enumerate(off_diagonal):
+            tridiagonal[i, i + 1] = tridiagonal[i + 1, i] = value
         values, vectors = torch.linalg.eigh(tridiagonal)
         scale = float(values.abs().max())
         residuals = off * vectors[-1].abs()
         if off <= 1e-12 * scale or float(residuals[-1]) <= tolerance * abs(float(values[-1])):
             break
         if step + 1 < min(steps, len(start)):
-            beside.append(off)
+            off_diagonal.append(off)
             basis.append(w / off)
     ends = []
     for end in (-1, 0):
@@ -191,15 +187,13 @@ def lanczos(product: Product, start: Tensor, *, steps: int, tolerance: float = 1
 
 
 def power_iteration(product: Product, start: Tensor, *, steps: int, tolerance: float = 1e-3) -> tuple[Estimate, Tensor]:
-    """Return the eigenvalue of largest size (it may be negative) and its unit vector.
-
-    A simple check of `lanczos` that stores two vectors instead of one per step.
-    """
+    """Return the eigenvalue of largest size (it may be negative) and its unit vector. A simple check of `lanczos` that
+    stores two vectors instead of one per step."""
     v = start / norm(start)
     value = residual = 0.0
-    taken = 0
-    while taken < steps:
-        taken += 1
+    iterations = 0
+    while iterations < steps:
+        iterations += 1
         w = product(v)
         value = dot(w, v)
         residual = norm(w - v * value)
@@ -207,7 +201,7 @@ def power_iteration(product: Product, start: Tensor, *, steps: int, tolerance: f
         if size == 0 or residual <= tolerance * abs(value):
             break
         v = w / size
-    return Estimate(value, value - residual, value + residual, taken), v
+    return Estimate(value, value - residual, value + residual, iterations), v
 
 
 def hutchinson(product: Product, vectors: Iterable[Tensor], *, confidence: float = 0.95) -> Estimate:
@@ -229,19 +223,16 @@ def expected_rise(
     """Estimate E[L(w+ε)] − L(w) at each σ, the term that GGPO and Flat-LoRA add to L (β = 0, scope `step`).
 
     ε has the row-normalised covariance σ²|w_i|²/n; to second order the rise is ½ Σ σ²|w_i|²/n · H_ij,ij. A draw is an
-    antithetic pair ±ε, which cancels the first order. All σ use the same directions.
-
-    Args:
-        base: L(w).
-        draws: pairs; the interval is over them.
+    antithetic pair ±ε, which cancels the first order. All σ use the same directions. base:
+    L(w). draws: pairs; the interval is over them.
     """
     rises: list[list[float]] = [[] for _ in sigmas]
     for index in range(draws):
         direction = space.draw(seed, "noise", index, exact=False)
-        for found, sigma in zip(rises, sigmas, strict=True):
+        for values, sigma in zip(rises, sigmas, strict=True):
             pair = [space.value_along(objective, [(sign * sigma, direction)]) for sign in (1, -1)]
-            found.append(sum(pair) / 2 - base)
-    return [Estimate.mean(found, confidence) for found in rises]
+            values.append(sum(pair) / 2 - base)
+    return [Estimate.mean(values, confidence) for values in rises]
 
 
 def ascent_rise(
@@ -258,15 +249,12 @@ def ascent_rise(
 
     The first is SAM's: ε = ρ g/|g| (Foret et al., arXiv 2010.01412). The second continues from there, ε ← P(ε + ρ
     g(w+ε)/|g(w+ε)|) with P the projection on the ball, and takes the highest loss of its path, 0 included. If the
-    gradient is zero, the first direction is random.
-
-    Args:
-        base, gradient: L(w) and its gradient (N,).
-        steps: gradients of the second value, including the one at w; 1: both values are the first's.
+    gradient is zero, the first direction is random. base, gradient: L(w) and its gradient (N,). steps: gradients of the
+    second value, including the one at w; 1: both values are the first's.
     """
     direction = gradient if norm(gradient) > 0 else space.signs(seed, "ascent", 0)
     epsilon = direction * (rho / norm(direction))
-    one = highest = space.value(objective, epsilon) - base
+    one_step = highest = space.value(objective, epsilon) - base
     for _ in range(steps - 1):
         value, direction = space.gradient(objective, epsilon)
         highest = max(highest, value - base)
@@ -276,25 +264,20 @@ def ascent_rise(
         epsilon *= min(1.0, rho / max(norm(epsilon), 1e-300))
     if steps > 1:
         highest = max(highest, space.value(objective, epsilon) - base, 0.0)
-    return Estimate.exact(one), Estimate.exact(highest, steps)
+    return Estimate.exact(one_step), Estimate.exact(highest, steps)
 
 
 @dataclass(frozen=True)
-class LossLine:
-    """L(w + a d) on a grid of a, for several directions d with |d_i| = |w_i| in every row."""
+class LossGrid:
+    """L on a grid. A line has one list of losses over a in `at` for each direction d: L(w + a d); the middle value is
+    L(w). A plane has losses[i][j] = L(w + at[j] d₁ + at[i] d₂). |d_i| = |w_i| in every row."""
 
     at: list[float]
     losses: list[list[float]]
-    """One list over `at` for each direction; the middle value is L(w)."""
 
-
-@dataclass(frozen=True)
-class Plane:
-    """L(w + a d₁ + b d₂) on a square grid."""
-
-    at: list[float]
-    losses: list[list[float]]
-    """losses[i][j] is at a = at[j], b = at[i]."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return {at, losses}; a loss that is not finite becomes None."""
+        return {"at": self.at, "losses": [[v if math.isfinite(v) else None for v in row] for row in self.losses]}
 
 
 def grid_points(points: int, reach: float) -> list[float]:
@@ -305,19 +288,174 @@ def grid_points(points: int, reach: float) -> list[float]:
 
 def line(
     space: Space, objective: LossFunction, *, base: float, points: int, reach: float, directions: int, seed: int
-) -> LossLine:
+) -> LossGrid:
     """Compute slices along `directions` random directions; `base` is L(w)."""
     at = grid_points(points, reach)
     losses = []
     for index in range(directions):
         direction = space.draw(seed, "slice", index, exact=True)
         losses.append([space.value_along(objective, [(a, direction)]) if a else base for a in at])
-    return LossLine(at, losses)
+    return LossGrid(at, losses)
 
 
-def plane(space: Space, objective: LossFunction, *, base: float, points: int, reach: float, seed: int) -> Plane:
+def plane(space: Space, objective: LossFunction, *, base: float, points: int, reach: float, seed: int) -> LossGrid:
     """Compute the slice spanned by the first two directions of `line`."""
     at = grid_points(points, reach)
     across, up = (space.draw(seed, "slice", index, exact=True) for index in (0, 1))
     losses = [[space.value_along(objective, [(a, across), (b, up)]) if a or b else base for a in at] for b in at]
-    return Plane(at, losses)
+    return LossGrid(at, losses)
+
+
+_SPACES: dict[str, type[AdapterSpace] | type[FullSpace]] = {"adapter": AdapterSpace, "full": FullSpace}
+
+
+@dataclass(frozen=True)
+class SharpnessResult:
+    """Results of `measure`, by space.
+
+    Measures: `lambda_max`, `lambda_min` (interval: ± residual), `trace` and `rise_sigma_S` (interval over draws),
+    `sam_rho_R` (one step) and `sam_rho_R_steps_K` (both lower bounds, no interval).
+    """
+
+    loss: float
+    """L(w)."""
+    measures: dict[str, dict[str, Estimate]] = field(default_factory=dict)
+    lines: dict[str, LossGrid] = field(default_factory=dict)
+    planes: dict[str, LossGrid] = field(default_factory=dict)
+    about: dict[str, dict[str, float]] = field(default_factory=dict)
+    """`dimensions`, `weight_norm`, `gradient_norm`, `difference_length` (h), `difference_error` (relative, of Hessian
+    products), `seconds`."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for a JSON file: {loss, measures: {space: {measure: {value, low, high, n}}}, slices,
+        about}."""
+        slices: dict[str, dict[str, Any]] = {}
+        for name, grids in (("line", self.lines), ("plane", self.planes)):
+            for space, grid in grids.items():
+                slices.setdefault(space, {})[name] = grid.as_dict()
+        return {
+            "loss": self.loss,
+            "measures": {
+                space: {name: each.as_dict() for name, each in estimates.items()}
+                for space, estimates in self.measures.items()
+            },
+            "slices": slices,
+            "about": {
+                space: {name: value if math.isfinite(value) else None for name, value in about.items()}
+                for space, about in self.about.items()
+            },
+        }
+
+
+def measure(
+    model: nn.Module,
+    loss: Loss,
+    settings: Sharpness | None = None,
+    *,
+    seed: int = 0,
+    progress: Callable[[int, str], None] = lambda passes, purpose: None,
+) -> SharpnessResult:
+    """Measure the neighbourhood of a PEFT model's weights, in evaluation mode; the model is not changed.
+
+    loss: over fixed batches (`flatshift.regularizers.sharpness.spaces.Loss`). seed: of every random direction; the same
+    seed gives models of one architecture the same directions, up to the lengths of their rows. progress: called for
+    every evaluation with the number of passes done, of at most `settings.passes()`, and its purpose.
+
+    Raises RegularizerError if the model has no LoRA layer to measure, is merged or sharded; the loss is not finite, or
+    not the same when it is computed again.
+    """
+    settings = settings or Sharpness()
+    done, purpose = 0, "loss"
+
+    def count(passes: int) -> None:
+        nonlocal done
+        done += passes
+        progress(done, purpose)
+
+    objective = LossFunction(model, loss, count)
+    spaces = [_SPACES[name](model) for name in settings.spaces]
+    base = objective.value()
+    if not math.isfinite(base):
+        raise RegularizerError(f"the loss at the weights themselves is {base}; sharpness needs a finite one")
+    repeated = objective.value()
+    if not math.isclose(repeated, base, rel_tol=1e-5):
+        raise RegularizerError(
+            f"the loss is {base!r} at one time and {repeated!r} at another, at the same weights; give the measurement "
+            "fixed batches and no randomness of its own"
+        )
+    result = SharpnessResult(base)
+    for space in spaces:
+        started = time.monotonic()
+
+        def begin(measurement: str, space: Space = space) -> None:
+            nonlocal purpose
+            purpose = f"{space.name}: {measurement}"
+
+        _measure_space(space, objective, settings, seed, base, result, begin)
+        result.about[space.name]["seconds"] = time.monotonic() - started
+    return result
+
+
+def _measure_space(
+    space: Space,
+    objective: LossFunction,
+    settings: Sharpness,
+    seed: int,
+    base: float,
+    result: SharpnessResult,
+    begin: Callable[[str], None],
+) -> None:
+    measures: dict[str, Estimate] = {}
+    result.measures[space.name] = measures
+    begin("gradient")
+    gradient = space.gradient(objective)[1]
+    about = {
+        "dimensions": float(space.size),
+        "weight_norm": space.weight_norm,
+        "gradient_norm": float(torch.linalg.vector_norm(gradient.double())),
+    }
+    result.about[space.name] = about
+    if settings.lanczos or settings.probes:
+        begin("step length")
+        start = space.signs(seed, "start", 0)
+        hessian = Hessian.calibrated(space, objective, start)
+        about["difference_length"] = hessian.length
+        if settings.lanczos:
+            begin("λ_max")
+            spectrum = lanczos(hessian, start, steps=settings.lanczos, tolerance=settings.tolerance)
+            measures["lambda_max"], measures["lambda_min"] = spectrum.largest, spectrum.smallest
+            hessian.check(spectrum.vector)
+        if settings.probes:
+            begin("trace")
+            vectors = (space.signs(seed, "trace", index) for index in range(settings.probes))
+            measures["trace"] = hutchinson(hessian, vectors, confidence=settings.confidence)
+        about["difference_error"] = hessian.error
+    if settings.sigmas:
+        begin("noise")
+        rises = expected_rise(
+            space,
+            objective,
+            settings.sigmas,
+            base=base,
+            draws=settings.draws,
+            seed=seed,
+            confidence=settings.confidence,
+        )
+        measures |= {f"rise_sigma_{sigma:g}": rise for sigma, rise in zip(settings.sigmas, rises, strict=True)}
+    begin("ascent")
+    for rho in settings.rhos:
+        one_step, several_steps = ascent_rise(
+            space, objective, rho, base=base, gradient=gradient, steps=settings.ascent, seed=seed
+        )
+        measures[f"sam_rho_{rho:g}"] = one_step
+        if settings.ascent > 1:
+            measures[f"sam_rho_{rho:g}_steps_{settings.ascent}"] = several_steps
+    grid: dict[str, Any] = {"base": base, "reach": settings.reach, "seed": seed}
+    if settings.lines:
+        begin("line")
+        result.lines[space.name] = line(
+            space, objective, points=settings.line_points, directions=settings.lines, **grid
+        )
+    if settings.plane_points:
+        begin("plane")
+        result.planes[space.name] = plane(space, objective, points=settings.plane_points, **grid)

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flatshift.regularizers.config import default_rank
-from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.config import RegularizerError, default_rank
 from flatshift.regularizers.layers.adapters import AdapterParameters
+from flatshift.regularizers.layers.forward import ForwardSwap
 from flatshift.regularizers.layers.frozen import is_quantised
-from flatshift.regularizers.layers.signs import Side, draw_signs
+from flatshift.regularizers.layers.signs import draw_signs
 from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites
 
 Loss = Callable[[], Tensor | Iterable[Tensor]]
@@ -88,18 +88,21 @@ class LossFunction:
                         "the loss has no gradient with respect to the weights that are measured; switch the adapters "
                         "on, and compute the loss outside torch.no_grad()"
                     )
-                for into, part in zip(sums, torch.autograd.grad(term, inputs, allow_unused=True), strict=True):
-                    if part is not None:
-                        into.add_(part)
+                gradients = torch.autograd.grad(term, inputs, allow_unused=True)
+                for into, gradient in zip(sums, gradients, strict=True):
+                    if gradient is not None:
+                        into.add_(gradient)
                 total += float(term.detach())
         self._count(3)
         return total, [each.detach() for each in sums]
 
     def _terms(self) -> Iterable[Tensor]:
-        given = self._loss()
-        return (given,) if isinstance(given, Tensor) else given
+        loss = self._loss()
+        return (loss,) if isinstance(loss, Tensor) else loss
 
 
+Term = Callable[[Tensor], Tensor]
+"""Function from a layer's input (..., n) to the term added to its output (..., m)."""
 _CHUNK = 1 << 17
 """Elements converted to float64 at a time: two buffers of 1 MiB that fit in a cache (`benchmarks.any_machine`)."""
 
@@ -121,7 +124,7 @@ def norm(a: Tensor) -> float:
 
 
 def purpose_seed(seed: int, purpose: Purpose) -> int:
-    """Return a 62-bit seed for one purpose."""
+    """Return a 62-bit seed."""
     return int.from_bytes(hashlib.sha256(f"sharpness:{seed}:{purpose}".encode()).digest()[:8], "big") >> 2
 
 
@@ -138,10 +141,9 @@ class Space(ABC):
     size: int
     """N, number of entries of a vector."""
     dtype: torch.dtype
-    """Dtype of vectors: float32, or float64 for float64 weights."""
+    """Of vectors: float32, or float64 for float64 weights."""
     device: torch.device
     weight_norm: float
-    """|w|."""
     resolution: float
     """Relative spacing of the numbers in which w is moved and the loss is computed."""
 
@@ -155,11 +157,8 @@ class Space(ABC):
 
     @abstractmethod
     def draw(self, seed: int, purpose: Purpose, index: int, *, exact: bool) -> Any:
-        """Draw a random row-normalised direction, in the form that `value_along` takes.
-
-        Entries are independent with one covariance in each row; rows have the length |w_i| in the mean, or exactly with
-        `exact`.
-        """
+        """Draw a random row-normalised direction, in the form that `value_along` takes. Entries are independent with
+        one covariance in each row; rows have the length |w_i| in the mean, or exactly with `exact`."""
 
     @abstractmethod
     def value_along(self, objective: LossFunction, parts: Sequence[tuple[float, Any]]) -> float:
@@ -172,19 +171,14 @@ class Space(ABC):
 
 
 class AdapterSpace(Space):
-    """θ = (A, B) of all trained LoRA factors (`flatshift.regularizers.layers.adapters`).
-
-    They are moved in place and restored bit for bit. Other trained parameters, such as a classifier's head, are held
-    fixed.
-    """
+    """θ = (A, B) of all trained LoRA factors (`flatshift.regularizers.layers.adapters`). They are moved in place and
+    restored bit for bit. Other trained parameters, such as a classifier's head, are fixed."""
 
     name = "adapter"
 
     def __init__(self, model: nn.Module, adapters: AdapterParameters | None = None) -> None:
-        """adapters: another θ of this model, with its heads.
-
-        Raises RegularizerError if the model trains no LoRA factor, is merged, or is sharded.
-        """
+        """adapters: another θ of this model, with its heads. Raises RegularizerError if the model trains no LoRA
+        factor, is merged, or is sharded."""
         check_not_merged(model)
         self._adapters = adapters or AdapterParameters(model)
         values = self._adapters.values()
@@ -253,43 +247,27 @@ def check_not_merged(model: nn.Module) -> None:
             )
 
 
-Term = Callable[[Tensor], Tensor]
-"""Function from a layer's input (..., n) to the term added to its output (..., m)."""
-
-
 @contextmanager
-def with_added_terms(sites: Sequence[LoraSite], terms: Sequence[Term]) -> Iterator[None]:
-    """Add a term to each layer's forward inside the context; restore the forwards afterwards, even after an
+def _added_terms(sites: Sequence[LoraSite], terms: Sequence[Term]) -> Iterator[None]:
+    """Add a term to each layer's output inside the context; restore the forwards afterwards, even after an
     exception."""
-    before = [vars(site.layer).get("forward") for site in sites]
+    layers = [ForwardSwap(site) for site in sites]
     try:
-        for site, term in zip(sites, terms, strict=True):
-            site.layer.forward = partial(_forward_with_term, site.layer, site.layer.forward, term)
+        for layer, term in zip(layers, terms, strict=True):
+            layer.add_term(partial(_add_term, term))
         yield
     finally:
-        for site, forward in zip(sites, before, strict=True):
-            if forward is not None:
-                site.layer.forward = forward
-            elif "forward" in vars(site.layer):
-                del site.layer.forward
+        for layer in layers:
+            layer.restore()
 
 
-def _forward_with_term(
-    layer: Any, plain: Callable[..., Tensor], term: Term, x: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    y = plain(x, *args, **kwargs)
-    if layer.disable_adapters:
-        return y
+def _add_term(term: Term, y: Tensor, x: Tensor) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         return (y + term(x)).to(y.dtype)
 
 
 def _dense_term(delta: Tensor, x: Tensor) -> Tensor:
     return F.linear(x.to(delta.dtype), delta)
-
-
-def _sign_sides(site: LoraSite) -> tuple[tuple[Side, int], tuple[Side, int]]:
-    return ("in", site.columns), ("out", site.rows)
 
 
 def _low_rank_term(into: Tensor, out: Tensor, x: Tensor) -> Tensor:
@@ -306,9 +284,9 @@ class FullSpace(Space):
         check_not_merged(model)
         self._sites, others = find_lora_sites(model)
         if not self._sites:
-            found = f"only LoRA layers of other kinds ({others[0]}, ...)" if others else "no LoRA layer"
+            present = f"only LoRA layers of other kinds ({others[0]}, ...)" if others else "no LoRA layer"
             raise RegularizerError(
-                f"the model has {found}, and sharpness in the full space is that of adapted linear layers; measure "
+                f"the model has {present}, and sharpness in the full space is that of adapted linear layers; measure "
                 "with spaces=('adapter',), or attach a LoRA adapter to linear layers (adapter.targets: all-linear)"
             )
         dtypes = [site.dtype for site in self._sites]
@@ -329,14 +307,14 @@ class FullSpace(Space):
             part.view(shape).detach().to(site.device).requires_grad_()
             for part, shape, site in zip(flat.split(self._lengths), self._shapes, self._sites, strict=True)
         ]
-        with with_added_terms(self._sites, [partial(_dense_term, leaf) for leaf in leaves]):
+        with _added_terms(self._sites, [partial(_dense_term, leaf) for leaf in leaves]):
             value, grads = objective.gradient(leaves)
         return value, torch.cat([grad.reshape(-1).to(self.device) for grad in grads])
 
     def value(self, objective: LossFunction, at: Tensor) -> float:
         parts = zip(at.split(self._lengths), self._shapes, self._sites, strict=True)
         deltas = [part.view(shape).to(site.device) for part, shape, site in parts]
-        with with_added_terms(self._sites, [partial(_dense_term, delta) for delta in deltas]):
+        with _added_terms(self._sites, [partial(_dense_term, delta) for delta in deltas]):
             return objective.value()
 
     def draw(self, seed: int, purpose: Purpose, index: int, *, exact: bool) -> list[tuple[Tensor, Tensor]]:
@@ -346,18 +324,9 @@ class FullSpace(Space):
         factors = []
         for site, norms in zip(self._sites, self._row_norms, strict=True):
             rank = default_rank(site.rows, site.columns)
-            into, out = (
-                draw_signs(
-                    seed=key,
-                    step=index,
-                    layer=site.name,
-                    side=side,
-                    indices=range(count),
-                    columns=rank,
-                    dtype=self.dtype,
-                ).to(site.device)
-                for side, count in _sign_sides(site)
-            )
+            draw = partial(draw_signs, seed=key, step=index, layer=site.name, columns=rank, dtype=self.dtype)
+            into = draw(side="in", indices=range(site.columns)).to(site.device)
+            out = draw(side="out", indices=range(site.rows)).to(site.device)
             if exact:
                 lengths = ((out @ (into.T @ into)) * out).sum(1).clamp_min(torch.finfo(self.dtype).tiny).sqrt()
             else:
@@ -371,5 +340,5 @@ class FullSpace(Space):
             into = torch.cat([direction[layer][0] for _, direction in parts], 1)
             out = torch.cat([c * direction[layer][1] for c, direction in parts], 1)
             terms.append(partial(_low_rank_term, into, out))
-        with with_added_terms(self._sites, terms):
+        with _added_terms(self._sites, terms):
             return objective.value()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flatshift.cli import run
-from flatshift.finetune.data import remote, upload
+from flatshift.finetune.data import remote
 from flatshift.selection.features import write_manifest
 from tests.object_store import ObjectStore, Put, bucket, forget_clients, object_store
 
@@ -82,7 +82,7 @@ def test_a_run_is_that_of_the_same_file_on_disk_and_goes_on(lake, here: Path, ca
     assert run(["predict", str(here / "remote"), "--data", f"{place}/pool/", "--out", str(here / "said.jsonl")]) == 0
     assert len((here / "said.jsonl").read_text(encoding="utf-8").splitlines()) == len(ROWS)
     lake({"train.jsonl.gz": FILES["target.jsonl.gz"]})
-    remote._SEEN.clear()  # as another process begins
+    remote._VERSIONS.clear()  # as another process begins
     remote._DIGESTS.clear()
     capsys.readouterr()
     assert run(["train", "--resume", str(here / "remote"), "--train.steps", "4"]) == 2
@@ -130,15 +130,15 @@ def test_a_selection_is_pushed_compared_and_not_sent_twice(lake, here: Path, cap
     files = ["--pool", f"{here}/pool/*.jsonl.gz", "--data.holdout", "0", "--target", f"{here}/target.jsonl.gz"]
     assert run(["select", *files, "--budget", "10", "--out", str(here / "chosen")]) == 0
     (here / "chosen" / "plots" / "large.bin").write_bytes(bytes(range(256)) * (11 << 12))  # 11 MiB: in parts
-    monkeypatch.setattr(upload, "_PART", 5 << 20)
+    monkeypatch.setattr(remote, "_PART", 5 << 20)
     read: list[str] = []
-    digest = upload._StoreLocation.digest
-    monkeypatch.setattr(upload._StoreLocation, "digest", lambda self, name: read.append(name) or digest(self, name))
+    digest = remote._StoreLocation.digest
+    monkeypatch.setattr(remote._StoreLocation, "digest", lambda self, name: read.append(name) or digest(self, name))
     assert run(["push", str(here / "chosen"), f"{place}/selections/first"]) == 0
     client = remote.open_store(place)[0]
     there = {name.partition("/selections/first/")[2] for name in client.find(f"{place}/selections/first")}
     made = {file.relative_to(here / "chosen").as_posix() for file in (here / "chosen").rglob("*") if file.is_file()}
-    assert there == made | {upload.RECORD} and not read, "etags of whole objects and of those in parts are known"
+    assert there == made | {remote.UPLOAD_RECORD} and not read, "etags of whole objects and of those in parts are known"
     assert client.info(f"{place}/selections/first/plots/large.bin")["ETag"].strip('"').endswith("-3")
     for name in made:
         assert client.cat_file(f"{place}/selections/first/{name}") == (here / "chosen" / name).read_bytes()

@@ -64,7 +64,7 @@ def read(monkeypatch) -> list[str]:
 
 def anew() -> None:
     """As another process begins."""
-    remote._SEEN.clear()
+    remote._VERSIONS.clear()
     remote._DIGESTS.clear()
     directory._open_checked.cache_clear()
 
@@ -112,7 +112,7 @@ def test_a_copy_that_broke_off_goes_on(here: Path, place: str, read: list[str], 
     cache = ["--select.cache", str(here / "cache")]
     monkeypatch.setattr(remote, "BLOCK", 64)
     monkeypatch.setattr(remote_features, "BLOCK", 64)
-    part = remote._ObjectReader._part
+    part = remote._ObjectReader._read_block
     asked: list[int] = []
 
     def breaks(self: Any, size: int) -> bytes:
@@ -122,7 +122,7 @@ def test_a_copy_that_broke_off_goes_on(here: Path, place: str, read: list[str], 
         return part(self, size)
 
     with monkeypatch.context() as patch:
-        patch.setattr(remote._ObjectReader, "_part", breaks)
+        patch.setattr(remote._ObjectReader, "_read_block", breaks)
         assert select(here, f"{place}/features", f"{place}/target.npy", "out", *cache) == 2
     assert read == ["part-0.npy", "part-1.npy"] and not (here / "out").exists()
     (left,) = (here / "cache").rglob(".part-1.npy.part")
@@ -134,7 +134,7 @@ def test_a_copy_that_broke_off_goes_on(here: Path, place: str, read: list[str], 
         starts.setdefault(self._url.rpartition("/")[2], self._at)
         return part(self, size)
 
-    monkeypatch.setattr(remote._ObjectReader, "_part", noted)
+    monkeypatch.setattr(remote._ObjectReader, "_read_block", noted)
     assert select(here, f"{place}/features", f"{place}/target.npy", "out", *cache) == 0
     assert "part-0.npy" not in read and starts["part-1.npy"] == 320 and starts["part-2.npy"] == 0
     assert select(here, here / "features", here / "target.npy", "local") == 0

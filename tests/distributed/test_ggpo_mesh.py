@@ -102,8 +102,8 @@ def attached(case: Case, engine: Engine) -> GGPORegularizer:
 def noise(regularizer: GGPORegularizer) -> dict[str, dict[str, Tensor]]:
     """Factors of this rank, and which global rows and columns they are for."""
     found = {}
-    for bank in regularizer._banks:
-        for branch in bank.branches:
+    for group in regularizer._groups:
+        for branch in group.branches:
             site = branch.site
             rows, columns = (
                 torch.arange(size) if cut is None else cut.indices()
@@ -314,7 +314,7 @@ def odd_ends() -> dict[str, Any]:
     for step in range(2):
         with regularizer.step(step):
             engine.forward_backward(batch, count, task=LanguageModel(), head=None, context=contextlib.nullcontext)
-            column_layer = regularizer._banks[0].branches[0]
+            column_layer = regularizer._groups[0].branches[0]
             assert column_layer.site.row_cut is not None and column_layer.probe.grad is not None
             if step == 1 and engine.world.rank == 1:
                 column_layer.probe.grad.fill_(float("inf"))

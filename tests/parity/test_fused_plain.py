@@ -14,7 +14,7 @@ import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from flatshift.regularizers.layers.forward import OutputTerm
+from flatshift.regularizers.layers.forward import ForwardSwap
 from flatshift.regularizers.layers.fused import FusedLayers, FusedLora
 from flatshift.regularizers.layers.sites import find_lora_sites
 from flatshift.regularizers.methods.sam import _collect_weight_gradient
@@ -146,9 +146,9 @@ def test_a_regularizers_own_forward_is_left_to_it() -> None:
 
 def test_a_term_behind_a_layer_stays_and_the_layer_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_lora(tiny_llama(dtype=torch.float64))
-    terms = [OutputTerm(site) for site in find_lora_sites(model)[0]]
+    terms = [ForwardSwap(site) for site in find_lora_sites(model)[0]]
     for term in terms:
-        term.install(lambda y, x: y + x.sum(-1, keepdim=True) * 0.01)
+        term.add_term(lambda y, x: y + x.sum(-1, keepdim=True) * 0.01)
     before = [vars(module)["forward"].own for module in model.modules() if hasattr(module, "lora_A")]
     calls: list[int] = []
     real = FusedLora.apply
@@ -162,7 +162,7 @@ def test_a_term_behind_a_layer_stays_and_the_layer_is_fused(monkeypatch: pytest.
         assert (gradient - wanted[3][name]).norm() < 1e-11 * wanted[3][name].norm(), name
     assert before == [vars(module)["forward"].own for module in model.modules() if hasattr(module, "lora_A")]
     for term in terms:
-        term.remove()
+        term.restore()
     assert abs(passed(model, fused=True)[1] - fused[1]) > 1e-6  # the term was there
 
 
@@ -270,11 +270,11 @@ def test_models_that_write_into_what_a_layer_gives(made: Callable[[], Any], coll
         clear(model)
         with contextlib.ExitStack() as stack:
             for site in find_lora_sites(model)[0] if fused and collects else ():
-                term = OutputTerm(site)
-                term.install(
+                term = ForwardSwap(site)
+                term.add_term(
                     partial(_collect_weight_gradient, torch.zeros(site.rows, site.columns, dtype=torch.float64))
                 )
-                stack.callback(term.remove)
+                stack.callback(term.restore)
             if fused:
                 assert stack.enter_context(FusedLayers(model).replace_forwards()) == lora_layers(model)
             loss = model(input_ids=ids, labels=ids).loss

@@ -77,13 +77,13 @@ def embeddings(ids: Tensor, width: int = 32) -> Tensor:
 
 @pytest.mark.parametrize("case", LAYERS)
 def test_loss_and_all_gradients_equal_autograd_through_dense_noise(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatshift.regularizers.layers import branch
+    from flatshift.regularizers.layers.fused import FusedNoise
 
     make, fused = LAYERS[case]
     model, ids = make(), tokens()
     calls = []
-    real = branch.FusedNoise.apply
-    monkeypatch.setattr(branch.FusedNoise, "apply", lambda *inputs: calls.append(1) or real(*inputs))
+    real = FusedNoise.apply
+    monkeypatch.setattr(FusedNoise, "apply", lambda *inputs: calls.append(1) or real(*inputs))
     plain_loss, _, plain_grads = run(model, embeddings(ids), ids)
     regularizer = build(GGPO(sigma=0.3)).attach(model, seed=1, total_steps=2)
     with regularizer.step(0):

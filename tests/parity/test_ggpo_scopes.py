@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatshift.regularizers import GGPO, RegularizerError, build
 from flatshift.regularizers.layers.signs import draw_signs
-from flatshift.regularizers.mesh import SingleProcess
+from flatshift.regularizers.mesh import Placement
 from flatshift.regularizers.methods.ggpo import GGPORegularizer
 from tests.regularizer_models import (
     base_weights,
@@ -98,7 +98,7 @@ def test_loss_gradients_and_sketch_equal_autograd_through_dense_noise(scope: str
             loss = seeded_loss(model, ids, index)
             loss.backward()
             losses.append(loss.detach())
-        branches = {branch.site.name: branch for bank in regularizer._banks for branch in bank.branches}
+        branches = {branch.site.name: branch for group in regularizer._groups for branch in group.branches}
         for name, branch in branches.items():
             assert branch.probe.grad is not None and branch.probe_in is not None
             sketches[name] = branch.probe.grad.clone(), branch.probe_in.clone()
@@ -166,7 +166,7 @@ def test_what_has_a_noise_of_its_own() -> None:
 def test_samples_do_not_see_over_how_many_processes_they_are_spread() -> None:
     """Rows 0–3 in one process, and 0–1 and 2–3 in two: the same losses, gradients and sketches."""
 
-    class Half(SingleProcess):
+    class Half(Placement):
         def __init__(self, index: int) -> None:
             self._index = index
 
@@ -174,7 +174,7 @@ def test_samples_do_not_see_over_how_many_processes_they_are_spread() -> None:
         def share(self) -> tuple[int, int]:
             return self._index, 2
 
-    def run(ids: Tensor, weight: float, placement: SingleProcess | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(ids: Tensor, weight: float, placement: Placement | None) -> tuple[Tensor, dict[str, Tensor]]:
         model = with_lora(tiny_llama(dtype=torch.float64))
         config = GGPO(sigma=0.3, scope="sample")
         regularizer = build(config).attach(model, seed=3, total_steps=2, placement=placement)
@@ -187,8 +187,8 @@ def test_samples_do_not_see_over_how_many_processes_they_are_spread() -> None:
                 total += loss.detach()
             found = gradients(model) | {
                 branch.site.name: branch.probe.grad.clone()  # type: ignore[union-attr]
-                for bank in regularizer._banks
-                for branch in bank.branches
+                for group in regularizer._groups
+                for branch in group.branches
             }
         return total, found
 
@@ -343,7 +343,7 @@ def test_a_loop_that_names_no_micro_batch_is_told_so(scope: str) -> None:
 
 @pytest.mark.parametrize("scope", ["microbatch", "sample"])
 def test_a_pipeline_is_refused(scope: str) -> None:
-    class Stage(SingleProcess):
+    class Stage(Placement):
         pipelined = True
 
     model = with_lora(tiny_llama())

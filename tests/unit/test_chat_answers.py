@@ -242,7 +242,7 @@ def test_a_tokenizer_that_does_not_tell_places():
     )  # fmt: skip
     told = [{"role": "user", "content": "größe 🙂"}, {"role": "assistant", "content": "naïve 🙂"}]
     tokenizer.chat_template = template
-    answers = AssistantSpans(ChatTemplate(tokenizer, Chat()), ConversationTokeniser(tokenizer).places)
+    answers = AssistantSpans(ChatTemplate(tokenizer, Chat()), ConversationTokeniser(tokenizer).token_spans)
     samples = answers.samples(read_conversation(row(messages=told)), last_only=False)
     (found,) = ConversationTokeniser(tokenizer).samples(samples)
     on = [token for token, yes in zip(found.ids, found.supervised, strict=True) if yes]

@@ -115,7 +115,7 @@ def test_an_entry_is_made_once_and_a_damaged_one_again(tmp_path):
 
     first = cache.get("k", counted)
     again = cache.get("k", counted)
-    assert len(calls) == 1 and first.folder == again.folder and again.about["rows"] == 60
+    assert len(calls) == 1 and first.folder == again.folder and again.metadata["rows"] == 60
     assert "read from" in again.notes[0] and "kept in" in first.notes[0]
     ids = first.folder / "input_ids.npy"
     whole = ids.read_bytes()
@@ -153,7 +153,7 @@ def test_what_fails_or_is_killed_leaves_no_entry(tmp_path):
     child.start()
     child.join()
     assert child.exitcode == 9 and len(list(tmp_path.glob(".tokens-k.*.tmp"))) == 1
-    assert cache.get("k", make).about["rows"] == 60
+    assert cache.get("k", make).metadata["rows"] == 60
     assert not list(tmp_path.glob(".tokens-k.*.tmp"))
 
 
@@ -168,7 +168,7 @@ def test_of_many_processes_one_makes_it(tmp_path):
         return make(folder)
 
     def rank():
-        about = TokenCache(tmp_path / "cache").get("k", slow).about
+        about = TokenCache(tmp_path / "cache").get("k", slow).metadata
         (found / f"{os.getpid()}-{about['rows']}").touch()
 
     children = [multiprocessing.get_context("fork").Process(target=rank) for _ in range(4)]

@@ -208,13 +208,13 @@ def test_little_of_a_long_conversation_is_tokenised(monkeypatch) -> None:
     from flatshift.finetune.data.chat.tokens import ConversationTokeniser
 
     sizes: list[int] = []
-    batch = ConversationTokeniser._batch
+    batch = ConversationTokeniser._tokenise_batch
 
     def counted(self: Any, given: list[str]) -> Any:
         sizes.extend(map(len, given))
         return batch(self, given)
 
-    monkeypatch.setattr(ConversationTokeniser, "_batch", counted)
+    monkeypatch.setattr(ConversationTokeniser, "_tokenise_batch", counted)
     long, short = "some words of it " * 400_000, "yes"
     for turns in ([long, short], [short, long], [short, short, long, short]):
         roles = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]

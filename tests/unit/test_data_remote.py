@@ -277,13 +277,13 @@ def test_shards_on_s3_are_read_as_from_disk(lake, tmp_path: Path) -> None:
 def test_parquet_on_s3_is_read_by_range(lake, monkeypatch) -> None:
     got: list[int] = []
     random = np.random.default_rng(0)
-    part = remote._ObjectReader._part
+    part = remote._ObjectReader._read_block
 
     def counted(self, size: int) -> bytes:
         got.append(len(data := part(self, size)))
         return data
 
-    monkeypatch.setattr(remote._ObjectReader, "_part", counted)
+    monkeypatch.setattr(remote._ObjectReader, "_read_block", counted)
     monkeypatch.setattr(remote, "BLOCK", 1 << 16)
     rows = [{"text": random.bytes(512).hex(), "label": "1"} for _ in range(4000)]
     content = parquet(rows, row_group_size=500)

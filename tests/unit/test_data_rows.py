@@ -421,14 +421,14 @@ def test_no_rows_says_why(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n\n")
     with pytest.raises(UserError, match=r"no train rows: .*a\.jsonl is empty"):
-        require_rows(read_rows([str(path)]), files=[str(path)], what="train")
+        require_rows(read_rows([str(path)]), files=[str(path)], purpose="train")
     path.write_text('{"tex": "a"}\n')
     skipped: list[str] = []
     rows = read_rows([str(path)], bad_rows="skip", skipped=skipped)
     with pytest.raises(UserError, match=r"all 1 of .* were skipped, the first for .*a\.jsonl:1: no column 'text'"):
-        require_rows(rows, files=[str(path)], what="train", skipped=skipped)
+        require_rows(rows, files=[str(path)], purpose="train", skipped=skipped)
     with pytest.raises(UserError, match="no file is named"):
-        require_rows([], files=[], what="dev")
+        require_rows([], files=[], purpose="dev")
 
 
 def test_describe_digests_the_bytes_on_disk(tmp_path):

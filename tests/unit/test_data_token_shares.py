@@ -124,7 +124,7 @@ def test_each_source_goes_through_its_own_epochs_as_without():
     assert counts / 300 == pytest.approx(stream.shares, abs=0.02)
     assert np.abs(counts / 300 - WEIGHTS).max() > 0.1  # it is not the samples that have these shares
     first_again = int(np.flatnonzero(epochs > 0)[0])
-    assert 0.6 < stream.around / first_again < 1.5
+    assert 0.6 < stream.epoch_size / first_again < 1.5
 
 
 @pytest.mark.parametrize("group", [None, "length"])

@@ -71,7 +71,7 @@ def test_more_losses_than_a_task_allows_are_refused():
         for _ in range(2):
             lengths = Counter({30: 1, 31: 1})
             examples = [Example([1], [1], "0", "rows.jsonl:1")] * (5 - counts.get("dropped", 0))
-            found.add(EncodedRows(examples, 0 if "dropped" in counts else 2, lengths=lengths, **counts))
+            found.add(EncodedRows(examples, truncated=0 if "dropped" in counts else 2, lengths=lengths, **counts))
         return found
 
     short, ten = Train(max_length=24), Train(max_length=24, overlong="drop", max_dropped=0.2)

@@ -44,22 +44,22 @@ def row_powers(regularizer: GGPORegularizer, t: int) -> dict[str, Tensor]:
     with regularizer.step(t):
         return {
             branch.site.name: branch.noise_out.double().square().sum(1) * branch.site.columns / 0.2**2
-            for bank in regularizer._banks
-            for branch in bank.branches
+            for group in regularizer._groups
+            for branch in group.branches
             if branch.noise_out is not None
         }
 
 
 @pytest.mark.parametrize("mode", ["relative", "relative-product"])
 @pytest.mark.parametrize("normalize", ["layer", "model"])
-def test_noise_follows_the_formula_over_every_kind_of_bank(mode: str, normalize: str) -> None:
+def test_noise_follows_the_formula_over_every_kind_of_group(mode: str, normalize: str) -> None:
     """Layers of two dtypes are kept in two banks; a model's sums are over both."""
     model = with_lora(tiny_llama())
     for name, weight in base_weights(model).items():
         if "mlp" in name:
             weight.data = weight.data.bfloat16()
     regularizer = attached(model, mode=mode, normalize=normalize, beta=2.0)
-    assert len(regularizer._banks) == 2
+    assert len(regularizer._groups) == 2
     state = learned(regularizer)
     names = list(base_weights(model))
     norms = {name: state[f"{name}.norms"].double() for name in names}
@@ -117,12 +117,12 @@ def test_a_shuffle_takes_every_row_everywhere() -> None:
     """Over 400 steps each of 24 rows gets each row's value about equally often (χ² below its 99.9 % quantile)."""
     model = with_lora(tiny_llama(width=16, layers=1), target_modules=r".*layers\.0\.self_attn\.(q|v)_proj")
     regularizer = attached(model, control="shuffled")
-    bank = regularizer._banks[0]
-    rows = sum(bank.rows.sizes)
+    group = regularizer._groups[0]
+    rows = sum(group.rows.sizes)
     assert rows == 24
     counts = torch.zeros(rows, rows)
     for step in range(400):
-        taken = bank._shuffled(torch.arange(24.0), step * 1_000_003).long()
+        taken = group._shuffle_rows(torch.arange(24.0), step * 1_000_003).long()
         counts[torch.arange(rows), taken] += 1
     layers = [slice(0, 16), slice(16, 24)]
     assert not counts[layers[0], layers[1]].any() and not counts[layers[1], layers[0]].any()
@@ -137,9 +137,9 @@ def test_sketches_every_third_step_and_probe_columns_in_those_alone() -> None:
     seen, columns = [], []
     for t in range(8):
         with regularizer.step(t):
-            columns.append({b.probe_in.shape[1] for bank in regularizer._banks for b in bank.branches})
+            columns.append({b.probe_in.shape[1] for group in regularizer._groups for b in group.branches})
             loss_of(model, ids).backward()
-            assert all((b.probe.grad is None) == (t % 3 > 0) for bank in regularizer._banks for b in bank.branches)
+            assert all((b.probe.grad is None) == (t % 3 > 0) for group in regularizer._groups for b in group.branches)
         clear(model)
         seen.append(regularizer.state_dict()[f"{Q}.ema"])
     assert columns == [{4} if t % 3 == 0 else {0} for t in range(8)]
@@ -270,7 +270,7 @@ def test_noise_scales_are_the_same_under_a_loss_scaler() -> None:
             scales.append(scaler.get_scale())
             with regularizer.step(t, loss_scale=scaler.get_scale()):
                 sigmas.append(
-                    torch.cat([b.noise_out.norm(dim=1) for bank in regularizer._banks for b in bank.branches])
+                    torch.cat([b.noise_out.norm(dim=1) for group in regularizer._groups for b in group.branches])
                 )
                 loss = loss_of(model, tokens(seed=t)) * (float("inf") if t == 4 else 1.0)
                 scaler.scale(loss).backward()

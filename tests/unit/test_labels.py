@@ -153,12 +153,12 @@ def test_label_noise_takes_another_rows_label(rows):
 def test_units_are_mean_and_deviation_or_root_mean_square(bias):
     targets = [1.0, 2.0, 4.0, 9.0]
     units = fit_units(targets, OutputLayer("head", bias))
-    seen = np.array([units.seen(y) for y in targets])
+    seen = np.array([units.standardise(y) for y in targets])
     assert units.mean == 4.0
     assert np.sqrt(np.mean(seen**2)) == pytest.approx(1.0)
     assert seen.mean() == pytest.approx(0.0) if bias else units.offset == 0.0
     assert fit_units([5.0, 5.0], OutputLayer("head", True)) == Units(5.0, 5.0, 1.0, "head")
-    assert fit_units(targets, None) == Units(4.0) and fit_units(targets, None).seen(2.5) == 2.5
+    assert fit_units(targets, None) == Units(4.0) and fit_units(targets, None).standardise(2.5) == 2.5
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "llama", "gpt2"])

@@ -66,7 +66,7 @@ def test_columns_give_back_what_was_encoded(kind):
     kept = ColumnarExamples.of(found)
     assert kept == found and kept[3:9] == found[3:9] and type(kept[0].labels) is type(found[0].labels)
     if kind == "numbers":
-        assert kept[2:].seen_targets().tolist() == [units.seen(example.labels) for example in found[2:]]
+        assert kept[2:].standardised_targets().tolist() == [units.standardise(example.labels) for example in found[2:]]
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -100,7 +100,7 @@ def test_several_classes_and_targets_are_batched_as_floats(recipe_of):
             assert micro.labels.dtype == torch.float32 and micro.supervised == batches.supervised(step) == 4
             for target, (i,) in zip(micro.labels.tolist(), micro.rows, strict=True):
                 own = prepared.train[i].labels
-                expected = list(own) if kind == "several" else prepared.units.seen(own)
+                expected = list(own) if kind == "several" else prepared.units.standardise(own)
                 assert target == pytest.approx(expected, rel=1e-6)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from flatshift.regularizers.config import default_rank
-from flatshift.regularizers.methods.guidance import (
+from flatshift.regularizers.methods.noise_scales import (
     debias_ema,
     gradient_share_scale,
     layer_means,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 
 from flatshift.regularizers import GGPO, NEFTune, RegularizerError, build
-from flatshift.regularizers.mesh import SingleProcess
+from flatshift.regularizers.mesh import Placement
 from flatshift.regularizers.methods.neftune import NEFTuneRegularizer, input_embedding, uniform_noise
 from tests.regularizer_models import VOCABULARY, gradients, loss_of, tiny_gpt2, tiny_llama, tokens, with_lora
 from tests.regularizer_stage import run_stage, same_course
@@ -40,7 +40,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-class Ranks(SingleProcess):
+class Ranks(Placement):
     """The i-th of n processes with other rows."""
 
     def __init__(self, share: tuple[int, int] = (0, 1), *, data: int | None = None, stages: int = 1) -> None:

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from flatshift.regularizers import GGPO, Plain, PlainRegularizer, RegularizerError, build
-from flatshift.regularizers.mesh import SingleProcess
+from flatshift.regularizers.mesh import Placement
 from flatshift.regularizers.methods.ggpo import GGPORegularizer
 from tests.regularizer_models import clear, gradients, loss_of, tiny_llama, tokens, with_lora
 
@@ -229,7 +229,7 @@ def test_state_of_something_else_is_refused() -> None:
 
 
 def test_a_stage_of_a_pipeline_takes_its_layers_from_the_state_of_all() -> None:
-    class Stage(SingleProcess):
+    class Stage(Placement):
         """A placement that is not the single process's."""
 
     whole = build(GGPO()).attach(with_lora(tiny_llama()), seed=5, total_steps=4).state_dict()
@@ -260,7 +260,7 @@ def test_heads_trained_whole_are_untouched() -> None:
 def test_the_package_imports_neither_torch_nor_peft() -> None:
     code = (
         "import sys; from flatshift import regularizers; "
-        "from flatshift.regularizers import config, errors, protocol; "
+        "from flatshift.regularizers import config, protocol; "
         "assert 'torch' not in sys.modules; import flatshift.regularizers.methods.ggpo; "
         "assert not {'peft', 'transformers'} & set(sys.modules); "
         "assert set(dir(regularizers)) >= set(regularizers.__all__); "

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from flatshift.regularizers import ASAM, GGPO, SAM, LoraSAM, Regularizer, RegularizerError, build
-from flatshift.regularizers.mesh import SingleProcess
+from flatshift.regularizers.mesh import Placement
 from tests.regularizer_models import (
     base_weights,
     clear,
@@ -275,7 +275,7 @@ def test_settings_without_a_meaning_are_refused_by_name(config: Any) -> None:
         build(config)
 
 
-class Split(SingleProcess):
+class Split(Placement):
     """Two ranks along one axis, as far as a refusal asks."""
 
     def __init__(self, axis: str) -> None:

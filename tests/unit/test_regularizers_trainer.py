@@ -381,7 +381,7 @@ def test_an_epoch_that_stops_inside_a_step_is_abandoned(tmp_path: Path) -> None:
     callback = RegularizerCallback(GGPO(sigma=0.2))
     run = trainer(tmp_path, model, callback, Stop(None), eval_strategy="epoch")
     run.train()
-    assert run.state.global_step == 1 and not callback.inside and forwards(model) == []
+    assert run.state.global_step == 1 and not callback.in_step and forwards(model) == []
 
 
 @pytest.mark.parametrize("config", [GGPO(sigma=0.3), SAM(rho=0.5)], ids=lambda c: c.kind)

@@ -285,7 +285,7 @@ def test_beta_moves_power_but_makes_none() -> None:
             loss_of(model, tokens()).backward()
         with regularizer.step(1):
             # Σ_j ε_ij² has the mean n σ_i² but not that value; the factor U is diag(σ_i/√k) signs exactly.
-            noise_out = {b.site.name: b.noise_out for bank in regularizer._banks for b in bank.branches}
+            noise_out = {b.site.name: b.noise_out for group in regularizer._groups for b in group.branches}
             powers[beta] = {name: factor.square().sum(1) for name, factor in noise_out.items()}
         metrics = regularizer.metrics()
         assert metrics["gradient_share"] == pytest.approx(beta / (1 + beta), abs=1e-5)

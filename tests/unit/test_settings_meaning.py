@@ -13,7 +13,7 @@ from flatshift.command_line import parse_flags
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.finetune.errors import UserError
-from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.config import RegularizerError
 from flatshift.selection.errors import SelectionError
 
 MISTAKES = (UserError, RegularizerError, SelectionError)

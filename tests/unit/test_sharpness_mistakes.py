@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.config import RegularizerError
 from flatshift.regularizers.sharpness import Sharpness, measure
 from tests.regularizer_models import tiny_llama, tokens, with_lora
 from tests.sharpness_models import IDS, SMALL, SPACES, both_spaces, everything, loss_of, tiny

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from flatshift.cli import run
-from flatshift.finetune.data import upload as uploads
-from flatshift.finetune.data.upload import RECORD, upload_folder
+from flatshift.finetune.data import remote as uploads
+from flatshift.finetune.data.remote import UPLOAD_RECORD, upload_folder
 from flatshift.finetune.digests import DONE, FILES, file_digests
 from flatshift.finetune.errors import UserError
 from flatshift.selection.features import directory, write_manifest
@@ -89,7 +89,7 @@ def test_a_run_goes_whole_and_what_says_finished_last(finished: Path, place: str
     told = capsys.readouterr().out
     expected = {name: content for name, content in here(finished).items() if name not in LEFT_OUT}
     found = there(place)
-    record = json.loads(found.pop(RECORD))
+    record = json.loads(found.pop(UPLOAD_RECORD))
     assert found == expected and f"{len(expected)} files sent" in told
     assert record["files"] == {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -145,7 +145,7 @@ def test_another_content_at_the_place_is_refused(finished: Path, place: str, cap
     (finished / "log.txt").write_text("other", encoding="utf-8")
     (finished / DONE).write_text(json.dumps({FILES: {}}), encoding="utf-8")
     STORE.pipe_file(f"{place}x/other.txt", b"somebody's")
-    STORE.pipe_file(f"{place}y/{RECORD}", b"[]")
+    STORE.pipe_file(f"{place}y/{UPLOAD_RECORD}", b"[]")
     for target, told in {
         place: "is the place of another upload (done.json differs); name another place",
         f"{place}x": "holds other.txt, which no upload left; name a place that is empty",
@@ -206,7 +206,7 @@ def test_feature_shards_go_with_their_manifest_last(tmp_path: Path, place: str, 
         np.save(folder / f"part-{i}.npy", np.full((4, 2), i, dtype=np.float32))
     write_manifest(folder)
     assert run(["push", str(folder), place]) == 0
-    assert sent[-1] == "manifest.json" and there(place).keys() == {*here(folder), RECORD}
+    assert sent[-1] == "manifest.json" and there(place).keys() == {*here(folder), UPLOAD_RECORD}
     np.save(folder / "part-1.npy", np.zeros((4, 2), dtype=np.float32))
     directory._open_checked.cache_clear()  # as another process begins
     assert run(["push", str(folder), f"{place}/again"]) == 2

@@ -9,7 +9,7 @@ from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, 
 from flatshift.experiments.report.charts.sharpness import SPACES, contour_chart, line_chart, rise_chart
 from flatshift.experiments.results.run import RunResults
 from flatshift.finetune.digests import adapter_digest
-from flatshift.regularizers.sharpness.sharpness_config import measure_name
+from flatshift.regularizers.config import measure_name
 
 
 def part(run: RunResults) -> ChapterPart | None:

@@ -26,7 +26,8 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from .conversation import Conversation, join_text_parts
 from .template import ChatTemplate, Messages, TemplateRenderError, Tools, get_thoughts
@@ -55,7 +56,7 @@ class RenderedConversation:
     spans: tuple[Span, ...]
     """Start and end, in characters, of the target spans, in order and disjoint."""
     last: int
-    """Start of the last answer in `text`, after empty thoughts that are not trained on."""
+    """Start of the last answer, after empty thoughts that are not trained on."""
 
     def until(self, size: int) -> RenderedConversation:
         """Return the first `size` characters; a span that continues beyond them ends one character later."""
@@ -63,137 +64,126 @@ class RenderedConversation:
         return RenderedConversation(self.text[:size], spans, self.last)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     text: str
     """The conversation up to and including the turn."""
     start: int
     end: int
 
-    @property
-    def upto(self) -> str:
-        return self.text[: self.end]
-
 
 class AssistantSpans:
-    """Finder of target spans of conversations under one template.
-
-    `asked_otherwise`, `thoughts_left_out` and `empty_thoughts` count turns rendered in an unexpected way, for notes.
-    """
+    """Finder of target spans of conversations under one template. `asked_otherwise`, `thoughts_left_out` and
+    `empty_thoughts` count turns rendered in an unexpected way, for notes."""
 
     def __init__(
-        self, template: ChatTemplate, tokens: Callable[[str], list[Span]], *, empty_thoughts: bool = False
+        self, template: ChatTemplate, token_spans: Callable[[str], list[Span]], *, empty_thoughts: bool = False
     ) -> None:
-        """
-        Arguments:
-            tokens: returns (start, end) in characters of each token of a text.
-            empty_thoughts: True if empty thoughts at the start of an answer belong to it.
-        """
+        """token_spans: returns (start, end) in characters of each token of a text. empty_thoughts: True if empty
+        thoughts at the start of an answer belong to it."""
         self.template = template
         self.asked_otherwise = 0
         self.thoughts_left_out = 0
         self.empty_thoughts = 0
         self._supervise_empty = empty_thoughts
-        self._tokens = tokens
+        self._token_spans = token_spans
         self._tails: dict[str, int] = {}  # text after the content → number of its characters that end the turn
 
     def samples(self, conversation: Conversation, *, last_only: bool) -> list[RenderedConversation]:
         """Return the examples of a conversation; the one with its last turn is first.
 
-        Raises:
-            CannotRender: the template raises.
-            AmbiguousTemplate: the answers cannot be located exactly.
-            ValueError: with `last_only`, the last turn has `weight: 0`.
+        Raises TemplateRenderError if the template raises, AmbiguousTemplate if the answers cannot be located exactly,
+        and with `last_only` ValueError if the last turn has `weight: 0`.
         """
-        places = conversation.supervised(last_only=last_only)
+        turns = conversation.supervised(last_only=last_only)
         try:
             if self.template.tagged(conversation.tools):
-                samples = [self._tagged(conversation, places)]
+                samples = [self._find_tagged(conversation, turns)]
             else:
-                samples = _merge_answers([self._answer(conversation, place) for place in places])
-            _check_context(samples[0].text, conversation.messages[: places[-1]], conversation.tools)
+                samples = _merge_answers([self._find_answer(conversation, index) for index in turns])
+            _check_context(samples[0].text, conversation.messages[: turns[-1]], conversation.tools)
         except _ToolsOmitted as error:
             raise AmbiguousTemplate(f"{error}{self.template.with_tools}") from None
         return samples
 
-    def _answer(self, conversation: Conversation, place: int) -> _Answer:
+    def _find_answer(self, conversation: Conversation, index: int) -> _Answer:
         messages, tools = conversation.messages, conversation.tools
-        turn = messages[place]
-        text = self.template.render(messages[: place + 1], tools)
-        tail, kept = self._tail(text, messages, place, tools)
-        words_end, end = len(text) - len(tail), len(text) - len(tail) + kept
-        start = self._start(text, words_end, messages, place, tools)
-        self._check_whole(text[start:end], turn, place)
-        return _Answer(text, self._behind_empty_thoughts(text, start, end), end)
+        text = self.template.render(messages[: index + 1], tools)
+        tail, closing = self._find_tail(text, messages, index, tools)
+        content_end = len(text) - len(tail)
+        start = self._find_start(text, content_end, messages, index, tools)
+        end = content_end + closing
+        self._check_complete(text[start:end], messages[index], index)
+        return _Answer(text, self._skip_empty_thoughts(text, start, end), end)
 
-    def _behind_empty_thoughts(self, text: str, start: int, end: int) -> int:
+    def _skip_empty_thoughts(self, text: str, start: int, end: int) -> int:
         """Return `start`, or the end of empty thoughts that start there or just before."""
         if self._supervise_empty:
             return start
-        found = _EMPTY_THOUGHTS.search(text, max(0, start - _LONGEST_TAG), end)
-        if found is None or found.end() <= start or text[start : found.start()].strip():
+        match = _EMPTY_THOUGHTS.search(text, max(0, start - _LONGEST_TAG), end)
+        if match is None or match.end() <= start or text[start : match.start()].strip():
             return start
         self.empty_thoughts += 1
-        return found.end()
+        return match.end()
 
-    # ------------------------------------------------------------------------------------------------------------ start
-
-    def _start(self, text: str, words_end: int, messages: Messages, place: int, tools: Tools) -> int:
-        before, turn = messages[:place], messages[place]
+    def _find_start(self, text: str, content_end: int, messages: Messages, index: int, tools: Tools) -> int:
+        context, turn = messages[:index], messages[index]
         content = join_text_parts(turn)
-        asked = self.template.render(before, tools, prompt=True)
-        if text.startswith(asked) and len(asked) <= words_end:
-            between = text[len(asked) : words_end]
+        prompt = self.template.render(context, tools, prompt=True)
+        if text.startswith(prompt) and len(prompt) <= content_end:
+            between = text[len(prompt) : content_end]
             written = _find_content_suffix(between, content)
             alone = written is not None and not between[: len(between) - len(written)].strip()
-            if alone or asked != self.template.render(before, tools) or not self._header(asked, before, tools):
-                return len(asked)
+            if alone or prompt != self.template.render(context, tools) or not self._has_header(prompt, context, tools):
+                return len(prompt)
         # The generation prompt differs from the rendered turn, or there is none: then the answer starts with its
         # content, which must end exactly where the marker was.
-        written = _find_content_suffix(text[:words_end], content) if not turn.get("tool_calls") else None
+        written = _find_content_suffix(text[:content_end], content) if not turn.get("tool_calls") else None
         if not written:
-            _check_content(text, turn, place)
+            _check_content(text, turn, index)
             raise AmbiguousTemplate(
-                f"turn {place + 1} is not written after the template's generation prompt, so where the answer begins "
+                f"turn {index + 1} is not written after the template's generation prompt, so where the answer begins "
                 "is not certain; mark it by {% generation %} tags in a template of your own (task.template)"
             )
         self.asked_otherwise += 1
-        return words_end - len(written)
+        return content_end - len(written)
 
-    def _header(self, asked: str, before: Messages, tools: Tools) -> bool:
+    def _has_header(self, prompt: str, context: Messages, tools: Tools) -> bool:
         """Return True if a template without a generation prompt writes text before a turn's content."""
-        text = self.template.render([*before, {"role": "assistant", "content": _MARK}], tools)
-        return not text.startswith(asked) or bool(text[len(asked) :].partition(_MARK)[0].strip())
+        text = self.template.render([*context, {"role": "assistant", "content": _MARK}], tools)
+        return not text.startswith(prompt) or bool(text[len(prompt) :].partition(_MARK)[0].strip())
 
-    # -------------------------------------------------------------------------------------------------------------- end
-
-    def _tail(self, text: str, messages: Messages, place: int, tools: Tools) -> tuple[str, int]:
+    def _find_tail(self, text: str, messages: Messages, index: int, tools: Tools) -> tuple[str, int]:
         """Return the text after the content of the last turn, and how many of its characters end the turn."""
-        turn = messages[place]
-        if not turn.get("tool_calls"):
-            content = join_text_parts(turn)
-            for tail, kept in self._tails.items():
-                if text.endswith(tail) and _find_content_suffix(text[: len(text) - len(tail)], content):
-                    return tail, kept
-        tail, kept = self._probed(text, messages, place, tools)
-        if not turn.get("tool_calls"):
-            self._tails[tail] = kept
-        return tail, kept
+        turn = messages[index]
+        if turn.get("tool_calls"):
+            return self._probe_tail(text, messages, index, tools)
+        content = join_text_parts(turn)
+        for tail, closing in self._tails.items():
+            if text.endswith(tail) and _find_content_suffix(text[: len(text) - len(tail)], content):
+                return tail, closing
+        tail, closing = self._probe_tail(text, messages, index, tools)
+        self._tails[tail] = closing
+        return tail, closing
 
-    def _probed(self, text: str, messages: Messages, place: int, tools: Tools) -> tuple[str, int]:
-        marked = [*messages[:place], _append_marker(messages[place])]
-        tail = self._after_mark(self.template.render(marked, tools), messages[place], place)
+    def _probe_tail(self, text: str, messages: Messages, index: int, tools: Tools) -> tuple[str, int]:
+        turn = messages[index]
+        marked = [*messages[:index], _append_marker(turn)]
+        rendered = self.template.render(marked, tools)
+        if rendered.count(_MARK) != 1:
+            lost = "tool calls" if turn.get("tool_calls") else "content"
+            verb = "leaves out" if _MARK not in rendered else "repeats"
+            error = _ToolsOmitted if turn.get("tool_calls") else AmbiguousTemplate
+            raise error(f"the template {verb} the {lost} of turn {index + 1}")
+        tail = rendered.partition(_MARK)[2]
         if not text.endswith(tail):
-            raise AmbiguousTemplate(f"the template writes turn {place + 1} differently depending on how its text ends")
-        goes_on = self._continued(marked, messages[place + 1 : place + 2], tools)
-        common = _common_prefix_length(tail, goes_on) if goes_on is not None else 0
-        kept = max([end for _, end in self._tokens(tail) if end <= common], default=0)
-        kept = len(tail[:kept].rstrip())
-        if not kept:
-            kept = self._lone_end(tail, place)
-        return tail, kept
+            raise AmbiguousTemplate(f"the template writes turn {index + 1} differently depending on how its text ends")
+        continued = self._render_continued(marked, messages[index + 1 : index + 2], tools)
+        pairs = zip(tail, continued or "", strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        closing = max([end for _, end in self._token_spans(tail) if end <= common], default=0)
+        return tail, len(tail[:closing].rstrip()) or self._find_lone_end(tail, index)
 
-    def _continued(self, marked: Messages, following: Messages, tools: Tools) -> str | None:
+    def _render_continued(self, marked: Messages, following: Messages, tools: Tools) -> str | None:
         """Return the text after the marker when the conversation continues; None if the template allows no
         continuation."""
         for more in (following, [{"role": "user", "content": _PROBE}], [{"role": "tool", "content": _PROBE}]):
@@ -205,75 +195,64 @@ class AssistantSpans:
                 return text.partition(_MARK)[2]
         return None
 
-    def _lone_end(self, tail: str, place: int) -> int:
+    def _find_lone_end(self, tail: str, index: int) -> int:
         """Return the end if the last turn ends with a token unlike earlier turns: then this single token is the end
         of turn."""
-        end = len(tail.rstrip())
-        inside = [span for span in self._tokens(tail) if tail[span[0] : span[1]].strip()]
-        if not end:
+        if not tail.rstrip():
             raise AmbiguousTemplate(
-                f"the template writes nothing after turn {place + 1}, so the model would never learn to stop; let it "
+                f"the template writes nothing after turn {index + 1}, so the model would never learn to stop; let it "
                 "write an end of turn, for example {{ eos_token }} (task.template)"
             )
-        if len(inside) != 1:
+        if sum(bool(tail[start:end].strip()) for start, end in self._token_spans(tail)) != 1:
             raise AmbiguousTemplate(
-                f"which part of {tail!r} after turn {place + 1} ends it is not certain; mark it by tags"
+                f"which part of {tail!r} after turn {index + 1} ends it is not certain; mark it by tags"
             )
-        return end
+        return len(tail.rstrip())
 
-    def _after_mark(self, text: str, turn: dict[str, Any], place: int) -> str:
-        if text.count(_MARK) != 1:
-            what = "tool calls" if turn.get("tool_calls") else "content"
-            times = "leaves out" if _MARK not in text else "repeats"
-            kind = _ToolsOmitted if turn.get("tool_calls") else AmbiguousTemplate
-            raise kind(f"the template {times} the {what} of turn {place + 1}")
-        return text.partition(_MARK)[2]
-
-    # ------------------------------------------------------------------------------------------- checks
-
-    def _check_whole(self, answer: str, turn: dict[str, Any], place: int) -> None:
+    def _check_complete(self, answer: str, turn: dict[str, Any], index: int) -> None:
         """Check that the answer contains the turn's content and tool calls, ignoring whitespace; count omitted
         thoughts."""
-        _check_content(answer, turn, place)
+        _check_content(answer, turn, index)
         for call in turn.get("tool_calls", []):
             function = call.get("function", call)
             if function["name"] not in answer:
-                raise _ToolsOmitted(f"the template leaves out the tool call {function['name']!r} of turn {place + 1}")
+                raise _ToolsOmitted(f"the template leaves out the tool call {function['name']!r} of turn {index + 1}")
         thoughts = get_thoughts(turn)
         if isinstance(thoughts, str) and _remove_whitespace(thoughts) not in _remove_whitespace(answer):
             self.thoughts_left_out += 1
 
-    # ------------------------------------------------------------------------------------------- tags
-
-    def _tagged(self, conversation: Conversation, places: Sequence[int]) -> RenderedConversation:
+    def _find_tagged(self, conversation: Conversation, supervised: Sequence[int]) -> RenderedConversation:
         """Return the conversation with the spans of the template's tags, which are assigned to turns by rendering
         ever longer beginnings."""
         messages, tools = conversation.messages, conversation.tools
-        end = places[-1] + 1
+        end = supervised[-1] + 1
         text, blocks = self.template.render_tagged(messages[:end], tools)
         turns = [i for i, turn in enumerate(messages[:end]) if turn["role"] == "assistant"]
-        before = []
-        for place in turns:
-            earlier, own = self.template.render_tagged(messages[:place], tools)
-            if [earlier[slice(*block)] for block in own] != [text[slice(*block)] for block in blocks[: len(own)]]:
+        counts = []
+        for index in turns:
+            earlier, earlier_blocks = self.template.render_tagged(messages[:index], tools)
+            counts.append(len(earlier_blocks))
+            if [earlier[slice(*block)] for block in earlier_blocks] != [
+                text[slice(*block)] for block in blocks[: counts[-1]]
+            ]:
                 raise AmbiguousTemplate(
-                    f"the template's {{% generation %}} tags mark earlier turns differently once turn {place + 1} is "
+                    f"the template's {{% generation %}} tags mark earlier turns differently once turn {index + 1} is "
                     "there, so which belong to which turn is not certain"
                 )
-            before.append(len(own))
         own_blocks = {
-            place: blocks[first:stop] for place, first, stop in zip(turns, before, [*before[1:], None], strict=True)
+            index: blocks[first:stop] for index, first, stop in zip(turns, counts, [*counts[1:], None], strict=True)
         }
-        for place in places:
-            if not own_blocks[place]:
-                raise AmbiguousTemplate(f"the template's {{% generation %}} tags mark nothing of turn {place + 1}")
-            self._check_whole("".join(text[slice(*block)] for block in own_blocks[place]), messages[place], place)
-        for place in places:
-            first, *rest = own_blocks[place]
-            begin = self._behind_empty_thoughts(text, *first)
-            own_blocks[place] = [(begin, first[1]), *rest] if begin < first[1] or not rest else rest
-        spans = tuple(block for place in places for block in own_blocks[place])
-        return RenderedConversation(text, spans, own_blocks[places[-1]][0][0])
+        for index in supervised:
+            if not own_blocks[index]:
+                raise AmbiguousTemplate(f"the template's {{% generation %}} tags mark nothing of turn {index + 1}")
+            answer = "".join(text[slice(*block)] for block in own_blocks[index])
+            self._check_complete(answer, messages[index], index)
+        for index in supervised:
+            first, *others = own_blocks[index]
+            begin = self._skip_empty_thoughts(text, *first)
+            own_blocks[index] = [(begin, first[1]), *others] if begin < first[1] or not others else others
+        spans = tuple(block for index in supervised for block in own_blocks[index])
+        return RenderedConversation(text, spans, own_blocks[supervised[-1]][0][0])
 
 
 def _merge_answers(answers: list[_Answer]) -> list[RenderedConversation]:
@@ -281,18 +260,17 @@ def _merge_answers(answers: list[_Answer]) -> list[RenderedConversation]:
     samples = []
     while answers:
         whole = answers[-1]
-        inside = [answer for answer in answers if whole.text.startswith(answer.upto)]
-        samples.append(
-            RenderedConversation(whole.text, tuple((answer.start, answer.end) for answer in inside), whole.start)
-        )
-        answers = [answer for answer in answers if answer not in inside]
+        covered = [answer for answer in answers if whole.text.startswith(answer.text[: answer.end])]
+        spans = tuple((answer.start, answer.end) for answer in covered)
+        samples.append(RenderedConversation(whole.text, spans, whole.start))
+        answers = [answer for answer in answers if answer not in covered]
     return samples
 
 
-def _check_content(text: str, turn: dict[str, Any], place: int) -> None:
+def _check_content(text: str, turn: dict[str, Any], index: int) -> None:
     if _remove_whitespace(join_text_parts(turn)) not in _remove_whitespace(text):
         raise AmbiguousTemplate(
-            f"the template leaves out or rewrites a part of turn {place + 1}, so not all of the answer would be "
+            f"the template leaves out or rewrites a part of turn {index + 1}, so not all of the answer would be "
             "learnt; take a template that keeps it (task.template)"
         )
 
@@ -329,14 +307,6 @@ def _find_content_suffix(text: str, content: str) -> str | None:
         if form and text.endswith(form):
             return form
     return None
-
-
-def _common_prefix_length(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return i
-    return min(len(one), len(other))
 
 
 def _remove_whitespace(text: str) -> str:

@@ -31,18 +31,14 @@ class Conversation:
     """The turns of one row, in the form that chat templates take."""
 
     messages: list[dict[str, Any]]
-    """`role`, `content` and further keys of the row; keys without a value are removed."""
+    """`role`, `content` and further keys of the row that have a value."""
     tools: list[dict[str, Any]] | None
-    """Definitions of callable functions, or None."""
     answers: tuple[int, ...]
     """Indices of the assistant's turns that may be trained on (all but those with `weight: 0`), in order."""
 
     def supervised(self, *, last_only: bool) -> tuple[int, ...]:
-        """Return the indices of the turns to train on: `answers`, or only the assistant's last turn.
-
-        Raises:
-            ValueError: the last turn has `weight: 0`. An earlier turn must not replace it.
-        """
+        """Return the indices of the turns to train on: `answers`, or only the assistant's last turn. Raises ValueError
+        if the last turn has `weight: 0`: an earlier turn must not replace it."""
         if not last_only:
             return self.answers
         last = max(i for i, turn in enumerate(self.messages) if turn["role"] == "assistant")
@@ -59,13 +55,10 @@ def read_conversation(row: Row, *, system: str | None = None) -> Conversation:
 
     Turns are `{role, content[, tool_calls, …]}`, or ShareGPT's `{from, value}` with human, gpt, system, function_call
     and observation. A column, and the arguments of a call, may be JSON text. `weight: 0` (OpenAI's format) excludes an
-    assistant turn from training.
+    assistant turn from training. system: system turn for a conversation that has none of its own.
 
-    Arguments:
-        system: system turn for a conversation that starts without one and has none in the column `system`.
-    Raises:
-        ValueError: the reason why the row is bad: no list of turns, an unknown role, roles out of order, an empty
-            assistant turn, content that is not text, no assistant turn, two system turns.
+    Raises ValueError with the reason why the row is bad: no list of turns, an unknown role, roles out of order, an
+    empty assistant turn, content that is not text, no assistant turn, two system turns.
     """
     tools = row.values.get("tools")
     messages = _read_turns(row, system)
@@ -81,10 +74,7 @@ def read_conversation(row: Row, *, system: str | None = None) -> Conversation:
 
 def read_unanswered_turns(row: Row, *, system: str | None = None) -> list[dict[str, Any]]:
     """Return the turns of `row` up to the last one that the assistant has to answer; its own last answer is removed.
-
-    Raises:
-        ValueError: as `read_conversation`; or there is nothing to answer.
-    """
+    Raises ValueError as `read_conversation`, or if there is nothing to answer."""
     messages = _read_turns(row, system)
     if messages[-1]["role"] == "assistant":
         messages.pop()
@@ -155,28 +145,29 @@ def _parse_turn(turn: Any, number: int) -> dict[str, Any]:
 
 
 def _convert_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
-    who = message["from"]
-    if message.keys() - {"from", "value", "weight"} or not isinstance(who, str) or who not in _SHAREGPT:
+    sender = message["from"]
+    if message.keys() - {"from", "value", "weight"} or not isinstance(sender, str) or sender not in _SHAREGPT:
         raise ValueError(
-            f"turn {number} is from {who!r}; of ShareGPT's form only human, gpt, system, function_call and observation "
-            "with a value are clear: write role and content instead"
+            f"turn {number} is from {sender!r}; of ShareGPT's form only human, gpt, system, function_call and "
+            "observation with a value are clear: write role and content instead"
         )
-    turn = {"role": _SHAREGPT[who]} | {key: message[key] for key in ("weight",) if key in message}
+    turn = {"role": _SHAREGPT[sender]} | {key: message[key] for key in ("weight",) if key in message}
     if "value" not in message:
         return turn
-    if who != "function_call":
+    if sender != "function_call":
         return turn | {"content": message["value"]}
     calls = _parse_json(message["value"])
     if not isinstance(calls, dict | list):
         raise ValueError(f"turn {number} is from 'function_call', and its value is no JSON of a name and arguments")
-    return turn | {"tool_calls": [{"type": "function", "function": one} for one in _as_list(calls)]}
+    calls = calls if isinstance(calls, list) else [calls]
+    return turn | {"tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def _parse_tool_calls(calls: Any, number: int) -> list[dict[str, Any]]:
     """Return tool calls with their arguments as objects, which templates render as JSON."""
     if not isinstance(calls, list):
         raise ValueError(f"tool_calls of turn {number} is {_describe_type(calls)}, not a list")
-    found = []
+    parsed = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -190,8 +181,8 @@ def _parse_tool_calls(calls: Any, number: int) -> list[dict[str, Any]]:
                 )
             function = {**function, "arguments": arguments}
             call = {**call, "function": function} if "function" in call else function
-        found.append(call)
-    return found
+        parsed.append(call)
+    return parsed
 
 
 def _parse_json(value: Any) -> Any:
@@ -202,10 +193,6 @@ def _parse_json(value: Any) -> Any:
         return None
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 def _is_trainable(message: dict[str, Any], number: int) -> bool:
     weight = message.get("weight", 1)
     if weight not in (0, 1):
@@ -214,14 +201,14 @@ def _is_trainable(message: dict[str, Any], number: int) -> bool:
 
 
 def _check_order(messages: list[dict[str, Any]]) -> None:
-    before = None
+    previous = None
     for number, message in enumerate(messages, start=1):
         role = message["role"]
-        if before not in _BEFORE[role]:
-            where = "at the beginning" if before is None else f"after {before}"
+        if previous not in _BEFORE[role]:
+            position = "at the beginning" if previous is None else f"after {previous}"
             allowed = " or ".join("at the beginning" if role is None else f"after {role}" for role in _BEFORE[role])
-            raise ValueError(f"roles are out of order: turn {number} is {role} {where}, and belongs {allowed}")
-        before = role
+            raise ValueError(f"roles are out of order: turn {number} is {role} {position}, and belongs {allowed}")
+        previous = role
 
 
 def _check_text(*parts: Any) -> None:

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from ...errors import UserError
-from ..encoding import DroppedRows, Truncation, iter_chunks
+from ..encoding import ANY_LENGTH, DroppedRows, Truncation, iter_chunks, minimum_known
 from ..example import IGNORE, EncodedRows, Example, GenerationPrompt
 from ..rows import FORMS, TWO_TURNS, Row
 from .answers import AssistantSpans, RenderedConversation
@@ -36,24 +36,20 @@ class _ChatCounts:
     samples: int = 0
     tokens: int = 0
     supervised: int = 0
-    apart: int = 0
-    """Rows that became several examples."""
+    several: int = 0
     cut_answers: int = 0
     """Rows with an answer that is truncated or entirely after the cut."""
     unsupervised: int = 0
-    """Rows without any target token left."""
     in_pieces: int = 0
     """Examples with an answer that starts or ends inside a token."""
-    filled: int = 0
+    null_rows: int = 0
     """Rows of Parquet or Arrow files whose turns or tools have null-valued keys."""
-    nulls: int = 0
-    """Number of these keys."""
+    null_keys: int = 0
     form: str = ""
     """Source of the turns (`flatshift.finetune.data.rows.FORMS`)."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens that each row needs to be whole."""
     at_least: int | None = None
-    """From where on these are least numbers; None: all are exact."""
+    """Smallest of these lengths that is only a lower bound; None: all are exact."""
 
 
 class ChatSettings(TemplateSettings, Protocol):
@@ -61,22 +57,16 @@ class ChatSettings(TemplateSettings, Protocol):
 
     @property
     def turns(self) -> str: ...
-
     @property
     def system(self) -> str | None: ...
-
     @property
     def score(self) -> str: ...
-
     @property
     def empty_thoughts(self) -> bool: ...
-
     @property
     def max_truncated(self) -> float: ...
-
     @property
     def max_unsupervised(self) -> float: ...
-
     def replace(self, **settings: Any) -> Self: ...
 
 
@@ -98,12 +88,9 @@ class ChatEncoder:
         overlong: Literal["drop", "refuse"] | None = None,
         room: int | None = None,
     ) -> None:
-        """Arguments as of `flatshift.finetune.data.encoding.encode`; room: tokens that are kept of a sample that is no
-        example yet, by default `max_length`.
-
-        Raises:
-            UserError: an invalid template; truncation from the left.
-        """
+        """Take the arguments of `flatshift.finetune.data.encoding.encode`; room: tokens that are kept of a sample that
+        is no example yet, by default `max_length`. Raises UserError for an invalid template, or truncation from the
+        left."""
         if truncation == "left":
             raise UserError(
                 "train.truncation: a conversation (task.kind: chat) loses its right end, as no template writes one "
@@ -114,7 +101,7 @@ class ChatEncoder:
         self.room = max_length if room is None else room
         self.tokens = ConversationTokeniser(tokenizer)
         self.answers = AssistantSpans(
-            ChatTemplate(tokenizer, task), self.tokens.places, empty_thoughts=task.empty_thoughts
+            ChatTemplate(tokenizer, task), self.tokens.token_spans, empty_thoughts=task.empty_thoughts
         )
         self.counts = _ChatCounts()
         self._added = set(tokenizer.added_tokens_decoder)
@@ -125,25 +112,21 @@ class ChatEncoder:
     def add(self, rows: Iterable[Row]) -> EncodedRows:
         """Encode these rows; return the examples and the counts of dropped and truncated ones.
 
-        Raises:
-            UserError: a row that is malformed, that the template rejects, or whose answers cannot be located exactly
-                (unless skipped); an example that is too long (if refused); answers without a token at which generation
-                could stop (score: generate).
+        Raises UserError: a row that is malformed, that the template rejects, or whose answers cannot be located exactly
+        (unless skipped); an example that is too long (if refused); answers without a token at which generation could
+        stop (score: generate).
         """
-        rest = DroppedRows(self.bad_rows, self.overlong, self.max_length)
+        losses = DroppedRows(self.bad_rows, self.overlong, self.max_length)
         examples: list[Example] = []
         for chunk in iter_chunks(rows, _CHUNK):
             self._first = self._first or chunk[0]
-            for row, samples, tokenised in self._tokenised(chunk, rest):
-                examples += self._examples(row, samples, tokenised, rest)
-        return rest.encoded(examples)
+            for row, samples, tokenised in self._tokenise(chunk, losses):
+                examples += self._build_examples(row, len(samples), tokenised, losses)
+        return losses.encoded(examples)
 
     def close(self) -> tuple[str, ...]:
-        """Return notes on all rows, one sentence each.
-
-        Raises:
-            UserError: no row left; more lost than the task allows.
-        """
+        """Return notes on all rows, one sentence each. Raises UserError if no row is left, or more is lost than the
+        task allows."""
         if self._first is not None:
             self._refuse_losses(self._first)
         return tuple(self._notes())
@@ -152,105 +135,107 @@ class ChatEncoder:
         """Return True if the template uses a key of turns."""
         return self.answers.template.reads_key(key)
 
-    def _tokenised(
-        self, chunk: Sequence[Row], rest: DroppedRows
+    def _tokenise(
+        self, chunk: Sequence[Row], losses: DroppedRows
     ) -> Iterator[tuple[Row, list[RenderedConversation], list[TokenisedConversation]]]:
-        """Yield the rows of a chunk with their examples, tokenised in one batch."""
-        found = [(row, samples) for row in chunk if (samples := self._samples(row, rest))]
-        room = None if self.room >= _ANY_LENGTH else self.room
-        flat = iter(self.tokens.samples([sample for _, samples in found for sample in samples], room=room))
-        for row, samples in found:
-            mine = list(islice(flat, len(samples)))
-            if isinstance(one := mine[0], TokenisedConversation) and one.more and self._asks(one):
-                mine[:1] = self.tokens.samples(samples[:1])  # the answer to compare with is all of it
-            wrong = next((one for one in mine if isinstance(one, TokenAlignmentError)), None)
-            if wrong is not None:
-                self._leave_out(row, wrong, rest)
+        rendered = [(row, samples) for row in chunk if (samples := self._render(row, losses))]
+        room = None if self.room >= ANY_LENGTH else self.room
+        flat = iter(self.tokens.samples([sample for _, samples in rendered for sample in samples], room=room))
+        for row, samples in rendered:
+            tokenised = list(islice(flat, len(samples)))
+            first = tokenised[0]
+            if isinstance(first, TokenisedConversation) and first.more and self._generates(first):
+                tokenised[:1] = self.tokens.samples(samples[:1])  # the answer to compare with is all of it
+            errors = [sample for sample in tokenised if isinstance(sample, TokenAlignmentError)]
+            if errors:
+                self._skip(row, errors[0], losses)
             else:
-                yield row, samples, [one for one in mine if isinstance(one, TokenisedConversation)]
+                yield row, samples, [sample for sample in tokenised if isinstance(sample, TokenisedConversation)]
 
-    def _asks(self, one: TokenisedConversation) -> bool:
+    def _generates(self, sample: TokenisedConversation) -> bool:
         """True if the last answer of a sample is compared with a generated one."""
-        return self.task.score == "generate" and one.last < self.max_length
+        return self.task.score == "generate" and sample.last < self.max_length
 
-    def _samples(self, row: Row, rest: DroppedRows) -> list[RenderedConversation]:
+    def _render(self, row: Row, losses: DroppedRows) -> list[RenderedConversation]:
         try:
             conversation = read_conversation(row, system=self.task.system)
             return self.answers.samples(conversation, last_only=self.task.turns == "last")
         except UserError:
             raise
         except ValueError as error:
-            self._leave_out(row, error, rest)
+            self._skip(row, error, losses)
             return []
 
-    def _leave_out(self, row: Row, error: ValueError, rest: DroppedRows) -> None:
+    def _skip(self, row: Row, error: ValueError, losses: DroppedRows) -> None:
         problem = f"{row.where}: {error}"
         if self.bad_rows == "refuse":
             raise UserError(f"{problem}; or leave such rows out with data.bad_rows: skip") from error
-        rest.skipped.append(problem)
+        losses.skipped.append(problem)
         self._first_bad = self._first_bad or problem
         self.counts.bad += 1
 
-    def _examples(
-        self,
-        row: Row,
-        samples: Sequence[RenderedConversation],
-        tokenised: Sequence[TokenisedConversation],
-        rest: DroppedRows,
+    def _build_examples(
+        self, row: Row, samples: int, tokenised: Sequence[TokenisedConversation], losses: DroppedRows
     ) -> list[Example]:
         counts, limit = self.counts, self.max_length
         counts.rows += 1
-        counts.filled += row.nulls > 0
-        counts.nulls += row.nulls
+        counts.null_rows += row.nulls > 0
+        counts.null_keys += row.nulls
         counts.form = row.form or counts.form
-        counts.apart += len(samples) > 1
-        counts.lengths.append(max(_needs(one) for one in tokenised))
-        least = min((len(one.ids) for one in tokenised if one.beginning), default=None)
-        rest.at_least = _least(rest.at_least, least)
-        counts.at_least = _least(counts.at_least, least)
-        left = [
-            (k, one)
-            for k, one in enumerate(tokenised)
-            if not (len(one.ids) > limit and rest.long(row, Truncation(len(one.ids), True)))
+        counts.several += samples > 1
+        counts.lengths.append(max(_count_needed_tokens(sample) for sample in tokenised))
+        bounds = [len(sample.ids) for sample in tokenised if sample.beginning]
+        losses.at_least = minimum_known(losses.at_least, *bounds)
+        counts.at_least = minimum_known(counts.at_least, *bounds)
+        remaining = [
+            (k, sample)
+            for k, sample in enumerate(tokenised)
+            if not (len(sample.ids) > limit and losses.long(row, Truncation(len(sample.ids), True)))
         ]
-        counts.in_pieces += sum(one.cut for _, one in left)
-        counts.cut_answers += any(one.more or any(one.supervised[limit:]) for _, one in left)
-        kept = [(e, n) for k, one in left if (n := _count_targets(e := self._example(row, k, one)))]
-        counts.unsupervised += bool(left) and not kept
-        counts.samples += len(kept)
-        for example, supervised in kept:
-            counts.tokens += len(example.input_ids)
-            counts.supervised += supervised
-            if self._end is None:
-                self._end = next(label for label in reversed(_get_token_labels(example)) if label != IGNORE)
-        return [example for example, _ in kept]
+        counts.in_pieces += sum(sample.cut for _, sample in remaining)
+        counts.cut_answers += any(sample.more or any(sample.supervised[limit:]) for _, sample in remaining)
+        examples = []
+        for k, sample in remaining:
+            example = self._build_example(row, k, sample)
+            targets = [label for label in _get_token_labels(example) if label != IGNORE]
+            if targets:
+                examples.append(example)
+                counts.tokens += len(example.input_ids)
+                counts.supervised += len(targets)
+                self._end = targets[-1] if self._end is None else self._end
+        counts.unsupervised += bool(remaining) and not examples
+        counts.samples += len(examples)
+        return examples
 
-    def _example(self, row: Row, number: int, one: TokenisedConversation) -> Example:
+    def _build_example(self, row: Row, number: int, sample: TokenisedConversation) -> Example:
         limit = self.max_length
-        ids, on = one.ids[:limit], one.supervised[:limit]
+        ids = sample.ids[:limit]
         # Nothing predicts the first token of an example.
-        labels = [IGNORE, *(token if yes else IGNORE for token, yes in zip(ids[1:], on[1:], strict=True))]
-        size = sum(size for size, label in zip(one.sizes, labels[: self.room], strict=False) if label != IGNORE)
+        targets = zip(ids[1:], sample.supervised[1:limit], strict=True)
+        labels = [IGNORE, *(token if supervised else IGNORE for token, supervised in targets)]
+        size = sum(size for size, label in zip(sample.sizes, labels[: self.room], strict=False) if label != IGNORE)
         name = f"{row.id}#{number}" if number else row.id
         if self.task.score != "generate":
             return Example(ids, labels, name, row.where, size)
-        prompt = ids[: one.last]
-        if number or not self._asks(one):  # judged by its surprise alone: not the row's last answer, or that is cut off
+        prompt = ids[: sample.last]
+        if number or not self._generates(sample):  # judged by perplexity alone: not the row's last answer, or cut off
             return Example(ids, labels, name, row.where, size, prompt=prompt)
-        said = [token for token, yes in zip(one.ids[one.last :], one.supervised[one.last :], strict=True) if yes]
-        answer = str(self.tokenizer.decode(said, skip_special_tokens=True))
-        return Example(ids, labels, name, row.where, size, answer=answer, prompt=prompt, stop=self._stop(row, said))
+        last = slice(sample.last, None)
+        tokens = [token for token, yes in zip(sample.ids[last], sample.supervised[last], strict=True) if yes]
+        answer = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        stop = self._find_stop(row, tokens)
+        return Example(ids, labels, name, row.where, size, answer=answer, prompt=prompt, stop=stop)
 
-    def _stop(self, row: Row, said: list[int]) -> int:
+    def _find_stop(self, row: Row, answer: list[int]) -> int:
         """Return the token at which a generated answer ends: the last of the answer, ignoring whitespace."""
-        for token in reversed(said):
+        for token in reversed(answer):
             if token in self._added:
                 return token
             if str(self.tokenizer.decode([token])).strip():
                 break
         raise UserError(
             f"{row.where}: task.score: generate needs an end of turn that is a token of its own, and this answer ends "
-            f"with {str(self.tokenizer.decode(said[-8:]))!r}; take score: perplexity, or a template that writes "
+            f"with {str(self.tokenizer.decode(answer[-8:]))!r}; take score: perplexity, or a template that writes "
             "{{ eos_token }} there"
         )
 
@@ -259,21 +244,19 @@ class ChatEncoder:
         file = first.where.rpartition(":")[0]
         if not counts.rows:
             raise UserError(f"no usable conversation in {file}: all were left out, the first for {self._first_bad}")
-        for lost, setting, share, what in (
+        lengths = sorted(counts.lengths)
+        enough = lengths[min(round(0.99 * len(lengths)), len(lengths) - 1)]
+        more = " or more" if counts.at_least is not None and enough >= counts.at_least else ""
+        for lost, setting, share, effect in (
             (counts.unsupervised, "max_unsupervised", task.max_unsupervised, "keep no target token"),
             (counts.cut_answers, "max_truncated", task.max_truncated, "have an answer that is cut"),
         ):
             if lost > share * counts.rows:
                 raise UserError(
-                    f"{file}: {lost:,} of {counts.rows:,} rows {what} at train.max_length {self.max_length}, more than "
-                    f"task.{setting} ({share:g}) allows; {self._remedy()}"
+                    f"{file}: {lost:,} of {counts.rows:,} rows {effect} at train.max_length {self.max_length}, more "
+                    f"than task.{setting} ({share:g}) allows; --train.max_length {enough}{more} would hold 99 % of "
+                    "them whole"
                 )
-
-    def _remedy(self) -> str:
-        lengths = sorted(self.counts.lengths)
-        enough = lengths[min(round(0.99 * len(lengths)), len(lengths) - 1)]
-        more = " or more" if self.counts.at_least is not None and enough >= self.counts.at_least else ""
-        return f"--train.max_length {enough}{more} would hold 99 % of them whole"
 
     def _notes(self) -> Iterator[str]:
         counts = self.counts
@@ -285,25 +268,25 @@ class ChatEncoder:
             f"{counts.bad:,} bad rows (left out)"
         )
         if counts.form:
-            whose = "the columns" if counts.form in TWO_TURNS else f"{counts.form}'s columns:"
-            yield f"turns read from {whose} {', '.join(FORMS[counts.form])}"
-        if counts.apart:
+            origin = "the columns" if counts.form in TWO_TURNS else f"{counts.form}'s columns:"
+            yield f"turns read from {origin} {', '.join(FORMS[counts.form])}"
+        if counts.several:
             yield (
-                f"{counts.apart:,} conversations came apart into one sample for each rewritten turn, "
+                f"{counts.several:,} conversations came apart into one sample for each rewritten turn, "
                 f"{counts.samples:,} samples in all: the template rewrites earlier turns once later ones follow"
             )
         yield from self.template_notes()
-        if counts.filled:
+        if counts.null_rows:
             yield (
-                f"{counts.filled:,} conversations came with {counts.nulls:,} keys that hold null inside their calls "
-                "and tools, which were left out: Parquet and Arrow give every object the keys of all the others"
+                f"{counts.null_rows:,} conversations came with {counts.null_keys:,} keys that hold null inside their "
+                "calls and tools, which were left out: Parquet and Arrow give every object the keys of all the others"
             )
         if counts.in_pieces:
             yield (
                 f"{counts.in_pieces:,} samples have an answer that began or ended inside a token; they were tokenised "
                 "in pieces there"
             )
-        if self._end is not None and not counts.cut_answers and not self._closes(self._end):
+        if self._end is not None and not counts.cut_answers and not self._is_closing(self._end):
             yield (
                 f"answers end with {str(self.tokenizer.decode([self._end]))!r}, which is no special token of this "
                 "tokenizer: see in the panel below whether its end of turn is written in ordinary tokens"
@@ -331,22 +314,15 @@ class ChatEncoder:
                 "for a backbone that has them"
             )
 
-    def _closes(self, token: int) -> bool:
+    def _is_closing(self, token: int) -> bool:
         return token in self._added or not str(self.tokenizer.decode([token])).strip()
 
 
-def _needs(one: TokenisedConversation) -> int:
+def _count_needed_tokens(sample: TokenisedConversation) -> int:
     """Return the number of tokens up to the last target token; a lower bound where only the beginning was tokenised."""
-    return len(one.ids) if one.more else max((i + 1 for i, on in enumerate(one.supervised) if on), default=0)
-
-
-def _least(one: int | None, other: int | None) -> int | None:
-    return min((value for value in (one, other) if value is not None), default=None)
-
-
-def _count_targets(example: Example) -> int:
-    labels = _get_token_labels(example)
-    return len(labels) - labels.count(IGNORE)
+    if sample.more:
+        return len(sample.ids)
+    return max((i + 1 for i, supervised in enumerate(sample.supervised) if supervised), default=0)
 
 
 def _get_token_labels(example: Example) -> list[int]:
@@ -354,28 +330,18 @@ def _get_token_labels(example: Example) -> list[int]:
     return example.labels
 
 
-# ------------------------------------------------------------------------------------- prompts that wait for an answer
-
-_WORD = "."
-_ANY_LENGTH = 1 << 40
+_PLACEHOLDER = "."
 
 
 def build_prompts(
     rows: Iterable[Row], *, task: ChatSettings, tokenizer: PreTrainedTokenizerBase, bad_rows: str = "refuse"
 ) -> tuple[list[GenerationPrompt], list[str]]:
-    """Return a question for each row, in order, and `file:line: reason` of the skipped rows.
-
-    Raises:
-        UserError: as `ChatEncoder`; a conversation with nothing to answer (unless skipped).
-    """
+    """Return a prompt that waits for an answer for each row, in order, and `file:line: reason` of the skipped rows.
+    Raises UserError as `ChatEncoder`, or for a conversation with nothing to answer (unless skipped)."""
     # The turns already include the system turn; empty thoughts are part of the answer, so the prompt ends before them.
-    encoder = ChatEncoder(
-        task.replace(score="generate", system=None, empty_thoughts=True),
-        tokenizer,
-        _ANY_LENGTH,
-        bad_rows=bad_rows,
-    )
-    asked: list[GenerationPrompt] = []
+    task_settings = task.replace(score="generate", system=None, empty_thoughts=True)
+    encoder = ChatEncoder(task_settings, tokenizer, ANY_LENGTH, bad_rows=bad_rows)
+    prompts: list[GenerationPrompt] = []
     skipped: list[str] = []
     for row in rows:
         try:
@@ -386,15 +352,16 @@ def build_prompts(
             skipped.append(f"{row.where}: {error}")
             continue
         in_parts = isinstance(turns[-1].get("content"), list)  # some templates require it
-        turns.append({"role": "assistant", "content": [{"type": "text", "text": _WORD}] if in_parts else _WORD})
+        text = _PLACEHOLDER
+        turns.append({"role": "assistant", "content": [{"type": "text", "text": text}] if in_parts else text})
         encoded = encoder.add([dataclasses.replace(row, values={**row.values, "messages": turns})])
         skipped += encoded.skipped
         for example in encoded.examples:
             if example.answer is not None and example.prompt is not None and example.stop is not None:
                 text = str(tokenizer.decode(example.prompt, clean_up_tokenization_spaces=False))
-                lead = example.answer[: example.answer.rfind(_WORD)]
-                asked.append(GenerationPrompt(row.id, text, example.prompt, example.stop, lead))
-    return asked, skipped
+                lead = example.answer[: example.answer.rfind(_PLACEHOLDER)]
+                prompts.append(GenerationPrompt(row.id, text, example.prompt, example.stop, lead))
+    return prompts, skipped
 
 
 def make_prompt_row(text: str, number: int) -> Row:

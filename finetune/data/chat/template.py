@@ -32,7 +32,6 @@ _NOW = re.compile(r"strftime_now\(\s*(?:'([^']*)'|\"([^\"]*)\")?")
 AUTO, FOR_BASES = "auto", "base"
 """Values of `task.template`: the tokenizer's own, and the shipped one used instead if there is none."""
 _WITH_TOOLS = ("hermes", FOR_BASES)
-"""Shipped templates that render tools."""
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a turn for the reasoning before it; each template reads one of them."""
@@ -45,10 +44,8 @@ class TemplateSettings(Protocol):
 
     @property
     def template(self) -> str: ...
-
     @property
     def template_arguments(self) -> dict[str, Any] | None: ...
-
     @property
     def date(self) -> str | None: ...
 
@@ -63,11 +60,7 @@ def list_shipped_templates() -> list[str]:
 
 
 def find_template_file(name: str) -> Path:
-    """Return the file that `task.template` names: a shipped name, else a path.
-
-    Raises:
-        UserError: neither exists.
-    """
+    """Return the file that `task.template` names: a shipped name, else a path. Raises UserError if neither exists."""
     shipped = list_shipped_templates()
     if name in shipped:
         return _SHIPPED / f"{name}.jinja"
@@ -83,11 +76,7 @@ def find_template_file(name: str) -> Path:
 
 
 def read_template(name: str) -> str:
-    """Return the Jinja text that `task.template` names.
-
-    Raises:
-        UserError: the file does not exist or is not text.
-    """
+    """Return the Jinja text that `task.template` names. Raises UserError if the file does not exist or is not text."""
     path = find_template_file(name)
     try:
         return path.read_text(encoding="utf-8")
@@ -99,8 +88,7 @@ def template_record(task: TemplateSettings) -> dict[str, str] | None:
     """Return `path, sha256` of the template that the task names, for a manifest; None for `auto`."""
     if task.template == AUTO:
         return None
-    digest = hashlib.sha256(read_template(task.template).encode()).hexdigest()
-    return {"path": task.template, "sha256": digest}
+    return {"path": task.template, "sha256": hashlib.sha256(read_template(task.template).encode()).hexdigest()}
 
 
 def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -110,36 +98,34 @@ def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def describe_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a message on the template in use and the reason; name: as in the recipe."""
-    found = resolve_template(name, tokenizer)
-    if found == AUTO:
+    resolved = resolve_template(name, tokenizer)
+    if resolved == AUTO:
         return "chat template: the tokenizer's own"
     if name == AUTO:
         return (
-            f"chat template: {found}, as the tokenizer has none: <|user|> and <|assistant|> in plain text, answers end "
-            f"with {tokenizer.eos_token!r}; others ship (task.template: {', '.join(list_shipped_templates())})"
+            f"chat template: {resolved}, as the tokenizer has none: <|user|> and <|assistant|> in plain text, answers "
+            f"end with {tokenizer.eos_token!r}; others ship (task.template: {', '.join(list_shipped_templates())})"
         )
-    return f"chat template: {found}" + (", in place of the tokenizer's own" if tokenizer.chat_template else "")
+    return f"chat template: {resolved}" + (", in place of the tokenizer's own" if tokenizer.chat_template else "")
 
 
 def add_default_arguments(text: str, arguments: Mapping[str, Any] | None) -> str:
     """Return the Jinja text with `arguments` as defaults of its variables."""
     if not arguments:
         return text
-    head = "".join(
+    defaults = "".join(
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_to_jinja_literal(value)} %}}{{%- endif %}}"
         for name, value in arguments.items()
     )
-    return f"{head}\n{text}"  # the newline after a block is not rendered (trim_blocks)
+    return f"{defaults}\n{text}"  # the newline after a block is not rendered (trim_blocks)
 
 
 def _to_jinja_literal(value: Any) -> str:
-    """Return a JSON value as a Jinja literal."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_to_jinja_literal, value))}]"
     if isinstance(value, dict):
-        return (
-            "{" + ", ".join(f"{_to_jinja_literal(key)}: {_to_jinja_literal(item)}" for key, item in value.items()) + "}"
-        )
+        items = (f"{_to_jinja_literal(key)}: {_to_jinja_literal(item)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
@@ -161,26 +147,26 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         name = resolve_template(task.template, tokenizer)
         self.name = "the tokenizer's chat template" if name == AUTO else "task.template"
-        self._given = None if name == AUTO else read_template(name)
-        self._ships = name if name in list_shipped_templates() else None
+        self._text = None if name == AUTO else read_template(name)
+        self._shipped = name if name in list_shipped_templates() else None
         self._arguments = task.template_arguments or {}
         self._date = task.date
         self._specials: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self._sources: dict[bool, str] = {}
         self._keys: dict[str, bool] = {}
         self._calls_in_text: bool | None = None
-        self.missing = self._missing_tokens()
+        self.missing = self._find_missing_tokens()
         self._check_arguments()
 
-    def _missing_tokens(self) -> tuple[str, ...]:
+    def _find_missing_tokens(self) -> tuple[str, ...]:
         """Return control tokens of a shipped template that the tokenizer lacks and would split into several tokens."""
-        found = _CONTROL.match(self._given or "")
-        if found is None:
+        match = _CONTROL.match(self._text or "")
+        if match is None:
             return ()
-        missing = tuple(token for token in found[1].split() if not _is_token(self.tokenizer, token))
-        if found[2] in missing:
+        missing = tuple(token for token in match[1].split() if not _is_token(self.tokenizer, token))
+        if match[2] in missing:
             raise UserError(
-                f"task.template: {self._ships} ends a turn with {found[2]!r}, which is no token of the backbone's "
+                f"task.template: {self._shipped} ends a turn with {match[2]!r}, which is no token of the backbone's "
                 f"tokenizer, so that no answer would stop; take {FOR_BASES}, which ends it with "
                 f"{self.tokenizer.eos_token!r}, or a backbone that has it"
             )
@@ -191,24 +177,21 @@ class ChatTemplate:
         return any(re.search(rf"\b{argument}\b", text) for text in self._texts())
 
     def _texts(self) -> list[str]:
-        own: Any = self.tokenizer.chat_template if self._given is None else self._given
+        own: Any = self.tokenizer.chat_template if self._text is None else self._text
         return list(own.values()) if isinstance(own, dict) else [own]
 
     def _check_arguments(self) -> None:
         for name in self._arguments:
             if not self.reads(name):
                 words = {word for text in self._texts() for word in re.findall(r"[A-Za-z_]\w*", text)}
-                near = difflib.get_close_matches(name, words, n=1, cutoff=0.7)
-                raise UserError(
-                    f"task.template_arguments: {self.name} reads no {name!r}"
-                    + (f"; did you mean {near[0]!r}?" if near else "; leave it out")
-                )
+                close = difflib.get_close_matches(name, words, n=1, cutoff=0.7)
+                hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+                raise UserError(f"task.template_arguments: {self.name} reads no {name!r}; {hint}")
 
     @property
     def with_tools(self) -> str:
-        """Advice for a template that renders no tools: a clause that names a shipped one that does; empty if this
-        one does."""
-        if self._ships in _WITH_TOOLS:
+        """Clause that names a shipped template that renders tools; empty if this one does."""
+        if self._shipped in _WITH_TOOLS:
             return ""
         name = _WITH_TOOLS[0] if _is_token(self.tokenizer, "<|im_end|>") else FOR_BASES
         return f"; task.template: {name} ships and writes tools"
@@ -222,10 +205,10 @@ class ChatTemplate:
         known = bool(tools)
         if known not in self._sources:
             try:
-                text = self.tokenizer.get_chat_template(self._given, tools)
+                text = self.tokenizer.get_chat_template(self._text, tools)
             except ValueError as error:
                 raise UserError(f"task.template: {str(error).splitlines()[0]}") from error
-            self._sources[known] = self._dated(add_default_arguments(text, self._arguments))
+            self._sources[known] = self._fix_date(add_default_arguments(text, self._arguments))
         return self._sources[known]
 
     def reads_key(self, key: str) -> bool:
@@ -236,7 +219,7 @@ class ChatTemplate:
             self._keys[key] = re.search(rf"(?<!\w)(?:{names})(?!\w)", text) is not None
         return self._keys[key]
 
-    def _dated(self, text: str) -> str:
+    def _fix_date(self, text: str) -> str:
         """Return the text with `strftime_now` fixed to `task.date`; otherwise a run resumed on another day would see
         other rows."""
         formats = [single or double for single, double in _NOW.findall(text)]
@@ -250,18 +233,13 @@ class ChatTemplate:
         if not all(formats):
             raise UserError(f"task.template: {self.name} writes today's date in a form that is not a literal")
         day = datetime.datetime.fromisoformat(self._date)
-        known = {json.dumps(form): json.dumps(day.strftime(form)) for form in formats}
-        table = ", ".join(f"{form}: {shown}" for form, shown in known.items())
+        table = ", ".join(f"{json.dumps(form)}: {json.dumps(day.strftime(form))}" for form in dict.fromkeys(formats))
         # A macro in the template shadows the global function; the newline after it is not rendered (trim_blocks).
         return f"{{% macro strftime_now(form) -%}}{{{{- {{{table}}}[form] -}}}}{{%- endmacro %}}\n{text}"
 
     def render(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> str:
-        """Return the conversation as text; with `prompt`, followed by the generation prompt.
-
-        Raises:
-            CannotRender: the template raises.
-            UserError: it is not valid Jinja.
-        """
+        """Return the conversation as text; with `prompt`, followed by the generation prompt. Raises TemplateRenderError
+        if the template raises, UserError if it is not valid Jinja."""
         return self._render(messages, tools, prompt=prompt, track=False)[0]
 
     def render_tagged(self, messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
@@ -274,39 +252,38 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         calls = [call for turn in messages for call in turn.get("tool_calls", ())]
         if not calls or self._calls_in_text:
-            return self._rendered(messages, tools, prompt=prompt, track=track)
+            return self._run_jinja(messages, tools, prompt=prompt, track=track)
         # Most templates take arguments as an object; others concatenate them with text (DeepSeek) or would print
         # Python's repr, and need JSON text. Try objects first and remember which form works.
         objects = [repr(arguments) for call in calls if (arguments := call.get("function", call).get("arguments"))]
         try:
-            found = self._rendered(messages, tools, prompt=prompt, track=track)
-            if self._calls_in_text is False or not any(one in found[0] for one in objects):
+            rendered = self._run_jinja(messages, tools, prompt=prompt, track=track)
+            if self._calls_in_text is False or not any(text in rendered[0] for text in objects):
                 self._calls_in_text = False
-                return found
+                return rendered
         except TemplateRenderError:
             if self._calls_in_text is False:
                 raise
             self._calls_in_text = True
             try:
-                return self._rendered(messages, tools, prompt=prompt, track=track)
+                return self._run_jinja(messages, tools, prompt=prompt, track=track)
             except TemplateRenderError:
                 self._calls_in_text = None
             raise
         self._calls_in_text = True
-        return self._rendered(messages, tools, prompt=prompt, track=track)
+        return self._run_jinja(messages, tools, prompt=prompt, track=track)
 
-    def _rendered(
+    def _run_jinja(
         self, messages: Messages, tools: Tools, *, prompt: bool, track: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        source = self.source(tools)
         try:
-            found: Any = render_jinja_template(
-                conversations=[[self._as_read(turn) for turn in messages]],
+            rendered: Any = render_jinja_template(
+                conversations=[[self._adapt_turn(turn) for turn in messages]],
                 tools=list(tools) if tools else None,
-                chat_template=source,
+                chat_template=self.source(tools),
                 return_assistant_tokens_mask=track,
                 add_generation_prompt=prompt,
                 **self._specials,
@@ -314,14 +291,14 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise UserError(f"task.template: {self.name} is not valid Jinja (line {error.lineno}: {error})") from error
         except (TemplateError, TypeError, LookupError, AttributeError, ValueError, *_TOO_MUCH) as error:
-            said = (str(error).splitlines() or [""])[0]
-            asks = tools or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in messages)
-            hint = self.with_tools if asks and "tool" in said else ""
-            raise TemplateRenderError(f"{self.name} fails on it ({said or type(error).__name__}){hint}") from error
-        (text,), blocks = found
+            reason = (str(error).splitlines() or [""])[0]
+            has_tools = tools or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in messages)
+            hint = self.with_tools if has_tools and "tool" in reason else ""
+            raise TemplateRenderError(f"{self.name} fails on it ({reason or type(error).__name__}){hint}") from error
+        (text,), blocks = rendered
         return text, [(start, end) for start, end in blocks[0]] if track else []
 
-    def _as_read(self, turn: dict[str, Any]) -> dict[str, Any]:
+    def _adapt_turn(self, turn: dict[str, Any]) -> dict[str, Any]:
         """Return the turn with its thoughts under the names that templates read, as newer versions of transformers
         do, and with arguments of calls as text if the template needs that."""
         thoughts = get_thoughts(turn)

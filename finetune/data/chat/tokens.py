@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ..encoding import enough_of, is_far_longer
+from ..encoding import find_sufficient_size, is_far_longer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,120 +54,117 @@ class ConversationTokeniser:
         self.tokenizer = tokenizer
         self._special = set(tokenizer.all_special_ids)
 
-    def places(self, text: str) -> list[Span]:
-        """Return the character span of each token of `text`, without gaps: whitespace that a tokenizer skips belongs
-        to the token after it."""
-        return self._batch([text])[0][1]
+    def token_spans(self, text: str) -> list[Span]:
+        """Return the character span of each token, without gaps: whitespace that a tokenizer skips belongs to the token
+        after it."""
+        return self._tokenise_batch([text])[0][1]
 
     def samples(
         self, samples: Sequence[RenderedConversation], *, room: int | None = None
     ) -> list[TokenisedConversation | TokenAlignmentError]:
-        """Each sample in tokens, or why it cannot be.
-
-        room: tokens that are kept of a sample; of one that is far longer only a beginning with more than these is
-            tokenised, where they are as in the whole.
-        """
-        taken = [self._beginning(sample, room) for sample in samples]
-        found = self._mapped(taken)
-        for i, (sample, (short, _)) in enumerate(zip(samples, taken, strict=True)):
-            if isinstance(one := found[i], TokenisedConversation) and short is not sample:
+        """Return each sample in tokens, or why it cannot be. room: tokens that are kept of a sample; of one that is far
+        longer only a beginning with more than these is tokenised, where they are as in the whole."""
+        shortened = [self._shorten(sample, room) for sample in samples]
+        tokenised = self._tokenise(shortened)
+        for i, (sample, (short, _)) in enumerate(zip(samples, shortened, strict=True)):
+            tokens = tokenised[i]
+            if isinstance(tokens, TokenisedConversation) and short is not sample:
                 more = any(end > len(short.text) for _, end in sample.spans)
-                found[i] = replace(one, beginning=True, more=more)
-        return found
+                tokenised[i] = replace(tokens, beginning=True, more=more)
+        return tokenised
 
-    def _mapped(
+    def _tokenise(
         self, samples: Sequence[tuple[RenderedConversation, bool]]
     ) -> list[TokenisedConversation | TokenAlignmentError]:
-        found: list[TokenisedConversation | TokenAlignmentError] = []
-        batch = self._batch([sample.text for sample, _ in samples])
-        for (sample, apart), (ids, places) in zip(samples, batch, strict=True):
+        tokenised: list[TokenisedConversation | TokenAlignmentError] = []
+        batch = self._tokenise_batch([sample.text for sample, _ in samples])
+        for (sample, in_pieces), (ids, spans) in zip(samples, batch, strict=True):
             try:
-                found.append(self._sample(sample, ids, places, apart=apart))
+                tokenised.append(self._align(sample, ids, spans, in_pieces))
             except TokenAlignmentError as error:
-                found.append(error)
-        return found
+                tokenised.append(error)
+        return tokenised
 
-    def _beginning(self, sample: RenderedConversation, room: int | None) -> tuple[RenderedConversation, bool]:
+    def _shorten(self, sample: RenderedConversation, room: int | None) -> tuple[RenderedConversation, bool]:
         """Return as much of a sample as `room` needs, and True if a later edge falls inside a token: then this part too
         has to be tokenised in pieces."""
         if room is None or not is_far_longer(sample.text, room):
             return sample, False
-        for apart in (False, True):
+        for in_pieces in (False, True):
 
-            def tokens(sizes: Sequence[int], apart: bool = apart) -> list[Sequence[Any]]:
-                made = self._mapped([(sample.until(size), apart) for size in sizes])
+            def tokens(sizes: Sequence[int], in_pieces: bool = in_pieces) -> list[Sequence[Any]]:
                 return [
                     []
-                    if isinstance(one, TokenAlignmentError)
-                    else list(zip(one.ids, one.supervised, one.sizes, strict=True))
-                    for one in made
+                    if isinstance(part, TokenAlignmentError)
+                    else list(zip(part.ids, part.supervised, part.sizes, strict=True))
+                    for part in self._tokenise([(sample.until(size), in_pieces) for size in sizes])
                 ]
 
-            enough = enough_of(sample.text, room, tokens, self.tokenizer)
-            inside = None if enough is None else self._inside(sample, enough[0])
-            if enough is None or inside is None:
+            enough = find_sufficient_size(sample.text, room, tokens, self.tokenizer)
+            splits = None if enough is None else self._splits_token(sample, enough[0])
+            if enough is None or splits is None:
                 break
-            if inside is apart:
-                return sample.until(enough[0]), apart
+            if splits is in_pieces:
+                return sample.until(enough[0]), in_pieces
         return sample, False
 
-    def _inside(self, sample: RenderedConversation, beyond: int) -> bool | None:
+    def _splits_token(self, sample: RenderedConversation, beyond: int) -> bool | None:
         """True if a span's edge after `beyond` characters falls inside a token; None: not certain."""
         text = sample.text
         edges = [edge for span in sample.spans for edge in span if beyond <= edge < len(text)]
         for first in range(0, len(edges), _AT_ONCE):
-            told = []
+            results = []
             for size in _AROUND:
-                at = {edge: max(0, edge - size) for edge in edges[first : first + _AT_ONCE]}
-                batch = self._batch([text[start : edge + size] for edge, start in at.items()])
-                told.append(
+                starts = {edge: max(0, edge - size) for edge in edges[first : first + _AT_ONCE]}
+                batch = self._tokenise_batch([text[start : edge + size] for edge, start in starts.items()])
+                results.append(
                     [
-                        all(edge - start not in token for token in places)
-                        for (edge, start), (_, places) in zip(at.items(), batch, strict=True)
+                        all(edge - start not in span for span in spans)
+                        for (edge, start), (_, spans) in zip(starts.items(), batch, strict=True)
                     ]
                 )
-            if told[0] != told[1]:
+            if results[0] != results[1]:
                 return None
-            if any(told[0]):
+            if any(results[0]):
                 return True
         return False
 
-    def _sample(
-        self, sample: RenderedConversation, ids: list[int], places: list[Span], *, apart: bool = False
+    def _align(
+        self, sample: RenderedConversation, ids: list[int], spans: list[Span], in_pieces: bool
     ) -> TokenisedConversation:
         edges = {edge for span in sample.spans for edge in span if edge <= len(sample.text)}
-        cut = apart or not edges <= {0, *(place for token in places for place in token)}
+        cut = in_pieces or not edges <= {0, *(edge for span in spans for edge in span)}
         if cut:
-            ids, places = self._pieces(sample.text, sorted(edges | {0, len(sample.text)}), ids)
-        supervised = _mark_tokens_in_spans(places, sample.spans)
+            ids, spans = self._tokenise_pieces(sample.text, sorted(edges | {0, len(sample.text)}), ids)
+        supervised = _mark_tokens_in_spans(spans, sample.spans)
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             raise TokenAlignmentError(f"the template writes {self.tokenizer.bos_token!r} twice at the beginning")
-        sizes, before = [], 0
-        for token, (start, end) in zip(ids, places, strict=True):
-            sizes.append(0 if token in self._special else len(sample.text[max(start, before) : end].encode()))
-            before = end
-        last = next((i for i, (start, end) in enumerate(places) if end > start >= sample.last), len(ids))
+        sizes, previous = [], 0
+        for token, (start, end) in zip(ids, spans, strict=True):
+            sizes.append(0 if token in self._special else len(sample.text[max(start, previous) : end].encode()))
+            previous = end
+        last = next((i for i, (start, end) in enumerate(spans) if end > start >= sample.last), len(ids))
         return TokenisedConversation(ids, supervised, sizes, last, cut)
 
-    def _pieces(self, text: str, edges: list[int], whole: list[int]) -> tuple[list[int], list[Span]]:
+    def _tokenise_pieces(self, text: str, edges: list[int], whole: list[int]) -> tuple[list[int], list[Span]]:
         ids: list[int] = []
-        places: list[Span] = []
+        spans: list[Span] = []
         for start, end in pairwise(edges):
-            (piece, inside), *_ = self._batch([text[start:end]])
+            (piece, piece_spans), *_ = self._tokenise_batch([text[start:end]])
             ids += piece
-            places += [(start + low, start + high) for low, high in inside]
+            spans += [(start + low, start + high) for low, high in piece_spans]
         if self._decode(ids) != self._decode(whole):
             raise TokenAlignmentError(
                 "a token reaches over the edge of an answer, and the tokenizer writes the parts differently; let the "
                 "template end its generation prompt where a token ends"
             )
-        return ids, places
+        return ids, spans
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _batch(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
+    def _tokenise_batch(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
         if not texts:
             return []
         fast = self.tokenizer.is_fast
@@ -180,40 +177,40 @@ class ConversationTokeniser:
             verbose=False,
         )
         if fast:
-            return [(ids, _close_gaps(at)) for ids, at in zip(batch["input_ids"], batch["offset_mapping"], strict=True)]
-        return [(ids, self._by_beginnings(text, ids)) for text, ids in zip(texts, batch["input_ids"], strict=True)]
+            offsets = zip(batch["input_ids"], batch["offset_mapping"], strict=True)
+            return [(ids, _close_gaps(spans)) for ids, spans in offsets]
+        return [(ids, self._find_spans(text, ids)) for text, ids in zip(texts, batch["input_ids"], strict=True)]
 
-    def _by_beginnings(self, text: str, ids: list[int]) -> list[Span]:
+    def _find_spans(self, text: str, ids: list[int]) -> list[Span]:
         """Return token spans for a tokenizer without offsets: by the length of the decoded prefixes of `ids`, each
         of which must be a prefix of the text."""
-        ends, known = [], 0
+        ends = [0]
         for count in range(1, len(ids) + 1):
-            shown = self._decode(ids[:count])
-            if shown.endswith("\ufffd"):  # incomplete character: it ends with the token that completes it
-                ends.append(known)
-                continue
-            if not text.startswith(shown):
+            decoded = self._decode(ids[:count])
+            if decoded.endswith("\ufffd"):  # incomplete character: it ends with the token that completes it
+                ends.append(ends[-1])
+            elif text.startswith(decoded):
+                ends.append(len(decoded))
+            else:
                 raise TokenAlignmentError(
                     "the tokenizer does not say where its tokens are, and does not write them as they were"
                 )
-            known = len(shown)
-            ends.append(known)
-        return list(zip([0, *ends[:-1]], ends, strict=True))
+        return list(pairwise(ends))
 
 
-def _close_gaps(places: Sequence[tuple[int, int]]) -> list[Span]:
-    filled, before = [], 0
-    for start, end in places:
+def _close_gaps(spans: Sequence[tuple[int, int]]) -> list[Span]:
+    closed, previous = [], 0
+    for start, end in spans:
         # Several tokens may share one character (its bytes), so a token may start before the previous one's end.
-        filled.append((min(start, before), max(end, before)))
-        before = max(end, before)
-    return filled
+        closed.append((min(start, previous), max(end, previous)))
+        previous = max(end, previous)
+    return closed
 
 
-def _mark_tokens_in_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return for each token whether it is in a span; spans are in order and disjoint."""
+def _mark_tokens_in_spans(tokens: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Return for each token's span whether it is in one of `spans`, which are in order and disjoint."""
     covered, k = [], 0
-    for start, end in places:
+    for start, end in tokens:
         while k < len(spans) and spans[k][1] < end:
             k += 1
         # A token without characters belongs to a span that contains it, not to one that it precedes.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites
+from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites, has_variant
 
 from ...adapters.offsets import folded_offsets
 
@@ -60,7 +60,7 @@ class AdaptedLayers:
 def _notes(model: nn.Module, sites: Sequence[LoraSite], others: Sequence[str]) -> Iterable[str]:
     if others:
         yield f"adapter figures leave out LoRA layers that are not linear: {', '.join(others)}"
-    if any(site.has_variant(name) for site in sites for name in site.active()):
+    if any(has_variant(site.layer, name) for site in sites for name in site.active()):
         yield "sBA is the direction of DoRA, before the magnitude scales each row"
     if folded_offsets(model):
         yield (

@@ -122,7 +122,7 @@ class Recorder:
         return metrics
 
     def _curvature(self, rows: Sequence[Example], step: int) -> dict[str, float | None]:
-        from flatshift.regularizers.errors import RegularizerError
+        from flatshift.regularizers.config import RegularizerError
 
         from .curvature import FIRST, curvature_metrics, format_rate_line, mean_squared_gradients
 
