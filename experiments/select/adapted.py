@@ -208,7 +208,6 @@ def _train_on_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -
 
 
 def _load_adapted_backbone(recipe: Recipe, rank: int, seed: int) -> tuple[Any, Any, torch.device]:
-    """Return the recipe's backbone with a fresh adapter in evaluation mode, in fp32; its tokenizer; and the device."""
     from flatshift.finetune.adapters.adapter import attach_adapter
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.models.backbone import open_backbone

@@ -169,7 +169,6 @@ class Vectors:
         return np.asarray(self._made(_texts(records), f"embed {name}", of_target=True))
 
     def _given(self, name: str, records: Records, index: np.ndarray) -> Any:
-        """Return the user's own features of a side at `index`, copied first if they are in an object store."""
         given: str = getattr(self.spec.own, name)
         if is_remote(given) and name not in self.copies:
             self.copies[name] = copy_features(given, self.spec.cache, f"--{name}-features", self._console)
@@ -278,7 +277,6 @@ def _own_features(path: str, records: Records, index: np.ndarray, name: str, giv
 
 
 def _check_ids(directory: FeatureDirectory, records: Records, name: str) -> None:
-    """Raise UserError for shards whose ids differ from those of the kept records at the same position."""
     place, found, ids = -1, "", directory.ids()
     for row in records.rows:
         if row.index < place:  # rows that were sampled, in another order

@@ -169,7 +169,6 @@ def _read_split(
 
 
 def _all_texts(row: Row) -> list[str]:
-    """Return the texts of a row: `text` and `text2`, or every string of a record without `text`."""
     named = [row.values.get(name) for name in ("text", "text2")]
     return [
         value
@@ -192,7 +191,6 @@ def _drop_summary(cleaned: CleaningResult) -> str:
 
 
 def _print_limits(cleaned: CleaningResult, console: Console) -> None:
-    """Print what the steps could not check."""
     ngrams = cleaned.diagnostics.get("decontaminate", {})
     if ngrams.get("too_short"):
         console.say(f"note: {ngrams['too_short']:,} evaluation texts are too short to be looked for by their words")

@@ -77,7 +77,6 @@ class _NameLookup:
 
 
 def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
-    """Write the table one group of rows at a time; a column that is None is null throughout."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -128,7 +127,6 @@ def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: n
 
 
 def _write_targets(directory: Path, rows: Iterable[Row]) -> None:
-    """Write targets.jsonl for the page: id and text of the targets nearest to selected records."""
     with (directory / "targets.jsonl").open("w", encoding="utf-8") as handle:
         for row in rows:
             text = " ".join(str(row.values.get("text", "")).split())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
@@ -16,10 +18,7 @@ from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_row
 from flatshift.finetune.data.view import RowView, spill_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed
-from flatshift.selection.config import Domains, TextChunks
-
-if TYPE_CHECKING:
-    import numpy as np
+from flatshift.selection.config import Domains, TextChunks, required_inputs
 
 _WORDS = re.compile(r"\S+")
 
@@ -139,7 +138,6 @@ def _piece_spans(recipe: Recipe, chunk: TextChunks, texts: Iterable[str]) -> Ite
 
 
 def _group_units(units: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """Return the span from the first to the last character of every `size` units."""
     pieces: list[tuple[int, int]] = []
     for low in range(0, len(units), size):
         start, end = units[low][0], units[min(low + size, len(units)) - 1][1]
@@ -176,7 +174,6 @@ def _read_rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Ite
 
 
 def _required_column(spec: Select) -> dict[str, str]:
-    """Return the domain column and the setting that names it, if set by the user or required by the method."""
     if spec.domain_column == Select().domain_column and not isinstance(spec.method, Domains):
         return {}
     return {spec.domain_column: "select.domain_column or --domain-column"}
@@ -190,3 +187,63 @@ def _with_progress(rows: Iterable[Row], console: Console) -> Iterator[Row]:
         if count % 4096 == 0 and time.monotonic() - last > 10:
             last = time.monotonic()
             console.say(f"read pool: {count:,} records, {count / (last - start):,.0f} records/s")
+
+
+BLANK = "the text is blank"
+UNKNOWN = "the embedder knows no token of the text"
+_ROWS = 1 << 16
+AnyRecords = TypeVar("AnyRecords", bound=Records)
+
+
+def skips_blank_texts(spec: Select) -> bool:
+    """Return True if blank texts are skipped; also for a method without texts, so that controls draw from the same
+    pool."""
+    return spec.own is None or bool(required_inputs(spec.method) & {"texts", "losses"})
+
+
+def drop_blank_texts(records: AnyRecords, files: Sequence[str], name: str) -> AnyRecords:
+    """Return `records` without those whose text is only white space. Raises UserError if nothing is left."""
+    rows = records.rows
+    texts = rows.texts if isinstance(rows, RowView) else (row.values["text"] for row in rows)
+    blank = np.fromiter((not text or text.isspace() for text in texts), bool, len(rows))
+    return _filter_records(records, ~blank, BLANK, files, name)
+
+
+def nonzero_rows(x: Any) -> np.ndarray:
+    """Return (N,) bool: rows of vectors `x` (N, d), in memory or on disk, that are not exactly zero."""
+    found = [np.asarray(x[low : low + _ROWS]).any(axis=1) for low in range(0, len(x), _ROWS)]
+    return np.concatenate(found) if found else np.zeros(0, dtype=bool)
+
+
+def drop_unknown_texts(
+    records: AnyRecords, x: Any, files: Sequence[str], name: str, console: Console
+) -> tuple[AnyRecords, Any, np.ndarray | None]:
+    """Return `records` and their vectors without zero vectors, and a mask of the kept rows (None: all).
+
+    Prints the number of skipped records. Raises UserError if nothing is left.
+    """
+    from flatshift.selection.features import IndexedRows
+
+    known = nonzero_rows(x)
+    if known.all():
+        return records, x, None
+    fewer = _filter_records(records, known, UNKNOWN, files, name)
+    gone = fewer.skipped[len(records.skipped) :]
+    console.say(f"{name}: skipped {len(gone):,} records, first {gone[0]}")
+    return fewer, x[known] if isinstance(x, np.ndarray) else IndexedRows(x, np.flatnonzero(known)), known
+
+
+def _filter_records(records: AnyRecords, keep: np.ndarray, reason: str, files: Sequence[str], name: str) -> AnyRecords:
+    """Return the records where `keep` is true; the others are listed in `skipped`."""
+    if keep.all():
+        return records
+    rows: Any = records.rows
+    numbers, gone = np.flatnonzero(keep), np.flatnonzero(~keep)
+
+    def take(some: np.ndarray) -> Sequence[Row]:
+        return rows.take(some) if isinstance(rows, RowView) else [rows[i] for i in some.tolist()]
+
+    skipped = [*records.skipped, *(f"{row.where}: {reason}" for row in take(gone))]
+    if not len(numbers):
+        require_rows([], files=files, what=name, skipped=skipped)
+    return replace(records, rows=take(numbers), skipped=skipped)

@@ -204,7 +204,6 @@ class _CpuTimer:
 
 
 def _slow_rank_warning(figures: list[tuple[str, float]]) -> str | None:
-    """Return a sentence on the slowest rank if it is much slower than the others."""
     seconds = [each for _, each in figures]
     usual = float(np.median(seconds))
     rank = int(np.argmax(seconds))

@@ -9,9 +9,8 @@ import numpy as np
 
 from flatshift.experiments.recipe.schema import Select
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.select.blank_rows import nonzero_rows
 from flatshift.experiments.select.embedding import Vectors
-from flatshift.experiments.select.pool import PoolRecords
+from flatshift.experiments.select.pool import PoolRecords, nonzero_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed
 from flatshift.selection.config import GotD, GotDContrast, Relevance, ranking_method

@@ -22,7 +22,6 @@ from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.run.resumable_directory import open_resumable
-from flatshift.experiments.select.blank_rows import drop_blank_texts, drop_unknown_texts, skips_blank_texts
 from flatshift.experiments.select.embedding import (
     Vectors,
     backbone_tokenizer,
@@ -31,8 +30,8 @@ from flatshift.experiments.select.embedding import (
     report_bad_rows,
 )
 from flatshift.experiments.select.hygiene import clean_rows
-from flatshift.experiments.select.kept import ScoreCheckpoint
 from flatshift.experiments.select.methods import (
+    ScoreCheckpoint,
     backbone_nll,
     check_method,
     embeds_texts,
@@ -43,10 +42,18 @@ from flatshift.experiments.select.methods import (
     unused_setting,
 )
 from flatshift.experiments.select.outputs import to_json_values, write_selection
-from flatshift.experiments.select.pool import PoolAndTarget, cut_pool, read_pool, read_records, record_domains
-from flatshift.experiments.select.profile import profile_selection
+from flatshift.experiments.select.pool import (
+    PoolAndTarget,
+    cut_pool,
+    drop_blank_texts,
+    drop_unknown_texts,
+    read_pool,
+    read_records,
+    record_domains,
+    skips_blank_texts,
+)
 from flatshift.experiments.select.relevance import apply_relevance, check_relevance
-from flatshift.experiments.select.selection_checks import can_check, non_fatal, run_selection_checks
+from flatshift.experiments.select.selection_checks import can_check, non_fatal, profile_selection, run_selection_checks
 from flatshift.experiments.select.target import check_target, read_target, target_record
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.data.files import describe_files
@@ -244,7 +251,6 @@ def _read_sides(recipe: Recipe, directory: Path, console: Console) -> PoolAndTar
 
 
 def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console) -> None:
-    """Weight or choose domains, embed if needed, and drop rows with zero vectors."""
     spec = recipe.select
     assert spec is not None
     with warnings.catch_warnings(record=True) as caught:
@@ -271,7 +277,6 @@ def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console
 
 
 def _tokenise_sides(recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Console) -> None:
-    """Tokenise both sides with the backbone's tokenizer if the method reads tokens; the pool's are stored on disk."""
     spec = recipe.select
     assert spec is not None
     if "tokens" not in required_inputs(spec.method):
@@ -288,7 +293,6 @@ def _tokenise_sides(recipe: Recipe, sides: PoolAndTarget, directory: Path, conso
 def _fit_selector(
     recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console, state: Path | None, fit: Fit | None
 ) -> Selector:
-    """Build and fit the recipe's selector, and print its warnings."""
     spec = recipe.select
     assert spec is not None
     rows = sides.pool.rows
@@ -352,7 +356,6 @@ def _fit_selector(
 
 
 def _print_compared_methods(said: dict[str, Any], console: Console) -> None:
-    """Print the table of `--method auto`."""
     console.say(f"auto: nats per token of {said['held_out']:,} held-out target texts after each method's choice")
     for line in said["table"]:
         told = line.get("reason")
@@ -380,7 +383,6 @@ def _print_compared_methods(said: dict[str, Any], console: Console) -> None:
 
 
 def _build_manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
-    """Return the manifest: inputs, and the method's description of its solution."""
     solver = to_json_values(selector.diagnostics_)
     times = np.unique(chosen, return_counts=True)[1]
     files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
@@ -404,12 +406,10 @@ def _build_manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chos
 
 
 def _repeat_counts(times: np.ndarray) -> dict[str, int]:
-    """Count distinct and repeated records from the number of times each selected one is used."""
     return {"distinct": len(times), "again": int((times > 1).sum()), "most_times": int(times.max())}
 
 
 def _print_warnings(caught: Sequence[warnings.WarningMessage], console: Console) -> None:
-    """Print a selector's warnings through the run's console and log."""
     for message in dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, UserWarning)):
         console.say(f"warning: {message}")
 

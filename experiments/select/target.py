@@ -65,7 +65,6 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
 
 
 def _training_rows(recipe: Recipe) -> Records:
-    """Return the run's own training rows as the target: after holdout and limit, so no evaluation text is seen."""
     rows = read_splits(recipe)
     without = next((row for row in rows.train if not isinstance(row.values.get("text"), str)), None)
     if without is not None:
@@ -118,12 +117,10 @@ def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
 
 
 def _key_columns(columns: Columns) -> list[str]:
-    """Return the names of the columns that identify copies and classes."""
     return [columns.text, columns.text2, columns.label]
 
 
 def _held_out_share(data: Data) -> float:
-    """Return the share of the training rows held out from training, for dev and test together."""
     return data.holdout * sum(not split.files for split in (data.dev, data.test))
 
 

@@ -20,7 +20,13 @@ from typing import Any, Literal
 
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.workflows.export import read_available_rows
+from flatshift.experiments.workflows.export import (
+    Dtype,
+    merge_into,
+    read_available_rows,
+    require_foldable,
+    write_merged,
+)
 from flatshift.experiments.workflows.folder_check import (
     ExpectedAnswers,
     Folder,
@@ -28,11 +34,9 @@ from flatshift.experiments.workflows.folder_check import (
     compare_folder,
     compute_expected,
 )
-from flatshift.experiments.workflows.generate import check_generative
-from flatshift.experiments.workflows.generation_settings import collect_end_tokens, read_trained_ends
-from flatshift.experiments.workflows.merge import Dtype, merge_into, require_foldable, write_merged
 from flatshift.experiments.workflows.model_card import build_card
-from flatshift.experiments.workflows.saved_tokenizer import RunRows
+from flatshift.experiments.workflows.run_parts import check_generative
+from flatshift.experiments.workflows.saved_tokenizer import RunRows, collect_end_tokens, read_trained_ends
 from flatshift.finetune.atomic import read_json_object, write_json, write_text
 from flatshift.finetune.data.encoding import get_end_token, tokenize_plain
 from flatshift.finetune.errors import UserError, shorten
@@ -148,7 +152,6 @@ def _run_converter(
     checkout: Path | None,
     ends: Sequence[int],
 ) -> dict[str, Any]:
-    """Run llama.cpp's converter in a separate process; returns the facts about the file's vocabulary."""
     about = file.with_suffix(".json")
     words = [what, source, file, base, outtype, _find_pre_tokenizer(base) or "", about, ",".join(map(str, ends))]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -164,7 +167,6 @@ def _run_converter(
 
 
 def _refusal(what: str, done: subprocess.CompletedProcess[str]) -> str:
-    """Return the reason why the converter failed, in one sentence."""
     said = [line for line in done.stderr.splitlines() if line.strip()]
     last = said[-1] if said else f"exit code {done.returncode}"
     if unknown := re.search(r"Model (\w+) is not supported", last):
@@ -210,8 +212,6 @@ def _find_pre_tokenizer(directory: Path) -> str | None:
 
 
 def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequence[int]) -> None:
-    """Raise UserError unless the file has the tokenizer's tokens at the same ids, and starts and ends texts as in
-    training."""
     tokenizer = open_backbone(recipe.backbone).own_tokenizer()
     recipe.task.prepare_tokenizer(tokenizer)
     begins = recipe.task.prompt_ids(tokenizer, "a")[: -len(tokenize_plain(tokenizer, "a"))]
@@ -239,7 +239,6 @@ def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequ
 
 
 def _template_has_special_tokens(recipe: Recipe) -> bool:
-    """Return True if the template itself contains the special tokens of a prompt."""
     return recipe.task.uses_chat_template
 
 
@@ -250,7 +249,6 @@ def _is_plain_lora(adapter: Path) -> bool:
 
 
 def _compare_llama_cpp(file: Path, reference: list[dict[str, Any]], *, exact: bool) -> dict[str, Any]:
-    """Compare llama.cpp's tokens and next-token log probabilities with the run's."""
     import llama_cpp
     import numpy as np
 

@@ -309,7 +309,6 @@ def try_quantization(problems: list[dict[str, str]], places: list[str]) -> dict[
 
 
 def _list_shipped_files(problems: list[dict[str, str]]) -> dict[str, list[str]]:
-    """Return the backbones and samples in the package; none at all means a broken installation."""
     try:
         from flatshift.finetune import assets
 

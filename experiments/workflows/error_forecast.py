@@ -211,7 +211,6 @@ def _label_array(examples: Sequence[Any]) -> np.ndarray:
 def _forecast_draw(
     recipe: Recipe, axes: ForecastAxes, prepared: PreparedData, noisy: Mapping[float, np.ndarray]
 ) -> list[dict[str, Any]]:
-    """Return a row for every setting under the recipe's seed."""
     top = max(axes.ranks)
     recipe = dataclasses.replace(recipe, adapter=dataclasses.replace(recipe.adapter, rank=top))
     engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names)
@@ -260,7 +259,6 @@ def _forecast_draw(
 
 
 def _column_slices(columns: Sequence[np.ndarray]) -> list[slice]:
-    """Return the position of each of these among the columns when they are stacked horizontally."""
     ends = np.cumsum([part.shape[1] for part in columns])
     return [slice(end - part.shape[1], end) for part, end in zip(columns, ends.tolist(), strict=True)]
 
@@ -312,7 +310,6 @@ def write_forecast(recipe: Recipe, out: Path, console: Console, **asked: Any) ->
 
 
 def _count_train_rows(recipe: Recipe) -> int:
-    """Return the number of training rows. Raises UserError if they are too few or all have the same label."""
     clean = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, label_noise=0.0))
     prepared = prepare_data(clean)
     held = prepared.test or prepared.dev
@@ -366,7 +363,6 @@ def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: D
 
 
 def _noisy_labels(recipe: Recipe, noise: float, prepared: PreparedData) -> np.ndarray:
-    """Return the labels with the noise that a run of this seed and noise level has."""
     if not noise:
         return _label_array(prepared.train)
     data = dataclasses.replace(recipe.data, label_noise=noise)

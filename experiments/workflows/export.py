@@ -8,36 +8,39 @@ The folder is written completely or not at all, holds safetensors only, and name
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from flatshift.experiments.data.splits import read_label_record
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.workflows.folder_check import Folder, compare_folder, compute_expected
-from flatshift.experiments.workflows.generation_settings import (
-    collect_end_tokens,
-    read_trained_ends,
-    save_generation_settings,
-)
+from flatshift.experiments.workflows.folder_check import ExpectedAnswers, Folder, compare_folder, compute_expected
 from flatshift.experiments.workflows.model_card import build_card, published_name, run_title
 from flatshift.experiments.workflows.run_parts import awaits_evaluation, check_run
-from flatshift.experiments.workflows.saved_tokenizer import RunRows, read_run_rows, save_tokenizer
-from flatshift.finetune.atomic import write_json, write_text
-from flatshift.finetune.digests import DONE, file_sha256
-from flatshift.finetune.errors import UserError, first_error_line, shorten
+from flatshift.experiments.workflows.saved_tokenizer import (
+    RunRows,
+    collect_end_tokens,
+    read_run_rows,
+    read_trained_ends,
+    save_generation_settings,
+    save_tokenizer,
+    set_end_tokens,
+)
+from flatshift.finetune.adapters.adapter import WEIGHTS
+from flatshift.finetune.adapters.saved import SavedAdapter
+from flatshift.finetune.atomic import read_json_object, write_json, write_text
+from flatshift.finetune.digests import DONE
+from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.run_directory import RECIPE, check_replaceable, output_directory, resume_command
-
-if TYPE_CHECKING:
-    from flatshift.finetune.adapters.saved import SavedAdapter
-
 
 _FILES = ("adapter_model.safetensors", "adapter_config.json")
 """Files of `adapter/` that are exported; any other file in it is not."""
@@ -194,64 +197,178 @@ def _require_hub_name(name: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- to a hub
 
 
-_KINDS = {".safetensors", ".json", ".md", ".txt", ".jinja", ".model", ".gguf", ".py", ".tiktoken"}
-_NAMES = {"Modelfile"}
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+RECORD = "merge.json"
 
 
-def push_to_hub(folder: Path, repository: str, *, public: bool = False, message: str | None = None) -> str:
-    """Upload `folder` as one commit to `repository` (ORGANISATION/NAME, created if necessary); returns the commit's
-    address.
+def merge_run(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]:
+    """Write the backbone with the run's adapter merged in, to the new directory `out`.
 
-    The sizes of all files, and the SHA-256 of those that the hub stores separately (weights), are then queried and
-    compared.
-    public: True makes a newly created repository visible to everybody; an existing one keeps its visibility.
-    Raises UserError for a folder that is not from `export_run` or `merge`, files of other kinds (such as pickles), a
-    name that the hub does not allow, a hub that refuses or cannot be reached, and uploaded files that differ.
+    Merging is done in float64 and rounded once, file by file and some rows at a time: neither the model nor one of its
+    files is ever completely in memory. Some rows of every changed weight are then read back and compared with the same
+    sum, and the folder is compared with the run (`flatshift.experiments.workflows.folder_check`). An adapter that was
+    trained on a quantised backbone (`quantization` of the result) is merged into the float weights, which differ from
+    those it was trained on.
+
+    The tokenizer is saved as in `flatshift.experiments.workflows.saved_tokenizer`, and compared with training's own
+    tokens. The tokens that training had as the end of an answer also end those of plain `generate`.
+    dtype: of the written weights; `auto` keeps the backbone's own, tensor by tensor.
+    Returns the content of `merge.json` in `out`: `dtype`, `quantization`; `rounding`, by dtype the `largest` distance
+    |round(W + sBA) − (W + sBA)| of any merged weight and the largest `relative` to its row's largest value;
+    `largest_rounding`, the relative distance found in the rows that were read back; the result of
+    `folder_check.compare`; `tokenized_rows`, the number of rows of the run that the saved tokenizer was compared on;
+    `adapter_sha256`.
+    Raises UserError if `path` is no finished run, `out` is not empty or in use, the backbone changed or its weights are
+    quantised in its own files, the adapter cannot be merged, plain transformers answers differently from the run, or
+    the saved tokenizer gives other tokens than training.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    with exclusive_lock(out):
+        check_replaceable(out)
+        recipe = resume_recipe(path).recipe
+        require_foldable(path, recipe)
+        labels, ends = read_class_labels(path, recipe), collect_end_tokens(recipe, read_trained_ends(path).values())
+        rows = read_available_rows(recipe, labels)
+        with compute_expected(path, recipe, labels, rows, ends) as wanted, output_directory(out) as temporary:
+            return merge_into(temporary, path, recipe, wanted, rows=rows, wanted_dtype=dtype)
 
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise UserError(f"{repository!r} is no name of the model hub; give ORGANISATION/NAME") from error
-    files = files_to_upload(folder)
-    api = HfApi()
-    try:
-        api.create_repo(repository, private=not public, exist_ok=True)
-        made = api.upload_folder(
-            repo_id=repository, folder_path=folder, commit_message=message or f"Upload {folder.resolve().name}"
-        )
-        there = {found.path: found for found in api.get_paths_info(repository, sorted(files), revision=made.oid)}
-    except Exception as error:  # requests, the hub and its storage raise many kinds
-        reason = shorten(first_error_line(error), 160)
+
+def require_foldable(path: Path, recipe: Recipe) -> None:
+    """Raise UserError unless the run in `path` is trained and has an adapter that can be merged into weights."""
+    require_trained(path, recipe)
+    if recipe.adapter.soft_tokens is not None:
+        instead = "take `flatshift export`" if recipe.adapter.projector is None else "use the adapter as it is"
+        raise UserError(f"{path}: soft tokens change no weights, so they cannot be merged; {instead}")
+    if recipe.adapter.init == "loftq":
         raise UserError(
-            f"the model hub did not take it ({reason}); log in with `hf auth login` (a token that may write), and look "
-            "whether it can be reached"
-        ) from error
-    for name, file in files.items():
-        found = there.get(name)
-        kept = getattr(found, "lfs", None)
-        if getattr(found, "size", None) != file.stat().st_size or (
-            kept is not None and kept.sha256 != file_sha256(file)
-        ):
-            raise UserError(f"{repository}: {name} differs there from the file here; push it again")
-    return str(made.commit_url)
-
-
-def files_to_upload(folder: Path) -> dict[str, Path]:
-    """Return the files to upload, by their names on the hub."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; make one with `flatshift export` or `flatshift merge`")
-    if (folder / RECIPE).is_file():
-        raise UserError(
-            f"{folder} is a run directory, which names files of this machine; push what `export` makes of it"
+            f"{path}: its adapter makes up for what quantisation lost (adapter.init: loftq), so it fits the quantised "
+            "weights only; use it there, or train without loftq to merge"
         )
-    if not (folder / "README.md").is_file():
-        raise UserError(f"{folder} has no README.md, so it is no folder of `flatshift export` or `flatshift merge`")
-    found = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if not file.is_dir()}
-    for name, file in found.items():
-        if file.is_symlink() or not file.is_file() or (file.suffix not in _KINDS and file.name not in _NAMES):
-            raise UserError(f"{folder}: {name} is nothing that `export` or `merge` makes; take it out of the folder")
-    return found
+    _refuse_quantised(recipe)
+    SavedAdapter.find(str(path), where=str(path))  # refuses an adapter that fits changed frozen weights
+
+
+def merge_into(
+    folder: Path,
+    path: Path,
+    recipe: Recipe,
+    wanted: ExpectedAnswers,
+    *,
+    rows: RunRows | None,
+    wanted_dtype: Dtype = "auto",
+) -> dict[str, Any]:
+    """Write the merged model of the run in `path` into the directory `folder`; returns as `merge_run`."""
+    labels, ends = read_class_labels(path, recipe), read_trained_ends(path)
+    written = write_merged(folder, path, recipe, rows=rows, wanted_dtype=wanted_dtype)
+    (compared,) = compare_folder(wanted, recipe, labels, [Folder(folder, written.exact)], ends=list(ends.values()))
+    result = {
+        "dtype": written.dtype,
+        "quantization": recipe.train.quantization,
+        "rounding": written.rounding,
+        **compared,
+        "largest_rounding": written.largest_rounding,
+        "tokenized_rows": written.tokenized_rows,
+        "adapter_sha256": hashlib.sha256((path / "adapter" / WEIGHTS).read_bytes()).hexdigest(),
+    }
+    write_json(folder / RECORD, result)
+    text = build_card(path, recipe, tokenizer=written.tokenizer, labels=labels, form="merged")
+    write_text(folder / "README.md", text)
+    return result
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merged model that is written, and not yet compared with the run."""
+
+    dtype: str
+    exact: bool
+    """In 32 bits."""
+    rounding: dict[str, Any]
+    largest_rounding: float
+    tokenizer: Any
+    tokenized_rows: int
+
+
+def write_merged(
+    folder: Path, path: Path, recipe: Recipe, *, rows: RunRows | None, wanted_dtype: Dtype = "auto"
+) -> Merged:
+    """Write weights, settings and tokenizer of the merged model into `folder`."""
+    import torch
+
+    labels, ends = read_class_labels(path, recipe), read_trained_ends(path)
+    cast = None if wanted_dtype == "auto" else getattr(torch, wanted_dtype)
+    dtype = cast or stored_dtype(recipe)
+    rounding, worst = _merge_by_files(recipe, labels, path / "adapter", folder, dtype, cast, list(ends.values()))
+    tokenizer, tokenized = save_tokenizer(recipe, folder, rows=rows)
+    return Merged(str(dtype).removeprefix("torch."), dtype.itemsize >= 4, rounding, worst, tokenizer, tokenized)
+
+
+def _merge_by_files(
+    recipe: Recipe,
+    labels: tuple[str, ...] | None,
+    adapter: Path,
+    out: Path,
+    dtype: Any,
+    cast: Any,
+    trained: list[int],
+) -> tuple[dict[str, Any], float]:
+    """Write the weight files, config.json and generation_config.json; returns the roundings of all weights, and the
+    largest of the rows read back."""
+    import torch
+
+    from flatshift.finetune.adapters.merge import merge_files, read_changes, spot_check
+    from flatshift.finetune.models.meta import build_skeleton
+    from flatshift.finetune.models.safetensors_index import read_index
+
+    model: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=labels)
+    changes, _ = read_changes(model, adapter)
+    merged = merge_files(model, adapter, out, dtype=dtype, cast=cast)
+    worst = spot_check(model, out, changes)
+    kinds = {entry.dtype for entry in read_index(out).values() if entry.dtype.is_floating_point}
+    if not worst <= max(torch.finfo(kind).eps for kind in kinds):
+        raise RuntimeError(f"the merged weights differ from backbone + adapter by {worst:.2g} of a row's largest value")
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = dtype
+    model.config.use_cache = True
+    ends = collect_end_tokens(recipe, trained)
+    if recipe.task.is_generative:
+        set_end_tokens(model.config, ends)
+    model.config.save_pretrained(out)
+    if recipe.task.is_generative:
+        _keep_older_keys(open_backbone(recipe.backbone).directory / "config.json", out / "config.json")
+    if model.can_generate():
+        save_generation_settings(recipe, out, ends)
+    return merged.rounding.as_json(), worst
+
+
+_NOT_KEPT = ("auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+
+
+def _keep_older_keys(before: Path, after: Path) -> None:
+    """Restore the keys that transformers reads from a config.json and no longer writes (`n_ctx`, `rope_theta`,
+    `rotary_pct`), which other programs need."""
+    old, new = read_json_object(before), read_json_object(after)
+    for name, value in old.items():
+        if isinstance(value, dict) and isinstance(new.get(name), dict):
+            new[name] = value | new[name]
+        elif name not in _NOT_KEPT:
+            new.setdefault(name, value)
+    write_json(after, new)
+
+
+def _refuse_quantised(recipe: Recipe) -> None:
+    config = json.loads((open_backbone(recipe.backbone).directory / "config.json").read_text(encoding="utf-8"))
+    if config.get("quantization_config") is not None:
+        raise UserError(
+            f"backbone {recipe.backbone!r} is quantised in its own files, and an adapter cannot be folded into packed "
+            "values exactly; use the adapter as it is (`flatshift export`)"
+        )
+
+
+def stored_dtype(recipe: Recipe) -> Any:
+    """Return the dtype of most values in the backbone's own weight files."""
+    from flatshift.finetune.models.safetensors_index import read_index
+
+    sizes: dict[Any, int] = {}
+    for entry in read_index(open_backbone(recipe.backbone).directory).values():
+        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
+    return max(sizes, key=sizes.__getitem__)

@@ -181,7 +181,6 @@ def _mean_metric(figures: Sequence[ResampledMetric]) -> ResampledMetric:
 
 
 def _draw_shots(items: Sequence[FilledPrompt], source: Sequence[Row], asked: FewShot, seed: int) -> list[list[str]]:
-    """Return the worked examples before each row, in order."""
     if not asked.shots:
         return [[] for _ in items]
     by = asked.prompt.by if asked.spoken is None else None
@@ -255,7 +254,6 @@ def _score_candidates(
 
 
 def _log_normalise(logs: NDArray) -> NDArray:
-    """Return the log of the shares along the last dim."""
     top = logs - logs.max(-1, keepdims=True)
     shares: NDArray = top - np.log(np.exp(top).sum(-1, keepdims=True))
     return shares

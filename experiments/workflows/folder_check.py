@@ -174,7 +174,6 @@ def compare_folder(
 def _asked(
     wanted: ExpectedAnswers, recipe: Recipe, labels: tuple[str, ...] | None, folder: Folder, ends: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the request to `plain_check` for one folder."""
     task = recipe.task
     backbone = open_backbone(recipe.backbone)
     classes = None
@@ -397,7 +396,6 @@ def _logit_margins(model: Any, prompt: list[int], answer: list[int], start: int 
 
 
 def _fits_in_memory(recipe: Recipe) -> bool:
-    """Return True if half of the free memory holds the backbone in float32."""
     from flatshift.finetune.models.safetensors_index import read_index
 
     entries = read_index(open_backbone(recipe.backbone).directory).values()

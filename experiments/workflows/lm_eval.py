@@ -24,7 +24,7 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.generate import check_generative, read_finished_recipe, to_single_process
+from flatshift.experiments.workflows.run_parts import check_generative, read_finished_recipe, to_single_process
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.compute.numerics import cpu_threads
 from flatshift.finetune.data.encoding import SpecialTokens
@@ -160,7 +160,6 @@ def _run_tasks(
 
 
 def _add_training_prefix(tokenizer: Any, *, begin: bool) -> tuple[Any, list[int]]:
-    """Return a copy of the tokenizer that starts a text as training did, and the start tokens."""
     own = list(tokenizer("a")["input_ids"])
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     prefix = list(SpecialTokens.of(tokenizer, begin=begin).prefix)
@@ -183,7 +182,6 @@ def _add_training_prefix(tokenizer: Any, *, begin: bool) -> tuple[Any, list[int]
 
 @contextlib.contextmanager
 def _restore_root_logger() -> Iterator[None]:
-    """Restore the root logger's handlers, which the import of lm-eval changes."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -195,7 +193,6 @@ def _restore_root_logger() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restore_global_generators() -> Iterator[None]:
-    """Restore the global generators of Python, NumPy and torch, which lm-eval seeds."""
     import numpy as np
     import torch
 

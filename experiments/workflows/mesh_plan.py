@@ -110,7 +110,6 @@ def plan_mesh(
 
 
 def _resolve_epochs(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
-    """Return the recipe with its epochs as optimizer steps, and the number of its training rows and their tokens."""
     from flatshift.experiments.data.sources import epochs_to_steps
     from flatshift.experiments.data.splits import prepare_data
     from flatshift.finetune.data.columns import ColumnarExamples
@@ -126,8 +125,6 @@ def _resolve_epochs(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
 
 
 def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: Layout, kind: str) -> dict[str, Any]:
-    """Return the evaluation's memory on top of the weights, and the number of optimizer steps of the best layout that
-    take as long as a thousand of the longest rows."""
     found = plan_evaluation(
         sizes,
         recipe.task,

@@ -147,7 +147,6 @@ def _format_metadata(path: Path, recipe: Recipe, base: str, license: str | None,
 
 
 def _hub_dataset_names(recipe: Recipe) -> list[str]:
-    """Return the names of hub data sets among the run's files."""
     splits = (recipe.data.train.all_files, recipe.data.dev.files, recipe.data.test.files)
     names = [HubName.read(name).source for files in splits for name in files if name.startswith(HUB)]
     return list(dict.fromkeys(names))
@@ -175,7 +174,6 @@ def _format_summary(path: Path, recipe: Recipe) -> str:
 
 
 def _describe_steps(path: Path, stage: str, *, of: str = "") -> str:
-    """Describe the optimizer steps that were made, which may be fewer than requested."""
     done = read_json_object(path / "stages" / stage / DONE, "steps", "target_steps")
     text = f"{done['steps']:,} steps{of}"
     if done.get("stopped_early"):
@@ -188,7 +186,6 @@ def _describe_steps(path: Path, stage: str, *, of: str = "") -> str:
 
 
 def _read_evaluation(path: Path) -> dict[str, dict[str, Any]]:
-    """Return eval.json; empty for a run that is not evaluated yet."""
     file = path / "eval.json"
     return read_json_object(file) if file.is_file() else {}
 
@@ -214,8 +211,6 @@ def _format_metrics_table(evaluation: dict[str, dict[str, Any]]) -> str:
 
 
 def _format_settings(recipe: Recipe) -> str:
-    """Return a table of all settings of task, adapter, optimizer, training and regularizer that are needed to reproduce
-    the run."""
     train = dataclasses.asdict(recipe.train)
     for name in ("device", "threads", "save_every", "keep"):
         del train[name]
@@ -293,7 +288,6 @@ def _format_licence(base: str, license: str | None) -> str:
 
 
 def _without_paths(command: str) -> str:
-    """Return the command with every path on this machine reduced to its last part."""
     return _LOCAL_PATH.sub(lambda found: found.group().rstrip("/").rsplit("/", 1)[-1], command)
 
 
@@ -301,7 +295,6 @@ def _without_paths(command: str) -> str:
 
 
 def _backbone_lines(backbone: str, base: str) -> list[str]:
-    """Return Python code that sets BACKBONE for transformers, offline if the backbone is in an installed package."""
     if base == backbone and assets.backbone_directory(backbone) is not None:
         found = f"str(assets.backbone_directory({base!r}))  # ships with Flatshift: pip install flatshift"
         return ["from flatshift.finetune import assets", "", f"BACKBONE = {found}"]
@@ -313,7 +306,6 @@ def _backbone_lines(backbone: str, base: str) -> list[str]:
 
 
 def _format_usage(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, form: Form) -> list[str]:
-    """Return instructions for using the folder, in code blocks that run in it unchanged."""
     if form == "gguf":
         prompt = sample_prompt(recipe.task)
         return [format_code_block(f"llama-cli -m model.gguf --temp 0 -no-cnv -p {shlex.quote(prompt)}", "bash")]
@@ -422,7 +414,6 @@ def sample_prompt(task: Task) -> str:
 
 
 def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, *, merged: bool) -> str:
-    """Return Python code that loads the adapter, or the merged model, and runs one example of its task."""
     task = recipe.task
     use = usage_example(task, tokenizer, labels)
     apart = ", add_special_tokens=False" if use.whole else ""

@@ -8,9 +8,7 @@ probe's prompts, and co-occurrences are counted in its texts; with `data` also i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,14 @@ from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.tree import Branch, parse_file
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.evaluation_target import AdapterSwitcher, EvaluationTarget, resolve_subjects
-from flatshift.experiments.workflows.samples import Sampling, SavedSamples, build_generation_records, write_samples
+from flatshift.experiments.workflows.run_parts import lock_new_output
+from flatshift.experiments.workflows.samples import (
+    Sampling,
+    SavedSamples,
+    build_generation_records,
+    write_generations,
+    write_samples,
+)
 from flatshift.finetune.atomic import atomic_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.config import Columns
@@ -33,7 +38,6 @@ from flatshift.finetune.evaluate.probes import (
     shipped_probes,
 )
 from flatshift.finetune.figures import format_interval
-from flatshift.finetune.lock import exclusive_lock
 
 DOCUMENT = "probe.json"
 NOTES = (
@@ -67,9 +71,8 @@ def probe_models(
     """Apply a probe to runs and base models.
 
     sampling: continue the probe's prompts with these settings; texts kept by an interrupted command are not generated
-    again.
-    data: texts in which co-occurrence is counted too.
-    out: a new directory for probe.json and generations.jsonl, written completely or not at all.
+    again. data: texts in which co-occurrence is counted too. out: a new directory for probe.json and generations.jsonl,
+    written completely or not at all.
     Returns the content of probe.json: `{models: {name: {association, cooccurrence}}, data, notes, …}`.
     Raises UserError for a model that is no causal language model, and probes without the lists that are needed.
     """
@@ -77,29 +80,25 @@ def probe_models(
         raise UserError("this probe has no templates; give --samples N to continue its prompts, or --data FILE")
     if sampling is not None and not probe.prompts:
         raise UserError("this probe has no prompts for --samples to continue; add `prompts` with {group}")
-    with nullcontext() if out is None else exclusive_lock(out):
-        if out is not None and out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-            raise UserError(f"--out: {out} is not empty; name a new directory")
+    with lock_new_output(out):
         console = Console(quiet=quiet)
         document: dict[str, Any] = {"models": {}, "notes": list(NOTES), "review": probe.review, "command": command}
         if data:
             rows = require_rows(read_rows(data, columns=Columns(id="\0"), required=("text",)), files=data, what="text")
             document["data"] = measure_cooccurrence(probe, [row.values["text"] for row in rows])
-        kept = SavedSamples(None if out is None else out.with_name(f".{out.name}.written.jsonl"))
-        adapted, written = AdapterSwitcher(console), []
+        saved = SavedSamples.beside(out)
+        models, generations = AdapterSwitcher(), []
         for subject in resolve_subjects(names, overrides, True, console):
             console.say(f"asking {subject.name}")
             with cpu_threads(subject.recipe.train.threads):
-                document["models"][subject.name], more = _probe_model(subject, probe, sampling, kept, adapted, console)
-            written += more
+                results, records = _probe_model(subject, probe, sampling, saved, models, console)
+            document["models"][subject.name] = results
+            generations += records
         if out is not None:
             with atomic_directory(out) as temporary:
                 write_json(temporary / DOCUMENT, document)
-                if written:
-                    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in written]
-                    (temporary / "generations.jsonl").write_text("".join(lines), encoding="utf-8")
-            if kept.path is not None:
-                kept.path.unlink(missing_ok=True)
+                write_generations(temporary, generations)
+            saved.delete()
     return document
 
 
@@ -107,12 +106,10 @@ def _probe_model(
     subject: EvaluationTarget,
     probe: WordListProbe,
     sampling: Sampling | None,
-    kept: SavedSamples,
-    adapted: AdapterSwitcher,
+    saved: SavedSamples,
+    models: AdapterSwitcher,
     console: Console,
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
-    """Return the results of one model, and rows of generations.jsonl."""
-    from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.text import score_texts
     from flatshift.finetune.models.backbone import open_backbone
@@ -120,22 +117,22 @@ def _probe_model(
     recipe, task = subject.recipe, subject.recipe.task
     if not task.documents or not task.causal:
         raise UserError(f"{subject.name}: a probe asks a language model of whole texts, and task.kind is {task.kind}")
-    home = subject.run or subject.like
-    model = adapted.of(subject, read_label_record(recipe, home)[0] if home else None)
+    run = subject.run or subject.template
+    model = models.load(subject, read_label_record(recipe, run)[0] if run else None)
     tokenizer = open_backbone(recipe.backbone).tokenizer
-    device = resolve_device(recipe.train.device)
+    device = next(model.parameters()).device
     inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if probe.templates:
-        made = fill_templates(probe)
+        sentences = fill_templates(probe)
         with evaluation_mode(model):
             counts = score_texts(
-                model, tokenizer, made.texts, inference, task=task, window=recipe.train.max_length, overlap=1,
-                where=[f"sentence {i}" for i in range(len(made.texts))],
+                model, tokenizer, sentences.texts, inference, task=task, window=recipe.train.max_length, overlap=1,
+                where=[f"sentence {i}" for i in range(len(sentences.texts))],
             )  # fmt: skip
-        found["association"] = measure_association(probe, made, counts.nats)
+        results["association"] = measure_association(probe, sentences, counts.nats)
     if sampling is None:
-        return found, []
+        return results, []
     filled = [
         text[:1].upper() + text[1:]
         for prompt in probe.prompts
@@ -143,33 +140,33 @@ def _probe_model(
         for text in (prompt.replace("{group}", word) for word in words)
     ]
     rows = [Row({"text": text}, str(i), f"prompt {i}") for i, text in enumerate(filled)]
-    with console.task("writing", len(rows) * sampling.samples, "texts") as bar:
-        texts = write_samples(f"{subject.name} probe", model, tokenizer, rows, task, sampling, kept, inference, bar=bar)
-    whole = [row.values["text"] + text for row, each in zip(rows, texts, strict=True) for text in each]
-    found["cooccurrence"] = measure_cooccurrence(probe, whole)
-    return found, build_generation_records(subject.name, rows, texts)
+    texts = write_samples(
+        f"{subject.name} probe", model, tokenizer, rows, task, sampling, saved, inference, console=console
+    )
+    whole = [row.values["text"] + text for row, samples in zip(rows, texts, strict=True) for text in samples]
+    results["cooccurrence"] = measure_cooccurrence(probe, whole)
+    return results, build_generation_records(subject.name, rows, texts)
 
 
 def format_document(document: Mapping[str, Any]) -> str:
     """Format one line per result."""
     lines = []
-    for name, found in document["models"].items():
+    for name, results in document["models"].items():
         lines.append(name)
-        for group, told in found.get("association", {}).items():
-            lines += [f"  {group}, {s}: {format_interval(f, '+.3f')} nats" for s, f in told["sets"].items()]
-            base = next(iter(told["sets"]))
-            lines += [
-                f"  {group}, {s} less {base}: {format_interval(f, '+.3f')} nats" for s, f in told["between"].items()
-            ]
-        lines += _format_cooccurrence(found.get("cooccurrence", {}))
+        for group, record in results.get("association", {}).items():
+            base = next(iter(record["sets"]))
+            labels = dict(record["sets"])
+            labels |= {f"{s} less {base}": figure for s, figure in record["between"].items()}
+            lines += [f"  {group}, {s}: {format_interval(figure, '+.3f')} nats" for s, figure in labels.items()]
+        lines += _format_cooccurrence(results.get("cooccurrence", {}))
     if "data" in document:
         lines += ["data", *_format_cooccurrence(document["data"])]
     return "\n".join([*lines, *(f"note: {note}" for note in document["notes"])])
 
 
-def _format_cooccurrence(found: Mapping[str, Any]) -> list[str]:
+def _format_cooccurrence(groups: Mapping[str, Any]) -> list[str]:
     return [
-        f"  near {group}, {name}: {one['count']} of {told['near']:,} words, {format_interval(one, '.4f')}"
-        for group, told in found.items()
-        for name, one in told["sets"].items()
+        f"  near {group}, {name}: {figure['count']} of {record['near']:,} words, {format_interval(figure, '.4f')}"
+        for group, record in groups.items()
+        for name, figure in record["sets"].items()
     ]

@@ -9,18 +9,20 @@ them again; in the end they are its generations.jsonl.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.special import softmax
 
 from flatshift.experiments.data.splits import read_label_record
 from flatshift.experiments.recipe.key import short_hash
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.workflows.generate import check_generative, read_adapted_recipe, to_single_process
-from flatshift.experiments.workflows.run_parts import check_run
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.build import load_model
+from flatshift.experiments.workflows.run_parts import check_generative, read_finished_recipe, to_single_process
 from flatshift.finetune.compute.numerics import evaluation_mode
 from flatshift.finetune.data.encoding import encode, get_end_token
 from flatshift.finetune.data.eval_batching import EvalBatching
@@ -81,24 +83,34 @@ class SavedSamples:
 
     path: Path | None
 
+    @classmethod
+    def beside(cls, out: Path | None) -> SavedSamples:
+        """Open the texts saved next to the future directory `out`."""
+        return cls(None if out is None else out.with_name(f".{out.name}.written.jsonl"))
+
     def read(self, key: str) -> dict[int, str]:
         """Return the texts of `key` by index; a truncated last line is skipped."""
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         if self.path is not None and self.path.is_file():
             for line in self.path.read_text(encoding="utf-8").splitlines():
                 try:
                     record = json.loads(line)
                     if record["key"] == key:
-                        found[record["place"]] = record["text"]
+                        texts[record["place"]] = record["text"]
                 except (ValueError, TypeError, KeyError, RecursionError):
                     continue
-        return found
+        return texts
 
-    def add(self, key: str, place: int, text: str) -> None:
+    def add(self, key: str, index: int, text: str) -> None:
         """Append one text."""
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"key": key, "place": place, "text": text}, ensure_ascii=False) + "\n")
+                stream.write(json.dumps({"key": key, "place": index, "text": text}, ensure_ascii=False) + "\n")
+
+    def delete(self) -> None:
+        """Delete the file, once the texts are in the directory."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def write_samples(
@@ -107,15 +119,15 @@ def write_samples(
     tokenizer: Any,
     rows: Sequence[Row],
     task: Task,
-    asked: Sampling,
-    kept: SavedSamples,
+    sampling: Sampling,
+    saved: SavedSamples,
     inference: EvalBatching,
     *,
-    bar: Callable[[int], None] = lambda done: None,
+    console: Console | None = None,
 ) -> list[list[str]]:
-    """Generate `asked.samples` texts after each row's prompt, except those already in `kept`.
+    """Generate `sampling.samples` texts after each row's prompt, except those already in `saved`.
 
-    name: of the model, as the key of kept texts.
+    name: of the model, as the key of saved texts. console: shows the progress.
     """
     check_generative(task)
     if task.encoder_decoder:
@@ -123,65 +135,66 @@ def write_samples(
     questions, _ = task.ask(rows, tokenizer)
     if len(questions) != len(rows):
         raise UserError(f"{name}: {len(rows) - len(questions)} rows have no prompt by its template; leave them out")
-    settings = {k: v for k, v in asdict(asked).items() if k not in ("programs", "pass_at", "toxicity", "toxic")}
-    key = short_hash({"of": name, "settings": settings, "prompts": [one.ids for one in questions]})
-    texts = kept.read(key)
-    places = [place for place in range(len(rows) * asked.samples) if place not in texts]
-    ends = {one.stop for one in questions} | {get_end_token(tokenizer)}
-    if places:
+    count = sampling.samples
+    settings = {k: v for k, v in asdict(sampling).items() if k not in ("programs", "pass_at", "toxicity", "toxic")}
+    key = short_hash({"of": name, "settings": settings, "prompts": [question.ids for question in questions]})
+    texts = saved.read(key)
+    missing = [index for index in range(len(rows) * count) if index not in texts]
+    ends = {question.stop for question in questions} | {get_end_token(tokenizer)}
+    with (console or Console(quiet=True)).task("writing", len(rows) * count, "texts") as bar:
         answers = continue_prompts(
             model,
-            [questions[place // asked.samples].ids for place in places],
-            asked.decoding(),
+            [questions[index // count].ids for index in missing],
+            sampling.decoding(),
             inference,
-            numbers=places,
+            numbers=missing,
             end=[token for token in ends if token is not None],
         )
-        for at, answer in answers:
-            text = str(tokenizer.decode(answer.ids, skip_special_tokens=True))
-            texts[places[at]] = text
-            kept.add(key, places[at], text)
+        for position, answer in answers if missing else ():
+            index, text = missing[position], str(tokenizer.decode(answer.ids, skip_special_tokens=True))
+            texts[index] = text
+            saved.add(key, index, text)
             bar(len(texts))
-    return [[texts[i * asked.samples + s] for s in range(asked.samples)] for i in range(len(rows))]
+    return [[texts[i * count + s] for s in range(count)] for i in range(len(rows))]
 
 
-def check_sampling_rows(rows: Sequence[Row], asked: Sampling) -> None:
+def check_sampling_rows(rows: Sequence[Row], sampling: Sampling) -> None:
     """Raise UserError, before anything is generated, for a missing sandbox, rows without tests, or a classifier without
     the class."""
-    if asked.programs:
+    if sampling.programs:
         check_sandbox_available()
         for row in rows:
             _get_test(row)
-    if asked.toxicity is not None:
-        _open_classifier(asked)
+    if sampling.toxicity is not None:
+        _open_classifier(sampling)
 
 
 def compute_sample_metrics(
-    rows: Sequence[Row], texts: Sequence[Sequence[str]], asked: Sampling
+    rows: Sequence[Row], texts: Sequence[Sequence[str]], sampling: Sampling
 ) -> dict[str, ResampledMetric]:
     """Compute the requested metrics of the texts: means over the prompts that have a value."""
     values: dict[str, list[float | None]] = {
-        name: [function(one) for one in texts] for name, function in metric_functions("samples").items()
+        name: [function(samples) for samples in texts] for name, function in metric_functions("samples").items()
     }
-    if asked.programs:
+    if sampling.programs:
         passed = _count_passed(rows, texts)
-        for k in asked.pass_at:
-            values[f"pass_at_{k}"] = [pass_at_k(asked.samples, count, k) for count in passed]
-    if asked.toxicity is not None:
-        scores = _score_toxicity(asked, texts)
-        for name, function in metric_functions("toxicity").items():
-            values[name] = [function(one) for one in scores]
-    found = {}
-    for name, each in values.items():
-        there = [i for i, value in enumerate(each) if value is not None]
-        kept = [value for value in each if value is not None]
-        if there:
-            found[name] = ResampledMetric.over([kept, np.ones(len(kept))], ratio_statistic(), there)
-    return found
+        for k in sampling.pass_at:
+            values[f"pass_at_{k}"] = [pass_at_k(sampling.samples, count, k) for count in passed]
+    if sampling.toxicity is not None:
+        scores = _score_toxicity(sampling, texts)
+        values |= {
+            name: [function(samples) for samples in scores] for name, function in metric_functions("toxicity").items()
+        }
+    metrics = {}
+    for name, column in values.items():
+        present = {i: value for i, value in enumerate(column) if value is not None}
+        if present:
+            sums = [list(present.values()), np.ones(len(present))]
+            metrics[name] = ResampledMetric.over(sums, ratio_statistic(), list(present))
+    return metrics
 
 
 def _count_passed(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[int]:
-    """Return the number of texts of each row that pass its test."""
     programs = []
     for row, written in zip(rows, texts, strict=True):
         test = _get_test(row)
@@ -199,46 +212,38 @@ def _get_test(row: Row) -> str:
     return test
 
 
-def _open_classifier(asked: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
-    """Return the classifier's run, its recipe, and its classes."""
-    path = Path(str(asked.toxicity))
-    recipe = to_single_process(read_adapted_recipe(path))
-    check_run(path, recipe)
+def _open_classifier(sampling: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
+    path = Path(str(sampling.toxicity))
+    recipe = to_single_process(read_finished_recipe(path))
     names, _ = read_label_record(recipe, path)
-    if not recipe.task.one_class or names is None or asked.toxic not in names:
+    if not recipe.task.one_class or names is None or sampling.toxic not in names:
         known = "no classes" if names is None else f"the classes {', '.join(names)}"
-        raise UserError(f"--toxicity: {path} has {known}, none of them {asked.toxic!r}; name it with --toxic-label")
+        raise UserError(f"--toxicity: {path} has {known}, none of them {sampling.toxic!r}; name it with --toxic-label")
     return path, recipe, tuple(names)
 
 
-def _score_toxicity(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
+def _score_toxicity(sampling: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
     """Return the classifier's probability of its toxic class for every text; 0 for an empty one."""
-    from flatshift.experiments.workflows.build import load_model
-    from flatshift.finetune.models.backbone import open_backbone
-
-    path, recipe, names = _open_classifier(asked)
-    flat = [text for written in texts for text in written]
-    there = [i for i, text in enumerate(flat) if text.strip()]
+    path, recipe, names = _open_classifier(sampling)
+    flat = [text for samples in texts for text in samples]
     scores = np.zeros(len(flat))
-    tokenizer = open_backbone(recipe.backbone).tokenizer
-    rows = [Row({"text": flat[i], "label": names[0]}, str(i), f"text {i}") for i in there]
+    rows = [Row({"text": t, "label": names[0]}, str(i), f"text {i}") for i, t in enumerate(flat) if t.strip()]
     if rows:
-        coded = encode(
+        engine, tokenizer = load_model(recipe, recipe.task, names, adapter=path / "adapter")
+        encoded = encode(
             rows, task=recipe.task, tokenizer=tokenizer, max_length=recipe.train.max_length, label_names=names
         )
-        engine, _ = load_model(recipe, recipe.task, names, adapter=path / "adapter")
         with evaluation_mode(engine.eval_model):
             _, logits = head_scores(
                 engine.eval_model,
-                coded.examples,
+                encoded.examples,
                 EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device),
                 task=recipe.task,
             )
-        shares = np.exp(logits - logits.max(-1, keepdims=True))
-        shares /= shares.sum(-1, keepdims=True)
-        scores[[int(example.id) for example in coded.examples]] = shares[:, names.index(asked.toxic)]
-    parts = iter(scores.tolist())
-    return [[next(parts) for _ in written] for written in texts]
+        probabilities = softmax(logits, axis=-1)
+        scores[[int(example.id) for example in encoded.examples]] = probabilities[:, names.index(sampling.toxic)]
+    remaining = iter(scores.tolist())
+    return [[next(remaining) for _ in samples] for samples in texts]
 
 
 def build_generation_records(name: str, rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[Mapping[str, Any]]:
@@ -247,3 +252,10 @@ def build_generation_records(name: str, rows: Sequence[Row], texts: Sequence[Seq
         {"by": name, "where": row.where, "prompt": row.values["text"], "texts": list(written)}
         for row, written in zip(rows, texts, strict=True)
     ]
+
+
+def write_generations(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write generations.jsonl into `folder`, if there are any records."""
+    if records:
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+        (folder / "generations.jsonl").write_text("".join(lines), encoding="utf-8")

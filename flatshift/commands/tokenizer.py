@@ -97,7 +97,7 @@ def run(argv: list[str]) -> int:
 def _run_train(argv: list[str]) -> int:
     flags: TrainFlags = parse_flags(TrainFlags, "tokenizer train", argv)
     from flatshift.experiments.report.chapters.tokenizer import page
-    from flatshift.experiments.workflows.tokenizer_schemes import format_document, train_schemes
+    from flatshift.experiments.workflows.tokenizer import format_document, train_schemes
     from flatshift.finetune.errors import UserError
     from flatshift.finetune.train.small_decoder import SmallDecoder
 

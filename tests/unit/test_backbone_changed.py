@@ -12,7 +12,7 @@ from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.workflows import export, merge, train
 from flatshift.experiments.workflows.evaluate import evaluate_run
 from flatshift.experiments.workflows.generate import generate_from_run
-from flatshift.experiments.workflows.initial_adapter import check_backbone
+from flatshift.experiments.workflows.run_parts import check_backbone
 from flatshift.experiments.workflows.sharpness import measure_run_sharpness
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone

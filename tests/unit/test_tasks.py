@@ -17,8 +17,8 @@ import torch
 import flatshift.finetune.tasks
 from flatshift.experiments.recipe import from_override
 from flatshift.experiments.recipe.build import build_settings
-from flatshift.experiments.workflows.generate import check_generative
 from flatshift.experiments.workflows.model_card import usage_example
+from flatshift.experiments.workflows.run_parts import check_generative
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Train

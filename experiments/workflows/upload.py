@@ -14,11 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flatshift.experiments.results.cells import MARKER
-from flatshift.experiments.workflows.export import files_to_upload
 from flatshift.experiments.workflows.run_parts import check_finished
 from flatshift.finetune.data.upload import RECORD, UploadResult, upload_folder
-from flatshift.finetune.digests import DONE
-from flatshift.finetune.errors import UserError
+from flatshift.finetune.digests import DONE, file_sha256
+from flatshift.finetune.errors import UserError, first_error_line, shorten
 from flatshift.finetune.run_directory import MANIFEST, RECIPE
 
 _LAST = ("config.json", "adapter_config.json", "result.json", MANIFEST, DONE)
@@ -75,7 +74,6 @@ def _is_features(folder: Path) -> bool:
 
 
 def _files_to_send(folder: Path) -> list[str]:
-    """Return the files to upload, relative to the folder."""
     names = []
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder)
@@ -92,3 +90,68 @@ def _files_to_send(folder: Path) -> list[str]:
 def _marker_sort_key(name: str) -> tuple[int, int]:
     """Return the sort key of a marker: deeper ones first, since a stage is finished before its run."""
     return -name.count("/"), _LAST.index(Path(name).name)
+
+
+_KINDS = {".safetensors", ".json", ".md", ".txt", ".jinja", ".model", ".gguf", ".py", ".tiktoken"}
+
+
+_NAMES = {"Modelfile"}
+
+
+def push_to_hub(folder: Path, repository: str, *, public: bool = False, message: str | None = None) -> str:
+    """Upload `folder` as one commit to `repository` (ORGANISATION/NAME, created if necessary); returns the commit's
+    address.
+
+    The sizes of all files, and the SHA-256 of those that the hub stores separately (weights), are then queried and
+    compared.
+    public: True makes a newly created repository visible to everybody; an existing one keeps its visibility.
+    Raises UserError for a folder that is not from `export_run` or `merge`, files of other kinds (such as pickles), a
+    name that the hub does not allow, a hub that refuses or cannot be reached, and uploaded files that differ.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UserError(f"{repository!r} is no name of the model hub; give ORGANISATION/NAME") from error
+    files = files_to_upload(folder)
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=not public, exist_ok=True)
+        made = api.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message=message or f"Upload {folder.resolve().name}"
+        )
+        there = {found.path: found for found in api.get_paths_info(repository, sorted(files), revision=made.oid)}
+    except Exception as error:  # requests, the hub and its storage raise many kinds
+        reason = shorten(first_error_line(error), 160)
+        raise UserError(
+            f"the model hub did not take it ({reason}); log in with `hf auth login` (a token that may write), and look "
+            "whether it can be reached"
+        ) from error
+    for name, file in files.items():
+        found = there.get(name)
+        kept = getattr(found, "lfs", None)
+        if getattr(found, "size", None) != file.stat().st_size or (
+            kept is not None and kept.sha256 != file_sha256(file)
+        ):
+            raise UserError(f"{repository}: {name} differs there from the file here; push it again")
+    return str(made.commit_url)
+
+
+def files_to_upload(folder: Path) -> dict[str, Path]:
+    """Return the files to upload, by their names on the hub."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; make one with `flatshift export` or `flatshift merge`")
+    if (folder / RECIPE).is_file():
+        raise UserError(
+            f"{folder} is a run directory, which names files of this machine; push what `export` makes of it"
+        )
+    if not (folder / "README.md").is_file():
+        raise UserError(f"{folder} has no README.md, so it is no folder of `flatshift export` or `flatshift merge`")
+    found = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if not file.is_dir()}
+    for name, file in found.items():
+        if file.is_symlink() or not file.is_file() or (file.suffix not in _KINDS and file.name not in _NAMES):
+            raise UserError(f"{folder}: {name} is nothing that `export` or `merge` makes; take it out of the folder")
+    return found
