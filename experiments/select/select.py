@@ -62,7 +62,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import disk_full_interrupts, write_provenance
 from flatshift.finetune.seeds import derive_seed
-from flatshift.selection import Pool, build_selector
+from flatshift.selection import Pool, TokenRows, build_selector
 from flatshift.selection.config import Auto, GotD, required_inputs
 from flatshift.selection.hygiene.duplicates import normalise_text
 from flatshift.selection.methods.base import Progress, Selector
@@ -281,8 +281,6 @@ def _tokenise_sides(recipe: Recipe, sides: PoolAndTarget, directory: Path, conso
     assert spec is not None
     if "tokens" not in required_inputs(spec.method):
         return
-    from flatshift.selection import TokenRows
-
     tokenize, size = backbone_tokenizer(recipe)
     texts = sides.pool.rows.texts
     with console.task("tokenise pool", len(texts), "texts") as task:

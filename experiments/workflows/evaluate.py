@@ -55,7 +55,9 @@ from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval
+from flatshift.finetune.evaluate.text import missing_dictionary_note, score_texts
 from flatshift.finetune.launch import spawn, watchdog
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.families import usable_positions
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
@@ -195,8 +197,6 @@ class _SideBySide:
     def _evaluate_subject(
         self, subject: EvaluationTarget, splits: Mapping[str, list[Row]], models: AdapterSwitcher
     ) -> None:
-        from flatshift.finetune.models.backbone import open_backbone
-
         recipe, task, results = subject.recipe, subject.recipe.task, self.results
         run = subject.run or subject.template
         names, units = read_label_record(recipe, run) if run else (None, None)
@@ -272,8 +272,6 @@ class _SideBySide:
         columns: dict[str, Any],
     ) -> tuple[dict[str, Any], list[str]]:
         """Return intervals and notes of whole documents; adds to `figures` and `columns`."""
-        from flatshift.finetune.evaluate.text import missing_dictionary_note, score_texts
-
         width = _window_size(model, recipe, self.window)
         texts = [row.values["text"] for row in rows]
         with evaluation_mode(model):

@@ -16,7 +16,9 @@ from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval
-from flatshift.finetune.evaluate.metrics import find_metric
+from flatshift.finetune.evaluate.metrics import find_metric, sort_for_headline
+from flatshift.finetune.evaluate.text import find_language
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.seeds import derive_seed
 
 _FEW_ROWS = 10
@@ -70,8 +72,6 @@ def build_document(
 
     Raises UserError for a value in `trained` that no row has.
     """
-    from flatshift.finetune.models.backbone import open_backbone
-
     values = {
         split: [str(row.values[group_by]) for row in rows] if group_by else [""] for split, rows in splits.items()
     }
@@ -183,8 +183,6 @@ def _average_groups(
 
 def _describe_languages(groups: Sequence[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Return the name of each group, and the groups of each family; both empty unless all groups are languages."""
-    from flatshift.finetune.evaluate.text import find_language
-
     described = {group: language for group in groups if (language := find_language(group))}
     if len(described) < len(groups):
         return {}, {}
@@ -311,7 +309,5 @@ def format_headline(metrics: Mapping[str, Any]) -> str:
 
 def find_headline_metric(metrics: Mapping[str, Any]) -> str | None:
     """Return bits per byte for text, else the first of the headline metrics."""
-    from flatshift.finetune.evaluate.metrics import sort_for_headline
-
     ordered = ["bits_per_byte", *sort_for_headline(metrics)]
     return next((name for name in ordered if name in metrics), None)

@@ -20,7 +20,13 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, from_override, merge
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.run_parts import INITIAL, check_run, read_adapted_recipe, to_single_process
+from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter
+from flatshift.finetune.adapters.offsets import folded_offsets
+from flatshift.finetune.compute.cuda_status import resolve_device
+from flatshift.finetune.compute.precision import adapter_dtype
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RECIPE
 
 
@@ -44,8 +50,6 @@ def resolve_subjects(
 
     Raises UserError for a name that is neither, and a base model that cannot be evaluated so.
     """
-    from flatshift.finetune.models.backbone import open_backbone
-
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"eval: {repeated[0]} is named twice; name it once")
     runs = {
@@ -105,12 +109,6 @@ class AdapterSwitcher:
 
     def load(self, subject: EvaluationTarget, label_names: tuple[str, ...] | None) -> Any:
         """Return the model of `subject` in evaluation precision; the previous model becomes unusable."""
-        from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter
-        from flatshift.finetune.adapters.offsets import folded_offsets
-        from flatshift.finetune.compute.cuda_status import resolve_device
-        from flatshift.finetune.compute.precision import adapter_dtype
-        from flatshift.finetune.models.load import load_backbone
-
         recipe, train = subject.recipe, subject.recipe.train
         device = resolve_device(train.device)
         key = (

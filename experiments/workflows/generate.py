@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
@@ -30,11 +30,9 @@ from flatshift.finetune.data.example import GenerationPrompt
 from flatshift.finetune.data.formats import has_lone_surrogate
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.generation import Decoding, GeneratedAnswer, continue_prompts
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
-
-if TYPE_CHECKING:
-    from flatshift.finetune.evaluate.generation import Decoding, GeneratedAnswer
 
 
 def generate_from_run(
@@ -95,8 +93,6 @@ def generate_from_run(
 
 
 def _resolve_decoding(recipe: Recipe, decoding: Mapping[str, Any]) -> Decoding:
-    from flatshift.finetune.evaluate.generation import Decoding
-
     settings = {"max_new_tokens": recipe.task.max_new_tokens, **decoding}
     if not settings.get("temperature"):
         settings.setdefault("num_beams", recipe.task.num_beams or 1)
@@ -136,8 +132,6 @@ def answer_questions(
 ) -> Iterator[tuple[int, str, GeneratedAnswer]]:
     """Yield (index, text, answer) of each question, longest first; answers end at the tokenizer's end token and the
     questions' own. on_token: as in `flatshift.finetune.evaluate.generation.continue_prompts`."""
-    from flatshift.finetune.evaluate.generation import continue_prompts
-
     backbone = open_backbone(recipe.backbone)
     tokenizer, device = backbone.tokenizer, next(model.parameters()).device
     ends = [get_end_token(tokenizer), *sorted({question.stop for question in questions if question.stop is not None})]
@@ -230,8 +224,6 @@ class GenerativeRuns:
         Raises UserError for an unknown name, turns that cannot be answered, and a prompt that does not fit the
         backbone.
         """
-        from flatshift.finetune.evaluate.generation import Decoding
-
         if name not in self._subjects:
             raise UserError(f"no run is called {name!r}; there are {', '.join(self.names)}")
         subject = self._subjects[name]

@@ -20,6 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
@@ -27,6 +30,7 @@ from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.run_parts import check_generative, read_finished_recipe, to_single_process
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.compute.numerics import cpu_threads
+from flatshift.finetune.compute.precision import autocast_dtype
 from flatshift.finetune.data.encoding import SpecialTokens
 from flatshift.finetune.errors import UserError, first_error_line
 from flatshift.finetune.seeds import derive_seed
@@ -124,8 +128,6 @@ def _run_tasks(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
 
-    from flatshift.finetune.compute.precision import autocast_dtype
-
     manager = TaskManager(include_path=None if include is None else str(include))
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
         raise UserError(
@@ -193,9 +195,6 @@ def _restore_root_logger() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restore_global_generators() -> Iterator[None]:
-    import numpy as np
-    import torch
-
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng():
         try:

@@ -9,12 +9,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from flatshift.experiments.data.sources import epochs_to_steps
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.resolve import Resolved
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.workflows.run_parts import FINE_TUNE
 from flatshift.finetune.config import Train
+from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.formats import SAMPLE
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.figures import format_duration
@@ -26,6 +29,7 @@ from flatshift.finetune.planner.footprint import BackboneSizes
 from flatshift.finetune.planner.layouts import Layout, best_layout, enumerate_layouts, format_table
 from flatshift.finetune.planner.rules import RuleSettings
 from flatshift.finetune.planner.throughput import DEVICES, PUBLISHED
+from flatshift.finetune.seeds import derive_seed
 
 _THOUSAND = 1000
 _AUTO = "bf16"
@@ -110,11 +114,6 @@ def plan_mesh(
 
 
 def _resolve_epochs(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
-    from flatshift.experiments.data.sources import epochs_to_steps
-    from flatshift.experiments.data.splits import prepare_data
-    from flatshift.finetune.data.columns import ColumnarExamples
-    from flatshift.finetune.seeds import derive_seed
-
     recipe = resolved.recipe
     rows = prepare_data(recipe).train
     lengths = ColumnarExamples.of(rows).ragged("input_ids")

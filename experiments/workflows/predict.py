@@ -34,7 +34,10 @@ from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.rows import Row, read_canonical_values, read_rows
 from flatshift.finetune.digests import adapter_digest
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.evaluator import Evaluator
+from flatshift.finetune.evaluate.generation import Decoding
 from flatshift.finetune.lock import exclusive_lock
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.run_directory import disk_full_interrupts
 
 PART = 4096
@@ -61,8 +64,6 @@ class Predictor:
         Raises UserError if `path` is no finished run or was changed, or its rows bring features along
         (adapter.projector).
         """
-        from flatshift.finetune.models.backbone import open_backbone
-
         recipe = to_single_process(read_finished_recipe(path, overrides, other_rows=True))
         if recipe.adapter.projector is not None and recipe.task.answers_in_text:
             raise UserError(f"{path}: its adapter reads features with every row; evaluate it with `flatshift eval`")
@@ -108,8 +109,6 @@ class Predictor:
         return Row(values, str(values.get("id", number)), f"row {number}", record, number - 1)
 
     def _predict_encoded(self, rows: Sequence[Row]) -> list[Record]:
-        from flatshift.finetune.evaluate.evaluator import Evaluator
-
         task, train = self.task, self.recipe.train
         size, device = self.recipe.eval.batch_size, self.engine.device
         blank = task.placeholders(self.label_names)
@@ -141,8 +140,6 @@ class Predictor:
         return records
 
     def _generate_answers(self, rows: Sequence[Row]) -> list[Record]:
-        from flatshift.finetune.evaluate.generation import Decoding
-
         task = self.task
         questions, skipped = task.ask(rows, self.tokenizer, bad_rows=self.bad_rows)
         self.skipped += skipped

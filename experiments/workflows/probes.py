@@ -28,6 +28,7 @@ from flatshift.experiments.workflows.samples import (
 from flatshift.finetune.atomic import atomic_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.config import Columns
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.probes import (
@@ -37,7 +38,9 @@ from flatshift.finetune.evaluate.probes import (
     measure_cooccurrence,
     shipped_probes,
 )
+from flatshift.finetune.evaluate.text import score_texts
 from flatshift.finetune.figures import format_interval
+from flatshift.finetune.models.backbone import open_backbone
 
 DOCUMENT = "probe.json"
 NOTES = (
@@ -110,10 +113,6 @@ def _probe_model(
     models: AdapterSwitcher,
     console: Console,
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
-    from flatshift.finetune.data.eval_batching import EvalBatching
-    from flatshift.finetune.evaluate.text import score_texts
-    from flatshift.finetune.models.backbone import open_backbone
-
     recipe, task = subject.recipe, subject.recipe.task
     if not task.documents or not task.causal:
         raise UserError(f"{subject.name}: a probe asks a language model of whole texts, and task.kind is {task.kind}")

@@ -8,7 +8,9 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from flatshift.experiments.data.splits import PreparedData
 from flatshift.experiments.recipe import resume_recipe
@@ -16,22 +18,24 @@ from flatshift.experiments.recipe.auto import resolve_device_precision
 from flatshift.experiments.recipe.schema import Recipe, warm_up_task
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
+from flatshift.finetune.adapters.adapter import attach_on_meta, lora_only, read_adapter
+from flatshift.finetune.adapters.initial_values import Calibration, InitialAdapter, calibration_rows
+from flatshift.finetune.adapters.saved import SavedAdapter, check_same_settings
 from flatshift.finetune.atomic import atomic_directory, read_json_object
+from flatshift.finetune.compute.cuda_status import resolve_device
+from flatshift.finetune.compute.precision import autocast
 from flatshift.finetune.config import Adapter, Mesh
 from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.digests import DONE, FILES, adapter_digest, check_files, file_digests
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.meta import build_skeleton
+from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.run_directory import METRICS, read_metrics, resume_command
 from flatshift.finetune.seeds import numpy_generator
 from flatshift.finetune.tasks import Task
 from flatshift.finetune.train.checkpointer import is_valid_checkpoint
-
-if TYPE_CHECKING:
-    from flatshift.finetune.adapters.initial_values import InitialAdapter
-    from flatshift.finetune.parallel.engine import Engine
-
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 INITIAL = "initial"
@@ -261,12 +265,6 @@ def check_start_adapters(recipe: Recipe) -> dict[str, dict[str, str]]:
     Raises:
         UserError: `adapter.start` or `adapter.under` is no LoRA adapter, of another backbone or of other settings.
     """
-    import torch
-
-    from flatshift.finetune.adapters.adapter import attach_on_meta, read_adapter
-    from flatshift.finetune.adapters.saved import SavedAdapter, check_same_settings
-    from flatshift.finetune.models.meta import build_skeleton
-
     records = {}
     for setting in ("start", "under"):
         name = getattr(recipe.adapter, setting)
@@ -286,8 +284,6 @@ def check_start_adapters(recipe: Recipe) -> dict[str, dict[str, str]]:
 
 def check_adapters_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str]]) -> None:
     """Raise UserError if the run directory `path` has yet to read `adapters` of its manifest and one has changed."""
-    from flatshift.finetune.adapters.saved import SavedAdapter
-
     if (path / INITIAL).is_dir():
         return
     for setting, before in adapters.items():
@@ -302,10 +298,6 @@ def initial_adapter(
     drawn by `train.seed` (none for most methods); None if the first values are random."""
     if not has_custom_init(recipe.adapter) or recipe.adapter.start is not None:
         return None
-    from flatshift.finetune.adapters.initial_values import Calibration, InitialAdapter, calibration_rows
-    from flatshift.finetune.compute.cuda_status import resolve_device
-    from flatshift.finetune.compute.precision import autocast
-
     if (path / INITIAL).is_dir():
         return InitialAdapter(folder=path / INITIAL)
     order = numpy_generator(recipe.train.seed, "init-rows").permutation(len(prepared.train))
@@ -329,9 +321,6 @@ def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, log: Callab
         if has_custom_init(recipe.adapter) and not directory.is_dir():
             engine.save_adapter(directory)
         return
-    from flatshift.finetune.adapters.adapter import lora_only, read_adapter
-    from flatshift.finetune.adapters.saved import SavedAdapter
-
     if engine.is_main and not directory.is_dir():
         check_start_adapters(recipe)
         saved = SavedAdapter.find(recipe.adapter.start, where="adapter.start")

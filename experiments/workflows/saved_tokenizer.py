@@ -67,7 +67,9 @@ def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tup
     return saved, 0 if rows is None else len(rows)
 
 
-def read_run_rows(recipe: Recipe, labels: tuple[str, ...] | None, *, most: int = _ROWS, whole: bool = True) -> RunRows:
+def read_run_rows(
+    recipe: Recipe, labels: tuple[str, ...] | None, *, maximum: int = _ROWS, whole: bool = True
+) -> RunRows:
     """Return the first rows of the run's test files, else of dev, else of train, each with its training example; with
     `whole` only the rows of a head are truncated.
 
@@ -78,7 +80,7 @@ def read_run_rows(recipe: Recipe, labels: tuple[str, ...] | None, *, most: int =
     parts = list_source_files(data)
     chosen = parts["test"] or parts["dev"] or parts["train"]
     skipped: list[str] = []
-    found = list(islice(chain.from_iterable(part.rows(data, task, skipped) for part in chosen), most))
+    found = list(islice(chain.from_iterable(part.rows(data, task, skipped) for part in chosen), maximum))
     encoder = task.encoder(
         backbone.tokenizer,
         recipe.train.max_length if task.is_sequence_level or task.hides_tokens or not whole else _ANY_LENGTH,

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from flatshift.experiments.data.splits import prepare_data, prepare_eval_data
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.auto import resolve_device_precision
@@ -30,6 +32,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import resume_command
 from flatshift.finetune.seeds import numpy_generator
 from flatshift.finetune.train.trace.curvature import mean_loss
+from flatshift.regularizers.layers.frozen import is_quantised
 from flatshift.regularizers.sharpness import Sharpness, SharpnessResult, measure
 from flatshift.regularizers.sharpness.sharpness_config import measure_name
 
@@ -135,10 +138,6 @@ def _draw_rows(examples: Sequence[Example], count: int, seed: int) -> list[Examp
 
 def _cast_half_to_float32(model: nn.Module) -> None:
     """Convert half-precision weights to float32, which is exact; quantised weights stay."""
-    import torch
-
-    from flatshift.regularizers.layers.frozen import is_quantised
-
     half = (torch.bfloat16, torch.float16)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and is_quantised(module):

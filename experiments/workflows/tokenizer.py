@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import yaml
@@ -29,11 +29,9 @@ from flatshift.finetune.evaluate.fertility import TokenizedTexts, Vocabulary, to
 from flatshift.finetune.evaluate.text import find_language, missing_dictionary_note
 from flatshift.finetune.figures import format_interval
 from flatshift.finetune.lock import exclusive_lock
+from flatshift.finetune.models.backbone import open_backbone, quiet_transformers
 from flatshift.finetune.seeds import numpy_generator
-
-if TYPE_CHECKING:
-    from flatshift.finetune.train.small_decoder import SmallDecoder
-
+from flatshift.finetune.train.small_decoder import SmallDecoder, count_parameters, train_and_evaluate
 
 DOCUMENT = "tokenizers.json"
 
@@ -85,8 +83,6 @@ def compare_tokenizers(
 def open_tokenizer(name: str) -> Any:
     """Load the tokenizer of a backbone, a directory or a `tokenizer.json`. Raises UserError."""
     from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
-
-    from flatshift.finetune.models.backbone import open_backbone, quiet_transformers
 
     path = Path(name)
     try:
@@ -255,8 +251,6 @@ def train_schemes(
     Returns the content of tokenizers.json; under `models` of each scheme `{bits_per_byte, beside, tokens, cells}`.
     Raises UserError for settings out of range, too little text, and an `out` that holds something else.
     """
-    from flatshift.finetune.train.small_decoder import SmallDecoder, count_parameters, train_and_evaluate
-
     model = model or SmallDecoder()
     _check_settings(schemes, vocabulary, seeds, held_out)
     console = Console(quiet=quiet)

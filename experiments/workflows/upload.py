@@ -19,6 +19,7 @@ from flatshift.finetune.data.upload import RECORD, UploadResult, upload_folder
 from flatshift.finetune.digests import DONE, file_sha256
 from flatshift.finetune.errors import UserError, first_error_line, shorten
 from flatshift.finetune.run_directory import MANIFEST, RECIPE
+from flatshift.selection.features import open_directory
 
 _LAST = ("config.json", "adapter_config.json", "result.json", MANIFEST, DONE)
 """Names by which a reader recognises a complete folder, in the order in which they are uploaded."""
@@ -50,8 +51,6 @@ def require_finished(folder: Path) -> None:
     if (folder / DONE).exists():
         check_finished(folder)
     elif _is_features(folder):
-        from flatshift.selection.features import open_directory
-
         open_directory(folder, str(folder))
     elif any((folder / name).exists() for name in (RECIPE, MARKER, "state", "stages", "cells", "scores.parquet")):
         raise UserError(f"{folder} is not finished, it has no {DONE}; finish it by its own command, then push it")

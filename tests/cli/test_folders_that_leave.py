@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from benchmarks._families import named, save_family, train_words
 from flatshift.cli import run
 from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.workflows import export as merging
 from flatshift.experiments.workflows import folder_check
-from flatshift.experiments.workflows import merge as merging
 from flatshift.experiments.workflows.plain_gguf import configuration, undone
 from flatshift.experiments.workflows.saved_tokenizer import (
     collect_end_tokens,
