@@ -1,4 +1,4 @@
-"""The parts of a run directory: its recipe, finished parts, initial adapter, clean-up, checks before it is read or resumed."""
+"""The parts of a run directory: recipe, finished parts and initial adapter; checks before it is read or resumed."""
 
 from __future__ import annotations
 

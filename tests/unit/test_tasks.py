@@ -209,7 +209,7 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
 def test_prompts_and_the_cards_lines(task, backbones):
     tokenizer = open_backbone(backbones(task)).tokenizer
     use = usage_example(task, tokenizer, ("0", "1"))
-    ast.parse("\n".join((*use.before, *use.ask, use.text, *use.answer)))
+    ast.parse("\n".join((*use.before, *use.ask, use.text, use.answer)))
     if not task.is_generative:
         with pytest.raises(UserError, match=rf"task.kind: {task.kind} trains a model that writes no text"):
             check_generative(task)
