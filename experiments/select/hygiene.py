@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from flatshift.experiments.data.splits import read_splits
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
+from flatshift.experiments.select.pool import select_settings
 from flatshift.finetune.atomic import json_text
 from flatshift.finetune.config import Columns, Files
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
@@ -39,8 +40,7 @@ def clean_rows(
     Raises:
         UserError: no evaluation text for decontamination, pieces together with the user's own features, no record left.
     """
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     settings = spec.hygiene
     repeats = (settings.exact or settings.near is not None) and "eval" in settings.against
     if spec.eval.files and not repeats and settings.decontaminate is None:

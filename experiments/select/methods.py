@@ -1,7 +1,9 @@
-"""Inputs of a selection method besides pool and target: checked settings, backbone perplexity, progress."""
+"""Inputs of a selection method besides pool and target: checked settings, backbone perplexity, progress; and the slow
+scores and losses of an unfinished selection."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -16,6 +18,7 @@ import numpy as np
 
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console, ProgressBar
+from flatshift.experiments.select.adapted import train_loss_gap
 from flatshift.experiments.select.outputs import to_json_values
 from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.finetune.data.rows import Row
@@ -28,34 +31,35 @@ from flatshift.selection.features.cache import atomic_file
 from flatshift.selection.methods.base import Selector
 from flatshift.selection.transport.progress import ITERATIONS
 
+Measure = Callable[[Sequence[str]], np.ndarray]
 _PATIENCE_S = 2.0
 """Seconds; shorter fits show no progress."""
 
 
 def check_method(spec: Select) -> None:
     """Raise UserError for settings that cannot work or have no effect, before anything is read."""
-    wanted = required_inputs(spec.method)
+    required = required_inputs(spec.method)
     kind: str = spec.method.kind
     if isinstance(spec.method, Domains):
         kind = f"{spec.method.inside.kind} inside domains"
     own = spec.own
-    if "gradients" in wanted and own is None and spec.embedder.kind != "gradients":
+    if "gradients" in required and own is None and spec.embedder.kind != "gradients":
         raise UserError(
             f"select.method: {kind} compares gradients; take --embedder gradients, "
             "or give yours with --pool-features and --target-features"
         )
-    if "negative" in wanted and not spec.negative.files:
+    if "negative" in required and not spec.negative.files:
         raise UserError(
             f"select.negative.files is empty: {kind} moves away from negative examples; name files that hold them"
         )
-    if "negative" not in wanted and spec.negative.files:
+    if "negative" not in required and spec.negative.files:
         raise UserError(
             f"select.negative.files: {kind} has no use for negative examples; choose gotd-contrast or drop them"
         )
-    if own is not None and bool(own.negative) != ("negative" in wanted):
+    if own is not None and bool(own.negative) != ("negative" in required):
         raise UserError(
             f"select.embedder.negative: {kind} needs features of the negative examples; name their .npy file"
-            if "negative" in wanted
+            if "negative" in required
             else f"select.embedder.negative: {kind} has no use for negative examples; leave it out"
         )
 
@@ -88,9 +92,7 @@ def solver_device(recipe: Recipe) -> str:
     return str(resolve_device(recipe.train.device))
 
 
-def backbone_nll(
-    recipe: Recipe, method: Method, target: Sequence[str], state: Path | None = None
-) -> Callable[[Sequence[str]], np.ndarray] | None:
+def backbone_nll(recipe: Recipe, method: Method, target: Sequence[str], state: Path | None = None) -> Measure | None:
     """Return texts → (n,) mean −log p per token under the recipe's backbone, NaN for a text without a token; or None.
 
     None if `method` needs no losses; for loss-gap the change of that loss by training on `target`. The backbone is
@@ -99,31 +101,22 @@ def backbone_nll(
     """
     inner = ranking_method(method)
     if isinstance(inner, LossGap):
-        from flatshift.experiments.select.adapted import loss_gap_scorer
-
-        gap = loss_gap_scorer(recipe, inner, target)
         digest = hashlib.sha256("\0".join(target).encode("utf-8", "surrogatepass")).hexdigest()
-        return (
-            gap
-            if state is None
-            else with_cached_losses(gap, state / "losses", f"gap {recipe.backbone} {inner} {digest}")
-        )
-    if not isinstance(inner, Perplexity):
+        key = f"gap {recipe.backbone} {inner} {digest}"
+        build = functools.cache(functools.partial(train_loss_gap, recipe, inner, target))
+    elif isinstance(inner, Perplexity):
+        key = f"{recipe.backbone} {inner.max_length}"
+        build = functools.cache(functools.partial(_build_nll, recipe, inner.max_length))
+    else:
         return None
-    max_length = inner.max_length
-    loaded: list[Callable[[Sequence[str]], np.ndarray]] = []
 
     def measure(texts: Sequence[str]) -> np.ndarray:
-        if not loaded:
-            loaded.append(_build_nll(recipe, max_length))
-        return loaded[0](texts)
+        return build()(texts)
 
-    return (
-        measure if state is None else with_cached_losses(measure, state / "losses", f"{recipe.backbone} {max_length}")
-    )
+    return measure if state is None else _cache_losses(measure, state / "losses", key)
 
 
-def _build_nll(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
+def _build_nll(recipe: Recipe, max_length: int) -> Measure:
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.compute.precision import infer_precision
     from flatshift.finetune.data.encoding import encode
@@ -168,28 +161,25 @@ def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]
     start = time.monotonic()
     stage: tuple[str, int] | None = None
     update: ProgressBar | None = None
-    with ExitStack() as shown:
+    with ExitStack() as tasks:
 
         def progress(name: str, done: int, total: int) -> None:
             nonlocal stage, update
             if time.monotonic() - start < _PATIENCE_S:
                 return
             if (name, total) != stage or update is None:
-                shown.close()
-                stage, update = (
-                    (name, total),
-                    shown.enter_context(console.task(name, total, "" if name == ITERATIONS else "rows")),
-                )
+                tasks.close()
+                stage = name, total
+                update = tasks.enter_context(console.task(name, total, "" if name == ITERATIONS else "rows"))
             update(done)
             if done == total:  # the next stage may run long without progress
-                shown.close()
+                tasks.close()
                 stage = None
 
         yield progress
 
 
-_FILE = "scores.npz"
-_ROWS_HASHED = 1 << 14  # at a time: features of the user may be a memory map larger than memory
+_BLOCK_ROWS = 1 << 14  # hashed at a time: features of the user may be a memory map larger than memory
 
 
 class ScoreCheckpoint:
@@ -200,7 +190,7 @@ class ScoreCheckpoint:
     """
 
     def __init__(self, directory: Path, sides: PoolAndTarget):
-        self.path = directory / _FILE
+        self.path = directory / "scores.npz"
         self._sides = sides
         self.restored = False
 
@@ -208,15 +198,11 @@ class ScoreCheckpoint:
         """Write the file that `restore` reads."""
         if any(hasattr(part, "potentials_") for part in (selector, getattr(selector, "inside", None))):
             return
-        arrays: dict[str, Any] = {
-            "scores": selector.scores_,
-            "told": np.array(json.dumps(to_json_values(selector.diagnostics_))),
-        }
-        for name, part in (("nearest", selector.nearest_target_), ("readings", selector.readings_)):
-            if part is not None:
-                arrays[name] = part
+        diagnostics = np.array(json.dumps(to_json_values(selector.diagnostics_)))
+        optional = {"nearest": selector.nearest_target_, "readings": selector.readings_}
+        arrays: dict[str, Any] = {name: array for name, array in optional.items() if array is not None}
         with atomic_file(self.path) as handle:
-            np.savez(handle, digest=np.array(self._digest()), **arrays)
+            np.savez(handle, digest=np.array(self._digest()), scores=selector.scores_, told=diagnostics, **arrays)
 
     def restore(self, selector: Selector) -> bool:
         """Return True if `selector` now has the scores of an earlier attempt; False if there are none for these
@@ -244,27 +230,22 @@ class ScoreCheckpoint:
         for side in (self._sides.x, self._sides.y):  # the user's own features do not depend on the texts
             if side is None:
                 continue
-            for start in range(0, len(side), _ROWS_HASHED):
-                digest.update(np.ascontiguousarray(side[start : start + _ROWS_HASHED]).tobytes())
+            for start in range(0, len(side), _BLOCK_ROWS):
+                digest.update(np.ascontiguousarray(side[start : start + _BLOCK_ROWS]).tobytes())
         return digest.hexdigest()
 
 
-def with_cached_losses(
-    measure: Callable[[Sequence[str]], np.ndarray], directory: Path, key: str
-) -> Callable[[Sequence[str]], np.ndarray]:
-    """Return `measure` with the losses of each batch of texts kept in `directory`."""
+def _cache_losses(measure: Measure, directory: Path, key: str) -> Measure:
+    """Return `measure` with the losses of each batch of texts stored in `directory`."""
 
-    def losses(texts: Sequence[str]) -> np.ndarray:
-        found = FeatureCache(directory).features(
-            texts, lambda some: _split_nan(measure(some)), key=key, shard_rows=len(texts)
-        )
-        values = np.asarray(found, dtype=np.float64)
+    def split_nan(texts: Sequence[str]) -> np.ndarray:
+        """Return (n, 2): the losses with 0 in place of NaN, and a flag for each NaN."""
+        losses = measure(texts)
+        return np.stack([np.where(np.isnan(losses), 0.0, losses), np.isnan(losses)], axis=1)
+
+    def read_losses(texts: Sequence[str]) -> np.ndarray:
+        rows = FeatureCache(directory).features(texts, split_nan, key=key, shard_rows=len(texts))
+        values = np.asarray(rows, dtype=np.float64)
         return np.where(values[:, 1] > 0, np.nan, values[:, 0])
 
-    return losses
-
-
-def _split_nan(losses: np.ndarray) -> np.ndarray:
-    """Return (n, 2): the losses with 0 in place of NaN, and a flag for each NaN."""
-    none = np.isnan(losses)
-    return np.stack([np.where(none, 0.0, losses), none], axis=1)
+    return read_losses

@@ -1,4 +1,10 @@
-"""Inputs of a selection: pools of any size as views of a file on disk, targets as lists; splitting into chunks."""
+"""Inputs of a selection: pools of any size as views of a file on disk, targets as lists; pieces of texts.
+
+Rows without information for a selector are skipped and counted like bad records: blank texts, and texts without a token
+that the embedder knows. Such a row's vector is zero, at squared distance 1 from every unit vector and so nearer than
+most texts are to one another: if kept, blanks would rank as the best of the pool. Zero rows of the user's own features
+are kept: only the user knows their meaning.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,11 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed
 from flatshift.selection.config import Domains, TextChunks, required_inputs
 
-_WORDS = re.compile(r"\S+")
+
+def select_settings(recipe: Recipe) -> Select:
+    """Return the recipe's `select` block, which it must have."""
+    assert recipe.select is not None
+    return recipe.select
 
 
 @dataclass(frozen=True)
@@ -89,15 +99,14 @@ def read_records(files: Files, spec: Select, seed: int, name: str) -> Records:
     """Read the rows of a target, or of negative examples, into memory. Raises UserError."""
     skipped: list[str] = []
     rows = _read_rows(files, spec, name, skipped)
-    kept = require_rows(rows, files=files.files, what=name, skipped=skipped)
-    total = len(kept) + len(skipped)
-    return Records(limit_rows(kept, files.limit, seed=derive_seed(seed, "limit", name)), skipped, total)
+    good = require_rows(rows, files=files.files, what=name, skipped=skipped)
+    limited = limit_rows(good, files.limit, seed=derive_seed(seed, "limit", name))
+    return Records(limited, skipped, len(good) + len(skipped))
 
 
 def cut_pool(recipe: Recipe, view: RowView, console: Console) -> RowView:
     """Cut the pool to the length of `select.chunk`; unchanged without it. Raises UserError."""
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     if spec.chunk is None:
         return view
     if spec.own is not None:
@@ -122,7 +131,7 @@ def _piece_spans(recipe: Recipe, chunk: TextChunks, texts: Iterable[str]) -> Ite
         return
     if chunk.unit == "words":
         for text in texts:
-            yield _group_units([match.span() for match in _WORDS.finditer(text)], chunk.size)
+            yield _group_units([match.span() for match in re.finditer(r"\S+", text)], chunk.size)
         return
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -132,9 +141,9 @@ def _piece_spans(recipe: Recipe, chunk: TextChunks, texts: Iterable[str]) -> Ite
             f"select.chunk.unit: the tokenizer of {recipe.backbone!r} cannot say where each token starts; use words"
         )
     for text in texts:
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         # Byte-level tokens of one character share its span.
-        yield _group_units([(low, high) for low, high in found["offset_mapping"] if high > low], chunk.size)
+        yield _group_units([(low, high) for low, high in encoded["offset_mapping"] if high > low], chunk.size)
 
 
 def _group_units(units: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
@@ -145,38 +154,26 @@ def _group_units(units: list[tuple[int, int]], size: int) -> list[tuple[int, int
     return [(start, end) for start, end in pieces if end > start]
 
 
-def row_domain(row: Row, spec: Select) -> str | None:
-    """Return the row's domain as a string, or None."""
-    value = row.values.get(spec.domain_column)
-    return None if value is None else str(value)
-
-
 def record_domains(records: Records, spec: Select) -> list[str | None] | None:
     """Return each record's domain, or None if no record has one."""
     if isinstance(records.rows, RowView):
         return records.rows.domains()
-    names = [row_domain(row, spec) for row in records.rows]
-    return names if any(name is not None for name in names) else None
+    names = [row.values.get(spec.domain_column) for row in records.rows]
+    return [None if name is None else str(name) for name in names] if any(n is not None for n in names) else None
 
 
 def _read_rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Iterator[Row]:
     if not files.files:
         raise UserError(f"select.{name}.files is empty: name the files of the {name}")
-    return read_rows(
-        files.files,
-        columns=spec.columns,
-        bad_rows=spec.bad_rows,
-        skipped=skipped,
-        setting="select.columns",
-        used=("id",) if name == "pool" else (),
-        named=_required_column(spec) if name == "pool" else None,
-    )
-
-
-def _required_column(spec: Select) -> dict[str, str]:
+    # The domain column, if set by the user or required by the method.
+    named = {spec.domain_column: "select.domain_column or --domain-column"}
     if spec.domain_column == Select().domain_column and not isinstance(spec.method, Domains):
-        return {}
-    return {spec.domain_column: "select.domain_column or --domain-column"}
+        named = {}
+    is_pool = name == "pool"
+    return read_rows(
+        files.files, columns=spec.columns, bad_rows=spec.bad_rows, skipped=skipped, setting="select.columns",
+        used=("id",) if is_pool else (), named=named if is_pool else None,
+    )  # fmt: skip
 
 
 def _with_progress(rows: Iterable[Row], console: Console) -> Iterator[Row]:
@@ -189,9 +186,7 @@ def _with_progress(rows: Iterable[Row], console: Console) -> Iterator[Row]:
             console.say(f"read pool: {count:,} records, {count / (last - start):,.0f} records/s")
 
 
-BLANK = "the text is blank"
-UNKNOWN = "the embedder knows no token of the text"
-_ROWS = 1 << 16
+_BLOCK_ROWS = 1 << 16
 AnyRecords = TypeVar("AnyRecords", bound=Records)
 
 
@@ -206,13 +201,13 @@ def drop_blank_texts(records: AnyRecords, files: Sequence[str], name: str) -> An
     rows = records.rows
     texts = rows.texts if isinstance(rows, RowView) else (row.values["text"] for row in rows)
     blank = np.fromiter((not text or text.isspace() for text in texts), bool, len(rows))
-    return _filter_records(records, ~blank, BLANK, files, name)
+    return _filter_records(records, ~blank, "the text is blank", files, name)
 
 
 def nonzero_rows(x: Any) -> np.ndarray:
     """Return (N,) bool: rows of vectors `x` (N, d), in memory or on disk, that are not exactly zero."""
-    found = [np.asarray(x[low : low + _ROWS]).any(axis=1) for low in range(0, len(x), _ROWS)]
-    return np.concatenate(found) if found else np.zeros(0, dtype=bool)
+    blocks = [np.asarray(x[low : low + _BLOCK_ROWS]).any(axis=1) for low in range(0, len(x), _BLOCK_ROWS)]
+    return np.concatenate([np.zeros(0, dtype=bool), *blocks])
 
 
 def drop_unknown_texts(
@@ -227,9 +222,9 @@ def drop_unknown_texts(
     known = nonzero_rows(x)
     if known.all():
         return records, x, None
-    fewer = _filter_records(records, known, UNKNOWN, files, name)
-    gone = fewer.skipped[len(records.skipped) :]
-    console.say(f"{name}: skipped {len(gone):,} records, first {gone[0]}")
+    fewer = _filter_records(records, known, "the embedder knows no token of the text", files, name)
+    dropped = fewer.skipped[len(records.skipped) :]
+    console.say(f"{name}: skipped {len(dropped):,} records, first {dropped[0]}")
     return fewer, x[known] if isinstance(x, np.ndarray) else IndexedRows(x, np.flatnonzero(known)), known
 
 
@@ -238,12 +233,12 @@ def _filter_records(records: AnyRecords, keep: np.ndarray, reason: str, files: S
     if keep.all():
         return records
     rows: Any = records.rows
-    numbers, gone = np.flatnonzero(keep), np.flatnonzero(~keep)
 
-    def take(some: np.ndarray) -> Sequence[Row]:
-        return rows.take(some) if isinstance(rows, RowView) else [rows[i] for i in some.tolist()]
+    def take(mask: np.ndarray) -> Sequence[Row]:
+        numbers = np.flatnonzero(mask)
+        return rows.take(numbers) if isinstance(rows, RowView) else [rows[i] for i in numbers.tolist()]
 
-    skipped = [*records.skipped, *(f"{row.where}: {reason}" for row in take(gone))]
-    if not len(numbers):
+    skipped = [*records.skipped, *(f"{row.where}: {reason}" for row in take(~keep))]
+    if not keep.any():
         require_rows([], files=files, what=name, skipped=skipped)
-    return replace(records, rows=take(numbers), skipped=skipped)
+    return replace(records, rows=take(keep), skipped=skipped)

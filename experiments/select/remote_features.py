@@ -11,9 +11,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.atomic import fsync_directory, make_directory, read_json_object, write_json
@@ -29,13 +28,12 @@ _SOURCE = "source.json"
 """File next to a single array: its source and its SHA-256."""
 
 
-@dataclass(frozen=True)
-class LocalCopy:
-    """Copied features. path: of the copy. about: source in the selection's manifest, `path, sha256, bytes, version`,
-    for a directory those of its manifest, and `shards`."""
+class LocalCopy(NamedTuple):
+    """Path of copied features, and their record in the selection's manifest: `path, sha256, bytes, version`, for a
+    directory those of its manifest, and `shards`."""
 
     path: Path
-    about: dict[str, Any]
+    record: dict[str, Any]
 
 
 def copy_features(address: str, cache: str, flag: str, console: Console) -> LocalCopy:
@@ -44,14 +42,10 @@ def copy_features(address: str, cache: str, flag: str, console: Console) -> Loca
     Raises UserError for a missing object, a shard that differs from its manifest or a store that refuses access, and
     SelectionError for a manifest that cannot be used.
     """
-    place = address.rstrip("/")
-    root = user_path(cache)
-    make_directory(root)
-    return (
-        _copy_array(place, root, flag, console)
-        if place.endswith(".npy")
-        else _copy_shard_directory(place, root, flag, console)
-    )
+    address = address.rstrip("/")
+    make_directory(user_path(cache))
+    copy = _copy_array if address.endswith(".npy") else _copy_shard_directory
+    return copy(address, user_path(cache), flag, console)
 
 
 def _copy_array(address: str, root: Path, flag: str, console: Console) -> LocalCopy:
@@ -60,18 +54,18 @@ def _copy_array(address: str, root: Path, flag: str, console: Console) -> LocalC
         version = source.version
     key = hashlib.sha256(json.dumps([address, source.size, version], sort_keys=True).encode()).hexdigest()[:40]
     folder = root / f"features-{key}"
-    to = folder / source.name
+    file, record = folder / source.name, folder / _SOURCE
     with exclusive_lock(folder, instead="another select.cache"):
         make_directory(folder)
-        if not (version and to.is_file() and (folder / _SOURCE).is_file()):  # no version: a copy cannot be recognised
-            (folder / f".{to.name}.part").unlink(missing_ok=True)  # nothing identifies the source of a partial copy
+        if not (version and file.is_file() and record.is_file()):  # no version: a copy cannot be recognised
+            (folder / f".{file.name}.part").unlink(missing_ok=True)  # nothing identifies the source of a partial copy
             with console.task(f"copy {flag.removeprefix('--')}, MiB", (source.size or 0) >> 20) as bar:
-                sha256 = _copy_object(source, to, lambda done: bar(done >> 20))
-            write_json(folder / _SOURCE, {"path": address, "sha256": sha256, "bytes": to.stat().st_size})
-        known = read_json_object(folder / _SOURCE, "sha256", "bytes", fix=f"delete {folder}, it is copied again")
-        if file_sha256(to) != known["sha256"]:
-            raise UserError(f"{flag}: {to} is no longer the copy of {address}; delete {folder}, it is copied again")
-    return LocalCopy(to, {"path": address, "sha256": known["sha256"], "bytes": known["bytes"], "version": version})
+                sha256 = _copy_object(source, file, lambda done: bar(done >> 20))
+            write_json(record, {"path": address, "sha256": sha256, "bytes": file.stat().st_size})
+        known = read_json_object(record, "sha256", "bytes", fix=f"delete {folder}, it is copied again")
+        if file_sha256(file) != known["sha256"]:
+            raise UserError(f"{flag}: {file} is no longer the copy of {address}; delete {folder}, it is copied again")
+    return LocalCopy(file, {"path": address, "sha256": known["sha256"], "bytes": known["bytes"], "version": version})
 
 
 def _copy_shard_directory(address: str, root: Path, flag: str, console: Console) -> LocalCopy:
@@ -80,46 +74,45 @@ def _copy_shard_directory(address: str, root: Path, flag: str, console: Console)
     except UserError as error:
         raise UserError(f"{error} (a directory of shards has one, a single array's address ends with .npy)") from error
     with source.open() as handle:
-        told = handle.read()
-    sha256 = hashlib.sha256(told).hexdigest()
+        content = handle.read()
+    sha256 = hashlib.sha256(content).hexdigest()
     folder = root / f"features-{sha256[:40]}"
     with exclusive_lock(folder, instead="another select.cache"):
         make_directory(folder)
-        whole = (folder / MANIFEST).is_file()
-        manifest = folder / (MANIFEST if whole else f".{MANIFEST}.part")
-        if not whole:
-            manifest.write_bytes(told)
-        found = read_manifest(manifest, flag)
-        if not whole:
-            _copy_shards(address, found, folder, flag, console)
-            manifest.replace(folder / MANIFEST)
+        complete = (folder / MANIFEST).is_file()
+        file = folder / (MANIFEST if complete else f".{MANIFEST}.part")
+        if not complete:
+            file.write_bytes(content)
+        manifest = read_manifest(file, flag)
+        if not complete:
+            _copy_shards(address, manifest, folder, flag, console)
+            file.replace(folder / MANIFEST)
             fsync_directory(folder)
         try:
             open_directory(folder, flag)
         except SelectionError as error:
             (folder / MANIFEST).unlink()
-            if not whole:
+            if not complete:
                 raise
             for damaged in (*folder.glob("*.npy"), *folder.glob("*.ids")):
                 damaged.unlink()
             raise UserError(
                 f"{flag}: the copy of {address} in {folder} was damaged and is removed ({error}); start again"
             ) from None
-    about = {"path": address, "sha256": sha256, "bytes": len(told), "version": source.version}
-    return LocalCopy(folder, about | {"shards": len(found["shards"]), "rows": found["rows"]})
+    record = {"path": address, "sha256": sha256, "bytes": len(content), "version": source.version}
+    return LocalCopy(folder, record | {"shards": len(manifest["shards"]), "rows": manifest["rows"]})
 
 
 def _copy_shards(address: str, manifest: dict[str, Any], folder: Path, flag: str, console: Console) -> None:
-    wanted = [(shard["file"], shard["sha256"]) for shard in manifest["shards"]]
+    files = [(shard["file"], shard["sha256"]) for shard in manifest["shards"]]
     if manifest["ids"]:
-        wanted += [(Path(shard["file"]).with_suffix(".ids").name, shard["ids_sha256"]) for shard in manifest["shards"]]
-    with console.task(f"copy {flag.removeprefix('--')}", len(wanted), "files") as bar:
-        for number, (name, sha256) in enumerate(wanted, start=1):
+        files += [(Path(shard["file"]).with_suffix(".ids").name, shard["ids_sha256"]) for shard in manifest["shards"]]
+    with console.task(f"copy {flag.removeprefix('--')}", len(files), "files") as bar:
+        for number, (name, sha256) in enumerate(files, start=1):
             if not (folder / name).is_file():
-                part = folder / f".{name}.part"
-                found = _copy_object(_find_object(f"{address}/{name}", flag), folder / name, lambda done: None, sha256)
-                if found != sha256:
-                    part.unlink()
+                source = _find_object(f"{address}/{name}", flag)
+                if _copy_object(source, folder / name, lambda done: None, sha256) != sha256:
+                    (folder / f".{name}.part").unlink()
                     raise UserError(
                         f"{flag}: {address}/{name} is not what {MANIFEST} says (SHA-256); write it again, then seal "
                         "again, or start again if the copy was cut"
@@ -137,24 +130,24 @@ def _find_object(address: str, flag: str) -> RemoteFile:
     return files[0]
 
 
-def _copy_object(source: RemoteFile, to: Path, told: Callable[[int], None], sha256: str | None = None) -> str:
+def _copy_object(source: RemoteFile, file: Path, progress: Callable[[int], None], sha256: str | None = None) -> str:
     """Copy an object, resuming after the bytes of an earlier attempt; return its SHA-256.
 
     The file gets its final name unless the digest differs from `sha256`.
     """
-    found, part = hashlib.sha256(), to.with_name(f".{to.name}.part")
+    digest, part = hashlib.sha256(), file.with_name(f".{file.name}.part")
     with part.open("a+b") as out, source.open() as handle:
         out.seek(0)
         while chunk := out.read(BLOCK):
-            found.update(chunk)
+            digest.update(chunk)
         handle.seek(out.tell())
         while chunk := handle.read(BLOCK):
             out.write(chunk)
-            found.update(chunk)
-            told(out.tell())
+            digest.update(chunk)
+            progress(out.tell())
         out.flush()
         os.fsync(out.fileno())
-    if sha256 in (None, found.hexdigest()):
-        part.replace(to)
-        fsync_directory(to.parent)
-    return found.hexdigest()
+    if sha256 in (None, digest.hexdigest()):
+        part.replace(file)
+        fsync_directory(file.parent)
+    return digest.hexdigest()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +50,7 @@ from flatshift.experiments.select.pool import (
     read_pool,
     read_records,
     record_domains,
+    select_settings,
     skips_blank_texts,
 )
 from flatshift.experiments.select.relevance import apply_relevance, check_relevance
@@ -70,7 +71,7 @@ from flatshift.selection.methods.domains import DomainsSelector
 
 _LONG_S = 10.0
 """Fits that took longer are kept until the selection is whole."""
-_TAKEN = 4096
+_BLOCK_ROWS = 4096
 """Records read at a time in search of another text."""
 
 
@@ -107,7 +108,12 @@ def select(
     with disk_full_interrupts(f"selecting into {out}"), exclusive_lock(out), open_resumable(out, recipe_yaml) as work:
         directory = work.directory
         write_provenance(directory, recipe_yaml=recipe_yaml)
-        console.log = _log_appender(directory / "log.txt")
+
+        def append_to_log(line: str) -> None:
+            with (directory / "log.txt").open("a", encoding="utf-8") as handle:
+                handle.write(line + "\n")
+
+        console.log = append_to_log
         if work.continued:
             console.say(f"continuing the unfinished selection in {out}")
         manifest = select_into(recipe, directory, console, state=work.state, fit=fit)
@@ -118,14 +124,6 @@ def select(
     return manifest
 
 
-def _log_appender(path: Path) -> Callable[[str], None]:
-    def append(line: str) -> None:
-        with path.open("a", encoding="utf-8") as handle:
-            handle.write(line + "\n")
-
-    return append
-
-
 def select_into(
     recipe: Recipe, directory: Path, console: Console, state: Path | None = None, fit: Fit | None = None
 ) -> dict[str, Any]:
@@ -133,8 +131,7 @@ def select_into(
 
     state: directory from which a long transport solve resumes after a kill; None: not kept. fit: as in `select`.
     """
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     started = time.monotonic()
     check_target(recipe, ())
     check_method(spec)
@@ -150,11 +147,11 @@ def select_into(
     selector = _fit_selector(recipe, sides, vectors, console, state, fit)
     chosen = np.asarray(selector.select(spec.budget))
     if getattr(spec.method, "repeats", 1) == 1:
-        chosen, copies = _without_copies(selector, sides, chosen)
-        if copies.passed:
-            console.say(f"{copies.passed:,} records say the same as one before them, and the next are chosen for them")
-        if copies.left:
-            console.say(f"warning: {copies.left:,} of the chosen say the same as another: the pool has no other text")
+        chosen, replaced, remaining = _replace_copies(selector, sides, chosen)
+        if replaced:
+            console.say(f"{replaced:,} records say the same as one before them, and the next are chosen for them")
+        if remaining:
+            console.say(f"warning: {remaining:,} of the chosen say the same as another: the pool has no other text")
     if ties := selector.ties(spec.budget):
         console.say(f"warning: {ties:,} records tie at the cut; file order decides which of them are chosen")
     solved = time.monotonic()
@@ -175,45 +172,40 @@ def select_into(
     peak["checks"] = _peak_bytes()
     write_selection(recipe, directory, sides, selector, chosen)
     manifest = _build_manifest(spec, sides, selector, chosen)
-    manifest["selection"]["seconds"] = {
+    entry = manifest["selection"]
+    entry["seconds"] = {
         "features": round(embedded - started, 3),
         "scores": round(solved - embedded, 3),
         "checks": round(checked - solved, 3),
     }
-    manifest["selection"]["peak_bytes"] = peak
+    entry["peak_bytes"] = peak
     if ties:
-        manifest["selection"]["ties"] = ties
-    if checks is not None:
-        manifest["selection"]["checks"] = to_json_values(checks)
-    if profile is not None:
-        manifest["selection"]["profile"] = to_json_values(profile)
-    if sides.hygiene is not None:
-        manifest["hygiene"] = sides.hygiene
+        entry["ties"] = ties
+    entry |= {
+        name: to_json_values(value) for name, value in (("checks", checks), ("profile", profile)) if value is not None
+    }
+    chunk = None
     if spec.chunk is not None:
-        cut = {"records": sides.records, "pieces": sides.pieces}
-        manifest["chunk"] = {"unit": spec.chunk.unit, "size": spec.chunk.size, **cut}
-    if sides.relevance is not None:
-        manifest["relevance"] = sides.relevance
-    if vectors.about:
-        manifest["cache"] = vectors.about
-    if vectors.copies:
-        manifest["features"] = {side: one.about for side, one in vectors.copies.items()}
-    if spec.method.kind == "gotd" and manifest["selection"]["helpful"] < spec.budget:
+        chunk = {"unit": spec.chunk.unit, "size": spec.chunk.size, "records": sides.records, "pieces": sides.pieces}
+    features = {side: copy.record for side, copy in vectors.copies.items()}
+    optional = {"hygiene": sides.hygiene, "chunk": chunk, "relevance": sides.relevance,
+                "cache": vectors.cache_use or None, "features": features or None}  # fmt: skip
+    manifest |= {name: value for name, value in optional.items() if value is not None}
+    if spec.method.kind == "gotd" and entry["helpful"] < spec.budget:
         console.say(
-            f"warning: only {manifest['selection']['helpful']} records have a negative score; "
+            f"warning: only {entry['helpful']} records have a negative score; "
             f"a budget of {spec.budget} adds some that move the pool away from the target"
         )
     vectors.close()
     write_json(directory / "manifest.json", manifest)
     # log.txt still grows, so it gets no digest.
-    kept = [file for file in directory.iterdir() if file.is_file() and file.name != "log.txt"]
-    write_json(directory / DONE, {FILES: file_digests(directory, kept)})
+    files = [file for file in directory.iterdir() if file.is_file() and file.name != "log.txt"]
+    write_json(directory / DONE, {FILES: file_digests(directory, files)})
     console.say(f"selected {spec.budget:,} of {len(sides.pool.rows):,} in {time.monotonic() - started:.1f} s")
-    told = manifest["selection"]
-    if "distinct" in told:
+    if "distinct" in entry:
         console.say(
-            f"the budget counts readings: {told['distinct']:,} records, {told['again']:,} of them to be read more than "
-            f"once, up to {told['most_times']} times (select.method.repeats)"
+            f"the budget counts readings: {entry['distinct']:,} records, {entry['again']:,} of them to be read more "
+            f"than once, up to {entry['most_times']} times (select.method.repeats)"
         )
     return manifest
 
@@ -221,8 +213,7 @@ def select_into(
 def _read_sides(recipe: Recipe, directory: Path, console: Console) -> PoolAndTarget:
     """Read pool, target and negative examples, without rows dropped by hygiene or blank ones, the pool cut to
     length."""
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     seed = recipe.train.seed
     target_files = spec.target.files or recipe.data.train.all_files
     # Read the small sides first: their errors are then reported before the pool is read.
@@ -251,8 +242,7 @@ def _read_sides(recipe: Recipe, directory: Path, console: Console) -> PoolAndTar
 
 
 def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console) -> None:
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         with report_bad_rows(vectors, sides.by_name):
@@ -277,8 +267,7 @@ def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console
 
 
 def _tokenise_sides(recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Console) -> None:
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     if "tokens" not in required_inputs(spec.method):
         return
     tokenize, size = backbone_tokenizer(recipe)
@@ -291,8 +280,7 @@ def _tokenise_sides(recipe: Recipe, sides: PoolAndTarget, directory: Path, conso
 def _fit_selector(
     recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console, state: Path | None, fit: Fit | None
 ) -> Selector:
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     rows = sides.pool.rows
     pool = Pool(
         ids=rows.ids,
@@ -383,6 +371,7 @@ def _print_compared_methods(said: dict[str, Any], console: Console) -> None:
 def _build_manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
     solver = to_json_values(selector.diagnostics_)
     times = np.unique(chosen, return_counts=True)[1]
+    repeats = {"distinct": len(times), "again": int((times > 1).sum()), "most_times": int(times.max(initial=0))}
     files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -394,17 +383,13 @@ def _build_manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chos
             "method": spec.method.kind,
             "embedder": spec.embedder.kind if sides.x is not None else None,
             "budget": spec.budget,
-            **(_repeat_counts(times) if len(times) < len(chosen) else {}),
+            **(repeats if len(times) < len(chosen) else {}),
             "pool": len(sides.pool.rows),
             "target": len(sides.target.rows),
             "skipped": {name: side.skipped for name, side in sides.by_name.items() if side is not None},
             **({"helpful": solver.get("helpful", int((selector.scores_ < 0).sum()))} if selector.signed else {}),
         },
     }
-
-
-def _repeat_counts(times: np.ndarray) -> dict[str, int]:
-    return {"distinct": len(times), "again": int((times > 1).sum()), "most_times": int(times.max())}
 
 
 def _print_warnings(caught: Sequence[warnings.WarningMessage], console: Console) -> None:
@@ -426,51 +411,43 @@ def _check_budget(spec: Select, count: int) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------- copies
+def _replace_copies(selector: Selector, sides: PoolAndTarget, chosen: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Replace those of the `chosen` rows that repeat the text of one before them (but for case, blanks and Unicode
+    form) by the next in rank, of their own domain where the budget is shared out among domains.
 
-
-class _Copies(NamedTuple):
-    """Records that gave way, and those that could not, for want of another text."""
-
-    passed: int = 0
-    left: int = 0
-
-
-def _without_copies(selector: Selector, sides: PoolAndTarget, chosen: np.ndarray) -> tuple[np.ndarray, _Copies]:
-    """`chosen` rows of the pool with those that repeat the text of one before them (but for case, blanks and Unicode
-    form) replaced by the next in rank, of their own domain where the budget is shared out among domains.
-
-    Reads no more of the pool than it has to. Copies stay, at the end, where the pool has no other text.
+    Reads no more of the pool than it has to. Copies stay, at the end, where the pool has no other text. Returns the
+    rows, and the numbers of copies replaced and remaining.
     """
     rows = sides.pool.rows
-    shared = sides.domains[0] if isinstance(selector, DomainsSelector) else None
+    domains = sides.domains[0] if isinstance(selector, DomainsSelector) else None
 
     def domain(row: int) -> str | None:
-        return None if shared is None else shared[row]
+        return None if domains is None else domains[row]
 
     seen: set[str] = set()
-    kept: list[int] = []
-    again: list[int] = []
+    selected: list[int] = []
+    copies: list[int] = []
     for row, written in zip(chosen.tolist(), rows.take(chosen).texts, strict=True):
         text = normalise_text(written)
-        (again if text in seen else kept).append(row)
+        (copies if text in seen else selected).append(row)
         seen.add(text)
-    if not again:
-        return chosen, _Copies()
-    wanted = Counter(map(domain, again))
+    if not copies:
+        return chosen, 0, 0
+    needed = Counter(map(domain, copies))
     order = selector.select(len(selector.scores_))[len(chosen) :]
-    for low in range(0, len(order), _TAKEN):
-        if not wanted.total():
+    for low in range(0, len(order), _BLOCK_ROWS):
+        if not needed.total():
             break
-        block = order[low : low + _TAKEN]
+        block = order[low : low + _BLOCK_ROWS]
         for row, written in zip(block.tolist(), rows.take(block).texts, strict=True):
-            if wanted[domain(row)] and (text := normalise_text(written)) not in seen:
+            if needed[domain(row)] and (text := normalise_text(written)) not in seen:
                 seen.add(text)
-                kept.append(row)
-                wanted[domain(row)] -= 1
-    left = []
-    for row in again:
-        if wanted[domain(row)]:
-            left.append(row)
-            wanted[domain(row)] -= 1
-    return np.array([*kept, *left], dtype=chosen.dtype), _Copies(len(again) - len(left), len(left))
+                selected.append(row)
+                needed[domain(row)] -= 1
+    remaining = []
+    for row in copies:
+        if needed[domain(row)]:
+            remaining.append(row)
+            needed[domain(row)] -= 1
+    result = np.array([*selected, *remaining], dtype=chosen.dtype)
+    return result, len(copies) - len(remaining), len(remaining)

@@ -17,7 +17,7 @@ from flatshift.experiments.data.holdout import SPLITS, RowKeys, cut_documents, s
 from flatshift.experiments.data.splits import cut_line, read_splits
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.select.pool import Records, read_records
+from flatshift.experiments.select.pool import Records, read_records, select_settings
 from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.config import Columns, Data
 from flatshift.finetune.data.files import describe_files
@@ -33,8 +33,7 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
     `data.holdout` holds rows out if the recipe names no training rows: the same ones as a run on these files without
     dev and test files. Raises UserError.
     """
-    spec, data = recipe.select, recipe.data
-    assert spec is not None
+    spec, data = select_settings(recipe), recipe.data
     if not spec.target.files:
         return _training_rows(recipe), []
     # The limit applies after the holdout, as in a run.
@@ -78,8 +77,7 @@ def target_record(recipe: Recipe, skipped: Sequence[str]) -> dict[str, Any]:
     It has its `files` (SHA-256 of each, else its name), the share of their rows that is held out (`apart`), and what
     that draw depends on: the number of bad rows `skipped` before, and the names of `columns`.
     """
-    spec, data = recipe.select, recipe.data
-    assert spec is not None
+    spec, data = select_settings(recipe), recipe.data
     named = bool(spec.target.files)
     apart = _held_out_share(data) if not (named and data.train.all_files) else 0.0
     files = spec.target.files if named else data.train.all_files

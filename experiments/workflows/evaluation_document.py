@@ -137,8 +137,8 @@ def build_document(
         counts = {group: sum(column.count(group) for column in values.values()) for group in groups}
         if few := [group for group in groups if counts[group] < _FEW_ROWS]:
             document["notes"].append(
-                f"{len(few)} of {len(groups)} groups have fewer than {_FEW_ROWS} rows (first {few[0]!r}): their figures "
-                "are rough, and of one row there is no interval."
+                f"{len(few)} of {len(groups)} groups have fewer than {_FEW_ROWS} rows (first {few[0]!r}): their "
+                "figures are rough, and of one row there is no interval."
             )
         names, families = _describe_languages(groups)
         document["group_by"] = {

@@ -36,7 +36,6 @@ from flatshift.finetune.errors import UserError, first_error_line
 from flatshift.finetune.seeds import derive_seed
 
 RECORD = "harness.json"
-GET = "pip install 'flatshift[harness]'"
 _PACKAGES = ("flatshift", "lm-eval", "torch", "transformers", "peft", "datasets")
 
 
@@ -64,7 +63,7 @@ def run_harness(
     of conversations or soft tokens.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(f"--harness needs the package lm-eval; {GET}")
+        raise UserError("--harness needs the package lm-eval; pip install 'flatshift[harness]'")
     recipe = to_single_process(read_finished_recipe(path, overrides))
     recipe.task.refuse("--harness")
     if recipe.adapter.soft_tokens is not None:
@@ -80,31 +79,24 @@ def run_harness(
     if include is not None and not include.is_dir():
         raise UserError(f"--harness-include: {include} is no directory; name the one that holds your task files")
     with cpu_threads(recipe.train.threads), _restore_global_generators():
-        found, prefix = _run_tasks(
-            recipe,
-            path,
-            tasks,
-            limit,
-            shots,
-            batch_size,
-            derive_seed(seed, "harness") % 2**32,
-            include,
-            Console(quiet=quiet),
-        )
+        derived = derive_seed(seed, "harness") % 2**32
+        names = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+        options = {"num_fewshot": shots, "limit": limit, "log_samples": False, **dict.fromkeys(names, derived)}
+        results, prefix = _run_tasks(recipe, path, tasks, batch_size, include, Console(quiet=quiet), options)
     record = {
         "harness": "lm-eval",
         "versions": {name: _installed_version(name) for name in _PACKAGES},
         "tasks": list(tasks),
         "limit": limit,
-        "shots": found["n-shot"],
+        "shots": results["n-shot"],
         "seed": seed,
         "prefix": prefix,
         "precision": recipe.train.precision,
         "quantization": recipe.train.quantization,
-        "items": found["n-samples"],
-        "task_versions": found["versions"],
-        "higher_is_better": found["higher_is_better"],
-        "results": found["results"],
+        "items": results["n-samples"],
+        "task_versions": results["versions"],
+        "higher_is_better": results["higher_is_better"],
+        "results": results["results"],
     }
     record = json.loads(json.dumps(_to_json_values(record), ensure_ascii=False))
     write_json(path / RECORD, record)
@@ -115,14 +107,12 @@ def _run_tasks(
     recipe: Recipe,
     path: Path,
     tasks: Sequence[str],
-    limit: int | None,
-    shots: int | None,
     batch_size: int,
-    seed: int,
     include: Path | None,
     console: Console,
+    options: dict[str, Any],
 ) -> tuple[dict[str, Any], list[int]]:
-    """Return lm-eval's results, and the tokens before every text."""
+    """Return lm-eval's results, and the tokens before every text; options: of `lm_eval.simple_evaluate`."""
     with _restore_root_logger():
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -137,28 +127,17 @@ def _run_tasks(
     engine, tokenizer = load_model(recipe, recipe.task, None, adapter=path / "adapter")
     tokenizer, prefix = _add_training_prefix(tokenizer, begin=not recipe.task.encoder_decoder)
     console.say(f"lm-eval on {', '.join(tasks)}")
+    model = HFLM(
+        pretrained=engine.model,
+        tokenizer=tokenizer,
+        backend="seq2seq" if recipe.task.encoder_decoder else "causal",
+        batch_size=batch_size,
+        mixed_precision_dtype=autocast_dtype(recipe.train),
+    )
     try:
-        found = simple_evaluate(
-            HFLM(
-                pretrained=engine.model,
-                tokenizer=tokenizer,
-                backend="seq2seq" if recipe.task.encoder_decoder else "causal",
-                batch_size=batch_size,
-                mixed_precision_dtype=autocast_dtype(recipe.train),
-            ),
-            tasks=list(tasks),
-            num_fewshot=shots,
-            limit=limit,
-            log_samples=False,
-            task_manager=manager,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
-        )
+        return simple_evaluate(model, tasks=list(tasks), task_manager=manager, **options), prefix
     except (ConnectionError, FileNotFoundError) as error:
         raise UserError(f"--harness: the data of these tasks cannot be fetched: {first_error_line(error)}") from error
-    return found, prefix
 
 
 def _add_training_prefix(tokenizer: Any, *, begin: bool) -> tuple[Any, list[int]]:

@@ -1,5 +1,5 @@
-"""Tokenizer of an exported adapter or merged model: set up to tokenize as in training, saved, loaded again without this
-project's settings, and compared with training's own tokens on rows of the run."""
+"""Tokenizer and end tokens of an exported adapter or merged model. The tokenizer is set up to tokenize as in training,
+saved, loaded again without this project's settings, and compared with training's own tokens on rows of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatshift.finetune.data.encoding import get_end_token
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError, first_error_line
-from flatshift.finetune.models.backbone import Backbone, open_backbone, quiet_transformers
+from flatshift.finetune.models.backbone import open_backbone, quiet_transformers
 
 _ROWS = 64
 """Rows of the run that are compared."""
@@ -54,15 +54,14 @@ def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tup
             f"the tokenizer of {recipe.backbone!r} cannot be read once saved: {first_error_line(error)}"
         ) from error
     if rows is None:
-        different = [text for text in _PROBES if saved(text)["input_ids"] != tokenizer(text)["input_ids"]]
-        where = repr(different[0]) if different else ""
+        different = [repr(text) for text in _PROBES if saved(text)["input_ids"] != tokenizer(text)["input_ids"]]
     else:
-        wrong = [row for row, example in rows if not task.reads_same(saved, row, example, recipe.train.max_length)]
-        where = wrong[0].where if wrong else ""
-    if where:
+        length = recipe.train.max_length
+        different = [row.where for row, example in rows if not task.reads_same(saved, row, example, length)]
+    if different:
         raise UserError(
-            f"the saved tokenizer of backbone {recipe.backbone!r} reads {where} otherwise than training did, so that "
-            "the model would be asked what it never saw; convert it to a fast one (tokenizer.json) first"
+            f"the saved tokenizer of backbone {recipe.backbone!r} reads {different[0]} otherwise than training did, so "
+            "that the model would be asked what it never saw; convert it to a fast one (tokenizer.json) first"
         )
     return saved, 0 if rows is None else len(rows)
 
@@ -77,20 +76,20 @@ def read_run_rows(
     """
     data, task = recipe.data, recipe.task.without_limits()  # limits are shares of all rows, and these are few
     backbone = open_backbone(recipe.backbone)
-    parts = list_source_files(data)
-    chosen = parts["test"] or parts["dev"] or parts["train"]
+    sources = list_source_files(data)
+    chosen = sources["test"] or sources["dev"] or sources["train"]
     skipped: list[str] = []
-    found = list(islice(chain.from_iterable(part.rows(data, task, skipped) for part in chosen), maximum))
+    rows = list(islice(chain.from_iterable(source.rows(data, task, skipped) for source in chosen), maximum))
     encoder = task.encoder(
         backbone.tokenizer,
         recipe.train.max_length if task.is_sequence_level or task.hides_tokens or not whole else _ANY_LENGTH,
-        label_names=labels or task.class_names(found),
+        label_names=labels or task.class_names(rows),
         bad_rows=data.bad_rows,
         decoder_start=backbone.decoder_start if task.encoder_decoder else None,
         truncation=recipe.train.truncation,
     )
     pairs: RunRows = []
-    for row in found:
+    for row in rows:
         encoded = encoder.add([row])
         skipped += encoded.skipped
         pairs += [(row, example) for example in encoded.examples[:1]]
@@ -104,15 +103,19 @@ SETTINGS = "generation_config.json"
 
 def read_trained_ends(path: Path) -> dict[str, int]:
     """Return the tokens that ended the trained answers of the run in `path`, by their text, from its manifest."""
-    found: dict[str, int] = read_json_object(path / "manifest.json", "ends")["ends"]
-    return found
+    ends: dict[str, int] = read_json_object(path / "manifest.json", "ends")["ends"]
+    return ends
 
 
 def collect_end_tokens(recipe: Recipe, trained: Iterable[int]) -> list[int]:
     """Return every token that ends an answer: the backbone's own, the `trained` ones, the tokenizer's."""
     backbone = open_backbone(recipe.backbone)
-    closing = get_end_token(backbone.tokenizer)
-    return list(dict.fromkeys([*_backbone_end_tokens(backbone), *trained, *([] if closing is None else [closing])]))
+    file = backbone.directory / SETTINGS
+    own = read_json_object(file).get("eos_token_id") if file.is_file() else None
+    if own is None:
+        own = getattr(backbone.config.get_text_config(), "eos_token_id", None)
+    ends = [*(own if isinstance(own, list) else [own]), *trained, get_end_token(backbone.tokenizer)]
+    return list(dict.fromkeys(end for end in ends if end is not None))
 
 
 def save_generation_settings(recipe: Recipe, folder: Path, ends: Sequence[int]) -> None:
@@ -136,18 +139,10 @@ def set_end_tokens(config: Any, ends: Sequence[int]) -> None:
     one."""
     from huggingface_hub.errors import StrictDataclassError
 
-    for one in (config, config.get_text_config()):
-        if getattr(one, "eos_token_id", None) is not None and not config.is_encoder_decoder:
+    for settings in (config, config.get_text_config()):
+        if getattr(settings, "eos_token_id", None) is not None and not config.is_encoder_decoder:
             with contextlib.suppress(StrictDataclassError):  # an architecture that allows a single one only
-                one.eos_token_id = _format_end_tokens(ends)
-
-
-def _backbone_end_tokens(backbone: Backbone) -> list[int]:
-    file = backbone.directory / SETTINGS
-    found = read_json_object(file).get("eos_token_id") if file.is_file() else None
-    if found is None:
-        found = getattr(backbone.config.get_text_config(), "eos_token_id", None)
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+                settings.eos_token_id = _format_end_tokens(ends)
 
 
 def _format_end_tokens(ends: Sequence[int]) -> int | list[int] | None:

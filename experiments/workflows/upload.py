@@ -1,4 +1,5 @@
-"""Upload of a finished folder to an object store: a run, a selection, a sweep or comparison, feature shards.
+"""Upload of a finished folder: an export to the model hub; a run, selection, sweep, comparison or feature shards to an
+object store.
 
     flatshift push runs/first s3://bucket/runs/first
 
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flatshift.experiments.results.cells import MARKER
+from flatshift.experiments.workflows.export import check_hub_name
 from flatshift.experiments.workflows.run_parts import check_finished
 from flatshift.finetune.data.upload import RECORD, UploadResult, upload_folder
 from flatshift.finetune.digests import DONE, file_sha256
@@ -25,8 +27,8 @@ _LAST = ("config.json", "adapter_config.json", "result.json", MANIFEST, DONE)
 """Names by which a reader recognises a complete folder, in the order in which they are uploaded."""
 
 
-def push_to_store(folder: Path, place: str, progress: Callable[[int, int], None] | None = None) -> UploadResult:
-    """Upload `folder` to the address `place` and compare it there, as in `flatshift.finetune.data.upload`.
+def push_to_store(folder: Path, address: str, progress: Callable[[int, int], None] | None = None) -> UploadResult:
+    """Upload `folder` to the `address` and compare it there, as in `flatshift.finetune.data.upload`.
 
     progress: called with the uploaded and the total bytes. Raises UserError for a folder that is not a product of
     Flatshift, not finished, or changed, and as `upload`.
@@ -36,10 +38,9 @@ def push_to_store(folder: Path, place: str, progress: Callable[[int, int], None]
     total = sum((folder / name).stat().st_size for name in names)
     files = [name for name in names if Path(name).name not in _LAST]
     marks = sorted((name for name in names if Path(name).name in _LAST), key=_marker_sort_key)
-    told = None if progress is None else (lambda done: progress(done, total))
-    return upload_folder(
-        folder, [files, *(list(group) for _, group in itertools.groupby(marks, _marker_sort_key))], place, progress=told
-    )
+    groups = [files, *(list(group) for _, group in itertools.groupby(marks, _marker_sort_key))]
+    report = None if progress is None else (lambda done: progress(done, total))
+    return upload_folder(folder, groups, address, progress=report)
 
 
 def require_finished(folder: Path) -> None:
@@ -91,10 +92,7 @@ def _marker_sort_key(name: str) -> tuple[int, int]:
     return -name.count("/"), _LAST.index(Path(name).name)
 
 
-_KINDS = {".safetensors", ".json", ".md", ".txt", ".jinja", ".model", ".gguf", ".py", ".tiktoken"}
-
-
-_NAMES = {"Modelfile"}
+_SUFFIXES = {".safetensors", ".json", ".md", ".txt", ".jinja", ".model", ".gguf", ".py", ".tiktoken"}
 
 
 def push_to_hub(folder: Path, repository: str, *, public: bool = False, message: str | None = None) -> str:
@@ -108,21 +106,15 @@ def push_to_hub(folder: Path, repository: str, *, public: bool = False, message:
     name that the hub does not allow, a hub that refuses or cannot be reached, and uploaded files that differ.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise UserError(f"{repository!r} is no name of the model hub; give ORGANISATION/NAME") from error
+    check_hub_name(repository)
     files = files_to_upload(folder)
     api = HfApi()
     try:
         api.create_repo(repository, private=not public, exist_ok=True)
-        made = api.upload_folder(
-            repo_id=repository, folder_path=folder, commit_message=message or f"Upload {folder.resolve().name}"
-        )
-        there = {found.path: found for found in api.get_paths_info(repository, sorted(files), revision=made.oid)}
+        message = message or f"Upload {folder.resolve().name}"
+        commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+        stored = {file.path: file for file in api.get_paths_info(repository, sorted(files), revision=commit.oid)}
     except Exception as error:  # requests, the hub and its storage raise many kinds
         reason = shorten(first_error_line(error), 160)
         raise UserError(
@@ -130,13 +122,11 @@ def push_to_hub(folder: Path, repository: str, *, public: bool = False, message:
             "whether it can be reached"
         ) from error
     for name, file in files.items():
-        found = there.get(name)
-        kept = getattr(found, "lfs", None)
-        if getattr(found, "size", None) != file.stat().st_size or (
-            kept is not None and kept.sha256 != file_sha256(file)
-        ):
+        large = getattr(stored.get(name), "lfs", None)
+        same = getattr(stored.get(name), "size", None) == file.stat().st_size
+        if not same or (large is not None and large.sha256 != file_sha256(file)):
             raise UserError(f"{repository}: {name} differs there from the file here; push it again")
-    return str(made.commit_url)
+    return str(commit.commit_url)
 
 
 def files_to_upload(folder: Path) -> dict[str, Path]:
@@ -149,8 +139,8 @@ def files_to_upload(folder: Path) -> dict[str, Path]:
         )
     if not (folder / "README.md").is_file():
         raise UserError(f"{folder} has no README.md, so it is no folder of `flatshift export` or `flatshift merge`")
-    found = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if not file.is_dir()}
-    for name, file in found.items():
-        if file.is_symlink() or not file.is_file() or (file.suffix not in _KINDS and file.name not in _NAMES):
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if not file.is_dir()}
+    for name, file in files.items():
+        if file.is_symlink() or not file.is_file() or (file.suffix not in _SUFFIXES and file.name != "Modelfile"):
             raise UserError(f"{folder}: {name} is nothing that `export` or `merge` makes; take it out of the folder")
-    return found
+    return files
