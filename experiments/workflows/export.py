@@ -28,10 +28,12 @@ from flatshift.experiments.workflows.folder_check import (
     Folder,
     compare_folder,
     compute_expected,
+    save_generation_settings,
+    save_tokenizer,
+    set_end_tokens,
 )
 from flatshift.experiments.workflows.model_card import build_card, published_name, run_title
 from flatshift.experiments.workflows.run_parts import awaits_evaluation, check_run
-from flatshift.experiments.workflows.saved_tokenizer import save_generation_settings, save_tokenizer, set_end_tokens
 from flatshift.finetune.adapters.adapter import WEIGHTS, check_saved, read_adapter
 from flatshift.finetune.adapters.combine import combine_adapters
 from flatshift.finetune.adapters.merge import merge_files, read_changes, spot_check
@@ -180,7 +182,7 @@ def merge_run(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]
     trained on a quantised backbone (`quantization` of the result) is merged into the float weights, which differ from
     those it was trained on.
 
-    The tokenizer is saved as in `flatshift.experiments.workflows.saved_tokenizer`, and compared with training's own
+    The tokenizer is saved as in `flatshift.experiments.workflows.folder_check`, and compared with training's own
     tokens. The tokens that training had as the end of an answer also end those of plain `generate`.
     dtype: of the written weights; `auto` keeps the backbone's own, tensor by tensor.
     Returns the content of `merge.json` in `out`: `dtype`, `quantization`; `rounding`, by dtype the `largest` distance

@@ -62,7 +62,8 @@ def build_card(
     if form == "adapter" and base_model is None and _is_local(recipe.backbone):
         parts.append(
             "**To fill in:** the backbone was a local directory; put its hub name in place of "
-            f"{format_code_span(base)}, here and in adapter_config.json (`flatshift export --base-model ORGANISATION/NAME` does both).\n"
+            f"{format_code_span(base)}, here and in adapter_config.json (`flatshift export --base-model "
+            "ORGANISATION/NAME` does both).\n"
         )
     parts += [
         "## Use\n",

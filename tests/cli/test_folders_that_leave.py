@@ -19,12 +19,12 @@ from flatshift.cli import run
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.workflows import export as merging
 from flatshift.experiments.workflows import folder_check
-from flatshift.experiments.workflows.plain_gguf import configuration, undone
-from flatshift.experiments.workflows.saved_tokenizer import (
+from flatshift.experiments.workflows.folder_check import (
     collect_end_tokens,
     read_trained_ends,
     save_generation_settings,
 )
+from flatshift.experiments.workflows.plain_gguf import configuration, undone
 from flatshift.finetune.data.encoding import find_end_tokens
 from flatshift.finetune.data.example import IGNORE, Example
 from tests.data_models import byte_tokenizer
