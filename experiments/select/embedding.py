@@ -521,8 +521,8 @@ def _copy_object(source: RemoteFile, file: Path, progress: Callable[[int], None]
 
     The file gets its final name unless the digest differs from `sha256`.
     """
-    digest, part = hashlib.sha256(), file.with_name(f".{file.name}.part")
-    with part.open("a+b") as out, source.open() as handle:
+    digest, partial = hashlib.sha256(), file.with_name(f".{file.name}.part")
+    with partial.open("a+b") as out, source.open() as handle:
         out.seek(0)
         while chunk := out.read(BLOCK):
             digest.update(chunk)
@@ -534,6 +534,6 @@ def _copy_object(source: RemoteFile, file: Path, progress: Callable[[int], None]
         out.flush()
         os.fsync(out.fileno())
     if sha256 in (None, digest.hexdigest()):
-        part.replace(file)
+        partial.replace(file)
         fsync_directory(file.parent)
     return digest.hexdigest()

@@ -30,11 +30,11 @@ _ENTRIES = 4096
 
 
 def clean_rows(
-    recipe: Recipe, rows: RowView, target: Sequence[Row], apart: Sequence[Row], directory: Path, console: Console
+    recipe: Recipe, rows: RowView, target: Sequence[Row], held_out: Sequence[Row], directory: Path, console: Console
 ) -> tuple[RowView, dict[str, Any] | None]:
     """Return the rows of the pool that are kept, in file order, and the manifest entry (None: no step is on).
 
-    apart: rows of the target's files held out for evaluation. A record that decontamination cut becomes one row per
+    held_out: rows of the target's files held out for evaluation. A record that decontamination cut becomes one row per
     piece, as in `RowView.cut`.
 
     Raises:
@@ -53,16 +53,17 @@ def clean_rows(
     from flatshift.selection.hygiene import ReferenceTexts, clean_pool
 
     started = time.monotonic()
-    judged = [*apart, *_evaluation_rows(recipe, spec)] if repeats or settings.decontaminate is not None else []
-    judged_texts = [(text, row.id) for row in judged for text in _all_texts(row)]
-    if settings.decontaminate is not None and not judged_texts:
+    compares = repeats or settings.decontaminate is not None
+    evaluation_rows = [*held_out, *_evaluation_rows(recipe, spec)] if compares else []
+    evaluation_texts = [(text, row.id) for row in evaluation_rows for text in _all_texts(row)]
+    if settings.decontaminate is not None and not evaluation_texts:
         raise UserError(
             "select.hygiene.decontaminate has no evaluation text to look for; name files in select.eval.files, "
             "or data.dev.files and data.test.files"
         )
     references = [
         ReferenceTexts("target", [row.values["text"] for row in target]),
-        ReferenceTexts("eval", [text for text, _ in judged_texts]),
+        ReferenceTexts("eval", [text for text, _ in evaluation_texts]),
     ]
     listed = _read_drop_list(spec, rows, console) if settings.drops else None
     with console.task("clean pool", len(rows), "texts") as task:
@@ -72,20 +73,20 @@ def clean_rows(
             references=references,
             listed=listed,
             seed=derive_seed(recipe.train.seed, "hygiene"),
-            progress=lambda what, done: task(done, what),
+            progress=lambda stage, done: task(done, stage),
         )
-    named = {"target": [row.id for row in target], "eval": [identity for _, identity in judged_texts]}
+    named = {"target": [row.id for row in target], "eval": [identity for _, identity in evaluation_texts]}
     with (directory / "drops.jsonl").open("w", encoding="utf-8") as handle:
         for drop in cleaned.drops(lambda some: rows.take(some).ids[:], named):
             handle.write(json_text(drop) + "\n")
-    kept = _kept_rows(rows, cleaned)
-    if not len(kept):
+    remaining = _kept_rows(rows, cleaned)
+    if not len(remaining):
         raise UserError(
             f"select.hygiene leaves no record of the pool's {len(rows):,} ({_drop_summary(cleaned)}); loosen it"
         )
     manifest = {
         "records": len(rows),
-        "kept": len(kept),
+        "kept": len(remaining),
         "dropped": cleaned.counts(),
         "cut": len(cleaned.pieces),
         "pieces": sum(map(len, cleaned.pieces.values())),
@@ -95,10 +96,10 @@ def clean_rows(
         "seconds": round(time.monotonic() - started, 3),
     }
     console.say(
-        f"hygiene: {len(rows):,} records, {len(kept):,} kept; {_drop_summary(cleaned)}; drops.jsonl has each one"
+        f"hygiene: {len(rows):,} records, {len(remaining):,} kept; {_drop_summary(cleaned)}; drops.jsonl has each one"
     )
     _print_limits(cleaned, console)
-    return kept, manifest
+    return remaining, manifest
 
 
 def _read_drop_list(spec: Select, rows: RowView, console: Console) -> DropList:
@@ -147,25 +148,25 @@ def _check_pieces_without_features(spec: Select) -> None:
 def _evaluation_rows(recipe: Recipe, spec: Select) -> list[Row]:
     """Return the evaluation rows: dev and test of the recipe (held out by `data.holdout` if no file is named), and
     `select.eval`."""
-    found: list[Row] = []
+    rows: list[Row] = []
     data = recipe.data
     if data.train.all_files:
         splits = read_splits(recipe)
-        found += [*splits.dev, *splits.test]
+        rows += [*splits.dev, *splits.test]
     else:
-        found += _read_split(recipe, data.dev, data.columns, data.bad_rows, "dev")
-        found += _read_split(recipe, data.test, data.columns, data.bad_rows, "test")
-    return found + _read_split(recipe, spec.eval, spec.columns, spec.bad_rows, "evaluation")
+        rows += _read_split(recipe, data.dev, data.columns, data.bad_rows, "dev")
+        rows += _read_split(recipe, data.test, data.columns, data.bad_rows, "test")
+    return rows + _read_split(recipe, spec.eval, spec.columns, spec.bad_rows, "evaluation")
 
 
 def _read_split(
-    recipe: Recipe, files: Files, columns: Columns, bad_rows: Literal["refuse", "skip"], what: str
+    recipe: Recipe, files: Files, columns: Columns, bad_rows: Literal["refuse", "skip"], name: str
 ) -> list[Row]:
     if not files.files:
         return []
     rows = read_rows(files.files, columns=columns, required=(), bad_rows=bad_rows)
-    kept = require_rows(rows, files=files.files, what=what)
-    return limit_rows(kept, files.limit, seed=derive_seed(recipe.train.seed, "limit", what))
+    good = require_rows(rows, files=files.files, what=name)
+    return limit_rows(good, files.limit, seed=derive_seed(recipe.train.seed, "limit", name))
 
 
 def _all_texts(row: Row) -> list[str]:

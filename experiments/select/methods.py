@@ -148,9 +148,9 @@ def report_memory_shortage(spec: Select) -> Iterator[None]:
     try:
         yield
     except TooLittleMemory as error:
-        place = "select.method.inside.memory_gib" if isinstance(spec.method, Domains) else "--memory"
+        setting = "select.method.inside.memory_gib" if isinstance(spec.method, Domains) else "--memory"
         raise UserError(
-            f"{place}: {error.given / 2**30:.3g} GiB is too little for {error.rows:,} rows and {error.targets:,} "
+            f"{setting}: {error.given / 2**30:.3g} GiB is too little for {error.rows:,} rows and {error.targets:,} "
             f"targets; give at least {math.ceil(error.needed / 2**30 * 1000) / 1000:g}"
         ) from None
 

@@ -96,18 +96,18 @@ def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: n
     id as `repeat_of`.
     """
     names: set[str] = set(rows.ids)
-    seen: set[str] = set()
+    written: set[str] = set()
     with (directory / "selected.jsonl").open("w", encoding="utf-8") as handle:
         for row, score, rank in zip(rows, scores, ranks, strict=True):
             added = {"id": row.id, "score": float(score), "rank": int(rank)}
             record = dict(row.record)
-            if row.id in seen:
+            if row.id in written:
                 name = next(name for n in count(2) if (name := f"{row.id} ({n})") not in names)
                 names.add(name)
                 added |= {"id": name, "repeat_of": row.id}
                 if id_column in record:
                     record[id_column] = name
-            seen.add(row.id)
+            written.add(row.id)
             collides = {key for key in (*added, "repeat_of") if key in record and record[key] != added.get(key)}
             if "id" in collides and str(record["id"]) == row.id:  # a number, read as this id
                 collides.remove("id")

@@ -217,20 +217,20 @@ def _read_sides(recipe: Recipe, directory: Path, console: Console) -> PoolAndTar
     seed = recipe.train.seed
     target_files = spec.target.files or recipe.data.train.all_files
     # Read the small sides first: their errors are then reported before the pool is read.
-    target, judged = read_target(recipe, console)
-    seen = target_record(recipe, target.skipped)
+    target, held_out = read_target(recipe, console)
+    target_entry = target_record(recipe, target.skipped)
     negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
     without = skips_blank_texts(spec)
     if without:
         target = drop_blank_texts(target, target_files, "target")
         negative = None if negative is None else drop_blank_texts(negative, spec.negative.files, "negative")
     pool = read_pool(spec, seed, directory, console)
-    kept, hygiene = clean_rows(recipe, pool.rows, target.rows, judged, directory, console)
-    pool = replace(pool, rows=cut_pool(recipe, kept, console))
+    remaining, hygiene = clean_rows(recipe, pool.rows, target.rows, held_out, directory, console)
+    pool = replace(pool, rows=cut_pool(recipe, remaining, console))
     pieces = len(pool.rows)
     if without:
         pool = drop_blank_texts(pool, spec.pool.files, "pool")
-    sides = PoolAndTarget(pool, target, negative, target_files, len(kept), pieces, seen, hygiene)
+    sides = PoolAndTarget(pool, target, negative, target_files, len(remaining), pieces, target_entry, hygiene)
     for name, records in sides.by_name.items():
         if records is not None and records.skipped:
             console.say(f"{name}: skipped {len(records.skipped):,} bad records, first {records.skipped[0]}")
@@ -314,54 +314,55 @@ def _fit_selector(
     ):
         warnings.simplefilter("always", UserWarning)
         check_unused_features(spec, sides.x, sides.y)
-        kept = None if state is None else ScoreCheckpoint(state, sides)
-        if kept is None or not kept.restore(selector):
+        checkpoint = None if state is None else ScoreCheckpoint(state, sides)
+        if checkpoint is None or not checkpoint.restore(selector):
             began = time.monotonic()
             if fit is not None:
                 fit(selector, pool, target, progress)
             else:
                 selector.fit(pool, target, progress=progress, **more)
-            if kept is not None and time.monotonic() - began > _LONG_S:
-                kept.save(selector)
+            if checkpoint is not None and time.monotonic() - began > _LONG_S:
+                checkpoint.save(selector)
     _print_warnings(caught, console)
-    said = selector.diagnostics_
+    diagnostics = selector.diagnostics_
     if isinstance(spec.method, Auto):
-        _print_compared_methods(said, console)
+        _print_compared_methods(diagnostics, console)
     rounds = spec.method.rounds if isinstance(spec.method, GotD) else 1
-    if rounds > 1 and 1 <= (used := len(said["rounds"])) < min(rounds, spec.budget):
+    if rounds > 1 and 1 <= (used := len(diagnostics["rounds"])) < min(rounds, spec.budget):
         counted = "the first alone counts" if used == 1 else f"only {used} count"
-        one = "; the selection is that of one step (select.method.rounds: 1)" if used == 1 else ""
+        advice = "; the selection is that of one step (select.method.rounds: 1)" if used == 1 else ""
         console.say(
-            f"warning: of {rounds} rounds {counted}: by the target that was held out, later ones led away from it{one}"
+            f"warning: of {rounds} rounds {counted}: by the target that was held out, later ones led away from "
+            f"it{advice}"
         )
-    if kept is not None and kept.restored:
+    if checkpoint is not None and checkpoint.restored:
         console.say("the scores of the unfinished selection were taken over")
-    if resumed := said.get("resumed") or said.get("inside", {}).get("resumed"):
+    if resumed := diagnostics.get("resumed") or diagnostics.get("inside", {}).get("resumed"):
         console.say(f"the transport solve continued after pass {resumed}")
     return selector
 
 
-def _print_compared_methods(said: dict[str, Any], console: Console) -> None:
-    console.say(f"auto: nats per token of {said['held_out']:,} held-out target texts after each method's choice")
-    for line in said["table"]:
-        told = line.get("reason")
-        if told is None:
-            told = f"{line['nats']:.4f}"
+def _print_compared_methods(diagnostics: dict[str, Any], console: Console) -> None:
+    console.say(f"auto: nats per token of {diagnostics['held_out']:,} held-out target texts after each method's choice")
+    for line in diagnostics["table"]:
+        text = line.get("reason")
+        if text is None:
+            text = f"{line['nats']:.4f}"
             if line["error"] is not None:
-                told += f", {line['difference']:+.4f} ± {2 * line['error']:.4f} vs. random, {line['cpu_s']:g} CPU-s"
-        console.say(f"  {line['method']:<12} {told}{' *' * (line['method'] == said['chosen'])}")
+                text += f", {line['difference']:+.4f} ± {2 * line['error']:.4f} vs. random, {line['cpu_s']:g} CPU-s"
+        console.say(f"  {line['method']:<12} {text}{' *' * (line['method'] == diagnostics['chosen'])}")
     console.say("  ±: two standard errors, paired by text; *: taken, and fitted to all of the target")
-    best = next(line for line in said["table"] if line["method"] == said["chosen"])
+    best = next(line for line in diagnostics["table"] if line["method"] == diagnostics["chosen"])
     level = [
         line["method"]
-        for line in said["table"]
+        for line in diagnostics["table"]
         if line is not best and line["error"] and best["error"] and line["nats"] - best["nats"] < 2 * best["error"]
     ]
     if level:
         console.say(
             f"  {' and '.join(level)}: no further behind than that, so the held-out texts hardly tell them apart"
         )
-    if said["chosen"] == "random":
+    if diagnostics["chosen"] == "random":
         console.say(
             "warning: no method that was tried beats a random draw on held-out target texts; the selection is random: "
             "this pool has little for this target, or the target is too small to tell"
@@ -375,7 +376,7 @@ def _build_manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chos
     files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "inputs": [line for part in files for line in describe_files(part)],
+        "inputs": [line for group in files for line in describe_files(group)],
         "target": sides.seen,
         "selection": {
             **{name: value for name, value in solver.items() if name != "method"},
@@ -399,8 +400,8 @@ def _print_warnings(caught: Sequence[warnings.WarningMessage], console: Console)
 
 def _peak_bytes() -> int:
     """Return the peak resident memory of this process in bytes, mapped files included."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _check_budget(spec: Select, count: int) -> None:

@@ -39,8 +39,8 @@ _TOLERANCE = 1e-4
 
 def can_check(spec: Select) -> bool:
     """Return True if the method works on features with a meaningful distance."""
-    wanted = required_inputs(spec.method)
-    return spec.checks and "features" in wanted and not {"gradients", "tokens"} & wanted
+    required = required_inputs(spec.method)
+    return spec.checks and "features" in required and not {"gradients", "tokens"} & required
 
 
 def run_selection_checks(

@@ -199,30 +199,30 @@ def _find_pre_tokenizer(directory: Path) -> str | None:
     return "gpt-2" if own and not division.get("add_prefix_space") else None
 
 
-def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequence[int]) -> None:
+def _require_same_vocabulary(facts: dict[str, Any], recipe: Recipe, trained: Sequence[int]) -> None:
     tokenizer = open_backbone(recipe.backbone).own_tokenizer()
     recipe.task.prepare_tokenizer(tokenizer)
     begins = recipe.task.prompt_ids(tokenizer, "a")[: -len(tokenize_plain(tokenizer, "a"))]
-    wanted = {index: token for token, index in tokenizer.get_vocab().items()}
-    tokens = [token.replace(" ", "\u2581") for token in told["tokens"]]  # the converter writes some of them as spaces
+    vocabulary = {index: token for token, index in tokenizer.get_vocab().items()}
+    tokens = [token.replace(" ", "\u2581") for token in facts["tokens"]]  # the converter writes some of them as spaces
     other = [
         index
-        for index, token in wanted.items()
+        for index, token in vocabulary.items()
         if index >= len(tokens) or tokens[index] != token.replace(" ", "\u2581")
     ]
     if other:
         raise UserError(f"the GGUF file has {len(other):,} other tokens than the tokenizer, the first at {min(other)}")
-    if told["rows"] not in (None, len(tokens)):
+    if facts["rows"] not in (None, len(tokens)):
         raise UserError(
-            f"the GGUF file has {len(tokens):,} tokens and {told['rows']:,} rows of their embeddings, which llama.cpp "
+            f"the GGUF file has {len(tokens):,} tokens and {facts['rows']:,} rows of their embeddings, which llama.cpp "
             "does not load; put the checkpoint's own tokenizer.model into the backbone's folder"
         )
-    begin = [told["bos"]] if told["add_bos"] else []
+    begin = [facts["bos"]] if facts["add_bos"] else []
     if not recipe.task.encoder_decoder and not recipe.task.uses_chat_template and begins != begin:
         raise UserError(f"the GGUF file begins a text with the tokens {begin}, where training began it with {begins}")
-    if told["eos"] != get_end_token(tokenizer):
-        raise UserError(f"the GGUF file ends a text with token {told['eos']}, training with {get_end_token(tokenizer)}")
-    if missed := sorted(set(trained) - {told[name] for name in ENDS}):
+    if facts["eos"] != (end := get_end_token(tokenizer)):
+        raise UserError(f"the GGUF file ends a text with token {facts['eos']}, training with {end}")
+    if missed := sorted(set(trained) - {facts[name] for name in ENDS}):
         raise UserError(f"the GGUF file does not end an answer with token {missed[0]}, and training did")
 
 

@@ -74,8 +74,8 @@ def diagnose(*, deep: bool = False) -> dict[str, Any]:
         notes.append({"what": "an NVIDIA driver is here, but torch is a CPU build", "fix": fix})
     known = platform.system() == "Linux"  # CPU flags are read on Linux only
     if known and not result["cpu"]["bf16"] and not (result["devices"] or {}).get("cuda"):
-        what = "this CPU has no bf16 instructions: `train.precision: auto` takes fp32; bf16 by name would be many times"
-        notes.append({"what": f"{what} slower", "fix": ""})
+        note = "this CPU has no bf16 instructions: `train.precision: auto` takes fp32; bf16 by name would be many times"
+        notes.append({"what": f"{note} slower", "fix": ""})
     result["ok"] = not problems
     return result
 

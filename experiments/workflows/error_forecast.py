@@ -236,7 +236,7 @@ def _forecast_draw(
             for (noise, (_, start)), own in zip(targets.items(), columns, strict=True):
                 end += own.shape[1]
                 for decay, fit in zip(_DECAYS, fits, strict=False):
-                    part = fit.columns(slice(end - own.shape[1], end))
+                    fitted = fit.columns(slice(end - own.shape[1], end))
                     labels = noisy[noise][chosen]
                     row = {
                         "adapter.rank": rank,
@@ -246,7 +246,7 @@ def _forecast_draw(
                         "seed": recipe.train.seed,
                         "speed": unit,
                     }
-                    rows.append(row | _fit_metrics(recipe, part, labels, start, test_labels, test_offset))
+                    rows.append(row | _fit_metrics(recipe, fitted, labels, start, test_labels, test_offset))
     return rows
 
 

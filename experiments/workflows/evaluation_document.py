@@ -80,7 +80,7 @@ def build_document(
         raise UserError(f"--trained: no row has {group_by or 'a --group-by column'} {unknown[0]!r}")
     references = _find_references(subjects)
     tokenizers = {s.name: open_backbone(s.recipe.backbone).text_digests.get("tokenizer.json") for s in subjects}
-    apart = {(name, base) for name, base in references.items() if tokenizers[name] != tokenizers[base]}
+    unlike_tokenizers = {(name, base) for name, base in references.items() if tokenizers[name] != tokenizers[base]}
     pairs = {f"{name} − {base}": (name, base) for name, base in references.items()}
 
     def average(
@@ -96,7 +96,7 @@ def build_document(
             for members in chosen
         ]
         base_figures = None if base is None else results.align(name, base, split)
-        incomparable = {"fertility"} | ({"loss", "perplexity"} if (name, base) in apart else set())
+        incomparable = {"fertility"} | ({"loss", "perplexity"} if (name, base) in unlike_tokenizers else set())
         config = subjects[0].recipe.eval
         seed = derive_seed(subjects[0].recipe.train.seed, "bootstrap", split)
         averages = {}
@@ -128,7 +128,7 @@ def build_document(
     }
     if few_shot is not None:
         document["few_shot"] = _build_few_shot_record(few_shot, results, list(splits), references)
-    elif apart:
+    elif unlike_tokenizers:
         document["notes"].append(
             "Tokenizers differ, so figures per token are not comparable between subjects: compare by byte, character "
             "or word."
@@ -286,15 +286,17 @@ def format_document(document: Mapping[str, Any]) -> str:
                 for group, metrics in groups.items():
                     label = f"{group} {grouped['names'].get(group, '')}".strip()
                     lines.append(f"  {label:24} {grouped['rows'][group]:6,} rows  {format_headline(metrics)}")
-    if asked := document.get("few_shot"):
-        shots = f"{asked['shots']} shots" + (f", seeds {', '.join(map(str, asked['seeds']))}" if asked["shots"] else "")
-        lines.append(f"prompt {asked['prompt']}, {shots}, ranked by {asked['score']}")
-        for name, parts in asked["subjects"].items():
-            for split, found in parts.items():
-                scores = ", ".join(f"{score} {value:.4g}" for score, value in found["by_score"].items())
-                lost = f"; {found['shots_dropped']:,} examples left out for length" * bool(found["shots_dropped"])
+    if few_shot := document.get("few_shot"):
+        shots = f"{few_shot['shots']} shots"
+        if few_shot["shots"]:
+            shots += f", seeds {', '.join(map(str, few_shot['seeds']))}"
+        lines.append(f"prompt {few_shot['prompt']}, {shots}, ranked by {few_shot['score']}")
+        for name, parts in few_shot["subjects"].items():
+            for split, record in parts.items():
+                scores = ", ".join(f"{score} {value:.4g}" for score, value in record["by_score"].items())
+                lost = f"; {record['shots_dropped']:,} examples left out for length" * bool(record["shots_dropped"])
                 lines.append(f"  {name} {split}: accuracy by score: {scores}{lost}")
-        for name, tests in asked["mcnemar"].items():
+        for name, tests in few_shot["mcnemar"].items():
             for split, test in tests.items():
                 only = f"{test['only_ours']} to {test['only_theirs']}"
                 lines.append(f"  {name} {split}: McNemar p {test['p']:.3g} (right alone: {only})")

@@ -223,7 +223,7 @@ def _build_request(run: ExportedRun, expected: ExpectedAnswers, folder: Folder) 
         "ends": run.trained_ends,
         "pad": backbone.tokenizer.pad_token_id,
         "start": backbone.decoder_start if task.encoder_decoder else None,
-        "prompts": [{"ids": one["ids"], "most": one["most"]} for one in expected.reference if "answer" in one],
+        "prompts": [{"ids": r["ids"], "most": r["most"]} for r in expected.reference if "answer" in r],
     }
 
 
@@ -423,7 +423,7 @@ def load_streamed(
     def changed(full: str) -> Any:
         name = canonical_name(full)
         value = read(name).float()
-        for change, weight in ((found[name], weight) for found, weight in changes if name in found):
+        for change, weight in ((by_name[name], weight) for by_name, weight in changes if name in by_name):
             product = weight * change.scale * (change.b @ change.a)
             value += product.mT if change.transposed else product
         return value

@@ -67,10 +67,10 @@ def run_harness(
     recipe = to_single_process(read_finished_recipe(path, overrides))
     recipe.task.refuse("--harness")
     if recipe.adapter.soft_tokens is not None:
-        what = "soft_tokens" if recipe.adapter.projector is None else "projector"
+        setting = "soft_tokens" if recipe.adapter.projector is None else "projector"
         raise UserError(
-            f"--harness: lm-eval pads prompts on the left, behind what adapter.{what} puts before every text; evaluate "
-            "this run with `flatshift eval RUN_DIR --data FILE`"
+            f"--harness: lm-eval pads prompts on the left, behind what adapter.{setting} puts before every text; "
+            "evaluate this run with `flatshift eval RUN_DIR --data FILE`"
         )
     check_generative(recipe.task)
     for name, value in (("limit", limit), ("batch-size", batch_size)):
@@ -151,13 +151,13 @@ def _add_training_prefix(tokenizer: Any, *, begin: bool) -> tuple[Any, list[int]
 
     changed = copy.deepcopy(tokenizer)
     names = [(changed.convert_ids_to_tokens(token), token) for token in prefix]
-    first = " ".join(name for name, _ in names)
-    template = TemplateProcessing(single=f"{first} $A", pair=f"{first} $A $B", special_tokens=names)
+    start = " ".join(name for name, _ in names)
+    template = TemplateProcessing(single=f"{start} $A", pair=f"{start} $A $B", special_tokens=names)
     backend = changed.backend_tokenizer
     before = backend.post_processor
     backend.post_processor = template if before is None else Processors([before, template])
     if list(changed("a")["input_ids"]) != [*prefix, *bare]:
-        raise RuntimeError(f"the tokenizer does not begin a text with {first} as it is set to")
+        raise RuntimeError(f"the tokenizer does not begin a text with {start} as it is set to")
     return changed, prefix
 
 
@@ -209,10 +209,11 @@ def format_record(record: dict[str, Any]) -> str:
     for task, figures in record["results"].items():
         for name, value in figures.items():
             if isinstance(value, float) and "_stderr" not in name:
-                metric, _, rest = name.partition(",")
-                error = figures.get(f"{metric}_stderr,{rest}")
+                metric, _, filter_name = name.partition(",")
+                error = figures.get(f"{metric}_stderr,{filter_name}")
                 spread = f" ± {error:.3g}" if isinstance(error, float) else ""
-                lines.append(f"{task}  {metric}{f' ({rest})' if rest != 'none' else ''}  {value:.4g}{spread}")
+                label = metric if filter_name == "none" else f"{metric} ({filter_name})"
+                lines.append(f"{task}  {label}  {value:.4g}{spread}")
     if record["limit"] is not None:
         lines.append(f"at most {record['limit']} items of each task: not to be compared with published figures")
     return "\n".join(lines)

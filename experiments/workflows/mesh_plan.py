@@ -143,7 +143,7 @@ def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: L
     }
 
 
-def _plan_notes(cluster: Cluster, sizes: BackboneSizes, first: Layout, best: Layout) -> list[str]:
+def _plan_notes(cluster: Cluster, sizes: BackboneSizes, fastest: Layout, best: Layout) -> list[str]:
     notes = [
         "Seconds are a model's, fitted on A100s under full training: see docs/does-it-fit.md for its errors."
         if cluster.constants == PUBLISHED
@@ -163,9 +163,9 @@ def _plan_notes(cluster: Cluster, sizes: BackboneSizes, first: Layout, best: Lay
             f"{sizes.experts} experts a block, {sizes.routed} for a token: their activations are a formula that no "
             "trace has checked, and all ranks are taken to get as many tokens."
         )
-    if first.fits and first.expert_parallel > 1:
+    if fastest.fits and fastest.expert_parallel > 1:
         notes.append(
-            f"The fastest mesh shares experts out (ep {first.expert_parallel}), which training cannot do yet: the "
+            f"The fastest mesh shares experts out (ep {fastest.expert_parallel}), which training cannot do yet: the "
             "lines, hours and cost are those of the best that it can."
         )
     return notes

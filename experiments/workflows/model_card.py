@@ -230,8 +230,8 @@ def _format_settings(recipe: Recipe) -> str:
     if recipe.mesh.size > 1:
         parts["mesh"] = mesh
     rows = [
-        [f"`{part}.{name}`", format_code_span(json.dumps(value, ensure_ascii=False), table=True)]
-        for part, settings in parts.items()
+        [f"`{block}.{name}`", format_code_span(json.dumps(value, ensure_ascii=False), table=True)]
+        for block, settings in parts.items()
         for name, value in settings.items()
     ]
     return _format_table(["setting", "value"], rows)

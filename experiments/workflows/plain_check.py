@@ -151,10 +151,10 @@ def stream_weights(model: Any, read: Callable[[str], Any]) -> None:
     for name, module, inner in iter_blocks(model):
         owners = module.named_modules(prefix=name) if inner else [(name, module)]
         hollow = [
-            (owner, leaf, f"{place}.{leaf}" if place else leaf, parameter)
-            for place, owner in owners
+            (owner, leaf, f"{owner_name}.{leaf}" if owner_name else leaf, parameter)
+            for owner_name, owner in owners
             for leaf, parameter in owner._parameters.items()
-            if parameter is not None and "original_module" not in place
+            if parameter is not None and "original_module" not in owner_name
             and (parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride())))
         ]  # fmt: skip
         if hollow:
@@ -166,23 +166,23 @@ def iter_blocks(model: Any) -> Iterator[tuple[str, Any, bool]]:
     such a list inside, and the direct parameters of all others."""
     from torch import nn
 
-    seen: set[int] = set()
+    visited: set[int] = set()
 
     def walk(name: str, module: Any) -> Iterator[tuple[str, Any, bool]]:
-        if id(module) in seen:
+        if id(module) in visited:
             return
-        seen.add(id(module))
-        if not any(isinstance(inside, nn.ModuleList) for inside in module.modules()):
+        visited.add(id(module))
+        if not any(isinstance(inner, nn.ModuleList) for inner in module.modules()):
             yield name, module, True
             return
         yield name, module, False
-        for child, inside in module.named_children():
-            place = f"{name}.{child}" if name else child
-            if isinstance(inside, nn.ModuleList):
-                for number, member in enumerate(inside):
-                    yield f"{place}.{number}", member, True
+        for child, inner in module.named_children():
+            full_name = f"{name}.{child}" if name else child
+            if isinstance(inner, nn.ModuleList):
+                for number, member in enumerate(inner):
+                    yield f"{full_name}.{number}", member, True
             else:
-                yield from walk(place, inside)
+                yield from walk(full_name, inner)
 
     yield from walk("", model)
 

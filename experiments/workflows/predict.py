@@ -292,18 +292,18 @@ def _write_parts(
 def _join_parts(parts: Sequence[Path], path: Path, suffix: str) -> None:
     if suffix == ".jsonl":
         with path.open("wb") as stream:
-            for part in parts:
-                with part.open("rb") as source:
+            for file in parts:
+                with file.open("rb") as source:
                     shutil.copyfileobj(source, stream)
     elif suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        schemas = [pa.Table.from_pylist(list(_iter_records([part]))).schema for part in parts]
+        schemas = [pa.Table.from_pylist(list(_iter_records([file]))).schema for file in parts]
         schema = pa.unify_schemas(schemas, promote_options="permissive")
         with pq.ParquetWriter(path, schema) as writer:
-            for part in parts:
-                writer.write_table(pa.Table.from_pylist(list(_iter_records([part])), schema=schema))
+            for file in parts:
+                writer.write_table(pa.Table.from_pylist(list(_iter_records([file])), schema=schema))
     else:
         columns = list(dict.fromkeys(name for record in _iter_records(parts) for name in record))
         with path.open("w", encoding="utf-8", newline="") as stream:
@@ -313,9 +313,9 @@ def _join_parts(parts: Sequence[Path], path: Path, suffix: str) -> None:
                 writer.writerow({name: _format_cell(value) for name, value in record.items()})
 
 
-def _iter_records(parts: Iterable[Path]) -> Iterator[Record]:
-    for part in parts:
-        with part.open(encoding="utf-8") as stream:
+def _iter_records(files: Iterable[Path]) -> Iterator[Record]:
+    for file in files:
+        with file.open(encoding="utf-8") as stream:
             yield from map(json.loads, stream)
 
 

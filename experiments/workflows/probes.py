@@ -56,8 +56,8 @@ def read_probe(name: str) -> WordListProbe:
     path = shipped_probes().get(name, Path(name))
     if not path.is_file():
         raise UserError(f"--probe: {name} is no file and none of the shipped probes ({', '.join(shipped_probes())})")
-    found: WordListProbe = build_settings(WordListProbe, parse_file(path))
-    return found
+    probe: WordListProbe = build_settings(WordListProbe, parse_file(path))
+    return probe
 
 
 def probe_models(

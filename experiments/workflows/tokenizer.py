@@ -332,18 +332,18 @@ def _split_held_out(rows: Sequence[Row], share: float) -> tuple[list[Row], list[
     if len(rows) < 2:
         raise UserError("one document cannot be both trained on and held out; give several")
     count, room = max(1, round(share * len(rows))), _MAX_HELD_OUT
-    held: set[int] = set()
+    held_out: set[int] = set()
     for i in numpy_generator(0, "tokenizer", "held-out").permutation(len(rows))[:count]:
         size = len(rows[i].values["text"].encode())
-        if held and size > room:
+        if held_out and size > room:
             break
-        held.add(int(i))
+        held_out.add(int(i))
         room -= size
-    texts = {rows[i].values["text"] for i in held}
+    texts = {rows[i].values["text"] for i in held_out}
     training = [row for row in rows if row.values["text"] not in texts]
     if not training:
         raise UserError("all documents are alike, so none can be held out; give others")
-    return [rows[i] for i in sorted(held)], training
+    return [rows[i] for i in sorted(held_out)], training
 
 
 def _compare_schemes(cells: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -67,10 +67,10 @@ def require_finished(folder: Path) -> None:
 
 def _is_features(folder: Path) -> bool:
     try:
-        found = json.loads((folder / MANIFEST).read_bytes())
+        manifest = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and "shards" in found
+    return isinstance(manifest, dict) and "shards" in manifest
 
 
 def _files_to_send(folder: Path) -> list[str]:
@@ -79,7 +79,7 @@ def _files_to_send(folder: Path) -> list[str]:
         name = file.relative_to(folder)
         if file.is_dir() and not file.is_symlink():
             continue
-        if "state" in name.parts[:-1] or any(part.startswith(".") for part in name.parts) or str(name) == RECORD:
+        if "state" in name.parts[:-1] or any(segment.startswith(".") for segment in name.parts) or str(name) == RECORD:
             continue
         if file.is_symlink() or not file.is_file():
             raise UserError(f"{file} is a link or no plain file, which a store cannot hold; put the file itself there")
