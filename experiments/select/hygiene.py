@@ -10,14 +10,14 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.data.splits import read_splits
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.pool import select_settings
 from flatshift.finetune.atomic import json_text
-from flatshift.finetune.config import Columns, Files
+from flatshift.finetune.config import Data, Files
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from flatshift.finetune.data.view import RowView
 from flatshift.finetune.errors import UserError
@@ -26,7 +26,7 @@ from flatshift.finetune.seeds import derive_seed
 if TYPE_CHECKING:
     from flatshift.selection.hygiene import CleaningResult, DropList
 
-_ENTRIES = 4096
+_BLOCK_ROWS = 4096
 
 
 def clean_rows(
@@ -49,7 +49,11 @@ def clean_rows(
         )
     if not settings.on:
         return rows, None
-    _check_pieces_without_features(spec)
+    if settings.decontaminate is not None and settings.decontaminate.action == "split" and spec.own is not None:
+        raise UserError(
+            "select.hygiene.decontaminate: a record cut into pieces has no row in features of your own; "
+            "set select.hygiene.decontaminate.action to drop"
+        )
     from flatshift.selection.hygiene import ReferenceTexts, clean_pool
 
     started = time.monotonic()
@@ -79,7 +83,9 @@ def clean_rows(
     with (directory / "drops.jsonl").open("w", encoding="utf-8") as handle:
         for drop in cleaned.drops(lambda some: rows.take(some).ids[:], named):
             handle.write(json_text(drop) + "\n")
-    remaining = _kept_rows(rows, cleaned)
+    remaining = rows.take(cleaned.kept)
+    if cleaned.pieces:
+        remaining = remaining.cut(cleaned.pieces.get(row) for row in cleaned.kept.tolist())
     if not len(remaining):
         raise UserError(
             f"select.hygiene leaves no record of the pool's {len(rows):,} ({_drop_summary(cleaned)}); loosen it"
@@ -115,9 +121,12 @@ def _read_drop_list(spec: Select, rows: RowView, console: Console) -> DropList:
     skipped: list[str] = []
     listed = DropList(memory=int(spec.hygiene.memory_gib * 2**29))
     entries = read_rows(files, required=("id",), bad_rows=spec.bad_rows, skipped=skipped)
-    while some := list(islice(entries, _ENTRIES)):
-        matches, reasons = ([_record_text(row, name) for row in some] for name in ("match", "why"))
-        listed.add([row.id for row in some], matches, reasons)
+    while block := list(islice(entries, _BLOCK_ROWS)):
+        matches, reasons = (
+            ["" if (value := row.record.get(name)) is None else str(value) for row in block]
+            for name in ("match", "why")
+        )
+        listed.add([row.id for row in block], matches, reasons)
     listed.find(rows.ids)
     unknown = len(listed.unknown)
     if unknown and spec.bad_rows == "refuse" and spec.pool.limit is None:
@@ -131,64 +140,36 @@ def _read_drop_list(spec: Select, rows: RowView, console: Console) -> DropList:
     return listed
 
 
-def _record_text(row: Row, name: str) -> str:
-    value = row.record.get(name)
-    return "" if value is None else str(value)
-
-
-def _check_pieces_without_features(spec: Select) -> None:
-    cuts = spec.hygiene.decontaminate is not None and spec.hygiene.decontaminate.action == "split"
-    if cuts and spec.own is not None:
-        raise UserError(
-            "select.hygiene.decontaminate: a record cut into pieces has no row in features of your own; "
-            "set select.hygiene.decontaminate.action to drop"
-        )
-
-
 def _evaluation_rows(recipe: Recipe, spec: Select) -> list[Row]:
     """Return the evaluation rows: dev and test of the recipe (held out by `data.holdout` if no file is named), and
     `select.eval`."""
     rows: list[Row] = []
     data = recipe.data
+    sources: list[tuple[str, Files, Data | Select]] = [("evaluation", spec.eval, spec)]
     if data.train.all_files:
         splits = read_splits(recipe)
         rows += [*splits.dev, *splits.test]
     else:
-        rows += _read_split(recipe, data.dev, data.columns, data.bad_rows, "dev")
-        rows += _read_split(recipe, data.test, data.columns, data.bad_rows, "test")
-    return rows + _read_split(recipe, spec.eval, spec.columns, spec.bad_rows, "evaluation")
-
-
-def _read_split(
-    recipe: Recipe, files: Files, columns: Columns, bad_rows: Literal["refuse", "skip"], name: str
-) -> list[Row]:
-    if not files.files:
-        return []
-    rows = read_rows(files.files, columns=columns, required=(), bad_rows=bad_rows)
-    good = require_rows(rows, files=files.files, what=name)
-    return limit_rows(good, files.limit, seed=derive_seed(recipe.train.seed, "limit", name))
+        sources = [("dev", data.dev, data), ("test", data.test, data), *sources]
+    for name, files, settings in sources:
+        if files.files:
+            read = read_rows(files.files, columns=settings.columns, required=(), bad_rows=settings.bad_rows)
+            good = require_rows(read, files=files.files, what=name)
+            rows += limit_rows(good, files.limit, seed=derive_seed(recipe.train.seed, "limit", name))
+    return rows
 
 
 def _all_texts(row: Row) -> list[str]:
-    named = [row.values.get(name) for name in ("text", "text2")]
-    return [
-        value
-        for value in (named if isinstance(named[0], str) else row.record.values())
-        if isinstance(value, str) and value
-    ]
-
-
-def _kept_rows(rows: RowView, cleaned: CleaningResult) -> RowView:
-    kept = rows.take(cleaned.kept)
-    return kept.cut(cleaned.pieces.get(place) for place in cleaned.kept.tolist()) if cleaned.pieces else kept
+    values = [row.values.get(name) for name in ("text", "text2")]
+    texts = values if isinstance(values[0], str) else row.record.values()
+    return [text for text in texts if isinstance(text, str) and text]
 
 
 def _drop_summary(cleaned: CleaningResult) -> str:
-    parts = [f"{count:,} {cause}" for cause, count in cleaned.counts().items()]
+    counts = [f"{count:,} {cause}" for cause, count in cleaned.counts().items()]
     if cleaned.pieces:
-        pieces = sum(map(len, cleaned.pieces.values()))
-        parts.append(f"{len(cleaned.pieces):,} cut into {pieces:,} pieces")
-    return "dropped " + ", ".join(parts)
+        counts.append(f"{len(cleaned.pieces):,} cut into {sum(map(len, cleaned.pieces.values())):,} pieces")
+    return "dropped " + ", ".join(counts)
 
 
 def _print_limits(cleaned: CleaningResult, console: Console) -> None:

@@ -95,13 +95,11 @@ class _RankSolver:
             )
         edges = [min(count, BLOCK * (blocks * rank // size)) for rank in range(size + 1)]
         settings = {name: value for name, value in selector.get_params().items() if name not in ("group", "device")}
-        small_target = Pool(features=np.asarray(target.features), weights=target.weights)
+        aim = Pool(features=np.asarray(target.features), weights=target.weights)
         weights = None if pool.weights is None else np.asarray(pool.weights, dtype=np.float64)
         ranges = list(itertools.pairwise(edges))
         jobs = [
-            _RankTask(
-                settings, sendable_rows(pool.features, a, b), None if weights is None else weights[a:b], small_target
-            )
+            _RankTask(settings, sendable_rows(pool.features, a, b), None if weights is None else weights[a:b], aim)
             for a, b in ranges
         ]
         fitted, figures = self._map(self._receive_task(jobs), progress)

@@ -33,7 +33,7 @@ from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 
 LoadedModel = tuple[Engine, Any]
-"""A backbone with an adapter, ready for use, and its tokenizer."""
+"""A backbone with an adapter, and its tokenizer."""
 Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Progress of the evaluation of a number of rows under a label, as `Console.evaluating`."""
 
@@ -272,17 +272,18 @@ def write_tables(path: Path, tables: Sequence[Any]) -> None:
         pq.write_table(pa.concat_tables(tables, promote_options="default"), temporary)
 
 
+def format_number(value: float | None) -> str:
+    """Format a number with four digits; a dash for None."""
+    return "–" if value is None else f"{value:.4g}"
+
+
 def format_metrics(metrics: dict[str, Any]) -> list[str]:
     """Format each metric as a text: `accuracy 0.61 [0.57, 0.65]`."""
-
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.4g}"
-
-    return [
-        f"{name} {number(m['value'])}"
-        + (f" [{number(m['low'])}, {number(m['high'])}]" if not find_metric(name).is_floor else "")
-        for name, m in metrics.items()
-    ]
+    lines = []
+    for name, m in metrics.items():
+        interval = "" if find_metric(name).is_floor else f" [{format_number(m['low'])}, {format_number(m['high'])}]"
+        lines.append(f"{name} {format_number(m['value'])}{interval}")
+    return lines
 
 
 _MAX_PERPLEXITY_ROWS = 500  # of each split; enough for an interval of a few per cent

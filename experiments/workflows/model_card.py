@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.workflows.build import format_number
 from flatshift.experiments.workflows.run_parts import FINE_TUNE, WARM_UP
 from flatshift.finetune import assets
 from flatshift.finetune.atomic import read_json_object
@@ -119,10 +120,6 @@ def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def _format_number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
-
-
 def _format_metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, evaluated: bool, form: Form) -> str:
     from huggingface_hub import ModelCardData
 
@@ -193,9 +190,9 @@ def _format_metrics_table(evaluation: dict[str, dict[str, Any]]) -> str:
             if find_metric(name).is_floor:
                 continue
             baseline = metrics.get(find_metric(name).floor or "")
-            floor = "" if baseline is None else _format_number(baseline["value"])
-            interval = f"{_format_number(m['low'])} to {_format_number(m['high'])}"
-            rows.append([split, name, _format_number(m["value"]), interval, floor, f"{m['n']:,}"])
+            floor = "" if baseline is None else format_number(baseline["value"])
+            interval = f"{format_number(m['low'])} to {format_number(m['high'])}"
+            rows.append([split, name, format_number(m["value"]), interval, floor, f"{m['n']:,}"])
     table = _format_table(["split", "metric", "value", "interval", "baseline", "items"], rows)
     return (
         table + "\nIntervals are bootstrap intervals over items of this one run; they say nothing about other seeds. "

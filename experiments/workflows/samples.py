@@ -44,11 +44,9 @@ class Sampling:
     samples: int
     """Texts per prompt."""
     temperature: float = 1.0
-    """Divisor of the logits before sampling."""
     top_p: float | None = None
     """Sample among the likeliest tokens that together have this probability."""
     max_new_tokens: int = 20
-    """Maximum tokens of a text."""
     seed: int = 0
     """Seed of the draws, which do not depend on the batch size."""
     programs: bool = False
@@ -58,7 +56,6 @@ class Sampling:
     toxicity: str | None = None
     """Run directory of a classifier whose class `toxic` scores the texts."""
     toxic: str = "toxic"
-    """Name of the toxic class."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:

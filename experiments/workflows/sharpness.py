@@ -21,7 +21,7 @@ from flatshift.experiments.recipe.auto import resolve_device_precision
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console, Draw
-from flatshift.experiments.workflows.build import load_model, skipped_rows_summary
+from flatshift.experiments.workflows.build import format_number, load_model, skipped_rows_summary
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.compute.loss import add_reference
@@ -150,13 +150,9 @@ def _cast_half_to_float32(model: nn.Module) -> None:
 
 def format_result(result: dict[str, Any]) -> str:
     """Format the measures as lines: `adapter λ_max 12.3 [12.2, 12.4]`."""
-
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.4g}"
-
-    lines = [f"loss {number(result['loss'])} on {result['about']['rows']} rows of {result['about']['split']}"]
+    lines = [f"loss {format_number(result['loss'])} on {result['about']['rows']} rows of {result['about']['split']}"]
     for space, measures in result["measures"].items():
         for name, m in measures.items():
-            interval = f" [{number(m['low'])}, {number(m['high'])}]" if m["low"] is not None else ""
-            lines.append(f"{space:7} {measure_name(name)}: {number(m['value'])}{interval}")
+            interval = f" [{format_number(m['low'])}, {format_number(m['high'])}]" if m["low"] is not None else ""
+            lines.append(f"{space:7} {measure_name(name)}: {format_number(m['value'])}{interval}")
     return "\n".join(lines)
