@@ -262,30 +262,31 @@ def _explain_first(
     "tokens": the method's own attribution; "words": words that a choice shares with the target's texts and that are
     rarer in the pool; "": the method uses no words of the target.
     """
-    rows = sides.pool.rows.take(chosen)
+    rows, records = sides.pool.rows.take(chosen), list[dict[str, Any]]()
     ranking = getattr(selector, "inside", getattr(selector, "inside_", selector))
     if hasattr(ranking, "evidence") and getattr(ranking, "explains", False):
         from flatshift.finetune.models.backbone import open_backbone
 
         tokenizer = open_backbone(recipe.backbone).tokenizer
         tokens = sides.tokens[0].take(chosen)
-        records = []
         for id_, row, gains in zip(rows.ids, tokens, ranking.evidence(tokens), strict=True):
             order = np.argsort(-np.asarray(gains), kind="stable")[:_EVIDENCE_WORDS].tolist()
             # The tokens with the largest gains, each with the one before it.
-            words = [tokenizer.decode(row[max(0, i - 1) : i + 1].tolist()).strip() for i in order if gains[i] > 0]
+            words = [str(tokenizer.decode(row[max(0, i - 1) : i + 1].tolist())).strip() for i in order if gains[i] > 0]
             records.append({"id": id_, "words": words})
         return "tokens", records
     if not ranking.by_words:
         return "", [{"id": id_, "words": []} for id_ in rows.ids]
-    aims, pool = (_document_frequencies(texts[side]) for side in ("target", "pool"))
-    out = []
+    target_counts, pool_counts = (_document_frequencies(texts[side]) for side in ("target", "pool"))
+    target_size, pool_size = len(texts["target"]), len(texts["pool"])
     for id_, text in zip(rows.ids, rows.texts, strict=True):
-        words = dict.fromkeys(_WORDS.findall(text))
-        gain = {w: float(np.log((aims[w] / len(texts["target"])) / ((pool[w] + 1) / (len(texts["pool"]) + 1))))
-                for w in words if aims[w]}  # fmt: skip
-        out.append({"id": id_, "words": sorted(gain, key=lambda w: -gain[w])[:_EVIDENCE_WORDS]})
-    return "words", out
+        gain = {
+            word: float(np.log((target_counts[word] / target_size) / ((pool_counts[word] + 1) / (pool_size + 1))))
+            for word in dict.fromkeys(_WORDS.findall(text))
+            if target_counts[word]
+        }
+        records.append({"id": id_, "words": sorted(gain, key=lambda word: -gain[word])[:_EVIDENCE_WORDS]})
+    return "words", records
 
 
 def _document_frequencies(texts: Sequence[str]) -> Counter[str]:

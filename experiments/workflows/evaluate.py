@@ -208,7 +208,11 @@ class _SideBySide:
             columns: dict[str, Any] = {"text": None}
             places = [row.where for row in rows]
             seed = derive_seed(recipe.train.seed, "bootstrap", split)
-            draw = {"resamples": recipe.eval.bootstrap, "confidence": recipe.eval.confidence, "seed": seed}
+            draw: dict[str, Any] = {
+                "resamples": recipe.eval.bootstrap,
+                "confidence": recipe.eval.confidence,
+                "seed": seed,
+            }
             intervals: dict[str, Any] | None = None
             if self.few_shot is not None:
                 ranked = self._rank(subject, engine.model, tokenizer, rows, inference)

@@ -110,8 +110,8 @@ def _build_questions(
     if data:
         skipped: list[str] = []
         columns, bad_rows = recipe.data.columns, recipe.data.bad_rows
-        rows = read_rows(data, columns=columns, required=task.prompt_columns(), bad_rows=bad_rows, skipped=skipped)
-        rows = require_rows(rows, files=data, what="prompt", skipped=skipped)
+        read = read_rows(data, columns=columns, required=task.prompt_columns(), bad_rows=bad_rows, skipped=skipped)
+        rows = require_rows(read, files=data, what="prompt", skipped=skipped)
         more, dropped = task.ask(rows, tokenizer, bad_rows=bad_rows)
         if skipped := [*skipped, *dropped]:
             console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")

@@ -186,7 +186,7 @@ def compute_sample_metrics(
     for name, column in values.items():
         present = {i: value for i, value in enumerate(column) if value is not None}
         if present:
-            sums = [list(present.values()), np.ones(len(present))]
+            sums = np.array(list(present.values())), np.ones(len(present))
             metrics[name] = ResampledMetric.over(sums, ratio_statistic(), list(present))
     return metrics
 

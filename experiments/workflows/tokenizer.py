@@ -275,7 +275,7 @@ def train_schemes(
             console.say(f"{scheme}: learning at most {vocabulary:,} tokens from {len(texts):,} documents")
             tokenizers[scheme] = train_tokenizer(scheme, texts, vocabulary=vocabulary)
             tokenizers[scheme].save_pretrained(work.directory / scheme)
-        loaders = {scheme: functools.partial(tokenizers.get, scheme) for scheme in schemes}
+        loaders = {str(scheme): functools.partial(tokenizers.__getitem__, scheme) for scheme in schemes}
         document = _tokenize_with_each(loaders, held_rows, group_by)
         cells: dict[str, dict[int, dict[str, Any]]] = {scheme: {} for scheme in schemes}
         with console.task("small models", seeds * len(schemes), "models") as bar:
