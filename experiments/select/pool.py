@@ -55,8 +55,8 @@ class PoolAndTarget:
 
     records: number of pool records after hygiene, before they were cut into `pieces`. weights (N,) of its rows in the
     transport problem, None: uniform. x (N, d), y (M, d), z (K, d): vectors of pool, target and negative examples, if
-    made. tokens: of pool and target, if the method reads them. domains: of pool and target. seen, hygiene, relevance:
-    entries of manifest.json on the target's files and on these steps.
+    made. tokens, if the method reads them, and domains: of pool and target. target_entry, hygiene, relevance: of
+    manifest.json.
     """
 
     pool: PoolRecords
@@ -65,7 +65,7 @@ class PoolAndTarget:
     target_files: tuple[str, ...]
     records: int
     pieces: int
-    seen: dict[str, Any]
+    target_entry: dict[str, Any]
     hygiene: dict[str, Any] | None = None
     relevance: dict[str, Any] | None = None
     weights: np.ndarray | None = None

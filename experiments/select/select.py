@@ -377,7 +377,7 @@ def _build_manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chos
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "inputs": [line for group in files for line in describe_files(group)],
-        "target": sides.seen,
+        "target": sides.target_entry,
         "selection": {
             **{name: value for name, value in solver.items() if name != "method"},
             "solver": solver.get("method"),

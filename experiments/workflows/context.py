@@ -52,13 +52,12 @@ from flatshift.regularizers import build as build_regularizer
 
 
 class FineTuneProbe(Protocol):
-    """Observer of a running fine-tune that measures more than the run's own metrics."""
+    """Observer of a running fine-tune that measures more than the run's own metrics: called after an optimizer step
+    with its row of metrics.jsonl, and after the evaluation of the chosen adapter, which is loaded in `engine`."""
 
-    def step(self, line: Mapping[str, Any]) -> None:
-        """Called after an optimizer step with its row of metrics.jsonl."""
+    def step(self, line: Mapping[str, Any]) -> None: ...
 
-    def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> None:
-        """Called after the evaluation of the chosen adapter, which is loaded in `engine`."""
+    def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> None: ...
 
     def figures(self) -> dict[str, Any]:
         """Return the measurements as JSON values."""

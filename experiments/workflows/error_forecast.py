@@ -60,7 +60,7 @@ class ForecastAxes:
     ranks: tuple[int, ...]
     noises: tuple[float, ...]
     draws: int = 5
-    more: int = 500
+    extra_rows: int = 500
     """Additional rows that the learning curve is extrapolated to."""
 
 
@@ -372,7 +372,7 @@ def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[s
         return np.array([[cells[seed, value] for value in positions] for seed in sorted({row["seed"] for row in rows})])
 
     best = min(decays, key=lambda decay: float(by_decay(decay, column=f"left_out_{metric}")[:, -1].mean()))
-    more = extrapolate(axes.rows, by_decay(best), axes.more) if len(axes.rows) > 2 else None
+    more = extrapolate(axes.rows, by_decay(best), axes.extra_rows) if len(axes.rows) > 2 else None
     fitted = by_decay(decays[0], "adapter.rank", "train.unexplained")
     crossed = find_crossing(axes.ranks, fitted, 0.1).value if len(axes.ranks) > 1 else None
     note = None
@@ -403,7 +403,7 @@ def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[s
         "effective": float(by_decay(best, column="effective")[:, -1].mean()),
         "threshold_rank": crossed,
         "threshold_note": note,
-        "more_rows": axes.more,
+        "more_rows": axes.extra_rows,
         "more": None if more is None else dataclasses.asdict(more),
         "best_rank": axes.ranks[
             fastest_setting(by_decay(best, "adapter.rank"), by_decay(best, "adapter.rank", "speed").mean(0))

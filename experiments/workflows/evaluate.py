@@ -88,15 +88,13 @@ def evaluate_side_by_side(
 
     A base model is evaluated like the first run on it, else as a language model of whole documents.
 
-    group_by: a column of the rows; every metric is also given for each of its values.
-    trained: values of that column that the adapters were trained on; the others are where they may have forgotten.
-    window, overlap: tokens read at once, and how many of them are context; of tasks over whole documents.
-    few_shot: put the rows by a prompt, and rank its candidates, instead of what the subjects' tasks do.
-    sampling: write several texts after each row as a prompt, and evaluate those.
-    overrides: as a recipe's, for base models without a run next to them; for runs only `train.device`,
-        and how the rows of `data` are read (`data.columns`, `data.bad_rows`).
-    out: a new directory for evaluation.json, eval.json, predictions.parquet (of written samples: generations.jsonl)
-        and, by `page`, report.html; whole or not at all.
+    group_by: a column of the rows; every metric is also given for each of its values. trained: values of that column
+    that the adapters were trained on; the others are where they may have forgotten. window, overlap: tokens read at
+    once, and how many of them are context; of tasks over whole documents. few_shot: put the rows by a prompt, and rank
+    its candidates. sampling: write several texts after each row as a prompt, and evaluate those. overrides: as a
+    recipe's, for base models without a run next to them; for runs only `train.device`, `data.columns` and
+    `data.bad_rows` of the rows of `data`. out: a new directory for evaluation.json, eval.json, predictions.parquet (of
+    written samples: generations.jsonl) and, by `page`, report.html; whole or not at all.
     Returns the content of evaluation.json.
     Raises UserError for what is neither a run nor a backbone, subjects that cannot be evaluated on these rows, and a
     column that rows lack.

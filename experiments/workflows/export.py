@@ -176,14 +176,11 @@ def check_hub_name(name: str, context: str = "") -> None:
 def merge_run(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]:
     """Write the backbone with the run's adapter merged in, to the new directory `out`.
 
-    Merging is done in float64 and rounded once, file by file and some rows at a time: neither the model nor one of its
-    files is ever completely in memory. Some rows of every changed weight are then read back and compared with the same
-    sum, and the folder is compared with the run (`flatshift.experiments.workflows.folder_check`). An adapter that was
-    trained on a quantised backbone (`quantization` of the result) is merged into the float weights, which differ from
-    those it was trained on.
-
-    The tokenizer is saved as in `flatshift.experiments.workflows.folder_check`, and compared with training's own
-    tokens. The tokens that training had as the end of an answer also end those of plain `generate`.
+    Merging is done in float64 and rounded once, some rows at a time: no file is ever completely in memory. Some rows of
+    every changed weight are then read back and compared with the same sum, and model and tokenizer with the run
+    (`flatshift.experiments.workflows.folder_check`). An adapter that was trained on a quantised backbone
+    (`quantization` of the result) is merged into the float weights, which differ from those it was trained on. The
+    tokens that training had as the end of an answer also end those of plain `generate`.
     dtype: of the written weights; `auto` keeps the backbone's own, tensor by tensor.
     Returns the content of `merge.json` in `out`: `dtype`, `quantization`; `rounding`, by dtype the `largest` distance
     |round(W + sBA) − (W + sBA)| of any merged weight and the largest `relative` to its row's largest value;

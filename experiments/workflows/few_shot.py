@@ -3,8 +3,8 @@ the answer.
 
     flatshift eval flatshift-5m --data test.jsonl --prompt nli --shots 4 --shots-from train.jsonl
 
-Worked examples are drawn from the training file by named seeds, the same for all rows of a seed (of a language, if the
-prompt has several); a row that is among them gets the next one drawn instead of itself.
+Worked examples are drawn by named seeds, the same for all rows of a seed (of a language, if the prompt has several); a
+row that is among them gets the next one drawn instead of itself.
 """
 
 from __future__ import annotations

@@ -76,12 +76,9 @@ class Predictor:
         if not self.task.has_reference:  # merging would destroy its reference, the model without the adapter
             _merge_adapter(self.engine.eval_model, recipe)
         self.bad_rows = bad_rows
-        self.skipped: list[str] = []
-        """`file:line: reason` of skipped rows."""
-        self.cut = 0
-        """Number of rows longer than `train.max_length`."""
-        self.open_answers = 0
-        """Number of answers cut by the limit of new tokens."""
+        self.skipped: list[str] = []  # `file:line: reason` of skipped rows
+        self.truncated_rows = 0
+        self.open_answers = 0  # cut by the limit of new tokens
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -123,7 +120,7 @@ class Predictor:
             features=self.recipe.adapter.projector,
         )
         encoded = encoder.add([dataclasses.replace(row, values={**row.values, **blank}) for row in rows])
-        self.cut += encoded.truncated
+        self.truncated_rows += encoded.truncated
         self.skipped += encoded.skipped
         inference = EvalBatching.of(self.tokenizer, train, batch_size=size, device=device)
         evaluator = Evaluator(self.engine.eval_model, self.tokenizer, task, inference, {}, self.label_names)
@@ -221,9 +218,12 @@ def predict_from_run(
             shutil.rmtree(parts)
         if skipped := [*skipped, *predictor.skipped]:
             console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
-        if predictor.cut:
+        if predictor.truncated_rows:
             limit = predictor.recipe.train.max_length
-            console.say(f"{predictor.cut:,} of {done:,} rows were longer than train.max_length = {limit} and were cut")
+            console.say(
+                f"{predictor.truncated_rows:,} of {done:,} rows were longer than train.max_length = {limit} and were "
+                "cut"
+            )
         if predictor.open_answers:
             limit = predictor.task.max_new_tokens
             console.say(
