@@ -295,7 +295,7 @@ def folders(family: Family, home: Path) -> tuple[dict[str, dict[str, Any]], str]
     if family.task == "classify":
         return found, ""
     try:
-        compared = export_for_program(home / "run", home / "gguf", to="gguf", outtype="f32")["compared"]
+        compared = export_for_program(home / "run", home / "gguf", program="gguf", outtype="f32")["compared"]
     except UserError as error:
         reason = re.sub(r"/\S+/", "", str(error))  # of this machine's temporary folder
         return found, f" (no GGUF: {reason})"

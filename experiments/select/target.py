@@ -35,7 +35,11 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
     """
     spec, data = select_settings(recipe), recipe.data
     if not spec.target.files:
-        return _training_rows(recipe), []
+        rows = read_splits(recipe)  # after holdout and limit, so no evaluation text is seen
+        bad = next((row for row in rows.train if not isinstance(row.values.get("text"), str)), None)
+        if bad is not None:
+            raise UserError(f"{bad.where}: no text to select for; name select.target.files or set data.columns.text")
+        return Records(rows.train, rows.skipped, rows.records), []
     # The limit applies after the holdout, as in a run.
     records = read_records(replace(spec.target, limit=None), spec, recipe.train.seed, "target")
     held_out: list[Row] = []
@@ -61,14 +65,6 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
             )
     limited = limit_rows(records.rows, spec.target.limit, seed=derive_seed(recipe.train.seed, "limit", "target"))
     return replace(records, rows=limited), held_out
-
-
-def _training_rows(recipe: Recipe) -> Records:
-    rows = read_splits(recipe)
-    without = next((row for row in rows.train if not isinstance(row.values.get("text"), str)), None)
-    if without is not None:
-        raise UserError(f"{without.where}: no text to select for; name select.target.files or set data.columns.text")
-    return Records(rows.train, rows.skipped, rows.records)
 
 
 def target_record(recipe: Recipe, skipped: Sequence[str]) -> dict[str, Any]:

@@ -52,9 +52,9 @@ _MAX_DIFFERENCE = {False: 0.5, True: 0.05}
 
 
 def export_for_program(
-    path: Path, out: Path, *, to: Program, outtype: Outtype = "auto", llama_cpp: Path | None = None
+    path: Path, out: Path, *, program: Program, outtype: Outtype = "auto", llama_cpp: Path | None = None
 ) -> dict[str, Any]:
-    """Write the files for the program `to` to the new directory `out`.
+    """Write the files for `program` to the new directory `out`.
 
     gguf: `model.gguf`, and with `llama_cpp` also `adapter.gguf` if the adapter is plain LoRA. ollama: the same with a
     Modelfile. vllm: the merged folder with `check_vllm.py`. outtype: of GGUF's weights; auto: 16 bits.
@@ -67,16 +67,16 @@ def export_for_program(
     """
     recipe = resume_recipe(path).recipe
     check_generative(recipe.task)
-    if recipe.task.encoder_decoder and to != "gguf":
-        raise UserError(f"--to {to}: it serves no encoder-decoder; take `flatshift merge` and plain transformers")
-    if to != "vllm":
+    if recipe.task.encoder_decoder and program != "gguf":
+        raise UserError(f"--to {program}: it serves no encoder-decoder; take `flatshift merge` and plain transformers")
+    if program != "vllm":
         _require_converter(llama_cpp)
     with exclusive_lock(out):
         check_replaceable(out)
         require_mergeable(path, recipe)
         run = ExportedRun.open(path, recipe)
         with compute_expected(run) as expected, output_directory(out) as temporary:
-            if to == "vllm":
+            if program == "vllm":
                 comparison = merge_into(temporary, run, expected)
                 names = ("text", "whole", "ids", "next")
                 reference = [{name: prompt[name] for name in names} for prompt in expected.reference]
@@ -85,10 +85,12 @@ def export_for_program(
                 result = {"adapter": False, **_NO_COMPARISON, "compared": comparison}
             else:
                 result = _export_gguf(run, temporary, expected, outtype, llama_cpp)
-            if to == "ollama":
+            if program == "ollama":
                 write_text(temporary / "Modelfile", build_modelfile(recipe, run.trained_ends))
             tokenizer = open_backbone(recipe.backbone).tokenizer
-            write_text(temporary / "README.md", build_card(path, recipe, tokenizer=tokenizer, labels=None, form=to))
+            write_text(
+                temporary / "README.md", build_card(path, recipe, tokenizer=tokenizer, labels=None, form=program)
+            )
     return result
 
 

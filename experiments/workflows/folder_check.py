@@ -96,7 +96,7 @@ class ExpectedAnswers:
     """Directory of its logits and the inputs, in the format that `plain_check` reads."""
     inputs: tuple[str, ...]
     batches: int
-    drawn: bool
+    is_random: bool
     """True if compared on tokens drawn by the seed, because the run's rows are unavailable."""
     rows: int
     reference: list[dict[str, Any]]
@@ -301,7 +301,7 @@ def _check_answers(
         "same_tokens": answer["same"],
         "places": answer["places"],
         "rows": expected.rows,
-        "drawn": expected.drawn,
+        "drawn": expected.is_random,
         "other_labels": other,
         "answers": same,
         "answers_by_rounding": rounded,

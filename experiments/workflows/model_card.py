@@ -310,8 +310,8 @@ class UsageExample:
     """Expression of the input text."""
     answer: str
     """Line that prints the result from `logits`, or from the generated `answer`."""
-    whole: bool = False
-    """True if the text already contains its special tokens, so that the tokenizer must add none."""
+    has_special_tokens: bool = False
+    """True if the text already contains them, so that the tokenizer must add none."""
     ends: int | list[int] | None = None
     """Token ids that end a generated answer."""
     before: Sequence[str] = ()
@@ -354,7 +354,7 @@ def usage_example(task: Task, tokenizer: Any, label_names: Sequence[str] | None)
         turns.insert(0, {"role": "system", "content": system})
     template = "prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)"
     stops = sorted(end for end in ends if end is not None)
-    return UsageExample("prompt", answer, whole=True, ends=stops, ask=[f"turns = {turns!r}", template])
+    return UsageExample("prompt", answer, has_special_tokens=True, ends=stops, ask=[f"turns = {turns!r}", template])
 
 
 def sample_prompt(task: Task) -> str:
@@ -367,7 +367,7 @@ def sample_prompt(task: Task) -> str:
 def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, *, merged: bool) -> str:
     task = recipe.task
     use = usage_example(task, tokenizer, labels)
-    special = ", add_special_tokens=False" if use.whole else ""
+    special = ", add_special_tokens=False" if use.has_special_tokens else ""
     options = "" if merged else f", eos_token_id={use.ends}, pad_token_id={tokenizer.pad_token_id}"
     if merged:
         loading = [
