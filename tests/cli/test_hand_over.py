@@ -16,7 +16,7 @@ import pytest
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe, resume_recipe
 from flatshift.experiments.workflows.deployment import _require_same_vocabulary, build_modelfile
-from flatshift.experiments.workflows.upload import push_to_hub
+from flatshift.experiments.workflows.export import push_to_hub
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import write_jsonl
