@@ -135,11 +135,7 @@ def build_document(
         )
     if group_by:
         counts = {group: sum(column.count(group) for column in values.values()) for group in groups}
-        if few := [group for group in groups if counts[group] < _FEW_ROWS]:
-            document["notes"].append(
-                f"{len(few)} of {len(groups)} groups have fewer than {_FEW_ROWS} rows (first {few[0]!r}): their "
-                "figures are rough, and of one row there is no interval."
-            )
+        document["notes"] += _note_small_groups(counts)
         names, families = _describe_languages(groups)
         document["group_by"] = {
             "column": group_by,
@@ -152,6 +148,15 @@ def build_document(
             ),
         }
     return json.loads(json.dumps(document))
+
+
+def _note_small_groups(counts: Mapping[str, int]) -> list[str]:
+    if not (small := [group for group, count in counts.items() if count < _FEW_ROWS]):
+        return []
+    return [
+        f"{len(small)} of {len(counts)} groups have fewer than {_FEW_ROWS} rows (first {small[0]!r}): their figures are "
+        "rough, and of one row there is no interval."
+    ]
 
 
 def _average_groups(
