@@ -154,8 +154,8 @@ def _note_small_groups(counts: Mapping[str, int]) -> list[str]:
     if not (small := [group for group, count in counts.items() if count < _FEW_ROWS]):
         return []
     return [
-        f"{len(small)} of {len(counts)} groups have fewer than {_FEW_ROWS} rows (first {small[0]!r}): their figures are "
-        "rough, and of one row there is no interval."
+        f"{len(small)} of {len(counts)} groups have fewer than {_FEW_ROWS} rows (first {small[0]!r}): their figures "
+        "are rough, and of one row there is no interval."
     ]
 
 
