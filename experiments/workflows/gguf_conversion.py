@@ -72,7 +72,8 @@ def _write_end_tokens(ends: list[int]) -> None:
     """Make the converter write these tokens as end tokens too, in this order as far as keys are free."""
     from gguf import SpecialVocab
 
-    writes = SpecialVocab.add_to_gguf
+    vocabulary: Any = SpecialVocab
+    writes = vocabulary.add_to_gguf
 
     def named(self: Any, *args: Any, **more: Any) -> None:
         known = self.special_token_ids
@@ -80,7 +81,7 @@ def _write_end_tokens(ends: list[int]) -> None:
         known |= dict(zip([name for name in ("eot", "eom") if name not in known], unnamed, strict=False))
         writes(self, *args, **more)
 
-    SpecialVocab.add_to_gguf = named
+    vocabulary.add_to_gguf = named
 
 
 def _set_pre_tokenizer(converter: Any, base: str, pre: str) -> None:
