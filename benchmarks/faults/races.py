@@ -58,7 +58,6 @@ _COMMANDS = (
     "flatshift.experiments.workflows.train",
     "flatshift.experiments.select.select",
     "flatshift.experiments.workflows.export",
-    "flatshift.experiments.workflows.export",
     "flatshift.experiments.workflows.generate",
     "flatshift.experiments.report.page",
     "flatshift.experiments.studies.sweep.command",

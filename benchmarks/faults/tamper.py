@@ -30,7 +30,6 @@ BUG = 70
 REFUSED = 2
 _HEAVY = (
     "flatshift.experiments.workflows.export",
-    "flatshift.experiments.workflows.export",
     "flatshift.experiments.workflows.evaluate",
     "flatshift.experiments.workflows.sharpness",
 )
