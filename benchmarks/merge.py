@@ -286,8 +286,7 @@ def families(bench: Benchmark, scratch: Path) -> None:
 def folders(family: Family, home: Path) -> tuple[dict[str, dict[str, Any]], str]:
     """The comparisons of each folder, and notes on the others."""
     from flatshift.experiments.workflows.deployment import export_for_program
-    from flatshift.experiments.workflows.export import export_run
-    from flatshift.experiments.workflows.merge import merge_run
+    from flatshift.experiments.workflows.export import export_run, merge_run
     from flatshift.finetune.errors import UserError
 
     exported = export_run(home / "run", home / "exported")
@@ -296,7 +295,7 @@ def folders(family: Family, home: Path) -> tuple[dict[str, dict[str, Any]], str]
     if family.task == "classify":
         return found, ""
     try:
-        compared = export_for_program(home / "run", home / "gguf", to="gguf", outtype="f32")["compared"]
+        compared = export_for_program(home / "run", home / "gguf", program="gguf", outtype="f32")["compared"]
     except UserError as error:
         reason = re.sub(r"/\S+/", "", str(error))  # of this machine's temporary folder
         return found, f" (no GGUF: {reason})"

@@ -38,8 +38,7 @@ from flatshift.experiments.studies.compare.comparison_plan import ComparisonPlan
 from flatshift.experiments.studies.compare.tuning import TrialSetting
 from flatshift.experiments.studies.warmups import Arm
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.initial_adapter import initial_adapter
-from flatshift.experiments.workflows.run_parts import FINE_TUNE
+from flatshift.experiments.workflows.run_parts import FINE_TUNE, initial_adapter
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import limit_rows
@@ -153,7 +152,7 @@ def start(resolved: Resolved) -> dict[str, float]:
     seed = derive_seed(recipe.train.seed, FINE_TUNE)
     with tempfile.TemporaryDirectory() as folder:
         begins = initial_adapter(Path(folder), recipe, task, prepared, lambda: open_backbone(recipe.backbone).tokenizer)
-        engine, tokenizer = load_model(recipe, task, prepared.label_names, beginning=begins)
+        engine, tokenizer = load_model(recipe, task, prepared.label_names, initial=begins)
     model, parameters = engine.model, engine.parameters
     batches = build_preview_loader(recipe, prepared.train, prepared.mixture, seed=seed)
     first = [mean_loss(model, batches.at(i), task=task) for i in range(FIRST)]

@@ -12,8 +12,7 @@ from __future__ import annotations
 from benchmarks._harness import RESULTS, ROOT, Benchmark, limit_threads
 from benchmarks._study_results import read
 from flatshift.experiments.report.chapters.tokenizer import page
-from flatshift.experiments.workflows.tokenizer import DOCUMENT
-from flatshift.experiments.workflows.tokenizer_schemes import train_schemes
+from flatshift.experiments.workflows.tokenizer import DOCUMENT, train_schemes
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.train.small_decoder import SmallDecoder
 

@@ -215,7 +215,7 @@ class Run:
         """
         from flatshift.experiments.data.splits import read_label_record
         from flatshift.experiments.workflows.build import load_model
-        from flatshift.experiments.workflows.generate import read_finished_recipe, to_single_process
+        from flatshift.experiments.workflows.run_parts import read_finished_recipe, to_single_process
 
         recipe = to_single_process(read_finished_recipe(self.path))
         engine, _ = load_model(

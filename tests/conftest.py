@@ -44,11 +44,10 @@ def check_server():
 @pytest.fixture(scope="module")
 def warm_checks(check_server):
     """Check exported folders in forked children of one process with the imports done (`tests.warm_checks`)."""
-    from flatshift.experiments.workflows import deployment, folder_check
+    from flatshift.experiments.workflows import folder_check
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (folder_check, deployment):
-            patch.setattr(module, "subprocess", types.SimpleNamespace(run=check_server.run))
+        patch.setattr(folder_check, "subprocess", types.SimpleNamespace(run=check_server.run))
         yield
 
 

@@ -57,7 +57,6 @@ def serve() -> None:
 _COMMANDS = (
     "flatshift.experiments.workflows.train",
     "flatshift.experiments.select.select",
-    "flatshift.experiments.workflows.merge",
     "flatshift.experiments.workflows.export",
     "flatshift.experiments.workflows.generate",
     "flatshift.experiments.report.page",

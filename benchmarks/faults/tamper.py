@@ -29,7 +29,6 @@ LONGEST = 300
 BUG = 70
 REFUSED = 2
 _HEAVY = (
-    "flatshift.experiments.workflows.merge",
     "flatshift.experiments.workflows.export",
     "flatshift.experiments.workflows.evaluate",
     "flatshift.experiments.workflows.sharpness",

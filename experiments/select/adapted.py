@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,27 +46,29 @@ def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str],
     gradients = SampleGradients(model, device, pad_id=get_pad_token_id(tokenizer), batch_size=embedder.batch_size)
     projection = RandomProjection(embedder.dim, seed=seed, kind="srht")
     scale: np.ndarray | None = None
+
+    def iter_gradients(texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield gradients, and the indices of their texts, batch by batch."""
+        for low in range(0, len(texts), embedder.batch_size):
+            batch = texts[low : low + embedder.batch_size]
+            rows, numbers = gradients.of(_encode_texts(batch, tokenizer, embedder.max_length))
+            yield rows, low + np.array(numbers, dtype=np.int64)
+
     if embedder.adam:
-        draw = numpy_generator(seed, "moments").choice(
-            len(texts), min(embedder.moment_texts, len(texts)), replace=False
-        )
+        size = min(embedder.moment_texts, len(texts))
+        sample = np.sort(numpy_generator(seed, "moments").choice(len(texts), size, replace=False))
         total, count = np.zeros(gradients.width), 0
-        for low in range(0, len(draw), embedder.batch_size):
-            some = [texts[i] for i in np.sort(draw)[low : low + embedder.batch_size].tolist()]
-            part, kept = gradients.of(_encode_texts(some, tokenizer, embedder.max_length))
-            total += (part.astype(np.float64) ** 2).sum(0)
-            count += len(kept)
+        for rows, indices in iter_gradients([texts[i] for i in sample.tolist()]):
+            total += (rows.astype(np.float64) ** 2).sum(0)
+            count += len(indices)
         moment = total / max(count, 1)
         scale = ((moment + _FLOOR * max(moment.mean(), 1e-30)) ** -0.25).astype(np.float32)
 
-    def embed(some: list[str]) -> np.ndarray:
-        out = np.zeros((len(some), embedder.dim), dtype=np.float32)
-        for low in range(0, len(some), embedder.batch_size):
-            part, kept = gradients.of(
-                _encode_texts(some[low : low + embedder.batch_size], tokenizer, embedder.max_length)
-            )
-            if len(kept):
-                out[low + np.array(kept)] = projection.project(part if scale is None else part * scale)
+    def embed(texts: list[str]) -> np.ndarray:
+        out = np.zeros((len(texts), embedder.dim), dtype=np.float32)
+        for rows, indices in iter_gradients(texts):
+            if len(indices):
+                out[indices] = projection.project(rows if scale is None else rows * scale)
         return out
 
     content = model_fingerprint(open_backbone(recipe.backbone).directory) if keyed else ""
@@ -82,8 +84,8 @@ class SampleGradients:
 
     def __init__(self, model: Any, device: torch.device, *, pad_id: int, batch_size: int):
         self.model, self.device, self.pad_id, self.batch_size = model, device, pad_id, batch_size
-        found = {n: m for n, m in model.named_modules() if ".lora_B." in n and hasattr(m, "weight")}
-        self._factors = dict(sorted(found.items()))
+        factors = {n: m for n, m in model.named_modules() if ".lora_B." in n and hasattr(m, "weight")}
+        self._factors = dict(sorted(factors.items()))
         self.width = sum(module.weight.numel() for module in self._factors.values())
 
     def of(self, examples: Sequence[Any]) -> tuple[np.ndarray, list[int]]:
@@ -97,15 +99,15 @@ class SampleGradients:
         rows: list[np.ndarray] = []
         numbers: list[int] = []
         inputs: dict[str, Tensor] = {}
-        parts: dict[str, Tensor] = {}
+        deltas: dict[str, Tensor] = {}
         hooks = []
         for name, module in self._factors.items():
 
-            def keep(_: Any, given: Any, output: Tensor, name: str = name) -> None:
-                inputs[name] = given[0].detach()
-                output.register_hook(lambda delta: parts.__setitem__(name, delta.detach()))
+            def record(_: Any, arguments: Any, output: Tensor, name: str = name) -> None:
+                inputs[name] = arguments[0].detach()
+                output.register_hook(lambda delta: deltas.__setitem__(name, delta.detach()))
 
-            hooks.append(module.register_forward_hook(keep))
+            hooks.append(module.register_forward_hook(record))
         try:
             for micro in EvalBatching(self.batch_size, self.pad_id).batches(examples, _LANGUAGE):
                 batch = micro.to(self.device)
@@ -115,12 +117,12 @@ class SampleGradients:
                     counts = torch.bincount(row, minlength=len(micro.rows)).clamp(min=1)
                     # Texts of a batch do not interact, so the gradients of the sum are those of each text.
                     (nats / counts[row]).sum().backward()
-                joined = [
-                    torch.einsum("bto,btr->bor", parts[name].float(), inputs[name].float()).flatten(1)
+                factors = [
+                    torch.einsum("bto,btr->bor", deltas[name].float(), inputs[name].float()).flatten(1)
                     for name in self._factors
                 ]
-                rows.append(torch.cat(joined, 1).cpu().numpy())
-                numbers += [int(examples[one[0]].id) for one in micro.rows]
+                rows.append(torch.cat(factors, 1).cpu().numpy())
+                numbers += [int(examples[indices[0]].id) for indices in micro.rows]
                 self.model.zero_grad(set_to_none=True)
         finally:
             for hook in hooks:
@@ -128,22 +130,9 @@ class SampleGradients:
         return np.concatenate([np.empty((0, self.width), np.float32), *rows]), numbers
 
 
-def loss_gap_scorer(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
-    """Return texts → (n,) nats per token of the backbone trained on `target` minus its own; NaN without a token.
-
-    The adapter is trained at the first call, by the usual training loop.
-    """
-    ready: list[Callable[[Sequence[str]], np.ndarray]] = []
-
-    def measure(texts: Sequence[str]) -> np.ndarray:
-        if not ready:
-            ready.append(_train_on_target(recipe, settings, target))
-        return ready[0](texts)
-
-    return measure
-
-
-def _train_on_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
+def train_loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
+    """Train a light adapter on `target` by the usual training loop; return texts → (n,) nats per token of the backbone
+    with it minus those of the backbone alone, NaN for a text without a token."""
     from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.eval_batching import EvalBatching, get_pad_token_id
@@ -176,22 +165,19 @@ def _train_on_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -
         group=train.group,
     )
     with temporary_directory("flatshift-gap-") as folder:
-        Trainer(
-            Engine.alone(model),
-            tokenizer,
-            TrainingStage(
-                name="loss gap",
-                task=_LANGUAGE,
-                batches=batches,
-                dev=[],
-                optimizer=Optimizer(lr=settings.lr),
-                train=train,
-                evaluate=recipe.eval,
-                regularizer=build(recipe.regularizer),
-                run=RunDirectory(folder),
-                seed=seed,
-            ),
-        ).fit()
+        stage = TrainingStage(
+            name="loss gap",
+            task=_LANGUAGE,
+            batches=batches,
+            dev=[],
+            optimizer=Optimizer(lr=settings.lr),
+            train=train,
+            evaluate=recipe.eval,
+            regularizer=build(recipe.regularizer),
+            run=RunDirectory(folder),
+            seed=seed,
+        )
+        Trainer(Engine.alone(model), tokenizer, stage).fit()
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         encoded = _encode_texts(list(texts), tokenizer, settings.max_length)
@@ -208,7 +194,6 @@ def _train_on_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -
 
 
 def _load_adapted_backbone(recipe: Recipe, rank: int, seed: int) -> tuple[Any, Any, torch.device]:
-    """Return the recipe's backbone with a fresh adapter in evaluation mode, in fp32; its tokenizer; and the device."""
     from flatshift.finetune.adapters.adapter import attach_adapter
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.models.backbone import open_backbone

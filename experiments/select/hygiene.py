@@ -10,13 +10,14 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.data.splits import read_splits
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
+from flatshift.experiments.select.pool import select_settings
 from flatshift.finetune.atomic import json_text
-from flatshift.finetune.data.config import Columns, Files
+from flatshift.finetune.data.config import Data, Files
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from flatshift.finetune.data.view import RowView
 from flatshift.finetune.errors import UserError
@@ -25,22 +26,21 @@ from flatshift.finetune.seeds import derive_seed
 if TYPE_CHECKING:
     from flatshift.selection.hygiene import CleaningResult, DropList
 
-_ENTRIES = 4096
+_BLOCK_ROWS = 4096
 
 
 def clean_rows(
-    recipe: Recipe, rows: RowView, target: Sequence[Row], apart: Sequence[Row], directory: Path, console: Console
+    recipe: Recipe, rows: RowView, target: Sequence[Row], held_out: Sequence[Row], directory: Path, console: Console
 ) -> tuple[RowView, dict[str, Any] | None]:
     """Return the rows of the pool that are kept, in file order, and the manifest entry (None: no step is on).
 
-    apart: rows of the target's files held out for evaluation. A record that decontamination cut becomes one row per
+    held_out: rows of the target's files held out for evaluation. A record that decontamination cut becomes one row per
     piece, as in `RowView.cut`.
 
     Raises:
         UserError: no evaluation text for decontamination, pieces together with the user's own features, no record left.
     """
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     settings = spec.hygiene
     repeats = (settings.exact or settings.near is not None) and "eval" in settings.against
     if spec.eval.files and not repeats and settings.decontaminate is None:
@@ -49,20 +49,25 @@ def clean_rows(
         )
     if not settings.on:
         return rows, None
-    _check_pieces_without_features(spec)
+    if settings.decontaminate is not None and settings.decontaminate.action == "split" and spec.own is not None:
+        raise UserError(
+            "select.hygiene.decontaminate: a record cut into pieces has no row in features of your own; "
+            "set select.hygiene.decontaminate.action to drop"
+        )
     from flatshift.selection.hygiene import ReferenceTexts, clean_pool
 
     started = time.monotonic()
-    judged = [*apart, *_evaluation_rows(recipe, spec)] if repeats or settings.decontaminate is not None else []
-    judged_texts = [(text, row.id) for row in judged for text in _all_texts(row)]
-    if settings.decontaminate is not None and not judged_texts:
+    compares = repeats or settings.decontaminate is not None
+    evaluation_rows = [*held_out, *_evaluation_rows(recipe, spec)] if compares else []
+    evaluation_texts = [(text, row.id) for row in evaluation_rows for text in _all_texts(row)]
+    if settings.decontaminate is not None and not evaluation_texts:
         raise UserError(
             "select.hygiene.decontaminate has no evaluation text to look for; name files in select.eval.files, "
             "or data.dev.files and data.test.files"
         )
     references = [
         ReferenceTexts("target", [row.values["text"] for row in target]),
-        ReferenceTexts("eval", [text for text, _ in judged_texts]),
+        ReferenceTexts("eval", [text for text, _ in evaluation_texts]),
     ]
     listed = _read_drop_list(spec, rows, console) if settings.drops else None
     with console.task("clean pool", len(rows), "texts") as task:
@@ -72,20 +77,22 @@ def clean_rows(
             references=references,
             listed=listed,
             seed=derive_seed(recipe.train.seed, "hygiene"),
-            progress=lambda what, done: task(done, what),
+            progress=lambda stage, done: task(done, stage),
         )
-    named = {"target": [row.id for row in target], "eval": [identity for _, identity in judged_texts]}
+    named = {"target": [row.id for row in target], "eval": [identity for _, identity in evaluation_texts]}
     with (directory / "drops.jsonl").open("w", encoding="utf-8") as handle:
         for drop in cleaned.drops(lambda some: rows.take(some).ids[:], named):
             handle.write(json_text(drop) + "\n")
-    kept = _kept_rows(rows, cleaned)
-    if not len(kept):
+    remaining = rows.take(cleaned.kept)
+    if cleaned.pieces:
+        remaining = remaining.cut(cleaned.pieces.get(row) for row in cleaned.kept.tolist())
+    if not len(remaining):
         raise UserError(
             f"select.hygiene leaves no record of the pool's {len(rows):,} ({_drop_summary(cleaned)}); loosen it"
         )
     manifest = {
         "records": len(rows),
-        "kept": len(kept),
+        "kept": len(remaining),
         "dropped": cleaned.counts(),
         "cut": len(cleaned.pieces),
         "pieces": sum(map(len, cleaned.pieces.values())),
@@ -95,10 +102,10 @@ def clean_rows(
         "seconds": round(time.monotonic() - started, 3),
     }
     console.say(
-        f"hygiene: {len(rows):,} records, {len(kept):,} kept; {_drop_summary(cleaned)}; drops.jsonl has each one"
+        f"hygiene: {len(rows):,} records, {len(remaining):,} kept; {_drop_summary(cleaned)}; drops.jsonl has each one"
     )
     _print_limits(cleaned, console)
-    return kept, manifest
+    return remaining, manifest
 
 
 def _read_drop_list(spec: Select, rows: RowView, console: Console) -> DropList:
@@ -114,9 +121,12 @@ def _read_drop_list(spec: Select, rows: RowView, console: Console) -> DropList:
     skipped: list[str] = []
     listed = DropList(memory=int(spec.hygiene.memory_gib * 2**29))
     entries = read_rows(files, required=("id",), bad_rows=spec.bad_rows, skipped=skipped)
-    while some := list(islice(entries, _ENTRIES)):
-        matches, reasons = ([_record_text(row, name) for row in some] for name in ("match", "why"))
-        listed.add([row.id for row in some], matches, reasons)
+    while block := list(islice(entries, _BLOCK_ROWS)):
+        matches, reasons = (
+            ["" if (value := row.record.get(name)) is None else str(value) for row in block]
+            for name in ("match", "why")
+        )
+        listed.add([row.id for row in block], matches, reasons)
     listed.find(rows.ids)
     unknown = len(listed.unknown)
     if unknown and spec.bad_rows == "refuse" and spec.pool.limit is None:
@@ -130,69 +140,39 @@ def _read_drop_list(spec: Select, rows: RowView, console: Console) -> DropList:
     return listed
 
 
-def _record_text(row: Row, name: str) -> str:
-    value = row.record.get(name)
-    return "" if value is None else str(value)
-
-
-def _check_pieces_without_features(spec: Select) -> None:
-    cuts = spec.hygiene.decontaminate is not None and spec.hygiene.decontaminate.action == "split"
-    if cuts and spec.own is not None:
-        raise UserError(
-            "select.hygiene.decontaminate: a record cut into pieces has no row in features of your own; "
-            "set select.hygiene.decontaminate.action to drop"
-        )
-
-
 def _evaluation_rows(recipe: Recipe, spec: Select) -> list[Row]:
     """Return the evaluation rows: dev and test of the recipe (held out by `data.holdout` if no file is named), and
     `select.eval`."""
-    found: list[Row] = []
+    rows: list[Row] = []
     data = recipe.data
+    sources: list[tuple[str, Files, Data | Select]] = [("evaluation", spec.eval, spec)]
     if data.train.all_files:
         splits = read_splits(recipe)
-        found += [*splits.dev, *splits.test]
+        rows += [*splits.dev, *splits.test]
     else:
-        found += _read_split(recipe, data.dev, data.columns, data.bad_rows, "dev")
-        found += _read_split(recipe, data.test, data.columns, data.bad_rows, "test")
-    return found + _read_split(recipe, spec.eval, spec.columns, spec.bad_rows, "evaluation")
-
-
-def _read_split(
-    recipe: Recipe, files: Files, columns: Columns, bad_rows: Literal["refuse", "skip"], what: str
-) -> list[Row]:
-    if not files.files:
-        return []
-    rows = read_rows(files.files, columns=columns, required=(), bad_rows=bad_rows)
-    kept = require_rows(rows, files=files.files, purpose=what)
-    return limit_rows(kept, files.limit, seed=derive_seed(recipe.train.seed, "limit", what))
+        sources = [("dev", data.dev, data), ("test", data.test, data), *sources]
+    for name, files, settings in sources:
+        if files.files:
+            read = read_rows(files.files, columns=settings.columns, required=(), bad_rows=settings.bad_rows)
+            good = require_rows(read, files=files.files, purpose=name)
+            rows += limit_rows(good, files.limit, seed=derive_seed(recipe.train.seed, "limit", name))
+    return rows
 
 
 def _all_texts(row: Row) -> list[str]:
-    """Return the texts of a row: `text` and `text2`, or every string of a record without `text`."""
-    named = [row.values.get(name) for name in ("text", "text2")]
-    return [
-        value
-        for value in (named if isinstance(named[0], str) else row.record.values())
-        if isinstance(value, str) and value
-    ]
-
-
-def _kept_rows(rows: RowView, cleaned: CleaningResult) -> RowView:
-    kept = rows.take(cleaned.kept)
-    return kept.cut(cleaned.pieces.get(place) for place in cleaned.kept.tolist()) if cleaned.pieces else kept
+    values = [row.values.get(name) for name in ("text", "text2")]
+    texts = values if isinstance(values[0], str) else row.record.values()
+    return [text for text in texts if isinstance(text, str) and text]
 
 
 def _drop_summary(cleaned: CleaningResult) -> str:
-    parts = [f"{count:,} {cause}" for cause, count in cleaned.counts().items()]
+    counts = [f"{count:,} {cause}" for cause, count in cleaned.counts().items()]
     if cleaned.pieces:
-        pieces = sum(map(len, cleaned.pieces.values()))
-        parts.append(f"{len(cleaned.pieces):,} cut into {pieces:,} pieces")
-    return "dropped " + ", ".join(parts)
+        counts.append(f"{len(cleaned.pieces):,} cut into {sum(map(len, cleaned.pieces.values())):,} pieces")
+    return "dropped " + ", ".join(counts)
 
 
 def _print_limits(cleaned: CleaningResult, console: Console) -> None:
-    """Print what the steps could not check."""
     ngrams = cleaned.diagnostics.get("decontaminate", {})
     if ngrams.get("too_short"):
         console.say(f"note: {ngrams['too_short']:,} evaluation texts are too short to be looked for by their words")

@@ -1,54 +1,65 @@
-"""Inputs of a selection method besides pool and target: checked settings, backbone perplexity, progress."""
+"""Inputs of a selection method besides pool and target: checked settings, backbone perplexity, progress; and the slow
+scores and losses of an unfinished selection."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import math
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console, ProgressBar
-from flatshift.experiments.select.kept import with_cached_losses
+from flatshift.experiments.select.adapted import train_loss_gap
+from flatshift.experiments.select.outputs import to_json_values
+from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.selection.config import Domains, LossGap, Method, Perplexity, ranking_method, required_inputs
 from flatshift.selection.errors import TooLittleMemory
+from flatshift.selection.features import FeatureCache
+from flatshift.selection.features.cache import atomic_file
+from flatshift.selection.methods.base import Selector
 from flatshift.selection.transport.progress import ITERATIONS
 
+Measure = Callable[[Sequence[str]], np.ndarray]
 _PATIENCE_S = 2.0
 """Seconds; shorter fits show no progress."""
 
 
 def check_method(spec: Select) -> None:
     """Raise UserError for settings that cannot work or have no effect, before anything is read."""
-    wanted = required_inputs(spec.method)
+    required = required_inputs(spec.method)
     kind: str = spec.method.kind
     if isinstance(spec.method, Domains):
         kind = f"{spec.method.inside.kind} inside domains"
     own = spec.own
-    if "gradients" in wanted and own is None and spec.embedder.kind != "gradients":
+    if "gradients" in required and own is None and spec.embedder.kind != "gradients":
         raise UserError(
             f"select.method: {kind} compares gradients; take --embedder gradients, "
             "or give yours with --pool-features and --target-features"
         )
-    if "negative" in wanted and not spec.negative.files:
+    if "negative" in required and not spec.negative.files:
         raise UserError(
             f"select.negative.files is empty: {kind} moves away from negative examples; name files that hold them"
         )
-    if "negative" not in wanted and spec.negative.files:
+    if "negative" not in required and spec.negative.files:
         raise UserError(
             f"select.negative.files: {kind} has no use for negative examples; choose gotd-contrast or drop them"
         )
-    if own is not None and bool(own.negative) != ("negative" in wanted):
+    if own is not None and bool(own.negative) != ("negative" in required):
         raise UserError(
             f"select.embedder.negative: {kind} needs features of the negative examples; name their .npy file"
-            if "negative" in wanted
+            if "negative" in required
             else f"select.embedder.negative: {kind} has no use for negative examples; leave it out"
         )
 
@@ -81,9 +92,7 @@ def solver_device(recipe: Recipe) -> str:
     return str(resolve_device(recipe.train.device))
 
 
-def backbone_nll(
-    recipe: Recipe, method: Method, target: Sequence[str], state: Path | None = None
-) -> Callable[[Sequence[str]], np.ndarray] | None:
+def backbone_nll(recipe: Recipe, method: Method, target: Sequence[str], state: Path | None = None) -> Measure | None:
     """Return texts → (n,) mean −log p per token under the recipe's backbone, NaN for a text without a token; or None.
 
     None if `method` needs no losses; for loss-gap the change of that loss by training on `target`. The backbone is
@@ -92,31 +101,22 @@ def backbone_nll(
     """
     inner = ranking_method(method)
     if isinstance(inner, LossGap):
-        from flatshift.experiments.select.adapted import loss_gap_scorer
-
-        gap = loss_gap_scorer(recipe, inner, target)
         digest = hashlib.sha256("\0".join(target).encode("utf-8", "surrogatepass")).hexdigest()
-        return (
-            gap
-            if state is None
-            else with_cached_losses(gap, state / "losses", f"gap {recipe.backbone} {inner} {digest}")
-        )
-    if not isinstance(inner, Perplexity):
+        key = f"gap {recipe.backbone} {inner} {digest}"
+        build = functools.cache(functools.partial(train_loss_gap, recipe, inner, target))
+    elif isinstance(inner, Perplexity):
+        key = f"{recipe.backbone} {inner.max_length}"
+        build = functools.cache(functools.partial(_build_nll, recipe, inner.max_length))
+    else:
         return None
-    max_length = inner.max_length
-    loaded: list[Callable[[Sequence[str]], np.ndarray]] = []
 
     def measure(texts: Sequence[str]) -> np.ndarray:
-        if not loaded:
-            loaded.append(_build_nll(recipe, max_length))
-        return loaded[0](texts)
+        return build()(texts)
 
-    return (
-        measure if state is None else with_cached_losses(measure, state / "losses", f"{recipe.backbone} {max_length}")
-    )
+    return measure if state is None else _cache_losses(measure, state / "losses", key)
 
 
-def _build_nll(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
+def _build_nll(recipe: Recipe, max_length: int) -> Measure:
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.compute.precision import infer_precision
     from flatshift.finetune.data.encoding import encode
@@ -148,9 +148,9 @@ def report_memory_shortage(spec: Select) -> Iterator[None]:
     try:
         yield
     except TooLittleMemory as error:
-        place = "select.method.inside.memory_gib" if isinstance(spec.method, Domains) else "--memory"
+        setting = "select.method.inside.memory_gib" if isinstance(spec.method, Domains) else "--memory"
         raise UserError(
-            f"{place}: {error.limit / 2**30:.3g} GiB is too little for {error.rows:,} rows and {error.targets:,} "
+            f"{setting}: {error.limit / 2**30:.3g} GiB is too little for {error.rows:,} rows and {error.targets:,} "
             f"targets; give at least {math.ceil(error.needed / 2**30 * 1000) / 1000:g}"
         ) from None
 
@@ -161,21 +161,91 @@ def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]
     start = time.monotonic()
     stage: tuple[str, int] | None = None
     update: ProgressBar | None = None
-    with ExitStack() as shown:
+    with ExitStack() as tasks:
 
         def progress(name: str, done: int, total: int) -> None:
             nonlocal stage, update
             if time.monotonic() - start < _PATIENCE_S:
                 return
             if (name, total) != stage or update is None:
-                shown.close()
-                stage, update = (
-                    (name, total),
-                    shown.enter_context(console.task(name, total, "" if name == ITERATIONS else "rows")),
-                )
+                tasks.close()
+                stage = name, total
+                update = tasks.enter_context(console.task(name, total, "" if name == ITERATIONS else "rows"))
             update(done)
             if done == total:  # the next stage may run long without progress
-                shown.close()
+                tasks.close()
                 stage = None
 
         yield progress
+
+
+_BLOCK_ROWS = 1 << 14  # hashed at a time: features of the user may be a memory map larger than memory
+
+
+class ScoreCheckpoint:
+    """Scores of a fitted selector in `directory`, tied to the exact texts they belong to.
+
+    Selectors with transport potentials are not stored here: their solver keeps its own passes
+    (`flatshift.selection.transport`).
+    """
+
+    def __init__(self, directory: Path, sides: PoolAndTarget):
+        self.path = directory / "scores.npz"
+        self._sides = sides
+        self.restored = False
+
+    def save(self, selector: Selector) -> None:
+        """Write the file that `restore` reads."""
+        if any(hasattr(part, "potentials_") for part in (selector, getattr(selector, "inside", None))):
+            return
+        diagnostics = np.array(json.dumps(to_json_values(selector.diagnostics_)))
+        optional = {"nearest": selector.nearest_target_, "readings": selector.readings_}
+        arrays: dict[str, Any] = {name: array for name, array in optional.items() if array is not None}
+        with atomic_file(self.path) as handle:
+            np.savez(handle, digest=np.array(self._digest()), scores=selector.scores_, told=diagnostics, **arrays)
+
+    def restore(self, selector: Selector) -> bool:
+        """Return True if `selector` now has the scores of an earlier attempt; False if there are none for these
+        texts."""
+        try:
+            with np.load(self.path, allow_pickle=False) as stored:
+                if str(stored["digest"]) != self._digest():
+                    return False
+                selector.scores_ = stored["scores"]
+                selector.nearest_target_ = stored["nearest"] if "nearest" in stored.files else None
+                selector.readings_ = stored["readings"] if "readings" in stored.files else None
+                selector.diagnostics_ = json.loads(str(stored["told"]))
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return False
+        self.restored = True
+        return True
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        targets = (row.values["text"] for row in self._sides.target.rows)
+        for texts in (self._sides.pool.rows.texts, targets):
+            for text in texts:
+                raw = text.encode("utf-8", "surrogatepass")
+                digest.update(len(raw).to_bytes(8, "little") + raw)
+        for side in (self._sides.x, self._sides.y):  # the user's own features do not depend on the texts
+            if side is None:
+                continue
+            for start in range(0, len(side), _BLOCK_ROWS):
+                digest.update(np.ascontiguousarray(side[start : start + _BLOCK_ROWS]).tobytes())
+        return digest.hexdigest()
+
+
+def _cache_losses(measure: Measure, directory: Path, key: str) -> Measure:
+    """Return `measure` with the losses of each batch of texts stored in `directory`."""
+
+    def split_nan(texts: Sequence[str]) -> np.ndarray:
+        """Return (n, 2): the losses with 0 in place of NaN, and a flag for each NaN."""
+        losses = measure(texts)
+        return np.stack([np.where(np.isnan(losses), 0.0, losses), np.isnan(losses)], axis=1)
+
+    def read_losses(texts: Sequence[str]) -> np.ndarray:
+        rows = FeatureCache(directory).features(texts, split_nan, key=key, shard_rows=len(texts))
+        values = np.asarray(rows, dtype=np.float64)
+        return np.where(values[:, 1] > 0, np.nan, values[:, 0])
+
+    return read_losses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.select.pool import PoolAndTarget
+from flatshift.experiments.select.pool import PoolAndTarget, select_settings
 from flatshift.finetune.atomic import json_text
-from flatshift.finetune.data.rows import Row
 from flatshift.finetune.data.view import RowView
 from flatshift.finetune.seeds import derive_seed
 from flatshift.selection.methods.base import Selector
@@ -21,14 +20,13 @@ from flatshift.selection.methods.base import Selector
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_SHIPPED_POOL = "sample:pool"
-_LONGEST = 600
-"""Most characters kept of a target."""
-_GROUP = 1 << 16
+_MAX_CHARACTERS = 600
+"""Maximum characters of a target's text."""
+_GROUP_ROWS = 1 << 16
 """Rows of scores.parquet written at a time."""
-_FITTED = 4096
+_FIT_ROWS = 4096
 """Rows of each side that the axes of the map are fitted on."""
-_LARGEST = 1e30
+_MAX_FEATURE = 1e30
 """Features beyond are drawn in units of the largest: coordinates are float32, their variances products."""
 
 
@@ -39,8 +37,7 @@ def write_selection(
 
     chosen: row numbers, repeated for a row that is to be trained on more than once.
     """
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     rows, rank = sides.pool.rows, selector.ranks()
     scores = np.asarray(selector.scores_, dtype=np.float64)
     times = np.bincount(chosen, minlength=len(rank))
@@ -52,28 +49,24 @@ def write_selection(
         "rank": rank,
         "selected": selected,
         "times": times,
-        "nearest_target": None if nearest is None else _NameLookup([row.id for row in sides.target.rows], nearest),
+        "nearest_target": None if nearest is None else np.array([r.id for r in sides.target.rows], object)[nearest],
         "domain": sides.domains[0],
     }
     _write_scores(directory, table)
     _write_selected(directory, rows.take(chosen), scores[chosen], rank[chosen], spec.columns.id)
     if nearest is not None:
-        _write_targets(directory, [sides.target.rows[place] for place in dict.fromkeys(nearest[chosen].tolist())])
+        targets = [sides.target.rows[number] for number in dict.fromkeys(nearest[chosen].tolist())]
+        with (directory / "targets.jsonl").open("w", encoding="utf-8") as handle:  # for the page
+            for row in targets:
+                text = " ".join(str(row.values.get("text", "")).split())
+                handle.write(json_text({"id": row.id, "text": text[:_MAX_CHARACTERS]}) + "\n")
     if sides.x is not None and sides.y is not None:
-        _write_map(directory, sides.x, sides.y, selected, recipe.train.seed)
-    if spec.pool.files == (_SHIPPED_POOL,):
+        import pyarrow.parquet as pq
+
+        coordinates = project(sides.x, sides.y, selected, seed=derive_seed(recipe.train.seed, "map"), max_points=4000)
+        pq.write_table(coordinates, directory / "map.parquet")
+    if spec.pool.files == ("sample:pool",):
         _write_hidden_domains(directory, set(rows.ids))
-
-
-class _NameLookup:
-    """Names by number, looked up a slice at a time."""
-
-    def __init__(self, names: Sequence[str], numbers: np.ndarray):
-        self.names = names
-        self.numbers = numbers
-
-    def __getitem__(self, key: slice) -> list[str]:
-        return [self.names[j] for j in self.numbers[key]]
 
 
 def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
@@ -86,13 +79,12 @@ def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
     schema = pa.schema(list(zip(columns, kinds, strict=True)))
     count = len(columns["rank"])
     with pq.ParquetWriter(directory / "scores.parquet", schema) as writer:
-        for low in range(0, count, _GROUP):
-            part = slice(low, min(low + _GROUP, count))
+        for low in range(0, count, _GROUP_ROWS):
+            group = slice(low, min(low + _GROUP_ROWS, count))
+            values = [None if columns[name] is None else columns[name][group] for name in schema.names]
             arrays = [
-                pa.nulls(part.stop - low, field.type)
-                if columns[field.name] is None
-                else pa.array(columns[field.name][part], field.type)
-                for field in schema
+                pa.nulls(group.stop - low, kind) if column is None else pa.array(column, kind)
+                for column, kind in zip(values, kinds, strict=True)
             ]
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
@@ -104,18 +96,18 @@ def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: n
     id as `repeat_of`.
     """
     names: set[str] = set(rows.ids)
-    seen: set[str] = set()
+    written: set[str] = set()
     with (directory / "selected.jsonl").open("w", encoding="utf-8") as handle:
         for row, score, rank in zip(rows, scores, ranks, strict=True):
             added = {"id": row.id, "score": float(score), "rank": int(rank)}
             record = dict(row.record)
-            if row.id in seen:
+            if row.id in written:
                 name = next(name for n in count(2) if (name := f"{row.id} ({n})") not in names)
                 names.add(name)
                 added |= {"id": name, "repeat_of": row.id}
                 if id_column in record:
                     record[id_column] = name
-            seen.add(row.id)
+            written.add(row.id)
             collides = {key for key in (*added, "repeat_of") if key in record and record[key] != added.get(key)}
             if "id" in collides and str(record["id"]) == row.id:  # a number, read as this id
                 collides.remove("id")
@@ -125,20 +117,6 @@ def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: n
             if moved:
                 record["source"] = moved
             handle.write(json_text(to_json_values({**record, **added}), default=str) + "\n")
-
-
-def _write_targets(directory: Path, rows: Iterable[Row]) -> None:
-    """Write targets.jsonl for the page: id and text of the targets nearest to selected records."""
-    with (directory / "targets.jsonl").open("w", encoding="utf-8") as handle:
-        for row in rows:
-            text = " ".join(str(row.values.get("text", "")).split())
-            handle.write(json_text({"id": row.id, "text": text[:_LONGEST]}) + "\n")
-
-
-def _write_map(directory: Path, x: np.ndarray, y: np.ndarray, selected: np.ndarray, seed: int) -> None:
-    import pyarrow.parquet as pq
-
-    pq.write_table(project(x, y, selected, seed=derive_seed(seed, "map"), max_points=4000), directory / "map.parquet")
 
 
 def project(
@@ -164,14 +142,14 @@ def project(
     def sample(rows: np.ndarray, count: int) -> np.ndarray:
         return rows if len(rows) <= count else np.sort(rng.choice(rows, count, replace=False))
 
-    fits = [_float64(X, sample(np.arange(len(X)), _FITTED)), _float64(Y, sample(np.arange(len(Y)), _FITTED))]
+    fits = [_float64(side, sample(np.arange(len(side)), _FIT_ROWS)) for side in (X, Y)]
     chosen = np.asarray(selected)
     chosen = np.flatnonzero(chosen) if chosen.dtype == bool else np.unique(chosen.astype(np.int64))
     target = sample(np.arange(len(Y)), max_points // 4)
-    shown = sample(chosen, max_points // 4)
-    others = sample(np.setdiff1d(np.arange(len(X)), chosen), max_points - len(target) - len(shown))
-    parts = [_float64(X, others), _float64(X, shown), _float64(Y, target)]
-    if (largest := max(float(np.abs(rows).max(initial=0.0)) for rows in (*fits, *parts))) > _LARGEST:
+    selection = sample(chosen, max_points // 4)
+    others = sample(np.setdiff1d(np.arange(len(X)), chosen), max_points - len(target) - len(selection))
+    parts = [_float64(X, others), _float64(X, selection), _float64(Y, target)]
+    if (largest := max(float(np.abs(rows).max(initial=0.0)) for rows in (*fits, *parts))) > _MAX_FEATURE:
         fits, parts = [rows / largest for rows in fits], [rows / largest for rows in parts]
     sides = [side for side in fits if len(side)]
     if not sides:

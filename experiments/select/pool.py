@@ -1,13 +1,21 @@
-"""Inputs of a selection: pools of any size as views of a file on disk, targets as lists; splitting into chunks."""
+"""Inputs of a selection: pools of any size as views of a file on disk, targets as lists; pieces of texts.
+
+Rows without information for a selector are skipped and counted like bad records: blank texts, and texts without a token
+that the embedder knows. Such a row's vector is zero, at squared distance 1 from every unit vector and so nearer than
+most texts are to one another: if kept, blanks would rank as the best of the pool. Zero rows of the user's own features
+are kept: only the user knows their meaning.
+"""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
@@ -16,12 +24,13 @@ from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_row
 from flatshift.finetune.data.view import RowView, spill_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed
-from flatshift.selection.config import Domains, TextChunks
+from flatshift.selection.config import Domains, TextChunks, required_inputs
 
-if TYPE_CHECKING:
-    import numpy as np
 
-_WORDS = re.compile(r"\S+")
+def select_settings(recipe: Recipe) -> Select:
+    """Return the recipe's `select` block, which it must have."""
+    assert recipe.select is not None
+    return recipe.select
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,8 @@ class PoolAndTarget:
 
     records: number of pool records after hygiene, before they were cut into `pieces`. weights (N,) of its rows in the
     transport problem, None: uniform. x (N, d), y (M, d), z (K, d): vectors of pool, target and negative examples, if
-    made. tokens: of pool and target, if the method reads them. domains: of pool and target. seen, hygiene, relevance:
-    entries of manifest.json on the target's files and on these steps.
+    made. tokens, if the method reads them, and domains: of pool and target. target_entry, hygiene, relevance: of
+    manifest.json.
     """
 
     pool: PoolRecords
@@ -56,7 +65,7 @@ class PoolAndTarget:
     target_files: tuple[str, ...]
     records: int
     pieces: int
-    seen: dict[str, Any]
+    target_entry: dict[str, Any]
     hygiene: dict[str, Any] | None = None
     relevance: dict[str, Any] | None = None
     weights: np.ndarray | None = None
@@ -90,15 +99,14 @@ def read_records(files: Files, spec: Select, seed: int, name: str) -> Records:
     """Read the rows of a target, or of negative examples, into memory. Raises UserError."""
     skipped: list[str] = []
     rows = _read_rows(files, spec, name, skipped)
-    kept = require_rows(rows, files=files.files, purpose=name, skipped=skipped)
-    total = len(kept) + len(skipped)
-    return Records(limit_rows(kept, files.limit, seed=derive_seed(seed, "limit", name)), skipped, total)
+    good = require_rows(rows, files=files.files, purpose=name, skipped=skipped)
+    limited = limit_rows(good, files.limit, seed=derive_seed(seed, "limit", name))
+    return Records(limited, skipped, len(good) + len(skipped))
 
 
 def cut_pool(recipe: Recipe, view: RowView, console: Console) -> RowView:
     """Cut the pool to the length of `select.chunk`; unchanged without it. Raises UserError."""
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     if spec.chunk is None:
         return view
     if spec.own is not None:
@@ -123,7 +131,7 @@ def _piece_spans(recipe: Recipe, chunk: TextChunks, texts: Iterable[str]) -> Ite
         return
     if chunk.unit == "words":
         for text in texts:
-            yield _group_units([match.span() for match in _WORDS.finditer(text)], chunk.size)
+            yield _group_units([match.span() for match in re.finditer(r"\S+", text)], chunk.size)
         return
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -133,13 +141,12 @@ def _piece_spans(recipe: Recipe, chunk: TextChunks, texts: Iterable[str]) -> Ite
             f"select.chunk.unit: the tokenizer of {recipe.backbone!r} cannot say where each token starts; use words"
         )
     for text in texts:
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         # Byte-level tokens of one character share its span.
-        yield _group_units([(low, high) for low, high in found["offset_mapping"] if high > low], chunk.size)
+        yield _group_units([(low, high) for low, high in encoded["offset_mapping"] if high > low], chunk.size)
 
 
 def _group_units(units: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """Return the span from the first to the last character of every `size` units."""
     pieces: list[tuple[int, int]] = []
     for low in range(0, len(units), size):
         start, end = units[low][0], units[min(low + size, len(units)) - 1][1]
@@ -147,39 +154,26 @@ def _group_units(units: list[tuple[int, int]], size: int) -> list[tuple[int, int
     return [(start, end) for start, end in pieces if end > start]
 
 
-def row_domain(row: Row, spec: Select) -> str | None:
-    """Return the row's domain as a string, or None."""
-    value = row.values.get(spec.domain_column)
-    return None if value is None else str(value)
-
-
 def record_domains(records: Records, spec: Select) -> list[str | None] | None:
     """Return each record's domain, or None if no record has one."""
     if isinstance(records.rows, RowView):
         return records.rows.domains()
-    names = [row_domain(row, spec) for row in records.rows]
-    return names if any(name is not None for name in names) else None
+    names = [row.values.get(spec.domain_column) for row in records.rows]
+    return [None if name is None else str(name) for name in names] if any(n is not None for n in names) else None
 
 
 def _read_rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Iterator[Row]:
     if not files.files:
         raise UserError(f"select.{name}.files is empty: name the files of the {name}")
-    return read_rows(
-        files.files,
-        columns=spec.columns,
-        bad_rows=spec.bad_rows,
-        skipped=skipped,
-        setting="select.columns",
-        used=("id",) if name == "pool" else (),
-        named=_required_column(spec) if name == "pool" else None,
-    )
-
-
-def _required_column(spec: Select) -> dict[str, str]:
-    """Return the domain column and the setting that names it, if set by the user or required by the method."""
+    # The domain column, if set by the user or required by the method.
+    named = {spec.domain_column: "select.domain_column or --domain-column"}
     if spec.domain_column == Select().domain_column and not isinstance(spec.method, Domains):
-        return {}
-    return {spec.domain_column: "select.domain_column or --domain-column"}
+        named = {}
+    is_pool = name == "pool"
+    return read_rows(
+        files.files, columns=spec.columns, bad_rows=spec.bad_rows, skipped=skipped, setting="select.columns",
+        used=("id",) if is_pool else (), named=named if is_pool else None,
+    )  # fmt: skip
 
 
 def _with_progress(rows: Iterable[Row], console: Console) -> Iterator[Row]:
@@ -190,3 +184,61 @@ def _with_progress(rows: Iterable[Row], console: Console) -> Iterator[Row]:
         if count % 4096 == 0 and time.monotonic() - last > 10:
             last = time.monotonic()
             console.say(f"read pool: {count:,} records, {count / (last - start):,.0f} records/s")
+
+
+_BLOCK_ROWS = 1 << 16
+AnyRecords = TypeVar("AnyRecords", bound=Records)
+
+
+def skips_blank_texts(spec: Select) -> bool:
+    """Return True if blank texts are skipped; also for a method without texts, so that controls draw from the same
+    pool."""
+    return spec.own is None or bool(required_inputs(spec.method) & {"texts", "losses"})
+
+
+def drop_blank_texts(records: AnyRecords, files: Sequence[str], name: str) -> AnyRecords:
+    """Return `records` without those whose text is only white space. Raises UserError if nothing is left."""
+    rows = records.rows
+    texts = rows.texts if isinstance(rows, RowView) else (row.values["text"] for row in rows)
+    blank = np.fromiter((not text or text.isspace() for text in texts), bool, len(rows))
+    return _filter_records(records, ~blank, "the text is blank", files, name)
+
+
+def nonzero_rows(x: Any) -> np.ndarray:
+    """Return (N,) bool: rows of vectors `x` (N, d), in memory or on disk, that are not exactly zero."""
+    blocks = [np.asarray(x[low : low + _BLOCK_ROWS]).any(axis=1) for low in range(0, len(x), _BLOCK_ROWS)]
+    return np.concatenate([np.zeros(0, dtype=bool), *blocks])
+
+
+def drop_unknown_texts(
+    records: AnyRecords, x: Any, files: Sequence[str], name: str, console: Console
+) -> tuple[AnyRecords, Any, np.ndarray | None]:
+    """Return `records` and their vectors without zero vectors, and a mask of the kept rows (None: all).
+
+    Prints the number of skipped records. Raises UserError if nothing is left.
+    """
+    from flatshift.selection.features import IndexedRows
+
+    known = nonzero_rows(x)
+    if known.all():
+        return records, x, None
+    fewer = _filter_records(records, known, "the embedder knows no token of the text", files, name)
+    dropped = fewer.skipped[len(records.skipped) :]
+    console.say(f"{name}: skipped {len(dropped):,} records, first {dropped[0]}")
+    return fewer, x[known] if isinstance(x, np.ndarray) else IndexedRows(x, np.flatnonzero(known)), known
+
+
+def _filter_records(records: AnyRecords, keep: np.ndarray, reason: str, files: Sequence[str], name: str) -> AnyRecords:
+    """Return the records where `keep` is true; the others are listed in `skipped`."""
+    if keep.all():
+        return records
+    rows: Any = records.rows
+
+    def take(mask: np.ndarray) -> Sequence[Row]:
+        numbers = np.flatnonzero(mask)
+        return rows.take(numbers) if isinstance(rows, RowView) else [rows[i] for i in numbers.tolist()]
+
+    skipped = [*records.skipped, *(f"{row.where}: {reason}" for row in take(~keep))]
+    if not keep.any():
+        require_rows([], files=files, purpose=name, skipped=skipped)
+    return replace(records, rows=take(keep), skipped=skipped)

@@ -14,11 +14,13 @@ import os
 import socket
 import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.rules import SPLIT_RULES, check_rules
@@ -27,6 +29,7 @@ from flatshift.experiments.select.select import select
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import consistency, job, spawn, watchdog
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.selection import Pool, SelectionError
 from flatshift.selection.features import sendable_rows
 from flatshift.selection.methods.base import Progress, Selector
@@ -34,10 +37,7 @@ from flatshift.selection.methods.gotd import GotDSelector
 from flatshift.selection.transport.blocks import BLOCK
 from flatshift.selection.transport.progress import ITERATIONS
 
-if TYPE_CHECKING:
-    from flatshift.finetune.parallel.mesh import ProcessMesh
-
-_LAGS = 1.5
+_MAX_RATIO = 1.5
 """Ranks that need more than this many times the median CPU time per row are reported."""
 
 
@@ -50,9 +50,6 @@ def select_on_ranks(
     Raises what `select` raises, and UserError for a method that is not distributed, ranks with different recipes, or
     more ranks than blocks of rows.
     """
-    import torch
-    import torch.distributed as dist
-
     recipe = resolved.recipe
     check_rules(recipe, SPLIT_RULES)
     # One thread per rank: results then do not depend on the number of ranks.
@@ -72,14 +69,12 @@ def select_on_ranks(
     return manifest
 
 
-@dataclass
-class _RankTask:
-    """Part of the transport problem that one rank maps."""
+class _RankTask(NamedTuple):
+    """Part of the transport problem that one rank maps: the selector's settings, (n, d) of the pool's features, their
+    weights, and the target."""
 
     settings: dict[str, Any]
-    """Settings of the selector."""
     rows: Any
-    """(n, d): its part of the pool's features."""
     weights: np.ndarray | None
     target: Pool
 
@@ -100,23 +95,23 @@ class _RankSolver:
             )
         edges = [min(count, BLOCK * (blocks * rank // size)) for rank in range(size + 1)]
         settings = {name: value for name, value in selector.get_params().items() if name not in ("group", "device")}
-        seen = Pool(features=np.asarray(target.features), weights=target.weights)
+        aim = Pool(features=np.asarray(target.features), weights=target.weights)
         weights = None if pool.weights is None else np.asarray(pool.weights, dtype=np.float64)
-        parts = list(itertools.pairwise(edges))
+        ranges = list(itertools.pairwise(edges))
         jobs = [
-            _RankTask(settings, sendable_rows(pool.features, a, b), None if weights is None else weights[a:b], seen)
-            for a, b in parts
+            _RankTask(settings, sendable_rows(pool.features, a, b), None if weights is None else weights[a:b], aim)
+            for a, b in ranges
         ]
-        mine, figures = self._map(self._handed(jobs), progress)
+        fitted, figures = self._map(self._receive_task(jobs), progress)
         scores, f = np.empty(count), np.empty(count)
         nearest = np.empty(count, dtype=np.int64)
-        own: tuple[Any, ...] = (mine.scores_, mine.potentials_.f, mine.nearest_target_)
-        for rank, (low, high) in enumerate(parts):
-            for whole, part in zip((scores, f, nearest), own, strict=True):
-                whole[low:high] = part if rank == 0 else self._received(high - low, whole.dtype, rank)
+        own: tuple[Any, ...] = (fitted.scores_, fitted.potentials_.f, fitted.nearest_target_)
+        for rank, (low, high) in enumerate(ranges):
+            for array, own_part in zip((scores, f, nearest), own, strict=True):
+                array[low:high] = own_part if rank == 0 else self._receive(high - low, array.dtype, rank)
         selector.scores_, selector.nearest_target_ = scores, nearest
-        selector.potentials_ = replace(mine.potentials_, f=f, scores=scores, nearest=nearest)
-        selector.diagnostics_ = mine.diagnostics_ | {"processes": size}
+        selector.potentials_ = replace(fitted.potentials_, f=f, scores=scores, nearest=nearest)
+        selector.diagnostics_ = fitted.diagnostics_ | {"processes": size}
         if size > 1 and (slow := _slow_rank_warning(figures)) is not None:
             warnings.warn(slow, UserWarning, stacklevel=2)
 
@@ -125,57 +120,44 @@ class _RankSolver:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rank 0 prints it
             try:
-                fitted, _ = self._map(self._handed(None), None)
+                fitted, _ = self._map(self._receive_task(None), None)
             except SelectionError:  # raised on all ranks, and rank 0 knows the records
                 job.wait_for_cause()
                 raise
-        for part in (fitted.scores_, fitted.potentials_.f, fitted.nearest_target_):
-            self._send(np.ascontiguousarray(part))
+        for array in (fitted.scores_, fitted.potentials_.f, fitted.nearest_target_):
+            dist.send(torch.from_numpy(np.ascontiguousarray(array)), dst=0)
 
     def _map(self, job: _RankTask, progress: Progress | None) -> tuple[GotDSelector, list[tuple[str, float]]]:
         """Return the selector of this rank's rows, and every rank's address with its CPU seconds per row of the
         passes."""
-        import torch.distributed as dist
+        steps, timer = 0, _CpuTimer()
 
-        steps, pace = 0, _CpuTimer()
-
-        def told(stage: str, done: int, total: int) -> None:
+        def report(stage: str, done: int, total: int) -> None:
             nonlocal steps
             steps += 1
             watchdog.report_progress(steps, stage)
-            pace.note(stage, done)
+            timer.note(stage, done)
             if progress is not None:
                 progress(stage, done, total)
 
         selector = GotDSelector(**job.settings, device=str(self.world.device), group=dist.group.WORLD)
         with watchdog.no_progress_timeout("transport"):
-            selector.fit(Pool(features=job.rows, weights=job.weights), job.target, progress=told)
-        own = f"{socket.gethostname()}:{os.getpid()}", pace.seconds
+            selector.fit(Pool(features=job.rows, weights=job.weights), job.target, progress=report)
+        own = f"{socket.gethostname()}:{os.getpid()}", timer.seconds
         figures: list[Any] = [None] * self.world.size
         dist.all_gather_object(figures, own)
         return selector, figures
 
-    def _handed(self, jobs: list[_RankTask] | None) -> _RankTask:
-        import torch.distributed as dist
+    def _receive_task(self, jobs: list[_RankTask] | None) -> _RankTask:
+        task: list[Any] = [None]
+        dist.scatter_object_list(task, jobs, src=0)
+        assert isinstance(task[0], _RankTask)
+        return task[0]
 
-        found: list[Any] = [None]
-        dist.scatter_object_list(found, jobs, src=0)
-        assert isinstance(found[0], _RankTask)
-        return found[0]
-
-    def _send(self, array: np.ndarray) -> None:
-        import torch
-        import torch.distributed as dist
-
-        dist.send(torch.from_numpy(array), dst=0)
-
-    def _received(self, count: int, dtype: np.dtype[Any], rank: int) -> np.ndarray:
-        import torch
-        import torch.distributed as dist
-
-        found = torch.from_numpy(np.empty(count, dtype=dtype))
-        dist.recv(found, src=rank)
-        return found.numpy()
+    def _receive(self, count: int, dtype: np.dtype[Any], rank: int) -> np.ndarray:
+        tensor = torch.from_numpy(np.empty(count, dtype=dtype))
+        dist.recv(tensor, src=rank)
+        return tensor.numpy()
 
 
 class _CpuTimer:
@@ -204,10 +186,8 @@ class _CpuTimer:
 
 
 def _slow_rank_warning(figures: list[tuple[str, float]]) -> str | None:
-    """Return a sentence on the slowest rank if it is much slower than the others."""
-    seconds = [each for _, each in figures]
-    usual = float(np.median(seconds))
-    rank = int(np.argmax(seconds))
-    if not usual or seconds[rank] <= _LAGS * usual:
+    seconds = [value for _, value in figures]
+    median, rank = float(np.median(seconds)), int(np.argmax(seconds))
+    if not median or seconds[rank] <= _MAX_RATIO * median:
         return None
-    return f"rank {rank} ({figures[rank][0]}) lags: {seconds[rank] / usual:.1f} times the CPU time a row of the median"
+    return f"rank {rank} ({figures[rank][0]}) lags: {seconds[rank] / median:.1f} times the CPU time a row of the median"

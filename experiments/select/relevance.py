@@ -9,35 +9,26 @@ import numpy as np
 
 from flatshift.experiments.recipe.schema import Select
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.select.blank_rows import nonzero_rows
 from flatshift.experiments.select.embedding import Vectors
-from flatshift.experiments.select.pool import PoolRecords
+from flatshift.experiments.select.pool import PoolRecords, nonzero_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed
-from flatshift.selection.config import GotD, GotDContrast, Relevance, ranking_method
+from flatshift.selection.config import Relevance, ranking_method
 
 
 def check_relevance(spec: Select) -> None:
     """Raise UserError for domain weights that the method would ignore, and for settings without effect."""
-    kinds = ("gotd", "gotd-contrast")
     if spec.relevance is None:
         return
     use = spec.relevance.use
-    idle = "temperature" if use == "choose" else "keep"
-    if getattr(spec.relevance, idle) != getattr(Relevance(), idle):
-        other = "weight" if use == "choose" else "choose"
-        raise UserError(f"select.relevance.{idle} has no effect with use {use}; leave it out, or use {other}")
-    if use == "weight" and spec.method.kind not in kinds:
+    unused, other = ("temperature", "weight") if use == "choose" else ("keep", "choose")
+    if getattr(spec.relevance, unused) != getattr(Relevance(), unused):
+        raise UserError(f"select.relevance.{unused} has no effect with use {use}; leave it out, or use {other}")
+    if use == "weight" and spec.method.kind not in ("gotd", "gotd-contrast"):
         raise UserError(
             f"select.relevance.use: {spec.method.kind} does not look at the weights of domains; "
-            f"use choose, or one of the methods {', '.join(kinds)}"
+            "use choose, or one of the methods gotd, gotd-contrast"
         )
-
-
-def _ranking_cost(spec: Select) -> str:
-    """Return the cost of the ranking method, inside domains that of the inner one; the default is squared distances."""
-    method = ranking_method(spec.method)
-    return method.cost if isinstance(method, GotD | GotDContrast) else "sqeuclidean"
 
 
 def apply_relevance(
@@ -64,33 +55,31 @@ def apply_relevance(
             f"select.relevance: no record of the pool has the column {spec.domain_column!r}; name it in "
             "select.domain_column"
         )
-    drawn = sample_domains(domains, settings.sample, ids=view.ids, seed=derive_seed(seed, "relevance"))
-    samples = {name: vectors.pool(view.take(rows), f"embed {name}") for name, rows in drawn.items()}
-    near = vectors.target()
+    seed = derive_seed(seed, "relevance")
+    rows = sample_domains(domains, settings.sample, ids=view.ids, seed=seed)
+    samples = {name: vectors.pool(view.take(numbers), f"embed {name}") for name, numbers in rows.items()}
+    target = vectors.target()
     if spec.own is None:
-        samples, near = _drop_unknown_texts(samples, near, console)
-    distances = domain_distances(
-        samples, near, epsilon=settings.epsilon, seed=derive_seed(seed, "relevance"), cost=_ranking_cost(spec)
-    )
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in distances.items())
-    about: dict[str, Any] = {
-        "use": settings.use,
-        "distances": distances,
-        "sampled": {n: len(r) for n, r in drawn.items()},
-    }
+        samples, target = _drop_unknown_texts(samples, target, console)
+    # The cost of the ranking method, inside domains that of the inner one.
+    cost = getattr(ranking_method(spec.method), "cost", "sqeuclidean")
+    distances = domain_distances(samples, target, epsilon=settings.epsilon, seed=seed, cost=cost)
+    listed = ", ".join(f"{name} {value:.4g}" for name, value in distances.items())
+    sampled = {name: len(numbers) for name, numbers in rows.items()}
+    record: dict[str, Any] = {"use": settings.use, "distances": distances, "sampled": sampled}
     if settings.use == "weight":
         weights, masses = weights_by_distance(distances, domains, temperature=settings.temperature)
-        console.say(f"domains by distance to the target: {shown}; weighted")
-        return pool, weights, about | {"masses": masses}
+        console.say(f"domains by distance to the target: {listed}; weighted")
+        return pool, weights, record | {"masses": masses}
     chosen = choose_nearest_domains(distances, settings.keep)
-    kept = np.flatnonzero(np.fromiter((name in chosen for name in domains), bool, len(domains)))
-    console.say(f"domains by distance to the target: {shown}; {', '.join(chosen)} stay, {len(kept):,} records")
-    about |= {"chosen": chosen, "records_before": len(view), "records_without_domain": domains.count(None)}
-    return replace(pool, rows=view.take(kept)), None, about
+    remaining = np.flatnonzero(np.fromiter((name in chosen for name in domains), bool, len(domains)))
+    console.say(f"domains by distance to the target: {listed}; {', '.join(chosen)} stay, {len(remaining):,} records")
+    record |= {"chosen": chosen, "records_before": len(view), "records_without_domain": domains.count(None)}
+    return replace(pool, rows=view.take(remaining)), None, record
 
 
 def _drop_unknown_texts(
-    samples: dict[str, Any], near: np.ndarray, console: Console
+    samples: dict[str, Any], target: np.ndarray, console: Console
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return samples of domains and target without texts whose tokens are all unknown, and without domains left empty.
 
@@ -98,10 +87,10 @@ def _drop_unknown_texts(
     """
     known = {name: np.asarray(x)[nonzero_rows(x)] for name, x in samples.items()}
     empty = [name for name, x in known.items() if not len(x)]
-    near = near[nonzero_rows(near)]
-    if len(empty) == len(known) or not len(near):
-        side = "target" if not len(near) else "pool"
+    target = target[nonzero_rows(target)]
+    if len(empty) == len(known) or not len(target):
+        side = "target" if not len(target) else "pool"
         raise UserError(f"select.relevance: the embedder knows no token of the {side}'s texts; choose another embedder")
     if empty:
         console.say(f"domains of whose samples the embedder knows no token are as far as can be: {', '.join(empty)}")
-    return {name: x for name, x in known.items() if len(x)}, near
+    return {name: x for name, x in known.items() if len(x)}, target

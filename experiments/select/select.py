@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.run.resumable_directory import open_resumable
-from flatshift.experiments.select.blank_rows import drop_blank_texts, drop_unknown_texts, skips_blank_texts
 from flatshift.experiments.select.embedding import (
     Vectors,
     backbone_tokenizer,
@@ -31,8 +30,8 @@ from flatshift.experiments.select.embedding import (
     report_bad_rows,
 )
 from flatshift.experiments.select.hygiene import clean_rows
-from flatshift.experiments.select.kept import ScoreCheckpoint
 from flatshift.experiments.select.methods import (
+    ScoreCheckpoint,
     backbone_nll,
     check_method,
     embeds_texts,
@@ -43,10 +42,19 @@ from flatshift.experiments.select.methods import (
     unused_setting,
 )
 from flatshift.experiments.select.outputs import to_json_values, write_selection
-from flatshift.experiments.select.pool import PoolAndTarget, cut_pool, read_pool, read_records, record_domains
-from flatshift.experiments.select.profile import profile_selection
+from flatshift.experiments.select.pool import (
+    PoolAndTarget,
+    cut_pool,
+    drop_blank_texts,
+    drop_unknown_texts,
+    read_pool,
+    read_records,
+    record_domains,
+    select_settings,
+    skips_blank_texts,
+)
 from flatshift.experiments.select.relevance import apply_relevance, check_relevance
-from flatshift.experiments.select.selection_checks import can_check, non_fatal, run_selection_checks
+from flatshift.experiments.select.selection_checks import can_check, non_fatal, profile_selection, run_selection_checks
 from flatshift.experiments.select.target import check_target, read_target, target_record
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.data.files import describe_files
@@ -55,7 +63,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import disk_full_interrupts, write_provenance
 from flatshift.finetune.seeds import derive_seed
-from flatshift.selection import Pool, build_selector
+from flatshift.selection import Pool, TokenRows, build_selector
 from flatshift.selection.config import Auto, GotD, required_inputs
 from flatshift.selection.hygiene.duplicates import normalise_text
 from flatshift.selection.methods.base import Progress, Selector
@@ -63,7 +71,7 @@ from flatshift.selection.methods.domains import DomainsSelector
 
 _LONG_S = 10.0
 """Fits that took longer are kept until the selection is whole."""
-_TAKEN = 4096
+_BLOCK_ROWS = 4096
 """Records read at a time in search of another text."""
 
 
@@ -100,7 +108,12 @@ def select(
     with disk_full_interrupts(f"selecting into {out}"), exclusive_lock(out), open_resumable(out, recipe_yaml) as work:
         directory = work.directory
         write_provenance(directory, recipe_yaml=recipe_yaml)
-        console.log = _log_appender(directory / "log.txt")
+
+        def append_to_log(line: str) -> None:
+            with (directory / "log.txt").open("a", encoding="utf-8") as handle:
+                handle.write(line + "\n")
+
+        console.log = append_to_log
         if work.continued:
             console.say(f"continuing the unfinished selection in {out}")
         manifest = select_into(recipe, directory, console, state=work.state, fit=fit)
@@ -111,14 +124,6 @@ def select(
     return manifest
 
 
-def _log_appender(path: Path) -> Callable[[str], None]:
-    def append(line: str) -> None:
-        with path.open("a", encoding="utf-8") as handle:
-            handle.write(line + "\n")
-
-    return append
-
-
 def select_into(
     recipe: Recipe, directory: Path, console: Console, state: Path | None = None, fit: Fit | None = None
 ) -> dict[str, Any]:
@@ -126,8 +131,7 @@ def select_into(
 
     state: directory from which a long transport solve resumes after a kill; None: not kept. fit: as in `select`.
     """
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     started = time.monotonic()
     check_target(recipe, ())
     check_method(spec)
@@ -143,11 +147,11 @@ def select_into(
     selector = _fit_selector(recipe, sides, vectors, console, state, fit)
     chosen = np.asarray(selector.select(spec.budget))
     if getattr(spec.method, "repeats", 1) == 1:
-        chosen, copies = _without_copies(selector, sides, chosen)
-        if copies.passed:
-            console.say(f"{copies.passed:,} records say the same as one before them, and the next are chosen for them")
-        if copies.left:
-            console.say(f"warning: {copies.left:,} of the chosen say the same as another: the pool has no other text")
+        chosen, replaced, remaining = _replace_copies(selector, sides, chosen)
+        if replaced:
+            console.say(f"{replaced:,} records say the same as one before them, and the next are chosen for them")
+        if remaining:
+            console.say(f"warning: {remaining:,} of the chosen say the same as another: the pool has no other text")
     if ties := selector.ties(spec.budget):
         console.say(f"warning: {ties:,} records tie at the cut; file order decides which of them are chosen")
     solved = time.monotonic()
@@ -168,45 +172,40 @@ def select_into(
     peak["checks"] = _peak_bytes()
     write_selection(recipe, directory, sides, selector, chosen)
     manifest = _build_manifest(spec, sides, selector, chosen)
-    manifest["selection"]["seconds"] = {
+    entry = manifest["selection"]
+    entry["seconds"] = {
         "features": round(embedded - started, 3),
         "scores": round(solved - embedded, 3),
         "checks": round(checked - solved, 3),
     }
-    manifest["selection"]["peak_bytes"] = peak
+    entry["peak_bytes"] = peak
     if ties:
-        manifest["selection"]["ties"] = ties
-    if checks is not None:
-        manifest["selection"]["checks"] = to_json_values(checks)
-    if profile is not None:
-        manifest["selection"]["profile"] = to_json_values(profile)
-    if sides.hygiene is not None:
-        manifest["hygiene"] = sides.hygiene
+        entry["ties"] = ties
+    entry |= {
+        name: to_json_values(value) for name, value in (("checks", checks), ("profile", profile)) if value is not None
+    }
+    chunk = None
     if spec.chunk is not None:
-        cut = {"records": sides.records, "pieces": sides.pieces}
-        manifest["chunk"] = {"unit": spec.chunk.unit, "size": spec.chunk.size, **cut}
-    if sides.relevance is not None:
-        manifest["relevance"] = sides.relevance
-    if vectors.about:
-        manifest["cache"] = vectors.about
-    if vectors.copies:
-        manifest["features"] = {side: one.about for side, one in vectors.copies.items()}
-    if spec.method.kind == "gotd" and manifest["selection"]["helpful"] < spec.budget:
+        chunk = {"unit": spec.chunk.unit, "size": spec.chunk.size, "records": sides.records, "pieces": sides.pieces}
+    features = {side: copy.record for side, copy in vectors.copies.items()}
+    optional = {"hygiene": sides.hygiene, "chunk": chunk, "relevance": sides.relevance,
+                "cache": vectors.cache_use or None, "features": features or None}  # fmt: skip
+    manifest |= {name: value for name, value in optional.items() if value is not None}
+    if spec.method.kind == "gotd" and entry["helpful"] < spec.budget:
         console.say(
-            f"warning: only {manifest['selection']['helpful']} records have a negative score; "
+            f"warning: only {entry['helpful']} records have a negative score; "
             f"a budget of {spec.budget} adds some that move the pool away from the target"
         )
     vectors.close()
     write_json(directory / "manifest.json", manifest)
     # log.txt still grows, so it gets no digest.
-    kept = [file for file in directory.iterdir() if file.is_file() and file.name != "log.txt"]
-    write_json(directory / DONE, {FILES: file_digests(directory, kept)})
+    files = [file for file in directory.iterdir() if file.is_file() and file.name != "log.txt"]
+    write_json(directory / DONE, {FILES: file_digests(directory, files)})
     console.say(f"selected {spec.budget:,} of {len(sides.pool.rows):,} in {time.monotonic() - started:.1f} s")
-    told = manifest["selection"]
-    if "distinct" in told:
+    if "distinct" in entry:
         console.say(
-            f"the budget counts readings: {told['distinct']:,} records, {told['again']:,} of them to be read more than "
-            f"once, up to {told['most_times']} times (select.method.repeats)"
+            f"the budget counts readings: {entry['distinct']:,} records, {entry['again']:,} of them to be read more "
+            f"than once, up to {entry['most_times']} times (select.method.repeats)"
         )
     return manifest
 
@@ -214,25 +213,24 @@ def select_into(
 def _read_sides(recipe: Recipe, directory: Path, console: Console) -> PoolAndTarget:
     """Read pool, target and negative examples, without rows dropped by hygiene or blank ones, the pool cut to
     length."""
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     seed = recipe.train.seed
     target_files = spec.target.files or recipe.data.train.all_files
     # Read the small sides first: their errors are then reported before the pool is read.
-    target, judged = read_target(recipe, console)
-    seen = target_record(recipe, target.skipped)
+    target, held_out = read_target(recipe, console)
+    target_entry = target_record(recipe, target.skipped)
     negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
     without = skips_blank_texts(spec)
     if without:
         target = drop_blank_texts(target, target_files, "target")
         negative = None if negative is None else drop_blank_texts(negative, spec.negative.files, "negative")
     pool = read_pool(spec, seed, directory, console)
-    kept, hygiene = clean_rows(recipe, pool.rows, target.rows, judged, directory, console)
-    pool = replace(pool, rows=cut_pool(recipe, kept, console))
+    remaining, hygiene = clean_rows(recipe, pool.rows, target.rows, held_out, directory, console)
+    pool = replace(pool, rows=cut_pool(recipe, remaining, console))
     pieces = len(pool.rows)
     if without:
         pool = drop_blank_texts(pool, spec.pool.files, "pool")
-    sides = PoolAndTarget(pool, target, negative, target_files, len(kept), pieces, seen, hygiene)
+    sides = PoolAndTarget(pool, target, negative, target_files, len(remaining), pieces, target_entry, hygiene)
     for name, records in sides.by_name.items():
         if records is not None and records.skipped:
             console.say(f"{name}: skipped {len(records.skipped):,} bad records, first {records.skipped[0]}")
@@ -244,9 +242,7 @@ def _read_sides(recipe: Recipe, directory: Path, console: Console) -> PoolAndTar
 
 
 def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console) -> None:
-    """Weight or choose domains, embed if needed, and drop rows with zero vectors."""
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         with report_bad_rows(vectors, sides.by_name):
@@ -271,13 +267,9 @@ def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console
 
 
 def _tokenise_sides(recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Console) -> None:
-    """Tokenise both sides with the backbone's tokenizer if the method reads tokens; the pool's are stored on disk."""
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     if "tokens" not in required_inputs(spec.method):
         return
-    from flatshift.selection import TokenRows
-
     tokenize, size = backbone_tokenizer(recipe)
     texts = sides.pool.rows.texts
     with console.task("tokenise pool", len(texts), "texts") as task:
@@ -288,9 +280,7 @@ def _tokenise_sides(recipe: Recipe, sides: PoolAndTarget, directory: Path, conso
 def _fit_selector(
     recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console, state: Path | None, fit: Fit | None
 ) -> Selector:
-    """Build and fit the recipe's selector, and print its warnings."""
-    spec = recipe.select
-    assert spec is not None
+    spec = select_settings(recipe)
     rows = sides.pool.rows
     pool = Pool(
         ids=rows.ids,
@@ -324,55 +314,55 @@ def _fit_selector(
     ):
         warnings.simplefilter("always", UserWarning)
         check_unused_features(spec, sides.x, sides.y)
-        kept = None if state is None else ScoreCheckpoint(state, sides)
-        if kept is None or not kept.restore(selector):
+        checkpoint = None if state is None else ScoreCheckpoint(state, sides)
+        if checkpoint is None or not checkpoint.restore(selector):
             began = time.monotonic()
             if fit is not None:
                 fit(selector, pool, target, progress)
             else:
                 selector.fit(pool, target, progress=progress, **more)
-            if kept is not None and time.monotonic() - began > _LONG_S:
-                kept.save(selector)
+            if checkpoint is not None and time.monotonic() - began > _LONG_S:
+                checkpoint.save(selector)
     _print_warnings(caught, console)
-    said = selector.diagnostics_
+    diagnostics = selector.diagnostics_
     if isinstance(spec.method, Auto):
-        _print_compared_methods(said, console)
+        _print_compared_methods(diagnostics, console)
     rounds = spec.method.rounds if isinstance(spec.method, GotD) else 1
-    if rounds > 1 and 1 <= (used := len(said["rounds"])) < min(rounds, spec.budget):
+    if rounds > 1 and 1 <= (used := len(diagnostics["rounds"])) < min(rounds, spec.budget):
         counted = "the first alone counts" if used == 1 else f"only {used} count"
-        one = "; the selection is that of one step (select.method.rounds: 1)" if used == 1 else ""
+        advice = "; the selection is that of one step (select.method.rounds: 1)" if used == 1 else ""
         console.say(
-            f"warning: of {rounds} rounds {counted}: by the target that was held out, later ones led away from it{one}"
+            f"warning: of {rounds} rounds {counted}: by the target that was held out, later ones led away from "
+            f"it{advice}"
         )
-    if kept is not None and kept.restored:
+    if checkpoint is not None and checkpoint.restored:
         console.say("the scores of the unfinished selection were taken over")
-    if resumed := said.get("resumed") or said.get("inside", {}).get("resumed"):
+    if resumed := diagnostics.get("resumed") or diagnostics.get("inside", {}).get("resumed"):
         console.say(f"the transport solve continued after pass {resumed}")
     return selector
 
 
-def _print_compared_methods(said: dict[str, Any], console: Console) -> None:
-    """Print the table of `--method auto`."""
-    console.say(f"auto: nats per token of {said['held_out']:,} held-out target texts after each method's choice")
-    for line in said["table"]:
-        told = line.get("reason")
-        if told is None:
-            told = f"{line['nats']:.4f}"
+def _print_compared_methods(diagnostics: dict[str, Any], console: Console) -> None:
+    console.say(f"auto: nats per token of {diagnostics['held_out']:,} held-out target texts after each method's choice")
+    for line in diagnostics["table"]:
+        text = line.get("reason")
+        if text is None:
+            text = f"{line['nats']:.4f}"
             if line["error"] is not None:
-                told += f", {line['difference']:+.4f} ± {2 * line['error']:.4f} vs. random, {line['cpu_s']:g} CPU-s"
-        console.say(f"  {line['method']:<12} {told}{' *' * (line['method'] == said['chosen'])}")
+                text += f", {line['difference']:+.4f} ± {2 * line['error']:.4f} vs. random, {line['cpu_s']:g} CPU-s"
+        console.say(f"  {line['method']:<12} {text}{' *' * (line['method'] == diagnostics['chosen'])}")
     console.say("  ±: two standard errors, paired by text; *: taken, and fitted to all of the target")
-    best = next(line for line in said["table"] if line["method"] == said["chosen"])
+    best = next(line for line in diagnostics["table"] if line["method"] == diagnostics["chosen"])
     level = [
         line["method"]
-        for line in said["table"]
+        for line in diagnostics["table"]
         if line is not best and line["error"] and best["error"] and line["nats"] - best["nats"] < 2 * best["error"]
     ]
     if level:
         console.say(
             f"  {' and '.join(level)}: no further behind than that, so the held-out texts hardly tell them apart"
         )
-    if said["chosen"] == "random":
+    if diagnostics["chosen"] == "random":
         console.say(
             "warning: no method that was tried beats a random draw on held-out target texts; the selection is random: "
             "this pool has little for this target, or the target is too small to tell"
@@ -380,21 +370,21 @@ def _print_compared_methods(said: dict[str, Any], console: Console) -> None:
 
 
 def _build_manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
-    """Return the manifest: inputs, and the method's description of its solution."""
     solver = to_json_values(selector.diagnostics_)
     times = np.unique(chosen, return_counts=True)[1]
+    repeats = {"distinct": len(times), "again": int((times > 1).sum()), "most_times": int(times.max(initial=0))}
     files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "inputs": [line for part in files for line in describe_files(part)],
-        "target": sides.seen,
+        "inputs": [line for group in files for line in describe_files(group)],
+        "target": sides.target_entry,
         "selection": {
             **{name: value for name, value in solver.items() if name != "method"},
             "solver": solver.get("method"),
             "method": spec.method.kind,
             "embedder": spec.embedder.kind if sides.x is not None else None,
             "budget": spec.budget,
-            **(_repeat_counts(times) if len(times) < len(chosen) else {}),
+            **(repeats if len(times) < len(chosen) else {}),
             "pool": len(sides.pool.rows),
             "target": len(sides.target.rows),
             "skipped": {name: side.skipped for name, side in sides.by_name.items() if side is not None},
@@ -403,21 +393,15 @@ def _build_manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chos
     }
 
 
-def _repeat_counts(times: np.ndarray) -> dict[str, int]:
-    """Count distinct and repeated records from the number of times each selected one is used."""
-    return {"distinct": len(times), "again": int((times > 1).sum()), "most_times": int(times.max())}
-
-
 def _print_warnings(caught: Sequence[warnings.WarningMessage], console: Console) -> None:
-    """Print a selector's warnings through the run's console and log."""
     for message in dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, UserWarning)):
         console.say(f"warning: {message}")
 
 
 def _peak_bytes() -> int:
     """Return the peak resident memory of this process in bytes, mapped files included."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _check_budget(spec: Select, count: int) -> None:
@@ -428,51 +412,43 @@ def _check_budget(spec: Select, count: int) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------- copies
+def _replace_copies(selector: Selector, sides: PoolAndTarget, chosen: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Replace those of the `chosen` rows that repeat the text of one before them (but for case, blanks and Unicode
+    form) by the next in rank, of their own domain where the budget is shared out among domains.
 
-
-class _Copies(NamedTuple):
-    """Records that gave way, and those that could not, for want of another text."""
-
-    passed: int = 0
-    left: int = 0
-
-
-def _without_copies(selector: Selector, sides: PoolAndTarget, chosen: np.ndarray) -> tuple[np.ndarray, _Copies]:
-    """`chosen` rows of the pool with those that repeat the text of one before them (but for case, blanks and Unicode
-    form) replaced by the next in rank, of their own domain where the budget is shared out among domains.
-
-    Reads no more of the pool than it has to. Copies stay, at the end, where the pool has no other text.
+    Reads no more of the pool than it has to. Copies stay, at the end, where the pool has no other text. Returns the
+    rows, and the numbers of copies replaced and remaining.
     """
     rows = sides.pool.rows
-    shared = sides.domains[0] if isinstance(selector, DomainsSelector) else None
+    domains = sides.domains[0] if isinstance(selector, DomainsSelector) else None
 
     def domain(row: int) -> str | None:
-        return None if shared is None else shared[row]
+        return None if domains is None else domains[row]
 
     seen: set[str] = set()
-    kept: list[int] = []
-    again: list[int] = []
+    selected: list[int] = []
+    copies: list[int] = []
     for row, written in zip(chosen.tolist(), rows.take(chosen).texts, strict=True):
         text = normalise_text(written)
-        (again if text in seen else kept).append(row)
+        (copies if text in seen else selected).append(row)
         seen.add(text)
-    if not again:
-        return chosen, _Copies()
-    wanted = Counter(map(domain, again))
+    if not copies:
+        return chosen, 0, 0
+    needed = Counter(map(domain, copies))
     order = selector.select(len(selector.scores_))[len(chosen) :]
-    for low in range(0, len(order), _TAKEN):
-        if not wanted.total():
+    for low in range(0, len(order), _BLOCK_ROWS):
+        if not needed.total():
             break
-        block = order[low : low + _TAKEN]
+        block = order[low : low + _BLOCK_ROWS]
         for row, written in zip(block.tolist(), rows.take(block).texts, strict=True):
-            if wanted[domain(row)] and (text := normalise_text(written)) not in seen:
+            if needed[domain(row)] and (text := normalise_text(written)) not in seen:
                 seen.add(text)
-                kept.append(row)
-                wanted[domain(row)] -= 1
-    left = []
-    for row in again:
-        if wanted[domain(row)]:
-            left.append(row)
-            wanted[domain(row)] -= 1
-    return np.array([*kept, *left], dtype=chosen.dtype), _Copies(len(again) - len(left), len(left))
+                selected.append(row)
+                needed[domain(row)] -= 1
+    remaining = []
+    for row in copies:
+        if needed[domain(row)]:
+            remaining.append(row)
+            needed[domain(row)] -= 1
+    result = np.array([*selected, *remaining], dtype=chosen.dtype)
+    return result, len(copies) - len(remaining), len(remaining)

@@ -17,7 +17,7 @@ from flatshift.experiments.data.holdout import SPLITS, RowKeys, cut_documents, s
 from flatshift.experiments.data.splits import describe_cut, read_splits
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.select.pool import Records, read_records
+from flatshift.experiments.select.pool import Records, read_records, select_settings
 from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.data.config import Columns, Data
 from flatshift.finetune.data.files import describe_files
@@ -33,44 +33,38 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
     `data.holdout` holds rows out if the recipe names no training rows: the same ones as a run on these files without
     dev and test files. Raises UserError.
     """
-    spec, data = recipe.select, recipe.data
-    assert spec is not None
+    spec, data = select_settings(recipe), recipe.data
     if not spec.target.files:
-        return _training_rows(recipe), []
+        rows = read_splits(recipe)  # after holdout and limit, so no evaluation text is seen
+        bad = next((row for row in rows.train if not isinstance(row.values.get("text"), str)), None)
+        if bad is not None:
+            raise UserError(f"{bad.where}: no text to select for; name select.target.files or set data.columns.text")
+        return Records(rows.train, rows.skipped, rows.records), []
     # The limit applies after the holdout, as in a run.
-    found = read_records(replace(spec.target, limit=None), spec, recipe.train.seed, "target")
-    apart: list[Row] = []
+    records = read_records(replace(spec.target, limit=None), spec, recipe.train.seed, "target")
+    held_out: list[Row] = []
     if data.holdout and not data.train.all_files:
         keys = RowKeys()
-        for row in found.rows:
+        for row in records.rows:
             keys.add(row, spec.columns)
-        cut = cut_documents(found.rows, data.holdout, SPLITS[1:]) if recipe.task.traits.reads_documents else None
+        cut = cut_documents(records.rows, data.holdout, SPLITS[1:]) if recipe.task.traits.reads_documents else None
         if cut is not None:
-            apart = [row for split in SPLITS[1:] for row in cut[split]]
-            found = replace(found, rows=cut["train"])
+            held_out = [row for split in SPLITS[1:] for row in cut[split]]
+            records = replace(records, rows=cut["train"])
             console.say(f"target: {describe_cut(cut, data.holdout)}")
         else:
             try:
-                kept, _ = split_holdout(keys, data.holdout)
+                training, _ = split_holdout(keys, data.holdout)
             except UserError:  # nor would a run train on so few
-                kept = np.arange(len(keys))
-            apart = [found.rows[i] for i in np.setdiff1d(np.arange(len(keys)), kept).tolist()]
-            found = replace(found, rows=[found.rows[i] for i in kept.tolist()])
+                training = np.arange(len(keys))
+            held_out = [records.rows[i] for i in np.setdiff1d(np.arange(len(keys)), training).tolist()]
+            records = replace(records, rows=[records.rows[i] for i in training.tolist()])
             console.say(
-                f"target: {len(apart):,} of its {found.total:,} rows are set apart, to evaluate a run on them "
+                f"target: {len(held_out):,} of its {records.total:,} rows are set apart, to evaluate a run on them "
                 f"(data.holdout {data.holdout:g})"
             )
-    limited = limit_rows(found.rows, spec.target.limit, seed=derive_seed(recipe.train.seed, "limit", "target"))
-    return replace(found, rows=limited), apart
-
-
-def _training_rows(recipe: Recipe) -> Records:
-    """Return the run's own training rows as the target: after holdout and limit, so no evaluation text is seen."""
-    rows = read_splits(recipe)
-    without = next((row for row in rows.train if not isinstance(row.values.get("text"), str)), None)
-    if without is not None:
-        raise UserError(f"{without.where}: no text to select for; name select.target.files or set data.columns.text")
-    return Records(rows.train, rows.skipped, rows.records)
+    limited = limit_rows(records.rows, spec.target.limit, seed=derive_seed(recipe.train.seed, "limit", "target"))
+    return replace(records, rows=limited), held_out
 
 
 def target_record(recipe: Recipe, skipped: Sequence[str]) -> dict[str, Any]:
@@ -79,13 +73,12 @@ def target_record(recipe: Recipe, skipped: Sequence[str]) -> dict[str, Any]:
     It has its `files` (SHA-256 of each, else its name), the share of their rows that is held out (`apart`), and what
     that draw depends on: the number of bad rows `skipped` before, and the names of `columns`.
     """
-    spec, data = recipe.select, recipe.data
-    assert spec is not None
+    spec, data = select_settings(recipe), recipe.data
     named = bool(spec.target.files)
-    apart = _held_out_share(data) if not (named and data.train.all_files) else 0.0
+    share = _held_out_share(data) if not (named and data.train.all_files) else 0.0
     files = spec.target.files if named else data.train.all_files
     columns = _key_columns(spec.columns if named else data.columns)
-    return {"files": _file_digests(files), "apart": apart, "skipped": len(skipped), "columns": columns}
+    return {"files": _file_digests(files), "apart": share, "skipped": len(skipped), "columns": columns}
 
 
 def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
@@ -97,20 +90,20 @@ def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
     if spec is None or not data.holdout or not data.train.all_files:
         return
     if spec.from_ is None:
-        seen = target_record(recipe, skipped) if spec.target.files else None
+        record = target_record(recipe, skipped) if spec.target.files else None
         cure = "leave select.target.files out: the target is then the training rows that are not set apart"
     else:
-        seen = read_json_object(Path(spec.from_) / "manifest.json", "selection").get("target")
+        record = read_json_object(Path(spec.from_) / "manifest.json", "selection").get("target")
         files = " ".join(data.train.all_files)
         cure = f"select again with --target {files} --data.holdout {data.holdout:g}, which sets the same rows apart"
-    if not seen:
+    if not record:
         return
     own = _file_digests(data.train.all_files)
-    if not set(own) & set(seen["files"]):
+    if not set(own) & set(record["files"]):
         return
-    same_draw = own == seen["files"] and data.train.first is None and len(skipped) == seen["skipped"]
-    same_draw = same_draw and _key_columns(data.columns) == seen["columns"]
-    if not same_draw or seen["apart"] < _held_out_share(data):
+    same_draw = own == record["files"] and data.train.first is None and len(skipped) == record["skipped"]
+    same_draw = same_draw and _key_columns(data.columns) == record["columns"]
+    if not same_draw or record["apart"] < _held_out_share(data):
         raise UserError(
             f"data.holdout: the selection's target has rows of {data.train.all_files[0]} that are set apart for "
             f"evaluation; {cure}"
@@ -118,14 +111,12 @@ def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
 
 
 def _key_columns(columns: Columns) -> list[str]:
-    """Return the names of the columns that identify copies and classes."""
     return [columns.text, columns.text2, columns.label]
 
 
 def _held_out_share(data: Data) -> float:
-    """Return the share of the training rows held out from training, for dev and test together."""
     return data.holdout * sum(not split.files for split in (data.dev, data.test))
 
 
 def _file_digests(files: Iterable[str]) -> list[str]:
-    return [str(one["sha256"] or one["path"]) for one in describe_files(tuple(files))]
+    return [str(entry["sha256"] or entry["path"]) for entry in describe_files(tuple(files))]

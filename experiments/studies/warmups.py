@@ -69,7 +69,7 @@ def run_warmup_study(
     }
     run_cells(out, list(cells.values()), DevicePlacement(jobs), console, label=f"study {name}")
     surprise, cold = _test_perplexity(
-        evaluate_perplexity(resolve_auto(load_recipe(recipe, overrides)).recipe, None, only=("test",))
+        evaluate_perplexity(resolve_auto(load_recipe(recipe, overrides)).recipe, None, splits=("test",))
     )
     rows = []
     floor = None

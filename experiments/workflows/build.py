@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 
 LoadedModel = tuple[Engine, Any]
-"""A backbone with an adapter, ready for use, and its tokenizer."""
+"""A backbone with an adapter, and its tokenizer."""
 Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Progress of the evaluation of a number of rows under a label, as `Console.evaluating`."""
 
@@ -45,18 +45,18 @@ def load_model(
     *,
     world: ProcessMesh | None = None,
     adapter: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
-    beginning: InitialAdapter | None = None,
+    log: Callable[[str], None] = lambda line: None,
+    initial: InitialAdapter | None = None,
 ) -> LoadedModel:
-    """The frozen backbone with an adapter for `task` on this process or, with `world`, on the recipe's mesh.
+    """Load the frozen backbone with an adapter for `task` on this process or, with `world`, on the recipe's mesh.
 
-    adapter: a saved adapter to load; None: a fresh one, which changes nothing. beginning: initial values of a fresh
+    adapter: a saved adapter to load; None: a fresh one, which changes nothing. initial: initial values of a fresh
     adapter to be trained; without it, B = 0 over the backbone's own weights.
     Returns the engine and the tokenizer.
     """
     settings = recipe.adapter
     # Special initial values are for training only: a fresh adapter must not change the base model that is evaluated.
-    if adapter is None and beginning is None:
+    if adapter is None and initial is None:
         settings = dataclasses.replace(settings, init="default", init_rows=None, start=None, under=None)
     world = world or ProcessMesh.alone(resolve_device(recipe.train.device))
     gc.collect()  # an earlier stage's model: hooks put it into reference cycles, and memory may not hold two
@@ -68,8 +68,8 @@ def load_model(
         mesh=recipe.mesh,
         world=world,
         label_names=label_names,
-        log=say,
-        beginning=beginning if adapter is None else InitialAdapter(folder=adapter),
+        say=log,
+        beginning=initial if adapter is None else InitialAdapter(folder=adapter),
     )
     if adapter is not None:
         engine.load_adapter(adapter)
@@ -96,42 +96,24 @@ def evaluate_split(
     split: str,
     watch: Watch,
     label_names: tuple[str, ...] | None = None,
-    said: dict[str, Any] | None = None,
+    **outputs: Any,
 ) -> dict[str, Any]:
     """Run `flatshift.finetune.evaluate.evaluator.evaluate` in the recipe's precision, on every rank, with the seed of
-    the split."""
+    the split; outputs: its dictionaries `figures` and `said`."""
     inference = EvalBatching.of(
         tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device, share=engine.evaluation
     )
-    return evaluate_watched(
-        watch,
-        split,
-        engine.eval_model,
-        tokenizer,
-        examples,
-        task=task,
-        config=recipe.eval,
-        inference=inference,
-        label_names=label_names,
-        seed=derive_seed(recipe.train.seed, "bootstrap", split),
-        columns=said,
-    )
-
-
-def evaluate_watched(
-    watch: Watch,
-    split: str,
-    model: Any,
-    tokenizer: Any,
-    examples: Sequence[Example],
-    *,
-    inference: EvalBatching,
-    **how: Any,
-) -> dict[str, Any]:
-    """`flatshift.finetune.evaluate.evaluator.evaluate`, whose progress `watch` follows under the name of the split."""
     with watch(f"evaluating {split}", len(examples)) as heartbeat:
         return evaluate(
-            model, tokenizer, examples, inference=dataclasses.replace(inference, heartbeat=heartbeat), **how
+            engine.eval_model,
+            tokenizer,
+            examples,
+            task=task,
+            config=recipe.eval,
+            inference=dataclasses.replace(inference, heartbeat=heartbeat),
+            label_names=label_names,
+            seed=derive_seed(recipe.train.seed, "bootstrap", split),
+            **outputs,
         )
 
 
@@ -143,14 +125,14 @@ def evaluate_splits(
     console: Console,
     *,
     watch: Watch,
-    keep: Path | None = None,
+    predictions: Path | None = None,
     finished: FinishedSplits | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Evaluate every split of a run that has examples; returns the content of eval.json, `{split: {metric: {value, low,
     high, n}}}`.
 
-    keep: predictions.parquet to write, of dev and test. finished: splits of an earlier try, which are reused; splits
-    that finish now are added to it.
+    predictions: predictions.parquet to write, of dev and test. finished: splits of an earlier try, which are reused;
+    splits that finish now are added to it.
     """
     splits = {"train": sample_train_for_eval(recipe, prepared.train), "dev": prepared.dev, "test": prepared.test}
     result, tables = {}, []
@@ -161,21 +143,20 @@ def evaluate_splits(
             result[split], table = known
             console.say(f"{split}: evaluated before")
         else:
-            said: dict[str, Any] = {}
+            columns: dict[str, Any] = {"row": format_example_places(examples), "text": None}
             result[split] = evaluate_split(
                 recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
-                watch=watch, said=said,
+                watch=watch, said=columns,
             )  # fmt: skip
             table = None
-            if keep is not None and split != "train" and engine.is_main:
-                columns = {"row": format_example_places(examples), "text": decode_examples(examples, tokenizer), **said}
-                table = build_predictions_table(split, columns)
+            if predictions is not None and split != "train" and engine.is_main:
+                table = build_predictions_table(split, columns | {"text": decode_examples(examples, tokenizer)})
             if finished is not None:
                 finished.add(split, result[split], table)
         console.say(f"{split}: {', '.join(format_metrics(result[split]))}")
         tables += [] if table is None else [table]
-    if keep is not None and tables:
-        write_tables(keep, tables)
+    if predictions is not None and tables:
+        write_tables(predictions, tables)
     return result
 
 
@@ -189,17 +170,17 @@ def evaluate_base_model(
     Returns the content of cold.json; empty without such rows.
     """
     split, examples = ("test", prepared.test) if prepared.test else ("dev", prepared.dev)
-    if not (some := examples[: recipe.eval.cold]):
+    if not (examples := examples[: recipe.eval.cold]):
         return {}
-    said: dict[str, Any] = {}
-    found = evaluate_split(
-        recipe, engine, tokenizer, some, task=recipe.task, split=split, label_names=prepared.label_names, watch=watch,
-        said=said,
+    columns: dict[str, Any] = {"row": format_example_places(examples)}
+    metrics = evaluate_split(
+        recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
+        watch=watch, said=columns,
     )  # fmt: skip
     if engine.is_main:
-        write_tables(folder / COLD_ROWS, [build_predictions_table(split, {"row": format_example_places(some), **said})])
-        write_json(folder / COLD, {split: found})
-    return {split: found}
+        write_tables(folder / COLD_ROWS, [build_predictions_table(split, columns)])
+        write_json(folder / COLD, {split: metrics})
+    return {split: metrics}
 
 
 COLD, COLD_ROWS = "cold.json", "cold.parquet"
@@ -210,15 +191,15 @@ class FinishedSplits:
     """Finished splits of an interrupted evaluation on one process."""
 
     folder: Path
-    of: str
-    """Digest of the adapter and settings that the metrics belong to; splits with another digest are ignored."""
+    digest: str
+    """Of the adapter and settings that the metrics belong to; splits with another digest are ignored."""
 
     @classmethod
-    def at(cls, run: Path, recipe: Recipe) -> FinishedSplits:
+    def open(cls, run: Path, recipe: Recipe) -> FinishedSplits:
         """Open the finished splits in the state of the run directory `run`, for its adapter and `recipe`."""
         task, settings = dataclasses.asdict(recipe.task), dataclasses.asdict(recipe.eval)
-        of = {"adapter": adapter_digest(run), "task": task, "eval": settings}
-        return cls(run / "state" / "evaluated", record_digest(of))
+        digest = record_digest({"adapter": adapter_digest(run), "task": task, "eval": settings})
+        return cls(run / "state" / "evaluated", digest)
 
     def read(self, split: str) -> tuple[dict[str, Any], Any] | None:
         """Return the metrics of a split and the table of its rows, None if that was not kept; None for an unfinished
@@ -227,7 +208,7 @@ class FinishedSplits:
 
         file, rows = self.folder / f"{split}.json", self.folder / f"{split}.parquet"
         record = read_json_object(file) if file.is_file() else {}
-        if record.get("of") != self.of:
+        if record.get("of") != self.digest:
             return None
         return record["figures"], pq.read_table(rows) if rows.is_file() else None
 
@@ -236,14 +217,14 @@ class FinishedSplits:
         self.folder.mkdir(parents=True, exist_ok=True)
         if table is not None:
             write_tables(self.folder / f"{split}.parquet", [table])
-        write_json(self.folder / f"{split}.json", {"of": self.of, "figures": figures})
+        write_json(self.folder / f"{split}.json", {"of": self.digest, "figures": figures})
 
-    def drop(self) -> None:
+    def delete(self) -> None:
         """Delete the finished splits, once the run's own files contain them."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-TEXTS_KEPT, _LONGEST = 2000, 600
+MAX_TEXTS, _MAX_CHARACTERS = 2000, 600
 """Rows of a split whose text is stored with their predictions, and characters of each text."""
 
 
@@ -255,8 +236,8 @@ def format_example_places(examples: Sequence[Example]) -> list[str]:
 
 def decode_examples(examples: Sequence[Example], tokenizer: Any) -> list[str | None]:
     """Return the text that the model reads of each of the first examples, up to the answer if there is one."""
-    found: list[str | None] = [None] * len(examples)
-    for place, example in enumerate(examples[:TEXTS_KEPT]):
+    texts: list[str | None] = [None] * len(examples)
+    for index, example in enumerate(examples[:MAX_TEXTS]):
         ids, labels = example.input_ids, example.labels
         if example.prompt is not None:
             ids = example.prompt
@@ -264,27 +245,19 @@ def decode_examples(examples: Sequence[Example], tokenizer: Any) -> list[str | N
             answer = next((i for i, label in enumerate(labels) if label != IGNORE), len(ids))
             # a single token before the labels is the start token, not a prompt
             ids = ids[:answer] if answer > 1 else ids
-        found[place] = shorten_text(str(tokenizer.decode(ids[:_LONGEST], skip_special_tokens=True)))
-    return found
+        texts[index] = shorten_text(str(tokenizer.decode(ids[:_MAX_CHARACTERS], skip_special_tokens=True)))
+    return texts
 
 
 def shorten_text(text: str) -> str:
     """Return the text as one line of at most 600 characters."""
     text = " ".join(text.split())
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-
-
-def write_predictions(path: Path, splits: Iterable[tuple[str, Mapping[str, Sequence[Any]]]]) -> None:
-    """Write the predictions of each row: `split, row, text`, and the columns of
-    `flatshift.finetune.evaluate.evaluator.Evaluator.columns`.
-
-    splits: pairs of a split's name and its columns, with one entry for each row of the split.
-    """
-    write_tables(path, [build_predictions_table(split, columns) for split, columns in splits])
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 1] + "…"
 
 
 def build_predictions_table(split: str, columns: Mapping[str, Sequence[Any]]) -> Any:
-    """Return one split of `write_predictions` as an Arrow table."""
+    """Return the part of predictions.parquet for a split: `split, row, text`, and the columns of
+    `flatshift.finetune.evaluate.evaluator.Evaluator.said`, with one entry for each row of the split."""
     import pyarrow as pa
 
     return pa.table({"split": [split] * len(columns["row"]), **{k: pa.array(v) for k, v in columns.items()}})
@@ -299,24 +272,21 @@ def write_tables(path: Path, tables: Sequence[Any]) -> None:
         pq.write_table(pa.concat_tables(tables, promote_options="default"), temporary)
 
 
+def format_number(value: float | None) -> str:
+    """Format a number with four digits; a dash for None."""
+    return "–" if value is None else f"{value:.4g}"
+
+
 def format_metrics(metrics: dict[str, Any]) -> list[str]:
     """Format each metric as a text: `accuracy 0.61 [0.57, 0.65]`."""
-
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.4g}"
-
-    return [
-        f"{name} {number(m['value'])}"
-        + (f" [{number(m['low'])}, {number(m['high'])}]" if not find_metric(name).is_floor else "")
-        for name, m in metrics.items()
-    ]
+    lines = []
+    for name, m in metrics.items():
+        interval = "" if find_metric(name).is_floor else f" [{format_number(m['low'])}, {format_number(m['high'])}]"
+        lines.append(f"{name} {format_number(m['value'])}{interval}")
+    return lines
 
 
-# ------------------------------------------------------------------------------------------------- what a warm-up moved
-
-
-_ROWS = 500
-"""Maximum rows of each split; enough for an interval of a few per cent."""
+_MAX_PERPLEXITY_ROWS = 500  # of each split; enough for an interval of a few per cent
 
 
 def evaluate_perplexity(
@@ -324,7 +294,7 @@ def evaluate_perplexity(
     adapter: Path | None,
     *,
     task: LanguageModel | MaskedLM | None = None,
-    only: tuple[str, ...] = ("dev", "test"),
+    splits: tuple[str, ...] = ("dev", "test"),
     world: ProcessMesh | None = None,
     model: LoadedModel | None = None,
     watch: Watch | None = None,
@@ -333,21 +303,21 @@ def evaluate_perplexity(
     pseudo-perplexity of masked tokens.
 
     task: objective of the warm-up, by default that of `warm_up_task`. adapter: directory of a warm-up adapter, or None
-    for the base model. only: the splits to evaluate. world: the recipe's mesh, on which every rank calls this. model: a
-    model that already holds the adapter; else it is loaded. watch: None shows no progress.
+    for the base model. world: the recipe's mesh, on which every rank calls this. model: a model that already holds the
+    adapter; else it is loaded. watch: None shows no progress.
     Returns {split: {metric: {value, low, high, n}}}, at most 500 rows a split, the same ones for every seed.
     """
     task, watch = task or warm_up_task(recipe)[0], watch or Console(quiet=True).evaluating
     if task.pack:
         task = task.replace(pack=False)
-    rows = read_splits(recipe)
-    splits = {name: split for name, split in (("dev", rows.dev), ("test", rows.test)) if split and name in only}
-    if not splits:
+    read = read_splits(recipe)
+    rows = {name: split for name, split in (("dev", read.dev), ("test", read.test)) if split and name in splits}
+    if not rows:
         return {}
     engine, tokenizer = model or load_model(recipe, task, None, world=world, adapter=adapter)
     result = {}
-    for name, split in splits.items():
-        subset = limit_rows(split, min(_ROWS, len(split)), seed=derive_seed(0, "shift", name))
+    for name, split in rows.items():
+        subset = limit_rows(split, min(_MAX_PERPLEXITY_ROWS, len(split)), seed=derive_seed(0, "shift", name))
         encoded = encode(
             subset, task=task, tokenizer=tokenizer, max_length=recipe.train.max_length,
             truncation=recipe.train.truncation, bad_rows="skip",

@@ -21,15 +21,15 @@ def main(folder: str = ".") -> int:
     reference = json.loads((Path(folder) / "reference.json").read_text(encoding="utf-8"))
     model = vllm.LLM(model=folder, max_logprobs=50, enforce_eager=True)
     tokenizer = model.get_tokenizer()
-    how = vllm.SamplingParams(max_tokens=1, temperature=0.0, logprobs=50)
-    answers = model.generate([{"prompt_token_ids": one["ids"]} for one in reference], how)
+    options = vllm.SamplingParams(max_tokens=1, temperature=0.0, logprobs=50)
+    answers = model.generate([{"prompt_token_ids": prompt["ids"]} for prompt in reference], options)
     worst, wrong = 0.0, []
-    for one, answer in zip(reference, answers, strict=True):
-        if one["whole"] and list(tokenizer(one["text"])["input_ids"]) != one["ids"]:
-            wrong.append(f"vLLM's tokenizer reads {one['text'][:60]!r} otherwise than training did")
-        said = {int(token): found.logprob for token, found in answer.outputs[0].logprobs[0].items()}
-        for token, value in one["next"].items():
-            worst = max(worst, abs(said.get(int(token), -1e9) - value))
+    for prompt, answer in zip(reference, answers, strict=True):
+        if prompt["whole"] and list(tokenizer(prompt["text"])["input_ids"]) != prompt["ids"]:
+            wrong.append(f"vLLM's tokenizer reads {prompt['text'][:60]!r} otherwise than training did")
+        logs = {int(token): entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()}
+        for token, value in prompt["next"].items():
+            worst = max(worst, abs(logs.get(int(token), -1e9) - value))
     print(f"{len(reference)} prompts: log probabilities of the likeliest next tokens differ by at most {worst:.3g}")
     print(*wrong, sep="\n", end="\n" if wrong else "")
     return int(bool(wrong) or worst > FAR)

@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from scipy.special import log_softmax
+
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.workflows.export import read_available_rows
+from flatshift.experiments.workflows.export import merge_into, require_mergeable, write_merged
 from flatshift.experiments.workflows.folder_check import (
     ExpectedAnswers,
+    ExportedRun,
     Folder,
     GgufFile,
     compare_folder,
     compute_expected,
+    run_offline,
 )
-from flatshift.experiments.workflows.generate import check_generative
-from flatshift.experiments.workflows.generation_settings import collect_end_tokens, read_trained_ends
-from flatshift.experiments.workflows.merge import Dtype, merge_into, require_foldable, write_merged
 from flatshift.experiments.workflows.model_card import build_card
-from flatshift.experiments.workflows.saved_tokenizer import RunRows
+from flatshift.experiments.workflows.run_parts import check_generative
 from flatshift.finetune.atomic import read_json_object, write_json, write_text
 from flatshift.finetune.data.encoding import get_end_token, tokenize_plain
 from flatshift.finetune.errors import UserError, shorten
@@ -45,102 +44,99 @@ Outtype = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 GGUF, ADAPTER_GGUF, REFERENCE = "model.gguf", "adapter.gguf", "reference.json"
 ENDS = ("eos", "eot", "eom")
 """Keys of a GGUF file for the tokens that end an answer."""
-SENTENCEPIECE = ("tokenizer.model", "spiece.model")
-_PACKAGE = "convert_hf_to_gguf"
-_HERE = Path(__file__).resolve().parent
+_CONVERTER = "convert_hf_to_gguf"
+_FOLDER = Path(__file__).resolve().parent
+_MAX_DIFFERENCE = {False: 0.5, True: 0.05}
+"""Largest difference of a likely token's log probability, nats, explained by rounding to 16 or 8 bits (False), and to
+32 (True)."""
 
 
 def export_for_program(
-    path: Path, out: Path, *, to: Program, outtype: Outtype = "auto", llama_cpp: Path | None = None
+    path: Path, out: Path, *, program: Program, outtype: Outtype = "auto", llama_cpp: Path | None = None
 ) -> dict[str, Any]:
-    """Write the files for the program `to` to the new directory `out`.
+    """Write the files for `program` to the new directory `out`.
 
     gguf: `model.gguf`, and with `llama_cpp` also `adapter.gguf` if the adapter is plain LoRA. ollama: the same with a
     Modelfile. vllm: the merged folder with `check_vllm.py`. outtype: of GGUF's weights; auto: 16 bits.
     llama_cpp: a checkout of llama.cpp, whose converters are used; None: the package of the extra `gguf`.
     Returns `adapter` (True if one was written); `tokens` (number of prompts that llama.cpp tokenizes as training did; 0
     without llama-cpp-python) and `max_log_probability_difference` of its next tokens (None likewise); `compared`, the
-    result of `folder_check.compare` for the merged folder, or for the GGUF file as transformers reads it.
-    Raises UserError as `merge`; for a task that generates no text; without a converter, or if it fails; and for a file
-    that is read or answered differently from the run.
+    result of `folder_check.compare_folder` for the merged folder, or for the GGUF file as transformers reads it.
+    Raises UserError as `merge_run`; for a task that generates no text; without a converter, or if it fails; and for a
+    file that is read or answered differently from the run.
     """
     recipe = resume_recipe(path).recipe
     check_generative(recipe.task)
-    if recipe.task.traits.encoder_decoder and to != "gguf":
-        raise UserError(f"--to {to}: it serves no encoder-decoder; take `flatshift merge` and plain transformers")
-    if to != "vllm":
+    if recipe.task.traits.encoder_decoder and program != "gguf":
+        raise UserError(f"--to {program}: it serves no encoder-decoder; take `flatshift merge` and plain transformers")
+    if program != "vllm":
         _require_converter(llama_cpp)
     with exclusive_lock(out):
         check_replaceable(out)
-        require_foldable(path, recipe)
-        trained = list(read_trained_ends(path).values())
-        rows = read_available_rows(recipe, None)
-        with (
-            compute_expected(path, recipe, None, rows, collect_end_tokens(recipe, trained)) as wanted,
-            output_directory(out) as temporary,
-        ):
-            if to == "vllm":
-                told = _export_vllm(path, recipe, temporary, wanted, rows)
+        require_mergeable(path, recipe)
+        run = ExportedRun.open(path, recipe)
+        with compute_expected(run) as expected, output_directory(out) as temporary:
+            if program == "vllm":
+                comparison = merge_into(temporary, run, expected)
+                names = ("text", "whole", "ids", "next")
+                reference = [{name: prompt[name] for name in names} for prompt in expected.reference]
+                write_json(temporary / REFERENCE, reference)
+                shutil.copyfile(_FOLDER / "check_vllm.py", temporary / "check_vllm.py")
+                result = {"adapter": False, **_NO_COMPARISON, "compared": comparison}
             else:
-                told = _export_gguf(path, recipe, temporary, wanted, rows, outtype, llama_cpp)
-                if to == "ollama":
-                    write_text(temporary / "Modelfile", build_modelfile(recipe, trained))
-            text = build_card(path, recipe, tokenizer=open_backbone(recipe.backbone).tokenizer, labels=None, form=to)
-            write_text(temporary / "README.md", text)
-    return told
+                result = _export_gguf(run, temporary, expected, outtype, llama_cpp)
+            if program == "ollama":
+                write_text(temporary / "Modelfile", build_modelfile(recipe, run.trained_ends))
+            tokenizer = open_backbone(recipe.backbone).tokenizer
+            write_text(
+                temporary / "README.md", build_card(path, recipe, tokenizer=tokenizer, labels=None, form=program)
+            )
+    return result
 
 
-# --------------------------------------------------------------------------------------------- llama.cpp and Ollama
+_NO_COMPARISON = {"tokens": 0, "max_log_probability_difference": None}
 
 
 def _export_gguf(
-    path: Path,
-    recipe: Recipe,
-    out: Path,
-    wanted: ExpectedAnswers,
-    rows: RunRows | None,
-    outtype: Outtype,
-    checkout: Path | None,
+    run: ExportedRun, out: Path, expected: ExpectedAnswers, outtype: Outtype, checkout: Path | None
 ) -> dict[str, Any]:
-    merged, exact = out / "merged", outtype == "f32"
-    merged.mkdir()
-    kept: Dtype = "float32" if outtype in ("f32", "q8_0") else "auto"
-    written = write_merged(merged, path, recipe, rows=rows, wanted_dtype=kept)
-    backbone, trained = open_backbone(recipe.backbone), list(read_trained_ends(path).values())
-    ends = list(dict.fromkeys([*trained, *collect_end_tokens(recipe, trained)]))
-    _keep_sentencepiece(recipe, merged)
-    told = _run_converter("model", merged, out / GGUF, backbone.directory, outtype, checkout, ends)
-    _require_same_vocabulary(told, recipe, trained)
-    adapter = checkout is not None and _is_plain_lora(path / "adapter")
+    recipe, folder, exact = run.recipe, out / "merged", outtype == "f32"
+    folder.mkdir()
+    merged = write_merged(folder, run, "float32" if outtype in ("f32", "q8_0") else "auto")
+    ends = list(dict.fromkeys([*run.trained_ends, *run.ends]))
+    _keep_sentencepiece(recipe, folder)
+    backbone = open_backbone(recipe.backbone).directory
+    facts = _run_converter("model", folder, out / GGUF, backbone, outtype, checkout, ends)
+    _require_same_vocabulary(facts, recipe, run.trained_ends)
+    adapter = checkout is not None and _is_plain_lora(run.path / "adapter")
     if adapter:
-        _run_converter("adapter", path / "adapter", out / ADAPTER_GGUF, merged, outtype, checkout, ends)
-    asked: dict[str, Any] = {"tokens": 0, "max_log_probability_difference": None}
+        _run_converter("adapter", run.path / "adapter", out / ADAPTER_GGUF, folder, outtype, checkout, ends)
+    llama: dict[str, Any] = _NO_COMPARISON
     if importlib.util.find_spec("llama_cpp") is not None:
-        asked = _compare_llama_cpp(out / GGUF, wanted.reference, exact=exact)
-    config = read_json_object(merged / "config.json")
+        llama = _compare_llama_cpp(out / GGUF, expected.reference, exact=exact)
+    config = read_json_object(folder / "config.json")
     gguf = GgufFile(
-        GGUF, told["architecture"], config.get("text_config", config),
-        [told[name] for name in ENDS if told[name] is not None],
+        GGUF, facts["architecture"], config.get("text_config", config),
+        [facts[name] for name in ENDS if facts[name] is not None],
         None if checkout is None else checkout / "gguf-py",
     )  # fmt: skip
-    folders = [Folder(merged, written.exact), Folder(out, exact, gguf=gguf)]
-    _, compared = compare_folder(wanted, recipe, None, folders, ends=trained)
-    shutil.rmtree(merged)
-    return {"adapter": adapter, **asked, "compared": compared}
+    _, comparison = compare_folder(run, expected, [Folder(folder, merged.exact), Folder(out, exact, gguf=gguf)])
+    shutil.rmtree(folder)
+    return {"adapter": adapter, **llama, "compared": comparison}
 
 
 def _require_converter(checkout: Path | None) -> None:
-    if checkout is None and importlib.util.find_spec(_PACKAGE) is None:
+    if checkout is None and importlib.util.find_spec(_CONVERTER) is None:
         raise UserError(
             "llama.cpp's converter is not installed: pip install 'flatshift[gguf]', or name a checkout of llama.cpp by "
             "--llama-cpp DIR"
         )
-    if checkout is not None and not (checkout / f"{_PACKAGE}.py").is_file():
-        raise UserError(f"--llama-cpp: {checkout} has no {_PACKAGE}.py, so it is no checkout of llama.cpp")
+    if checkout is not None and not (checkout / f"{_CONVERTER}.py").is_file():
+        raise UserError(f"--llama-cpp: {checkout} has no {_CONVERTER}.py, so it is no checkout of llama.cpp")
 
 
 def _run_converter(
-    what: Literal["model", "adapter"],
+    kind: Literal["model", "adapter"],
     source: Path,
     file: Path,
     base: Path,
@@ -149,39 +145,35 @@ def _run_converter(
     ends: Sequence[int],
 ) -> dict[str, Any]:
     """Run llama.cpp's converter in a separate process; returns the facts about the file's vocabulary."""
-    about = file.with_suffix(".json")
-    words = [what, source, file, base, outtype, _find_pre_tokenizer(base) or "", about, ",".join(map(str, ends))]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    places = [] if checkout is None else [str(checkout), str(checkout / "gguf-py")]
-    environment["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-P", str(_HERE / "gguf_conversion.py"), *map(str, words)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
-    if done.returncode or not about.is_file():
-        raise UserError(_refusal(what, done))
-    told: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
-    about.unlink()
-    return told
-
-
-def _refusal(what: str, done: subprocess.CompletedProcess[str]) -> str:
-    """Return the reason why the converter failed, in one sentence."""
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    last = said[-1] if said else f"exit code {done.returncode}"
-    if unknown := re.search(r"Model (\w+) is not supported", last):
-        return f"llama.cpp's converter knows no {unknown[1]}; take `flatshift merge`, which plain transformers reads"
-    if missing := re.search(r"(\w+\.model)$", last):
-        return (
+    facts = file.with_suffix(".json")
+    arguments = [kind, source, file, base, outtype, _find_pre_tokenizer(base) or "", facts, ",".join(map(str, ends))]
+    packages = [] if checkout is None else [str(checkout), str(checkout / "gguf-py")]
+    code, reason = run_offline([_FOLDER / "gguf_conversion.py", *arguments], packages)
+    if not code and facts.is_file():
+        result = read_json_object(facts)
+        facts.unlink()
+        return result
+    if unknown := re.search(r"Model (\w+) is not supported", reason):
+        message = f"llama.cpp's converter knows no {unknown[1]}; take `flatshift merge`, which plain transformers reads"
+    elif missing := re.search(r"(\w+\.model)$", reason):
+        message = (
             f"llama.cpp's converter takes this family's vocabulary from {missing[1]} alone, which the backbone's "
             "folder lacks; put the checkpoint's own there"
         )
-    return f"llama.cpp's converter does not take this {what}: {shorten(last, 160)}"
+    else:
+        message = f"llama.cpp's converter does not take this {kind}: {shorten(reason, 160)}"
+    raise UserError(message)
 
 
 def _keep_sentencepiece(recipe: Recipe, merged: Path) -> None:
     """Put the backbone's SentencePiece file into `merged`, as transformers saves none and the converter reads it, with
     the tokens that were added to it as older versions of transformers name them."""
     backbone = open_backbone(recipe.backbone)
-    files = [backbone.directory / name for name in SENTENCEPIECE if (backbone.directory / name).is_file()]
+    files = [
+        backbone.directory / name
+        for name in ("tokenizer.model", "spiece.model")
+        if (backbone.directory / name).is_file()
+    ]
     if not files:
         return
     for file in files:
@@ -204,90 +196,66 @@ def _find_pre_tokenizer(directory: Path) -> str | None:
     file = directory / "tokenizer.json"
     if not file.is_file():
         return None
-    division = json.loads(file.read_text(encoding="utf-8")).get("pre_tokenizer") or {}
+    division = read_json_object(file).get("pre_tokenizer") or {}
     own = division.get("type") == "ByteLevel" and division.get("use_regex", True)
     return "gpt-2" if own and not division.get("add_prefix_space") else None
 
 
-def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequence[int]) -> None:
-    """Raise UserError unless the file has the tokenizer's tokens at the same ids, and starts and ends texts as in
-    training."""
+def _require_same_vocabulary(facts: dict[str, Any], recipe: Recipe, trained: Sequence[int]) -> None:
     tokenizer = open_backbone(recipe.backbone).own_tokenizer()
     recipe.task.input_format.prepare_tokenizer(tokenizer)
     begins = recipe.task.input_format.token_ids(tokenizer, "a")[: -len(tokenize_plain(tokenizer, "a"))]
-    wanted = {index: token for token, index in tokenizer.get_vocab().items()}
-    tokens = [token.replace(" ", "\u2581") for token in told["tokens"]]  # the converter writes some of them as spaces
+    vocabulary = {index: token for token, index in tokenizer.get_vocab().items()}
+    tokens = [token.replace(" ", "\u2581") for token in facts["tokens"]]  # the converter writes some of them as spaces
     other = [
         index
-        for index, token in wanted.items()
+        for index, token in vocabulary.items()
         if index >= len(tokens) or tokens[index] != token.replace(" ", "\u2581")
     ]
     if other:
         raise UserError(f"the GGUF file has {len(other):,} other tokens than the tokenizer, the first at {min(other)}")
-    if told["rows"] not in (None, len(tokens)):
+    if facts["rows"] not in (None, len(tokens)):
         raise UserError(
-            f"the GGUF file has {len(tokens):,} tokens and {told['rows']:,} rows of their embeddings, which llama.cpp "
+            f"the GGUF file has {len(tokens):,} tokens and {facts['rows']:,} rows of their embeddings, which llama.cpp "
             "does not load; put the checkpoint's own tokenizer.model into the backbone's folder"
         )
-    begin = [told["bos"]] if told["add_bos"] else []
-    if not recipe.task.traits.encoder_decoder and not _template_has_special_tokens(recipe) and begins != begin:
+    begin = [facts["bos"]] if facts["add_bos"] else []
+    if not recipe.task.traits.encoder_decoder and not recipe.task.input_format.uses_chat_template and begins != begin:
         raise UserError(f"the GGUF file begins a text with the tokens {begin}, where training began it with {begins}")
-    if told["eos"] != get_end_token(tokenizer):
-        raise UserError(f"the GGUF file ends a text with token {told['eos']}, training with {get_end_token(tokenizer)}")
-    if missed := sorted(set(trained) - {told[name] for name in ENDS}):
+    if facts["eos"] != (end := get_end_token(tokenizer)):
+        raise UserError(f"the GGUF file ends a text with token {facts['eos']}, training with {end}")
+    if missed := sorted(set(trained) - {facts[name] for name in ENDS}):
         raise UserError(f"the GGUF file does not end an answer with token {missed[0]}, and training did")
 
 
-def _template_has_special_tokens(recipe: Recipe) -> bool:
-    """Return True if the template itself contains the special tokens of a prompt."""
-    return recipe.task.input_format.uses_chat_template
-
-
 def _is_plain_lora(adapter: Path) -> bool:
-    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = read_json_object(adapter / "adapter_config.json")
     odd = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "rank_pattern", "alpha_pattern")
     return settings.get("peft_type") == "LORA" and not any(settings.get(name) for name in odd)
 
 
 def _compare_llama_cpp(file: Path, reference: list[dict[str, Any]], *, exact: bool) -> dict[str, Any]:
-    """Compare llama.cpp's tokens and next-token log probabilities with the run's."""
     import llama_cpp
-    import numpy as np
 
-    longest = max(len(one["ids"]) for one in reference)
+    longest = max(len(prompt["ids"]) for prompt in reference)
+    # Keys and values of the cache in float32 (type 0): the comparison allows for the weights' rounding only.
     model = llama_cpp.Llama(
-        # Keys and values of the cache in float32 (type 0): the comparison allows for the weights' rounding only.
-        str(file),
-        n_ctx=longest + 8,
-        n_threads=1,
-        logits_all=True,
-        verbose=False,
-        type_k=0,
-        type_v=0,
+        str(file), n_ctx=longest + 8, n_threads=1, logits_all=True, verbose=False, type_k=0, type_v=0
     )
-    worst = 0.0
-    for one in reference:
-        read = model.tokenize(one["text"].encode(), add_bos=one["whole"], special=True)
-        if read != one["ids"]:
-            raise UserError(f"llama.cpp reads the prompt {shorten(one['text'], 60)!r} otherwise than training did")
+    largest = 0.0
+    for prompt in reference:
+        ids = model.tokenize(prompt["text"].encode(), add_bos=prompt["whole"], special=True)
+        if ids != prompt["ids"]:
+            raise UserError(f"llama.cpp reads the prompt {shorten(prompt['text'], 60)!r} otherwise than training did")
         model.reset()
-        model.eval(one["ids"])
-        logits = np.asarray(model.scores[len(one["ids"]) - 1], dtype=np.float64)
-        said = logits - np.logaddexp.reduce(logits)
-        worst = max(worst, *(abs(float(said[int(token)]) - value) for token, value in one["next"].items()))
-    _require_near(worst, exact=exact)
-    return {"tokens": len(reference), "max_log_probability_difference": worst}
-
-
-def _require_near(worst: float, *, exact: bool) -> None:
-    if not worst <= (_FAR_EXACT if exact else _FAR):
+        model.eval(ids)
+        logs = log_softmax(np.asarray(model.scores[len(ids) - 1], dtype=np.float64))
+        largest = max(largest, *(abs(float(logs[int(token)]) - value) for token, value in prompt["next"].items()))
+    if not largest <= _MAX_DIFFERENCE[exact]:
         raise UserError(
-            f"the GGUF file's log probabilities differ by {worst:.3g} from the run's: more than by rounding"
+            f"the GGUF file's log probabilities differ by {largest:.3g} from the run's: more than by rounding"
         )
-
-
-_FAR, _FAR_EXACT = 0.5, 0.05
-"""Largest difference of a likely token's log probability, nats, explained by rounding to 16 or 8 bits, and to 32."""
+    return {"tokens": len(reference), "max_log_probability_difference": largest}
 
 
 def build_modelfile(recipe: Recipe, trained: Sequence[int]) -> str:
@@ -295,35 +263,19 @@ def build_modelfile(recipe: Recipe, trained: Sequence[int]) -> str:
     generate`."""
     task, tokenizer = recipe.task, open_backbone(recipe.backbone).tokenizer
     mark = "{{ .Prompt }}"
-    (asked,) = task.input_format.build_text_prompts(
-        [mark], tokenizer, raw=len(task.input_format.columns()) != 1 and not _template_has_special_tokens(recipe)
-    )
-    template = asked.text
-    for token in filter(None, [tokenizer.bos_token]):  # llama.cpp adds it by the file's settings
-        template = template.removeprefix(token)
+    raw = len(task.input_format.columns()) != 1 and not task.input_format.uses_chat_template
+    (question,) = task.input_format.build_text_prompts([mark], tokenizer, raw=raw)
+    template = question.text.removeprefix(tokenizer.bos_token or "")  # llama.cpp adds it by the file's settings
     if mark not in template or '"""' in template:
         raise UserError(f"--to ollama: the run's prompt cannot be written as a template of Ollama ({template!r})")
-    stops = {tokenizer.decode([end]) for end in (get_end_token(tokenizer), asked.stop, *trained) if end is not None}
-    return "\n".join(
-        [
-            f"FROM ./{GGUF}",
-            f'TEMPLATE """{template}"""',
-            *(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in sorted(stops)),
-            "PARAMETER temperature 0",
-            f"PARAMETER num_predict {task.max_new_tokens}",
-            "",
-        ]
-    )
-
-
-# --------------------------------------------------------------------------------------------- vLLM
-
-
-def _export_vllm(
-    path: Path, recipe: Recipe, out: Path, wanted: ExpectedAnswers, rows: RunRows | None
-) -> dict[str, Any]:
-    compared = merge_into(out, path, recipe, wanted, rows=rows)
-    reference = [{name: one[name] for name in ("text", "whole", "ids", "next")} for one in wanted.reference]
-    write_json(out / REFERENCE, reference)
-    shutil.copyfile(_HERE / "check_vllm.py", out / "check_vllm.py")
-    return {"adapter": False, "tokens": 0, "max_log_probability_difference": None, "compared": compared}
+    ends = {get_end_token(tokenizer), question.stop, *trained}
+    stops = {tokenizer.decode([end]) for end in ends if end is not None}
+    lines = [
+        f"FROM ./{GGUF}",
+        f'TEMPLATE """{template}"""',
+        *(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in sorted(stops)),
+        "PARAMETER temperature 0",
+        f"PARAMETER num_predict {task.max_new_tokens}",
+        "",
+    ]
+    return "\n".join(lines)

@@ -7,8 +7,10 @@ installation.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import shutil
@@ -33,7 +35,7 @@ EXTRAS = {
     "cuda": "another kernel for the loss on CUDA, taken where it is faster",
 }
 Findings = list[dict[str, str]]
-LITTLE_DISK = 1 << 30  # bytes; a run directory with its checkpoints should fit
+_MIN_DISK = 1 << 30  # bytes; a run directory with its checkpoints should fit
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -48,7 +50,7 @@ def diagnose(*, deep: bool = False) -> dict[str, Any]:
     notes: Findings = []
     versions, extras = check_versions(problems, notes)
     disk = shutil.disk_usage(Path.cwd())
-    if disk.free < LITTLE_DISK:
+    if disk.free < _MIN_DISK:
         notes.append({"what": f"only {_format_gib(disk.free)} free here", "fix": "give `--out` on a larger disk"})
     result: dict[str, Any] = {
         "ok": False,
@@ -72,13 +74,10 @@ def diagnose(*, deep: bool = False) -> dict[str, Any]:
         notes.append({"what": "an NVIDIA driver is here, but torch is a CPU build", "fix": fix})
     known = platform.system() == "Linux"  # CPU flags are read on Linux only
     if known and not result["cpu"]["bf16"] and not (result["devices"] or {}).get("cuda"):
-        what = "this CPU has no bf16 instructions: `train.precision: auto` takes fp32; bf16 by name would be many times"
-        notes.append({"what": f"{what} slower", "fix": ""})
+        note = "this CPU has no bf16 instructions: `train.precision: auto` takes fp32; bf16 by name would be many times"
+        notes.append({"what": f"{note} slower", "fix": ""})
     result["ok"] = not problems
     return result
-
-
-# Versions
 
 
 def read_requirements() -> list[Requirement]:
@@ -94,46 +93,37 @@ def read_requirements() -> list[Requirement]:
             return []
         project = tomllib.loads(source.read_text(encoding="utf-8"))["project"]
         lines = list(project["dependencies"])
-        for extra, wanted in project["optional-dependencies"].items():
-            lines += [f'{line}; extra == "{extra}"' for line in wanted]
+        for extra, required in project["optional-dependencies"].items():
+            lines += [f'{line}; extra == "{extra}"' for line in required]
     return [Requirement(line) for line in lines]
 
 
-def check_versions(
-    problems: list[dict[str, str]], notes: list[dict[str, str]]
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+def check_versions(problems: Findings, notes: Findings) -> tuple[dict[str, Any], dict[str, Any]]:
     """Check the versions of the core packages, and find the installed extras.
 
     Returns ({package: {installed, wanted, ok}}, {extra: {installed, gives, get}}).
     """
     try:
-        wanted = read_requirements()
+        requirements = read_requirements()
     except ImportError:
         problems.append({"what": "the package `packaging` is missing", "fix": "pip install packaging"})
         return {}, {}
-    versions: dict[str, dict[str, Any]] = {}
-    for requirement in wanted:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        row = _version_row(requirement)
-        versions[requirement.name] = row
-        if row["installed"] is None:
-            problems.append(
-                {"what": f"{requirement.name} is not installed", "fix": f"pip install '{_pip_spec(requirement)}'"}
-            )
-        elif not row["ok"]:
-            what = f"{requirement.name} {row['installed']} is outside {row['wanted']}"
-            problems.append({"what": what, "fix": f"pip install '{_pip_spec(requirement)}'"})
-    extras: dict[str, dict[str, Any]] = {}
+
+    core = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+    versions = {r.name: _version_row(r) for r in core}
+    for name, row in versions.items():
+        if not row["ok"]:
+            state = "is not installed" if row["installed"] is None else f"{row['installed']} is outside {row['wanted']}"
+            problems.append({"what": f"{name} {state}", "fix": f"pip install '{name}{row['wanted']}'"})
+    extras: dict[str, Any] = {}
     for extra, gives in EXTRAS.items():
-        parts = [r for r in wanted if r.marker is not None and _is_only_for_extra(r, extra)]
-        rows = {r.name: _version_row(r) for r in parts}
+        own = [
+            r for r in requirements if r not in core and r.marker is not None and r.marker.evaluate({"extra": extra})
+        ]
+        rows = {r.name: _version_row(r) for r in own}
         get = f"pip install '{DISTRIBUTION}[{extra}]'"
-        extras[extra] = {
-            "installed": bool(rows) and all(row["ok"] for row in rows.values()),
-            "gives": gives,
-            "get": get,
-        }
+        installed = bool(rows) and all(row["ok"] for row in rows.values())
+        extras[extra] = {"installed": installed, "gives": gives, "get": get}
         for name, row in rows.items():
             if row["installed"] is not None and not row["ok"]:
                 notes.append({"what": f"{name} {row['installed']} is outside {row['wanted']}", "fix": get})
@@ -150,30 +140,12 @@ def _version_row(requirement: Requirement) -> dict[str, Any]:
     return {"installed": installed, "wanted": str(requirement.specifier), "ok": ok}
 
 
-def _pip_spec(requirement: Requirement) -> str:
-    return f"{requirement.name}{requirement.specifier}"
-
-
-def _is_only_for_extra(requirement: Requirement, extra: str) -> bool:
-    assert requirement.marker is not None
-    return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate({"extra": ""})
-
-
-# Machine
-
-
 def describe_cpu() -> dict[str, Any]:
     """Return the model, usable cores (affinity and container quota), and the fast bf16 instructions of the CPU.
 
     Does not use `flatshift.finetune.machine`, so that it works in a broken installation.
     """
-    info: dict[str, str] = {}
-    try:
-        for line in (_PROC / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            info.setdefault(key.strip(), value.strip())
-    except OSError:
-        pass  # not Linux
+    info = _read_proc("cpuinfo")
     flags = set(info.get("flags", info.get("Features", "")).split())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _read_cgroup_limit("cpu.max")
@@ -186,15 +158,19 @@ def describe_cpu() -> dict[str, Any]:
     }
 
 
+def _read_proc(name: str) -> dict[str, str]:
+    """Return the first value of each key of a file in /proc; empty if this is not Linux."""
+    values: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in (_PROC / name).read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            values.setdefault(key.strip(), value.strip())
+    return values
+
+
 def read_memory() -> dict[str, int | None]:
     """Return bytes of memory: `total` (or the container's limit, if lower) and `available` now."""
-    sizes: dict[str, int] = {}
-    try:
-        for line in (_PROC / "meminfo").read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            sizes[key] = int(value.split()[0]) * 1024
-    except OSError:
-        pass  # not Linux
+    sizes = {key: int(value.split()[0]) * 1024 for key, value in _read_proc("meminfo").items()}
     total = sizes.get("MemTotal")
     if total is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -202,7 +178,7 @@ def read_memory() -> dict[str, int | None]:
     available = sizes.get("MemAvailable")
     if limit is not None and total is not None and limit < total:
         total = int(limit)
-        available = min(available, total) if available is not None else None
+        available = None if available is None else min(available, total)
     return {"total": total, "available": available}
 
 
@@ -221,24 +197,23 @@ def _has_nvidia_driver() -> bool:
     return (_PROC / "driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
-def _report_missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> None:
+def _report_missing_cuda(problems: Findings, notes: Findings) -> None:
     """Report the reason why torch sees no CUDA device, with a run's error message: a problem if both a driver and a
     CUDA build are installed, a note if one of them is missing, nothing if neither is."""
     try:
         from flatshift.finetune.compute.cuda_status import diagnose_cuda, probe_cuda
 
-        found = probe_cuda()
-        reason = diagnose_cuda(found)
+        status = probe_cuda()
+        reason = diagnose_cuda(status)
     except Exception as error:  # a broken installation may raise anything
         notes.append({"what": f"CUDA cannot be looked at: {error}", "fix": ""})
         return
-    if reason is None or (found.built_for is None and not found.driver):
-        return
-    entry = {"what": reason.problem, "fix": reason.fix}
-    (problems if found.built_for is not None and found.driver else notes).append(entry)
+    built = status.built_for is not None
+    if reason is not None and (built or status.driver):
+        (problems if built and status.driver else notes).append({"what": reason.problem, "fix": reason.fix})
 
 
-def list_devices(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> dict[str, Any]:
+def list_devices(problems: Findings, notes: Findings) -> dict[str, Any]:
     """Import torch and list its devices."""
     try:
         import torch
@@ -269,7 +244,7 @@ def list_devices(problems: list[dict[str, str]], notes: list[dict[str, str]]) ->
     }
 
 
-def resolve_auto_precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
+def resolve_auto_precision(problems: Findings) -> dict[str, str] | None:
     """Return the precision that `train.precision: auto` resolves to on the device of `train.device: auto`, and the
     reason."""
     try:
@@ -285,8 +260,8 @@ def resolve_auto_precision(problems: list[dict[str, str]]) -> dict[str, str] | N
     return {"auto": choice.precision, "why": choice.why}
 
 
-def try_quantization(problems: list[dict[str, str]], places: list[str]) -> dict[str, list[str]] | None:
-    """Return for each kind of `train.quantization` those of `places` on which a small layer passes a gradient; None
+def try_quantization(problems: Findings, devices: list[str]) -> dict[str, list[str]] | None:
+    """Return for each kind of `train.quantization` those of `devices` on which a small layer passes a gradient; None
     without bitsandbytes."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return None
@@ -294,55 +269,46 @@ def try_quantization(problems: list[dict[str, str]], places: list[str]) -> dict[
         from flatshift.finetune.models import quantize
 
         kinds: dict[str, list[str]] = {kind: [] for kind in quantize.KINDS}
-        for kind in quantize.KINDS:
-            for place in places:
-                error = quantize.gradient_problem(kind, place)
-                if error is None:
-                    kinds[kind].append(place)
-                else:
-                    what = f"train.quantization: {kind} fails on {place}: {error}"
-                    problems.append({"what": what, "fix": "pip install --force-reinstall bitsandbytes"})
+        for kind, device in itertools.product(quantize.KINDS, devices):
+            error = quantize.gradient_problem(kind, device)
+            if error is None:
+                kinds[kind].append(device)
+            else:
+                what = f"train.quantization: {kind} fails on {device}: {error}"
+                problems.append({"what": what, "fix": "pip install --force-reinstall bitsandbytes"})
     except Exception as error:  # a broken installation, or a shared library that cannot be loaded
         problems.append({"what": f"bitsandbytes is here but of no use: {error}", "fix": "reinstall it"})
         return None
     return kinds
 
 
-def _list_shipped_files(problems: list[dict[str, str]]) -> dict[str, list[str]]:
-    """Return the backbones and samples in the package; none at all means a broken installation."""
+def _list_shipped_files(problems: Findings) -> dict[str, list[str]]:
     try:
         from flatshift.finetune import assets
 
-        found = {"backbones": assets.list_backbones(), "samples": assets.list_samples()}
+        shipped = {"backbones": assets.list_backbones(), "samples": assets.list_samples()}
     except Exception as error:  # a broken installation may raise anything
         problems.append({"what": f"the shipped files cannot be listed: {error}", "fix": ""})
         return {"backbones": [], "samples": []}
-    for kind, names in found.items():
+    for kind, names in shipped.items():
         if not names:
             fix = f"pip install --force-reinstall {DISTRIBUTION}"
             problems.append({"what": f"the package holds no {kind}", "fix": fix})
-    return found
+    return shipped
 
 
-def describe_token_cache(problems: list[dict[str, str]]) -> dict[str, Any] | None:
+def describe_token_cache(problems: Findings) -> dict[str, Any] | None:
     """Return the directory of cached encoded rows, its number of inputs and bytes; None if it cannot be read."""
     try:
         from flatshift.finetune.cache_directory import cache_limit, cache_root, list_cache_entries
 
         root = cache_root()
         entries = list_cache_entries(root)
-        return {
-            "path": str(root),
-            "entries": len(entries),
-            "bytes": sum(entry.bytes for entry in entries),
-            "limit": cache_limit(),
-        }
+        size = sum(entry.bytes for entry in entries)
+        return {"path": str(root), "entries": len(entries), "bytes": size, "limit": cache_limit()}
     except Exception as error:  # a limit that is not a number, or a broken installation
         problems.append({"what": f"the token cache cannot be looked at: {error}", "fix": ""})
         return None
-
-
-# Printing
 
 
 def _format_gib(size: float | None) -> str:
@@ -366,11 +332,8 @@ def format_result(result: Mapping[str, Any]) -> str:
     ]
     cache = result["cache"]
     if cache is not None:
-        lines.append(
-            f"tokens     {cache['entries']} inputs kept, {_format_gib(cache['bytes'])} of at most "
-            f"{_format_gib(cache['limit'])}, in "
-            f"{cache['path']}"
-        )
+        size = f"{_format_gib(cache['bytes'])} of at most {_format_gib(cache['limit'])}"
+        lines.append(f"tokens     {cache['entries']} inputs kept, {size}, in {cache['path']}")
     lines.append("")
     width = max((len(name) for name in result["versions"]), default=0)
     for name, row in result["versions"].items():
@@ -381,18 +344,18 @@ def format_result(result: Mapping[str, Any]) -> str:
         state = "installed" if row["installed"] else f"missing: {row['get']}"
         lines.append(f"extra {extra} ({row['gives']}): {state}")
     lines.append("")
-    found = result["devices"]
-    if found is None:
+    devices = result["devices"]
+    if devices is None:
         lines.append("devices: not looked at; `flatshift doctor --deep` imports torch and lists them")
-    elif found:
-        gpus = [f"{gpu['name']} ({_format_gib(gpu['memory'])}, sm {gpu['capability']})" for gpu in found["cuda"]]
-        names = [f"cpu ({found['threads']} threads)", *gpus, *(["mps"] if found["mps"] else [])]
-        lines.append(f"devices: {', '.join(names)}; torch {found['torch']}")
-        lines.append(f"process groups: {', '.join(found['distributed']) or 'none'}")
-        chosen = found["precision"]
+    elif devices:
+        gpus = [f"{gpu['name']} ({_format_gib(gpu['memory'])}, sm {gpu['capability']})" for gpu in devices["cuda"]]
+        names = [f"cpu ({devices['threads']} threads)", *gpus, *(["mps"] if devices["mps"] else [])]
+        lines.append(f"devices: {', '.join(names)}; torch {devices['torch']}")
+        lines.append(f"process groups: {', '.join(devices['distributed']) or 'none'}")
+        chosen = devices["precision"]
         if chosen is not None:
             lines.append(f"train.precision: auto takes {chosen['auto']}: {chosen['why']}")
-        kinds = found["quantization"]
+        kinds = devices["quantization"]
         if kinds is not None:
             served = [f"{kind} on {' and '.join(places)}" for kind, places in kinds.items() if places]
             lines.append(

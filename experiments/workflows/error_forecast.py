@@ -42,12 +42,12 @@ from flatshift.finetune.run_directory import RECIPE, check_empty
 from flatshift.finetune.seeds import derive_seed, numpy_generator
 from flatshift.finetune.train.optimizer import is_fixed
 
-FEWEST_ROWS = 10
-LARGEST = 500
+_MIN_ROWS = 10
+_MAX_KERNEL = 500
 """Rows × outputs up to which every output has its own kernel; above, all share the kernel of their sum."""
-SKETCH = 4096
+_SKETCH_WIDTH = 4096
 """Width to which the gradients of a group of ranks are hashed if they are wider."""
-DECAYS = (0.0, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+_DECAYS = (0.0, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 """Ridges in units of the kernel's mean eigenvalue; 0 is training to the end."""
 
 
@@ -59,7 +59,7 @@ class ForecastAxes:
     ranks: tuple[int, ...]
     noises: tuple[float, ...]
     draws: int = 5
-    more: int = 500
+    extra_rows: int = 500
     """Additional rows that the learning curve is extrapolated to."""
 
 
@@ -67,37 +67,30 @@ def build_axes(
     recipe: Recipe, rows: int, *, ranks: Sequence[int], noises: Sequence[float], draws: int, more: int
 ) -> ForecastAxes:
     """Return the axes: rows in halves down to 10, and the given ranks and noise levels, or the recipe's own."""
-    steps = [rows]
-    while steps[-1] // 2 >= FEWEST_ROWS and len(steps) < 6:
-        steps.append(steps[-1] // 2)
-    found = tuple(sorted(set(ranks) or {recipe.adapter.rank}))
-    if found[0] < 1 or any(not 0 <= noise < 1 for noise in noises) or draws < 2 or more < 1:
+    counts = tuple(sorted(rows // 2**k for k in range(6) if k == 0 or rows // 2**k >= _MIN_ROWS))
+    chosen_ranks = tuple(sorted(set(ranks) or {recipe.adapter.rank}))
+    if chosen_ranks[0] < 1 or any(not 0 <= noise < 1 for noise in noises) or draws < 2 or more < 1:
         raise UserError(
             "forecast: ranks are at least 1, noise from 0 to below 1, --draws at least 2, --more at least 1"
         )
-    return ForecastAxes(
-        tuple(sorted(steps)), found, tuple(sorted(set(noises) or {recipe.data.label_noise})), draws, more
-    )
+    return ForecastAxes(counts, chosen_ranks, tuple(sorted(set(noises) or {recipe.data.label_noise})), draws, more)
 
 
 def check_linear(recipe: Recipe) -> None:
     """Raise UserError for a recipe that a linear model cannot represent."""
     task, adapter = recipe.task, recipe.adapter
-    wrong = {
-        f"task.kind: {task.name} has no fixed set of outputs; take classify or regress": task.multi
-        or not task.traits.is_sequence_level,
+    obstacles = {
+        f"task.kind: {task.name} has no fixed set of outputs; take classify or regress": not task.traits.is_sequence_level
+        or task.multi,
         "adapter.dora is not linear in its factors, even at its start; set adapter.dora: false": adapter.dora,
         "adapter.soft_tokens are no linear layer; leave them out for LoRA": adapter.soft_tokens is not None,
         f"adapter.init: {adapter.init} starts away from B = 0; set adapter.init: default": adapter.init != "default",
         "mesh: a forecast is made in one process; leave every axis at 1": recipe.mesh.size > 1 or recipe.mesh.auto,
         "warmup: a forecast begins at the backbone; leave the block out": recipe.warmup is not None,
     }
-    for said, broken in wrong.items():
-        if broken:
-            raise UserError(f"forecast: {said}")
-
-
-# ------------------------------------------------------------------------------------------------------- features
+    for sentence, present in obstacles.items():
+        if present:
+            raise UserError(f"forecast: {sentence}")
 
 
 @dataclass(frozen=True)
@@ -110,13 +103,13 @@ class GradientFeatures:
     outputs: np.ndarray
     """Outputs at the start, [N, C]."""
 
-    def kernel(self, other: GradientFeatures, upto: int, scale: float) -> np.ndarray:
-        """Return the kernel [N·C', M·C'] with the first `upto` rank blocks; `scale` is the square of the factor of
+    def kernel(self, features: GradientFeatures, count: int, scale: float) -> np.ndarray:
+        """Return the kernel [N·C', M·C'] with the first `count` rank blocks; `scale` is the square of the factor of
         their gradients."""
-        found = self.blocks[0] @ other.blocks[0].T
-        for mine, theirs in zip(self.blocks[1 : upto + 1], other.blocks[1 : upto + 1], strict=True):
-            found += scale * (mine @ theirs.T)
-        return found
+        kernel = self.blocks[0] @ features.blocks[0].T
+        for rows, columns in zip(self.blocks[1 : count + 1], features.blocks[1 : count + 1], strict=True):
+            kernel += scale * (rows @ columns.T)
+        return kernel
 
 
 class _CountSketch:
@@ -124,11 +117,11 @@ class _CountSketch:
 
     def __init__(self, width: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.place = torch.randint(SKETCH, (width,), generator=generator)
+        self.index = torch.randint(_SKETCH_WIDTH, (width,), generator=generator)
         self.sign = torch.randint(2, (width,), generator=generator).float().mul_(2).sub_(1)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.new_zeros(len(rows), SKETCH).index_add_(1, self.place, rows * self.sign)
+        return rows.new_zeros(len(rows), _SKETCH_WIDTH).index_add_(1, self.index, rows * self.sign)
 
 
 def compute_features(
@@ -139,48 +132,44 @@ def compute_features(
 
     Raises UserError for a layer that is not linear, and for gradients that are not finite.
     """
-    moving = {
+    trained = {
         name: p
         for name, p in engine.parameters.items()
         if not is_fixed(name, recipe.optimizer) and ".lora_A." not in name  # B = 0: A has no gradient
     }
-    if not moving:
+    if not trained:
         raise UserError("forecast: nothing that trains has a gradient at the start; leave optimizer.fixed out")
-    hashes: dict[int, _CountSketch] = {}
+    sketches: dict[int, _CountSketch] = {}
     blocks: list[list[torch.Tensor]] = [[] for _ in range(len(ranks) + 1)]
     order: list[int] = []
     outputs: list[torch.Tensor] = []
     engine.model.eval()
     for micro in EvalBatching(16, pad_id).batches(examples, recipe.task):
         batch = micro.to(engine.device)
-        found, rows = jacobian(engine.model, moving, batch.inputs, summed=summed)
-        outputs.append(found.cpu())
+        logits, rows = jacobian(engine.model, trained, batch.inputs, summed=summed)
+        outputs.append(logits.cpu())
         order += [row[0] for row in micro.rows]
-        width = rows.shape[1]
-        parts = torch.split(rows.flatten(0, 1).cpu(), [p.numel() for p in moving.values()], 1)
+        gradients = torch.split(rows.flatten(0, 1).cpu(), [p.numel() for p in trained.values()], 1)
         groups: list[list[torch.Tensor]] = [[] for _ in blocks]
-        for (name, p), part in zip(moving.items(), parts, strict=True):
+        for (name, p), gradient in zip(trained.items(), gradients, strict=True):
             if ".lora_B." not in name:
-                groups[0].append(part)
+                groups[0].append(gradient)
                 continue
-            columns = part.view(len(part), *p.shape)
-            for place, (low, high) in enumerate(zip((0, *ranks), ranks, strict=False), start=1):
-                groups[place].append(columns[:, :, low:high].flatten(1))
-        for place, group in enumerate(groups):
-            made = torch.cat(group, 1) if group else torch.zeros(len(parts[0]), 1)
-            if made.shape[1] > SKETCH:
-                if place not in hashes:
-                    hashes[place] = _CountSketch(made.shape[1], derive_seed(recipe.train.seed, "forecast", place))
-                made = hashes[place](made)
-            blocks[place].append(made.view(-1, width, made.shape[1]))
-    back = torch.argsort(torch.tensor(order))
-    whole = [torch.cat(block)[back].flatten(0, 1).double().numpy() for block in blocks]
-    if not all(np.isfinite(block).all() for block in whole):
+            columns = gradient.view(len(gradient), *p.shape)
+            for number, (low, high) in enumerate(zip((0, *ranks), ranks, strict=False), start=1):
+                groups[number].append(columns[:, :, low:high].flatten(1))
+        for number, group in enumerate(groups):
+            block = torch.cat(group, 1) if group else torch.zeros(len(gradients[0]), 1)
+            if (width := block.shape[1]) > _SKETCH_WIDTH:
+                if number not in sketches:
+                    sketches[number] = _CountSketch(width, derive_seed(recipe.train.seed, "forecast", number))
+                block = sketches[number](block)
+            blocks[number].append(block.view(-1, rows.shape[1], block.shape[1]))
+    in_order = torch.argsort(torch.tensor(order))
+    arrays = [torch.cat(block)[in_order].flatten(0, 1).double().numpy() for block in blocks]
+    if not all(np.isfinite(array).all() for array in arrays):
         raise UserError("forecast: gradients at the start are NaN or infinite; try train.precision: fp32")
-    return GradientFeatures(whole, torch.cat(outputs)[back].double().numpy())
-
-
-# ------------------------------------------------------------------------------------------------------- one draw
+    return GradientFeatures(arrays, torch.cat(outputs)[in_order].double().numpy())
 
 
 def _fit_targets(labels: np.ndarray, start: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
@@ -210,114 +199,90 @@ def _label_array(examples: Sequence[Any]) -> np.ndarray:
 def _forecast_draw(
     recipe: Recipe, axes: ForecastAxes, prepared: PreparedData, noisy: Mapping[float, np.ndarray]
 ) -> list[dict[str, Any]]:
-    """Return a row for every setting under the recipe's seed."""
     top = max(axes.ranks)
     recipe = dataclasses.replace(recipe, adapter=dataclasses.replace(recipe.adapter, rank=top))
     engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names)
-    held = prepared.test or prepared.dev
+    held_out = prepared.test or prepared.dev
     count = 1 if recipe.task.traits.has_targets else len(prepared.label_names or ())
-    summed = len(prepared.train) * count > LARGEST
-    how: dict[str, Any] = {"pad_id": int(tokenizer.pad_token_id or 0), "summed": summed}
-    train = compute_features(engine, recipe, prepared.train, axes.ranks, **how)
-    test = compute_features(engine, recipe, held, axes.ranks, **how)
+    summed = len(prepared.train) * count > _MAX_KERNEL
+    pad_id = int(tokenizer.pad_token_id or 0)
+    train, test = (
+        compute_features(engine, recipe, examples, axes.ranks, pad_id=pad_id, summed=summed)
+        for examples in (prepared.train, held_out)
+    )
     order = numpy_generator(recipe.train.seed, "forecast", "rows").permutation(len(prepared.train))
-    true, rows = _label_array(held), []
-    base = _fit_targets(true, test.outputs, recipe)[1]
+    test_labels, rows = _label_array(held_out), []
+    test_offset = _fit_targets(test_labels, test.outputs, recipe)[1]
     outputs = 1 if summed else count
-    own = recipe.adapter.numerator_of
-    for place, rank in enumerate(axes.ranks, start=1):
-        power = 0.5 if recipe.adapter.rslora else 1.0
-        ratio = (own(rank) / rank**power) / (own(top) / top**power)
-        kernel, cross = train.kernel(train, place, ratio**2), test.kernel(train, place, ratio**2)
+    numerator, power = recipe.adapter.numerator_of, 0.5 if recipe.adapter.rslora else 1.0
+    own_decay = recipe.optimizer.weight_decay if recipe.optimizer.kind == "gauss-newton" else 0.0
+    for number, rank in enumerate(axes.ranks, start=1):
+        ratio = (numerator(rank) / rank**power) / (numerator(top) / top**power)
+        kernel, cross = train.kernel(train, number, ratio**2), test.kernel(train, number, ratio**2)
         for n in axes.rows:
-            some = np.sort(order[:n])
-            flat = (some[:, None] * outputs + np.arange(outputs)).ravel()
+            chosen = np.sort(order[:n])
+            flat = (chosen[:, None] * outputs + np.arange(outputs)).ravel()
             inner, outer = kernel[np.ix_(flat, flat)], cross[:, flat]
             unit = float(np.trace(inner)) / len(inner)
-            own_decay = recipe.optimizer.weight_decay if recipe.optimizer.kind == "gauss-newton" else 0.0
-            ridges = [unit * decay for decay in DECAYS] if not own_decay else [own_decay]
-            posed = {noise: _fit_targets(labels[some], train.outputs[some], recipe) for noise, labels in noisy.items()}
-            columns = [wanted if summed else wanted.reshape(-1, 1) for wanted, _ in posed.values()]
+            ridges = [unit * decay for decay in _DECAYS] if not own_decay else [own_decay]
+            targets = {
+                noise: _fit_targets(labels[chosen], train.outputs[chosen], recipe) for noise, labels in noisy.items()
+            }
+            columns = [target if summed else target.reshape(-1, 1) for target, _ in targets.values()]
             # all noise levels share one eigendecomposition
             fits = kernel_fits(inner, outer, np.hstack(columns), ridges)
-            for (noise, (wanted, start)), own_columns in zip(posed.items(), _column_slices(columns), strict=True):
-                for decay, fit in zip(DECAYS, fits, strict=False):
-                    rows.append(
-                        {
-                            "adapter.rank": rank,
-                            "data.train.limit": n,
-                            "data.label_noise": noise,
-                            "optimizer.weight_decay": own_decay or decay,
-                            "seed": recipe.train.seed,
-                            "speed": unit,
-                            **_fit_metrics(
-                                recipe, fit.columns(own_columns), noisy[noise][some], start, true, base, wanted.shape
-                            ),
-                        }
-                    )
+            end = 0
+            for (noise, (_, start)), own in zip(targets.items(), columns, strict=True):
+                end += own.shape[1]
+                for decay, fit in zip(_DECAYS, fits, strict=False):
+                    fitted = fit.columns(slice(end - own.shape[1], end))
+                    labels = noisy[noise][chosen]
+                    row = {
+                        "adapter.rank": rank,
+                        "data.train.limit": n,
+                        "data.label_noise": noise,
+                        "optimizer.weight_decay": own_decay or decay,
+                        "seed": recipe.train.seed,
+                        "speed": unit,
+                    }
+                    rows.append(row | _fit_metrics(recipe, fitted, labels, start, test_labels, test_offset))
     return rows
-
-
-def _column_slices(columns: Sequence[np.ndarray]) -> list[slice]:
-    """Return the position of each of these among the columns when they are stacked horizontally."""
-    ends = np.cumsum([part.shape[1] for part in columns])
-    return [slice(end - part.shape[1], end) for part, end in zip(columns, ends.tolist(), strict=True)]
 
 
 def _fit_metrics(
     recipe: Recipe,
     fit: KernelFit,
     labels: np.ndarray,
-    start: np.ndarray,
-    true: np.ndarray,
-    base: np.ndarray,
-    shape: tuple[int, ...],
+    offset: np.ndarray,
+    test_labels: np.ndarray,
+    test_offset: np.ndarray,
 ) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for split, part, added, wanted in (
-        ("train", fit.train, start, labels),
-        ("left_out", fit.left_out, start, labels),
-        ("test", fit.test, base, true),
+    """Return the metrics of a fit; offsets, [N, C]: what a prediction is added to."""
+    # a column name with a dot that is not a split's would be read as an axis
+    metrics: dict[str, float] = {}
+    for split, predicted, split_offset, split_labels in (
+        ("train.", fit.train, offset, labels),
+        ("left_out_", fit.left_out, offset, labels),
+        ("test.", fit.test, test_offset, test_labels),
     ):
-        error, loss = _error_and_loss(recipe, part.reshape(-1, shape[1]) + added, wanted)
-        # a column name with a dot that is not a split's would be read as an axis
-        mark = "_" if split == "left_out" else "."
-        found |= {f"{split}{mark}error": error, f"{split}{mark}loss": loss}
-        if split == "train":
-            hot = labels[:, None] if recipe.task.traits.has_targets else np.eye(shape[1])[labels.astype(int)]
-            spread = float(hot.var(0).sum())
-            found["train.unexplained"] = loss / spread if spread else math.nan
-    if recipe.task.traits.has_targets:
-        found = {name: value for name, value in found.items() if not name.endswith("error")}
-    return {**found, "effective": fit.effective}
-
-
-# ------------------------------------------------------------------------------------------------------- the whole
-
-
-def write_forecast(recipe: Recipe, out: Path, console: Console, **asked: Any) -> dict[str, Any]:
-    """Write cells.parquet (a row per setting and draw), points.csv and forecast.json into `out`; returns the last.
-
-    asked: arguments of `build_axes`. Raises UserError for a recipe that is not linear, too few rows, or labels that are
-    all alike.
-    """
-    began = time.process_time()
-    check_linear(recipe)
-    axes = build_axes(recipe, _count_train_rows(recipe), **asked)
-    rows = forecast_rows(recipe, axes, console)
-    document = summarise_forecast(recipe, axes, rows) | {"cpu_seconds": round(time.process_time() - began, 2)}
-    _write_tables(out, rows, document)
-    return document
+        error, loss = _error_and_loss(recipe, predicted.reshape(split_offset.shape) + split_offset, split_labels)
+        metrics |= (
+            {f"{split}loss": loss} if recipe.task.traits.has_targets else {f"{split}error": error, f"{split}loss": loss}
+        )
+        if split == "train.":
+            hot = labels[:, None] if recipe.task.traits.has_targets else np.eye(offset.shape[1])[labels.astype(int)]
+            variance = float(hot.var(0).sum())
+            metrics["train.unexplained"] = loss / variance if variance else math.nan
+    return {**metrics, "effective": fit.effective}
 
 
 def _count_train_rows(recipe: Recipe) -> int:
     """Return the number of training rows. Raises UserError if they are too few or all have the same label."""
-    clean = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, label_noise=0.0))
-    prepared = prepare_data(clean)
-    held = prepared.test or prepared.dev
-    if len(prepared.train) < FEWEST_ROWS or not held:
+    prepared = prepare_data(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, label_noise=0.0)))
+    held_out = prepared.test or prepared.dev
+    if len(prepared.train) < _MIN_ROWS or not held_out:
         raise UserError(
-            f"forecast: {len(prepared.train)} training and {len(held)} held-out rows; it needs {FEWEST_ROWS} to fit "
+            f"forecast: {len(prepared.train)} training and {len(held_out)} held-out rows; it needs {_MIN_ROWS} to fit "
             "and some to evaluate: name data.test.files, or more rows"
         )
     if len(np.unique(_label_array(prepared.train))) < 2:
@@ -331,23 +296,29 @@ def forecast_rows(recipe: Recipe, axes: ForecastAxes, console: Console) -> list[
     rows: list[dict[str, Any]] = []
     with console.task("forecast", axes.draws, "draws") as progress:
         for number in range(axes.draws):
-            drawn = dataclasses.replace(
-                recipe, train=dataclasses.replace(recipe.train, seed=recipe.train.seed + number)
-            )
-            clean = dataclasses.replace(drawn, data=dataclasses.replace(drawn.data, label_noise=0.0))
-            prepared = prepare_data(clean)
-            rows += _forecast_draw(
-                clean, axes, prepared, {noise: _noisy_labels(drawn, noise, prepared) for noise in axes.noises}
-            )
+            train = dataclasses.replace(recipe.train, seed=recipe.train.seed + number)
+            recipes = {
+                noise: dataclasses.replace(
+                    recipe, train=train, data=dataclasses.replace(recipe.data, label_noise=noise)
+                )
+                for noise in {0.0, *axes.noises}
+            }
+            prepared = prepare_data(recipes[0.0])
+            noisy = {
+                noise: _label_array((prepare_data(recipes[noise]) if noise else prepared).train)
+                for noise in axes.noises
+            }
+            rows += _forecast_draw(recipes[0.0], axes, prepared, noisy)
             progress(number + 1)
     return rows
 
 
-def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw, **asked: Any) -> dict[str, Any]:
-    """Run `write_forecast` on a recipe into the new directory `out`, written completely or not at all, with its page;
-    returns forecast.json.
+def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw, **axes: Any) -> dict[str, Any]:
+    """Forecast the error of a recipe into the new directory `out`, written completely or not at all: cells.parquet (a
+    row per setting and draw), points.csv, forecast.json, which is returned, and a page.
 
-    Raises UserError for an `out` that holds anything, and as `write_forecast`.
+    axes: arguments of `build_axes`. Raises UserError for an `out` that holds anything, a recipe that is not linear, too
+    few rows, or labels that are all alike.
     """
     check_linear(resolved.recipe)
     check_recipe(resolved.recipe)
@@ -355,21 +326,18 @@ def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: D
     console = Console(quiet=quiet)
     train = dataclasses.replace(resolved.recipe.train, precision="fp32")  # least squares needs all digits
     resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))
-    with exclusive_lock(out), atomic_directory(out) as making:
+    with exclusive_lock(out), atomic_directory(out) as temporary:
         for line in describe_held_out_rows(resolved):
             console.say(line)
-        found = write_forecast(resolved.recipe, making, console, **asked)
-        write_text(making / RECIPE, resolved.to_yaml())
+        started = time.process_time()
+        chosen = build_axes(resolved.recipe, _count_train_rows(resolved.recipe), **axes)
+        rows = forecast_rows(resolved.recipe, chosen, console)
+        document = summarise_forecast(resolved.recipe, chosen, rows)
+        document["cpu_seconds"] = round(time.process_time() - started, 2)
+        _write_tables(temporary, rows, document)
+        write_text(temporary / RECIPE, resolved.to_yaml())
     draw(out)
-    return found
-
-
-def _noisy_labels(recipe: Recipe, noise: float, prepared: PreparedData) -> np.ndarray:
-    """Return the labels with the noise that a run of this seed and noise level has."""
-    if not noise:
-        return _label_array(prepared.train)
-    data = dataclasses.replace(recipe.data, label_noise=noise)
-    return _label_array(prepare_data(dataclasses.replace(recipe, data=data)).train)
+    return document
 
 
 def _write_tables(out: Path, rows: Sequence[dict[str, Any]], document: Mapping[str, Any]) -> None:
@@ -394,25 +362,21 @@ def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[s
     noise = min(axes.noises, key=lambda value: abs(value - recipe.data.label_noise))
     rank = min(axes.ranks, key=lambda value: abs(value - recipe.adapter.rank))
 
-    def table(column: str, along: str, **held: Any) -> np.ndarray:
+    def by_decay(decay: float, axis: str = "data.train.limit", column: str = f"test.{metric}") -> np.ndarray:
         """Return values of shape [draws, positions]."""
-        wanted = {"adapter.rank": rank, "data.train.limit": axes.rows[-1], "data.label_noise": noise} | held
-        wanted.pop(along)
-        values = axes.rows if along == "data.train.limit" else axes.ranks
-        found = {
-            (row["seed"], row[along]): row[column] for row in rows if all(row[key] == at for key, at in wanted.items())
-        }
-        seeds = sorted({row["seed"] for row in rows})
-        return np.array([[found[seed, value] for value in values] for seed in seeds])
-
-    def by_decay(decay: float, along: str = "data.train.limit", column: str = f"test.{metric}") -> np.ndarray:
-        return table(column, along, **{"optimizer.weight_decay": decay})
+        fixed = {"adapter.rank": rank, "data.train.limit": axes.rows[-1], "data.label_noise": noise}
+        fixed["optimizer.weight_decay"] = decay
+        del fixed[axis]
+        chosen = [row for row in rows if all(row[key] == value for key, value in fixed.items())]
+        cells = {(row["seed"], row[axis]): row[column] for row in chosen}
+        positions = axes.rows if axis == "data.train.limit" else axes.ranks
+        return np.array([[cells[seed, value] for value in positions] for seed in sorted({row["seed"] for row in rows})])
 
     best = min(decays, key=lambda decay: float(by_decay(decay, column=f"left_out_{metric}")[:, -1].mean()))
-    more = extrapolate(axes.rows, by_decay(best), axes.more) if len(axes.rows) > 2 else None
+    more = extrapolate(axes.rows, by_decay(best), axes.extra_rows) if len(axes.rows) > 2 else None
     fitted = by_decay(decays[0], "adapter.rank", "train.unexplained")
     crossed = find_crossing(axes.ranks, fitted, 0.1).value if len(axes.ranks) > 1 else None
-    said = None
+    note = None
     if crossed is None and len(axes.ranks) > 1:
         mean = fitted.mean(0)
         fits = bool((mean <= 0.1).all())
@@ -420,7 +384,7 @@ def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[s
         would = f"ranks above {math.ceil(high / max(1 - mean[-1], 0.05))} would"
         if fits:
             would = f"ranks below {low} would" if low > 1 else "with more rows or more data.label_noise it is higher"
-        said = (
+        note = (
             f"the ranks {low} to {high} never cross the threshold, all of them {'fit' if fits else 'leave'} the labels"
             f"{'' if fits else ' unfitted'}; {would}"
         )
@@ -439,8 +403,8 @@ def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[s
         "left_out": float(by_decay(best, column=f"left_out_{metric}")[:, -1].mean()),
         "effective": float(by_decay(best, column="effective")[:, -1].mean()),
         "threshold_rank": crossed,
-        "threshold_note": said,
-        "more_rows": axes.more,
+        "threshold_note": note,
+        "more_rows": axes.extra_rows,
         "more": None if more is None else dataclasses.asdict(more),
         "best_rank": axes.ranks[
             fastest_setting(by_decay(best, "adapter.rank"), by_decay(best, "adapter.rank", "speed").mean(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,12 @@ from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval
-from flatshift.finetune.evaluate.metrics import find_metric
+from flatshift.finetune.evaluate.metrics import find_metric, sort_for_headline
+from flatshift.finetune.evaluate.text import find_language
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.seeds import derive_seed
 
-_FEW = 10
+_FEW_ROWS = 10
 """Rows below which a group's metrics are called rough."""
 
 
@@ -30,20 +32,35 @@ class SubjectResults:
     intervals: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """subject → split → metric → interval."""
     figures: dict[tuple[str, str], dict[str, ResampledMetric]] = field(default_factory=dict)
+    """Metrics of a subject and split."""
     rows: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """Place of each example of a subject and split."""
     notes: list[str] = field(default_factory=list)
     ranked: dict[tuple[str, str], RankingResult] = field(default_factory=dict)
     """Ranked candidates of a subject and split, if a prompt was used."""
-    written: list[Mapping[str, Any]] = field(default_factory=list)
+    generations: list[Mapping[str, Any]] = field(default_factory=list)
     """Rows of generations.jsonl."""
-    said: list[tuple[str, Mapping[str, Sequence[Any]]]] = field(default_factory=list)
+    predictions: list[tuple[str, Mapping[str, Sequence[Any]]]] = field(default_factory=list)
     """A split and the columns of predictions.parquet, for each subject in turn."""
+
+    def align(self, name: str, base: str, split: str) -> dict[str, ResampledMetric]:
+        """Return the metrics of `base`, with its rows numbered as those of `name`."""
+        rows, base_rows = self.rows[name, split], self.rows[base, split]
+        if base_rows == rows:
+            return self.figures[base, split]
+        indices = {place: i for i, place in enumerate(rows)}
+        numbers = np.array([indices.get(place, -1) for place in base_rows])
+        result = {}
+        for metric, figure in self.figures[base, split].items():
+            renumbered = numbers[figure.rows]
+            shared = np.flatnonzero(renumbered >= 0)
+            result[metric] = figure.renumbered(renumbered, shared[np.argsort(renumbered[shared])])
+        return result
 
 
 def build_document(
     subjects: Sequence[EvaluationTarget],
-    found: SubjectResults,
+    results: SubjectResults,
     splits: Mapping[str, Sequence[Row]],
     data: Sequence[str],
     *,
@@ -55,133 +72,142 @@ def build_document(
 
     Raises UserError for a value in `trained` that no row has.
     """
-    from flatshift.finetune.evaluate.text import find_language
-    from flatshift.finetune.models.backbone import open_backbone
-
-    config = subjects[0].recipe.eval
     values = {
         split: [str(row.values[group_by]) for row in rows] if group_by else [""] for split, rows in splits.items()
     }
-    groups = sorted({value for part in values.values() for value in part} if group_by else [])
+    groups = sorted({value for column in values.values() for value in column} if group_by else [])
     if unknown := sorted(set(trained) - set(groups)):
         raise UserError(f"--trained: no row has {group_by or 'a --group-by column'} {unknown[0]!r}")
-    described = [find_language(group) for group in groups]
-    languages = all(described) and bool(groups)
+    references = _find_references(subjects)
+    tokenizers = {s.name: open_backbone(s.recipe.backbone).text_digests.get("tokenizer.json") for s in subjects}
+    unlike_tokenizers = {(name, base) for name, base in references.items() if tokenizers[name] != tokenizers[base]}
+    pairs = {f"{name} − {base}": (name, base) for name, base in references.items()}
 
-    def places(subject: str, split: str, chosen: Sequence[str] | None) -> np.ndarray:
-        """Return the indices of the split's rows in the chosen groups, in the order of the subject's metrics."""
-        where = found.rows[subject, split]
-        if chosen is None:
-            return np.arange(len(where))
-        of = {row.where: value for row, value in zip(splits[split], values[split], strict=True)}
-        return np.array([i for i, place in enumerate(where) if of[place] in set(chosen)], dtype=np.int64)
-
-    def draw(split: str) -> dict[str, Any]:
+    def average(
+        name: str, split: str, chosen: Sequence[Sequence[str] | None], base: str | None = None
+    ) -> dict[str, Any]:
+        """Return every metric over the groups together (one list; None: all rows), or its mean over several lists."""
+        places = results.rows[name, split]
+        columns = (
+            {row.where: value for row, value in zip(splits[split], values[split], strict=True)} if group_by else {}
+        )
+        indices = [
+            np.array([i for i, place in enumerate(places) if members is None or columns[place] in members], np.int64)
+            for members in chosen
+        ]
+        base_figures = None if base is None else results.align(name, base, split)
+        incomparable = {"fertility"} | ({"loss", "perplexity"} if (name, base) in unlike_tokenizers else set())
+        config = subjects[0].recipe.eval
         seed = derive_seed(subjects[0].recipe.train.seed, "bootstrap", split)
-        return {"resamples": config.bootstrap, "confidence": config.confidence, "seed": seed}
-
-    def of_groups(name: str, split: str, chosen: Sequence[Sequence[str]], base: str | None = None) -> dict[str, Any]:
-        """Return every metric over the groups together (one list), or its mean over several lists."""
-        mine = found.figures[name, split]
-        theirs = None if base is None else _align_rows(found, name, base, split)
-        result = {}
-        for metric, figure in mine.items():
-            if base is not None and (find_metric(metric).is_floor or metric in (*apart[name, base], "fertility")):
-                continue
+        averages = {}
+        for metric, figure in results.figures[name, split].items():
             if len(chosen) > 1 and "perplexity" in metric:
                 continue  # a mean of exponentials is dominated by the worst group
-            if theirs is not None and metric not in theirs:
-                continue
-            parts = [places(name, split, one) for one in chosen]
-            interval = group_interval(figure, parts, None if theirs is None else theirs[metric], **draw(split))
+            reference = None
+            if base_figures is not None:
+                if find_metric(metric).is_floor or metric in incomparable or metric not in base_figures:
+                    continue
+                reference = base_figures[metric]
+            interval = group_interval(
+                figure, indices, reference, resamples=config.bootstrap, confidence=config.confidence, seed=seed
+            )
             if interval is not None:
-                result[metric] = interval
-        return result
+                averages[metric] = interval
+        return averages
 
-    tokenizers = {s.name: open_backbone(s.recipe.backbone).text_digests.get("tokenizer.json") for s in subjects}
-    per_token = {"loss", "perplexity", "fertility"}
-    references = _find_references(subjects)
-    apart = {
-        (name, base): per_token if tokenizers[name] != tokenizers[base] else set() for name, base in references.items()
-    }
-    differences = {
-        f"{name} − {base}": {split: of_groups(name, split, [None], base) for split in splits}  # type: ignore[list-item]
-        for name, base in references.items()
-    }
     document: dict[str, Any] = {
         "subjects": [_build_subject_record(subject, references.get(subject.name)) for subject in subjects],
         "data": [str(path) for path in expand_files(data)] if data else None,
         "rows": {split: len(rows) for split, rows in splits.items()},
-        "figures": found.intervals,
-        "differences": differences,
-        "notes": found.notes,
+        "figures": results.intervals,
+        "differences": {
+            label: {split: average(name, split, [None], base) for split in splits}
+            for label, (name, base) in pairs.items()
+        },
+        "notes": results.notes,
     }
     if few_shot is not None:
-        document["few_shot"] = _build_few_shot_record(few_shot, found, list(splits), references)
-    if any(apart.values()) and few_shot is None:
+        document["few_shot"] = _build_few_shot_record(few_shot, results, list(splits), references)
+    elif unlike_tokenizers:
         document["notes"].append(
             "Tokenizers differ, so figures per token are not comparable between subjects: compare by byte, character "
             "or word."
         )
     if group_by:
-        families: dict[str, list[str]] = {}
-        for group, told in zip(groups, described, strict=True):
-            families.setdefault(told[1] if told and languages else "", []).append(group)
-        counts = {group: sum(part.count(group) for part in values.values()) for group in groups}
-        if few := [group for group in groups if counts[group] < _FEW]:
-            document["notes"].append(
-                f"{len(few)} of {len(groups)} groups have fewer than {_FEW} rows (first {few[0]!r}): their figures are "
-                "rough, and of one row there is no interval."
-            )
+        counts = {group: sum(column.count(group) for column in values.values()) for group in groups}
+        document["notes"] += _note_small_groups(counts)
+        names, families = _describe_languages(groups)
         document["group_by"] = {
             "column": group_by,
             "rows": counts,
-            "names": {g: told[0] for g, told in zip(groups, described, strict=True) if told and languages},
-            "families": families if languages else {},
+            "names": names,
+            "families": families,
             "trained": list(trained),
-            "figures": {
-                s.name: {split: {g: of_groups(s.name, split, [[g]]) for g in groups} for split in splits}
-                for s in subjects
-            },
-            "differences": {
-                f"{name} − {base}": {
-                    split: {g: of_groups(name, split, [[g]], base) for g in groups} for split in splits
-                }
-                for name, base in references.items()
-            },
-            "macro": {
-                s.name: {split: of_groups(s.name, split, [[g] for g in groups]) for split in splits} for s in subjects
-            },
-            "macro_differences": {
-                f"{name} − {base}": {
-                    split: {
-                        kind: of_groups(name, split, [[g] for g in members], base)
-                        for kind, members in _group_sets(groups, families if languages else {}, trained).items()
-                    }
-                    for split in splits
-                }
-                for name, base in references.items()
-            },
+            **_average_groups(
+                average, [s.name for s in subjects], pairs, list(splits), _group_sets(groups, families, trained)
+            ),
         }
     return json.loads(json.dumps(document))
 
 
-def _build_few_shot_record(
-    few_shot: FewShot, found: SubjectResults, splits: Sequence[str], references: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the few-shot settings, each subject's accuracy by seed and score, and McNemar's test of the first seed's
-    answers."""
+def _note_small_groups(counts: Mapping[str, int]) -> list[str]:
+    if not (small := [group for group, count in counts.items() if count < _FEW_ROWS]):
+        return []
+    return [
+        f"{len(small)} of {len(counts)} groups have fewer than {_FEW_ROWS} rows (first {small[0]!r}): their figures "
+        "are rough, and of one row there is no interval."
+    ]
 
-    def about(name: str, split: str) -> dict[str, Any]:
-        ranked = found.ranked[name, split]
-        return {
+
+def _average_groups(
+    average: Callable[..., dict[str, Any]],
+    names: Sequence[str],
+    pairs: Mapping[str, tuple[str, str]],
+    splits: Sequence[str],
+    sets: Mapping[str, list[str]],
+) -> dict[str, Any]:
+    groups = sets["all"]
+    return {
+        "figures": {
+            name: {split: {g: average(name, split, [[g]]) for g in groups} for split in splits} for name in names
+        },
+        "differences": {
+            label: {split: {g: average(name, split, [[g]], base) for g in groups} for split in splits}
+            for label, (name, base) in pairs.items()
+        },
+        "macro": {name: {split: average(name, split, [[g] for g in groups]) for split in splits} for name in names},
+        "macro_differences": {
+            label: {
+                split: {kind: average(name, split, [[g] for g in members], base) for kind, members in sets.items()}
+                for split in splits
+            }
+            for label, (name, base) in pairs.items()
+        },
+    }
+
+
+def _describe_languages(groups: Sequence[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return the name of each group, and the groups of each family; both empty unless all groups are languages."""
+    described = {group: language for group in groups if (language := find_language(group))}
+    if len(described) < len(groups):
+        return {}, {}
+    families: dict[str, list[str]] = {}
+    for group, (_, family) in described.items():
+        families.setdefault(family, []).append(group)
+    return {group: name for group, (name, _) in described.items()}, families
+
+
+def _build_few_shot_record(
+    few_shot: FewShot, results: SubjectResults, splits: Sequence[str], references: Mapping[str, str]
+) -> dict[str, Any]:
+    subjects: dict[str, dict[str, Any]] = {}
+    for (name, split), ranked in results.ranked.items():
+        subjects.setdefault(name, {})[split] = {
             "by_seed": ranked.by_seed,
             "by_score": ranked.others,
             "shots_dropped": ranked.dropped,
             "rows_cut": ranked.cut,
         }
-
-    names = dict.fromkeys(name for name, _ in found.ranked)
     return {
         "prompt": few_shot.name,
         "text": few_shot.prompt.text,
@@ -189,10 +215,10 @@ def _build_few_shot_record(
         "from": list(few_shot.source),
         "seeds": list(few_shot.seeds if few_shot.shots else few_shot.seeds[:1]),
         "score": few_shot.score,
-        "subjects": {name: {split: about(name, split) for split in splits} for name in names},
+        "subjects": subjects,
         "mcnemar": {
             f"{name} − {base}": {
-                split: mcnemar(found.ranked[name, split].right[0], found.ranked[base, split].right[0])
+                split: mcnemar(results.ranked[name, split].right[0], results.ranked[base, split].right[0])
                 for split in splits
             }
             for name, base in references.items()
@@ -203,42 +229,26 @@ def _build_few_shot_record(
 def _group_sets(
     groups: Sequence[str], families: Mapping[str, list[str]], trained: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return the sets of groups to average over: all, trained on, the others, each family."""
-    kinds = {"all": list(groups)}
+    sets = {"all": list(groups)}
     if trained:
-        kinds["trained on"] = [g for g in groups if g in trained]
+        sets["trained on"] = [g for g in groups if g in trained]
         if others := [g for g in groups if g not in trained]:
-            kinds["not trained on"] = others
-    return kinds | {f"family: {name}": members for name, members in families.items() if name}
-
-
-def _align_rows(found: SubjectResults, name: str, base: str, split: str) -> dict[str, ResampledMetric]:
-    """Return the metrics of `base`, with its rows numbered as those of `name`."""
-    mine = {where: i for i, where in enumerate(found.rows[name, split])}
-    theirs = found.rows[base, split]
-    if theirs == found.rows[name, split]:
-        return found.figures[base, split]
-    to = np.array([mine.get(where, -1) for where in theirs])
-    result = {}
-    for metric, figure in found.figures[base, split].items():
-        rows = to[figure.rows]
-        kept = np.flatnonzero(rows >= 0)
-        result[metric] = figure.renumbered(rows, kept[np.argsort(rows[kept])])
-    return result
+            sets["not trained on"] = others
+    return sets | {f"family: {name}": members for name, members in families.items() if name}
 
 
 def _find_references(subjects: Sequence[EvaluationTarget]) -> dict[str, str]:
     """Return the reference of each subject: for a run the base model that it changes, else the first run; for a base
     model the first base model."""
-    bare = [subject for subject in subjects if subject.run is None]
-    own = {subject.recipe.backbone: subject.name for subject in reversed(bare)}
+    bases = [subject for subject in subjects if subject.run is None]
+    own = {subject.recipe.backbone: subject.name for subject in reversed(bases)}
     runs = [subject for subject in subjects if subject.run is not None]
-    found = {}
+    references = {}
     for subject in subjects:
-        base = bare[0].name if subject.run is None else own.get(subject.recipe.backbone, runs[0].name)
+        base = bases[0].name if subject.run is None else own.get(subject.recipe.backbone, runs[0].name)
         if base != subject.name:
-            found[subject.name] = base
-    return found
+            references[subject.name] = base
+    return references
 
 
 def _build_subject_record(subject: EvaluationTarget, reference: str | None) -> dict[str, Any]:
@@ -281,15 +291,17 @@ def format_document(document: Mapping[str, Any]) -> str:
                 for group, metrics in groups.items():
                     label = f"{group} {grouped['names'].get(group, '')}".strip()
                     lines.append(f"  {label:24} {grouped['rows'][group]:6,} rows  {format_headline(metrics)}")
-    if asked := document.get("few_shot"):
-        shots = f"{asked['shots']} shots" + (f", seeds {', '.join(map(str, asked['seeds']))}" if asked["shots"] else "")
-        lines.append(f"prompt {asked['prompt']}, {shots}, ranked by {asked['score']}")
-        for name, parts in asked["subjects"].items():
-            for split, found in parts.items():
-                scores = ", ".join(f"{score} {value:.4g}" for score, value in found["by_score"].items())
-                lost = f"; {found['shots_dropped']:,} examples left out for length" * bool(found["shots_dropped"])
+    if few_shot := document.get("few_shot"):
+        shots = f"{few_shot['shots']} shots"
+        if few_shot["shots"]:
+            shots += f", seeds {', '.join(map(str, few_shot['seeds']))}"
+        lines.append(f"prompt {few_shot['prompt']}, {shots}, ranked by {few_shot['score']}")
+        for name, parts in few_shot["subjects"].items():
+            for split, record in parts.items():
+                scores = ", ".join(f"{score} {value:.4g}" for score, value in record["by_score"].items())
+                lost = f"; {record['shots_dropped']:,} examples left out for length" * bool(record["shots_dropped"])
                 lines.append(f"  {name} {split}: accuracy by score: {scores}{lost}")
-        for name, tests in asked["mcnemar"].items():
+        for name, tests in few_shot["mcnemar"].items():
             for split, test in tests.items():
                 only = f"{test['only_ours']} to {test['only_theirs']}"
                 lines.append(f"  {name} {split}: McNemar p {test['p']:.3g} (right alone: {only})")
@@ -304,7 +316,5 @@ def format_headline(metrics: Mapping[str, Any]) -> str:
 
 def find_headline_metric(metrics: Mapping[str, Any]) -> str | None:
     """Return bits per byte for text, else the first of the headline metrics."""
-    from flatshift.finetune.evaluate.metrics import sort_for_headline
-
     ordered = ["bits_per_byte", *sort_for_headline(metrics)]
     return next((name for name in ordered if name in metrics), None)

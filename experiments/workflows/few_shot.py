@@ -3,8 +3,8 @@ the answer.
 
     flatshift eval flatshift-5m --data test.jsonl --prompt nli --shots 4 --shots-from train.jsonl
 
-Worked examples are drawn from the training file by named seeds, the same for all rows of a seed (of a language, if the
-prompt has several); a row that is among them gets the next one drawn instead of itself.
+Worked examples are drawn by named seeds, the same for all rows of a seed (of a language, if the prompt has several); a
+row that is among them gets the next one drawn instead of itself.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import log_softmax, softmax
+from scipy.stats import binomtest
 
 from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.tree import parse_file
@@ -99,23 +103,24 @@ def read_prompt(name: str) -> Prompt:
             raise UserError(
                 f"--prompt: {name} is no file and none of the shipped prompts ({', '.join(shipped_prompts())})"
             )
-    found: Prompt = build_settings(Prompt, parse_file(path))
+    prompt: Prompt = build_settings(Prompt, parse_file(path))
     try:
-        found.columns()
+        prompt.columns()
     except UserError as error:  # an error in its templates
         raise UserError(f"{path}: {error}") from None
-    return found
+    return prompt
 
 
-def read_shots(asked: FewShot, columns: Columns) -> list[Row]:
+def read_shots(few_shot: FewShot, columns: Columns) -> list[Row]:
     """Return the rows that worked examples are drawn from. Raises UserError for fewer than needed."""
-    if not asked.shots:
+    files, count = few_shot.source, few_shot.shots
+    if not count:
         return []
-    rows = read_rows(asked.source, columns=columns, required=asked.prompt.columns(), setting="data.columns")
-    found = require_rows(rows, files=asked.source, purpose="worked example")
-    if len(found) <= asked.shots:
-        raise UserError(f"--shots-from: {len(found)} rows are too few for --shots {asked.shots}, which takes one more")
-    return found
+    read = read_rows(files, columns=columns, required=few_shot.prompt.columns(), setting="data.columns")
+    rows = require_rows(read, files=files, purpose="worked example")
+    if len(rows) <= count:
+        raise UserError(f"--shots-from: {len(rows)} rows are too few for --shots {count}, which takes one more")
+    return rows
 
 
 def rank_rows(
@@ -123,7 +128,7 @@ def rank_rows(
     tokenizer: Any,
     rows: Sequence[Row],
     source: Sequence[Row],
-    asked: FewShot,
+    few_shot: FewShot,
     inference: EvalBatching,
     *,
     window: int,
@@ -133,204 +138,171 @@ def rank_rows(
     The model must be in evaluation mode already. window: maximum tokens of a text.
     """
     try:
-        found = RankingResult(notes=check_prompt(asked.prompt, tokenizer))
+        result = RankingResult(notes=check_prompt(few_shot.prompt, tokenizer))
     except UserError as error:
-        raise UserError(f"--prompt {asked.name}: {str(error).removeprefix('prompt: ')}") from None
+        raise UserError(f"--prompt {few_shot.name}: {str(error).removeprefix('prompt: ')}") from None
     if not tokenizer.is_fast:
         raise UserError("few-shot: this backbone's tokenizer cannot say where each token starts (no tokenizer.json)")
-    begin = SpecialTokens.of(tokenizer).prefix
-    items = [fill_prompt(asked.prompt, row, spoken=asked.spoken) for row in rows]
+    items = [fill_prompt(few_shot.prompt, row, spoken=few_shot.spoken) for row in rows]
+    ranker = _Ranker(model, tokenizer, inference, few_shot, window, items, result)
     gold = np.array([item.gold for item in items])
-    right: list[NDArray] = []
     chosen: list[NDArray] = []
     hits: dict[str, list[float]] = {name: [] for name in SCORES}
-    for seed in asked.seeds if asked.shots else asked.seeds[:1]:
-        contexts = _draw_shots(items, source, asked, seed)
-        scores = _score_candidates(model, tokenizer, items, contexts, begin, asked, window, inference, found)
-        for name, values in scores.items():
-            picks = np.array([int(np.argmax(row)) for row in values])
+    for seed in few_shot.seeds if few_shot.shots else few_shot.seeds[:1]:
+        for name, values in ranker.score(ranker.draw_shots(source, seed)).items():
+            picks = np.array([int(np.argmax(scores)) for scores in values])
             hits[name].append(float((picks == gold).mean()))
-            if name == asked.score:
-                right.append(picks == gold)
+            if name == few_shot.score:
                 chosen.append(picks)
-    found.right, found.by_seed = np.array(right), hits[asked.score]
-    found.others = {name: float(np.mean(values)) for name, values in hits.items() if values}
-    found.predictions = [[items[i].names[pick] for i, pick in enumerate(picks)] for picks in chosen]
-    found.figures = _ranking_metrics(items, gold, chosen, found.right, labelled=bool(asked.prompt.labels))
-    return found
+    result.right, result.by_seed = np.array([picks == gold for picks in chosen]), hits[few_shot.score]
+    result.others = {name: float(np.mean(values)) for name, values in hits.items() if values}
+    result.predictions = [[items[i].names[pick] for i, pick in enumerate(picks)] for picks in chosen]
+    result.figures = _ranking_metrics(items, gold, chosen, result.right, labelled=bool(few_shot.prompt.labels))
+    return result
 
 
 def _ranking_metrics(
     items: Sequence[FilledPrompt], gold: NDArray, chosen: Sequence[NDArray], right: NDArray, *, labelled: bool
 ) -> dict[str, ResampledMetric]:
-    each = [dict[str, ResampledMetric]() for _ in chosen]
-    for of, picks in zip(each, chosen, strict=True):
+    by_seed = [dict[str, ResampledMetric]() for _ in chosen]
+    for figures, picks in zip(by_seed, chosen, strict=True):
         if labelled:
-            classification_metrics(gold.tolist(), picks.tolist(), resamples=0, confidence=0.95, seed=0, figures=of)
-    share = right.mean(axis=0)
+            classification_metrics(gold.tolist(), picks.tolist(), resamples=0, confidence=0.95, seed=0, figures=figures)
     chance = np.array([1.0 / len(item.candidates) for item in items])
-    figures = {"accuracy": ResampledMetric.over([share], lambda x: x.mean(-1))}
-    for name in each[0] if labelled else ():
+    means = {"accuracy": ResampledMetric.over([right.mean(axis=0)], lambda x: x.mean(-1))}
+    for name in by_seed[0]:
         if name != "accuracy":
-            figures[name] = _mean_metric([of[name] for of in each])
-    return figures | {"chance": ResampledMetric.over([chance], lambda x: x.mean(-1))}
+            means[name] = _mean_metric([figures[name] for figures in by_seed])
+    return means | {"chance": ResampledMetric.over([chance], lambda x: x.mean(-1))}
 
 
 def _mean_metric(figures: Sequence[ResampledMetric]) -> ResampledMetric:
-    return ResampledMetric(
-        figures[0].rows, lambda drawn: np.mean([figure.statistic(drawn) for figure in figures], axis=0)
-    )
+    return ResampledMetric(figures[0].rows, lambda rows: np.mean([figure.of(rows) for figure in figures], axis=0))
 
 
-def _draw_shots(items: Sequence[FilledPrompt], source: Sequence[Row], asked: FewShot, seed: int) -> list[list[str]]:
-    """Return the worked examples before each row, in order."""
-    if not asked.shots:
-        return [[] for _ in items]
-    by = asked.prompt.by if asked.spoken is None else None
-    pools: dict[str, list[Row]] = {}
-    for row in source:
-        pools.setdefault(str(row.values.get(by, "")) if by else "", []).append(row)
-    whole = [row for pool in pools.values() for row in pool]
-    drawn: dict[str, list[FilledPrompt]] = {}
-    found = []
-    for item in items:
-        name = str(item.row.values.get(by, "")) if by else ""
-        if name not in drawn:
-            pool = pools.get(name, [])
-            pool = pool if len(pool) > asked.shots else whole
-            places = numpy_generator(seed, "shots", name).permutation(len(pool))[: asked.shots + 1]
-            drawn[name] = [fill_prompt(asked.prompt, pool[i], spoken=asked.spoken) for i in places]
-        others = [shot for shot in drawn[name] if (shot.before, shot.candidates) != (item.before, item.candidates)]
-        found.append([shot.solved for shot in others[: asked.shots]])
-    return found
+_Text = tuple[str, str, str]
+"""Context, label, and what follows it."""
 
 
-def _score_candidates(
-    model: Any,
-    tokenizer: Any,
-    items: Sequence[FilledPrompt],
-    contexts: Sequence[list[str]],
-    begin: Sequence[int],
-    asked: FewShot,
-    window: int,
-    inference: EvalBatching,
-    found: RankingResult,
-) -> dict[str, list[NDArray[np.float64]]]:
-    """Return every score of every candidate: `SCORES` → item → (K,)."""
-    texts = [
-        [
-            _format_candidate(shots, before, said, item.after, asked)
-            for before, said in zip(item.before, item.candidates, strict=True)
-        ]
-        for item, shots in zip(items, contexts, strict=True)
-    ]
-    made = _fit_to_window(tokenizer, items, contexts, texts, begin, asked, window, found)
-    logs = score_candidates(model, made, inference)
-    result: dict[str, list[NDArray[np.float64]]] = {name: [] for name in ("sum", "label", "mean", "byte")}
-    for candidates, scored in zip(made, logs, strict=True):
-        pairs = list(zip(candidates, scored, strict=True))
-        result["sum"].append(np.array([one.sum() for one in scored]))
-        result["label"].append(np.array([one[c.label[0] : c.label[1]].sum() for c, one in pairs]))
-        result["mean"].append(np.array([one.mean() for one in scored]))
-        result["byte"].append(np.array([one.sum() / c.bytes for c, one in pairs]))
-    if asked.score == "pmi":
-        neutral = [
-            [_format_candidate([], item.neutral, said, item.after, asked) for said in item.candidates] for item in items
-        ]
-        free_of = _sum_log_likelihoods(model, tokenizer, neutral, begin, inference)
-        result["pmi"] = [own - free for own, free in zip(result["sum"], free_of, strict=True)]
-    if asked.score == "calibrated":
-        free = [
-            [
-                _format_candidate(shots, empty, said, item.after, asked)
-                for empty in item.content_free
-                for said in item.candidates
+@dataclass
+class _Ranker:
+    """Candidates of rows, scored by a model; counts what does not fit in `result`."""
+
+    model: Any
+    tokenizer: Any
+    inference: EvalBatching
+    few_shot: FewShot
+    window: int
+    items: Sequence[FilledPrompt]
+    result: RankingResult
+
+    @cached_property
+    def prefix(self) -> Sequence[int]:
+        return SpecialTokens.of(self.tokenizer).prefix
+
+    def draw_shots(self, source: Sequence[Row], seed: int) -> list[list[str]]:
+        """Return the worked examples before each row, in order."""
+        few_shot = self.few_shot
+        if not few_shot.shots:
+            return [[] for _ in self.items]
+        column = few_shot.prompt.by if few_shot.spoken is None else None
+        pools: dict[str, list[Row]] = {}
+        for row in source:
+            pools.setdefault(str(row.values.get(column, "")) if column else "", []).append(row)
+        shots: dict[str, list[FilledPrompt]] = {}
+        contexts = []
+        for item in self.items:
+            name = str(item.row.values.get(column, "")) if column else ""
+            if name not in shots:
+                pool = pools.get(name, [])
+                pool = pool if len(pool) > few_shot.shots else [row for rows in pools.values() for row in rows]
+                order = numpy_generator(seed, "shots", name).permutation(len(pool))[: few_shot.shots + 1]
+                shots[name] = [fill_prompt(few_shot.prompt, pool[i], spoken=few_shot.spoken) for i in order]
+            others = [shot for shot in shots[name] if (shot.before, shot.said) != (item.before, item.candidates)]
+            contexts.append([shot.solved for shot in others[: few_shot.shots]])
+        return contexts
+
+    def score(self, contexts: Sequence[list[str]]) -> dict[str, list[NDArray[np.float64]]]:
+        """Return every score of every candidate: `SCORES` → item → (K,)."""
+        candidates = self._fit_to_window(contexts)
+        logs = score_candidates(self.model, candidates, self.inference)
+        scores: dict[str, list[NDArray[np.float64]]] = {name: [] for name in ("sum", "label", "mean", "byte")}
+        for row, row_logs in zip(candidates, logs, strict=True):
+            pairs = list(zip(row, row_logs, strict=True))
+            scores["sum"].append(np.array([log.sum() for log in row_logs]))
+            scores["label"].append(np.array([log[c.label[0] : c.label[1]].sum() for c, log in pairs]))
+            scores["mean"].append(np.array([log.mean() for log in row_logs]))
+            scores["byte"].append(np.array([log.sum() / c.bytes for c, log in pairs]))
+        if self.few_shot.score == "pmi":
+            neutral = [
+                [self._join([], item.neutral, label, item.after) for label in item.candidates] for item in self.items
             ]
-            for item, shots in zip(items, contexts, strict=True)
-        ]
-        for own, sums in zip(
-            result["label"], _sum_log_likelihoods(model, tokenizer, free, begin, inference, label=True), strict=True
-        ):
-            share = np.exp(_log_normalise(sums.reshape(-1, len(own)))).mean(axis=0)
-            result.setdefault("calibrated", []).append(_log_normalise(own[None])[0] - np.log(share))
-    return result
-
-
-def _log_normalise(logs: NDArray) -> NDArray:
-    """Return the log of the shares along the last dim."""
-    top = logs - logs.max(-1, keepdims=True)
-    shares: NDArray = top - np.log(np.exp(top).sum(-1, keepdims=True))
-    return shares
-
-
-def _format_candidate(shots: Sequence[str], before: str, said: str, after: str, asked: FewShot) -> tuple[str, str, str]:
-    return "".join(shot + asked.prompt.separator for shot in shots) + before, said, after
-
-
-def _sum_log_likelihoods(
-    model: Any, tokenizer: Any, texts: Sequence[list[tuple[str, str, str]]], begin: Sequence[int],
-    inference: EvalBatching,
-    *, label: bool = False,
-) -> list[NDArray[np.float64]]:  # fmt: skip
-    """Return the log-likelihoods of texts; each distinct text is scored once."""
-    distinct = list(dict.fromkeys(one for item in texts for one in item))
-    made = tokenize_candidates(tokenizer, distinct, begin)
-    logs = [scored[0] for scored in score_candidates(model, [[one] for one in made], inference)]
-    known = {
-        text: float((log[c.label[0] : c.label[1]] if label else log).sum())
-        for text, c, log in zip(distinct, made, logs, strict=True)
-    }
-    return [np.array([known[one] for one in item]) for item in texts]
-
-
-def _fit_to_window(
-    tokenizer: Any,
-    items: Sequence[FilledPrompt],
-    contexts: Sequence[list[str]],
-    texts: list[list[tuple[str, str, str]]],
-    begin: Sequence[int],
-    asked: FewShot,
-    window: int,
-    found: RankingResult,
-) -> list[list[Candidate]]:
-    """Return candidates that fit `window` tokens: whole worked examples are left out first, starting with the
-    earliest."""
-    flat = tokenize_candidates(tokenizer, [one for item in texts for one in item], begin)
-    made, at = [], 0
-    for item in texts:
-        made.append(flat[at : at + len(item)])
-        at += len(item)
-    for place, candidates in enumerate(made):
-        one_item = items[place]
-        shots = list(contexts[place])
-        while shots and max(len(one.ids) for one in candidates) > window:
-            shots.pop(0)
-            found.dropped += 1
-            pairs = zip(one_item.before, one_item.candidates, strict=True)
-            candidates = tokenize_candidates(
-                tokenizer, [_format_candidate(shots, b, s, one_item.after, asked) for b, s in pairs], begin
-            )
-        if (over := max(len(one.ids) for one in candidates) - window) > 0:
-            found.cut += 1
-            if any(one.start - over < len(begin) + 1 for one in candidates):
-                raise UserError(
-                    f"{one_item.row.where}: a candidate alone is longer than the {window} tokens that the backbone "
-                    "reads"
-                )
-            keep = len(begin)
-            candidates = [
-                Candidate((*one.ids[:keep], *one.ids[keep + over :]), one.start - over, one.label, one.bytes)
-                for one in candidates
+            free = self._sum_log_likelihoods(neutral)
+            scores["pmi"] = [own - other for own, other in zip(scores["sum"], free, strict=True)]
+        if self.few_shot.score == "calibrated":
+            empty = [
+                [
+                    self._join(shots, before, label, item.after)
+                    for before in item.content_free
+                    for label in item.candidates
+                ]
+                for item, shots in zip(self.items, contexts, strict=True)
             ]
-        made[place] = candidates
-    return made
+            scores["calibrated"] = []
+            for own, sums in zip(scores["label"], self._sum_log_likelihoods(empty, label=True), strict=True):
+                share = softmax(sums.reshape(-1, len(own)), axis=-1).mean(axis=0)
+                scores["calibrated"].append(log_softmax(own) - np.log(share))
+        return scores
+
+    def _join(self, shots: Sequence[str], before: str, label: str, after: str) -> _Text:
+        return "".join(shot + self.few_shot.prompt.separator for shot in shots) + before, label, after
+
+    def _sum_log_likelihoods(self, texts: Sequence[list[_Text]], *, label: bool = False) -> list[NDArray[np.float64]]:
+        """Return the log-likelihoods of texts; each distinct text is scored once."""
+        distinct = list(dict.fromkeys(text for row in texts for text in row))
+        candidates = tokenize_candidates(self.tokenizer, distinct, self.prefix)
+        logs = [row[0] for row in score_candidates(self.model, [[c] for c in candidates], self.inference)]
+        sums = {
+            text: float((log[c.label[0] : c.label[1]] if label else log).sum())
+            for text, c, log in zip(distinct, candidates, logs, strict=True)
+        }
+        return [np.array([sums[text] for text in row]) for row in texts]
+
+    def _fit_to_window(self, contexts: Sequence[list[str]]) -> list[list[Candidate]]:
+        """Return candidates that fit the window: whole worked examples are left out first, starting with the
+        earliest."""
+
+        def join(item: FilledPrompt, shots: Sequence[str]) -> list[_Text]:
+            return [self._join(shots, b, s, item.after) for b, s in zip(item.before, item.candidates, strict=True)]
+
+        texts = [join(item, shots) for item, shots in zip(self.items, contexts, strict=True)]
+        flat = iter(tokenize_candidates(self.tokenizer, [text for row in texts for text in row], self.prefix))
+        fitting, start = [], len(self.prefix)
+        for item, context, row in zip(self.items, contexts, texts, strict=True):
+            candidates = list(islice(flat, len(row)))
+            shots = list(context)
+            while shots and max(len(c.ids) for c in candidates) > self.window:
+                shots.pop(0)
+                self.result.dropped += 1
+                candidates = tokenize_candidates(self.tokenizer, join(item, shots), self.prefix)
+            if (excess := max(len(c.ids) for c in candidates) - self.window) > 0:
+                self.result.cut += 1
+                if any(c.start - excess < start + 1 for c in candidates):
+                    raise UserError(
+                        f"{item.row.where}: a candidate alone is longer than the {self.window} tokens that the "
+                        "backbone reads"
+                    )
+                candidates = [
+                    Candidate((*c.ids[:start], *c.ids[start + excess :]), c.start - excess, c.label, c.bytes)
+                    for c in candidates
+                ]
+            fitting.append(candidates)
+        return fitting
 
 
 def mcnemar(ours: NDArray, theirs: NDArray) -> dict[str, Any]:
     """Return the exact McNemar test of two models' right answers to the same rows: the numbers of rows that only one of
     them gets right, and the two-sided p of their share being one half. Arguments: bool (rows,)."""
-    from scipy.stats import binomtest
-
     gained, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
     p = 1.0 if gained + lost == 0 else float(binomtest(gained, gained + lost).pvalue)
     return {"only_ours": gained, "only_theirs": lost, "p": p if math.isfinite(p) else None}

@@ -1,8 +1,9 @@
-"""Comparison of an exported folder with its run: plain transformers and PEFT load it in a process that never imports
-this project, and answer the same inputs as the run's own model.
+"""An exported folder compared with its run: plain transformers and PEFT load it in a process that never imports this
+project, and answer the same inputs as the run's own model.
 
 Compared are logits on rows of the run, greedy answers to two prompts and their ends, and the names of classes. A model
-that exceeds memory in float32 stays in its files, on either side, and is read block by block.
+that exceeds memory in float32 stays in its files, on either side, and is read block by block. Its tokenizer is set up
+to tokenize as in training, saved, loaded again without this project's settings, and compared on rows of the run.
 """
 
 from __future__ import annotations
@@ -15,33 +16,75 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from flatshift.experiments.data.sources import list_source_files
+from flatshift.experiments.data.splits import read_label_record
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.saved_tokenizer import RunRows, read_run_rows
-from flatshift.finetune.atomic import read_json_object
-from flatshift.finetune.compute.memory import available_memory
+from flatshift.experiments.workflows.plain_check import select_classes, stream_weights
+from flatshift.finetune.adapters.adapter import read_adapter
+from flatshift.finetune.adapters.merge import read_changes
+from flatshift.finetune.atomic import read_json_object, write_json
 from flatshift.finetune.config import Mesh
+from flatshift.finetune.data.encoding import get_end_token
 from flatshift.finetune.data.eval_batching import EvalBatching
-from flatshift.finetune.data.example import GenerationPrompt
-from flatshift.finetune.errors import UserError, shorten
+from flatshift.finetune.data.example import Example, GenerationPrompt
+from flatshift.finetune.data.rows import Row
+from flatshift.finetune.errors import UserError, first_error_line, shorten
+from flatshift.finetune.evaluate.generation import Decoding, context_overflow, continue_prompts
 from flatshift.finetune.lock import temporary_directory
-from flatshift.finetune.models.backbone import auto_class, open_backbone
+from flatshift.finetune.models.backbone import auto_class, open_backbone, quiet_transformers
+from flatshift.finetune.models.checkpoint import canonical_name, read_index, weight_reader
+from flatshift.finetune.models.meta import build_skeleton
 from flatshift.finetune.seeds import numpy_generator
 
 _ROWS, _TOKENS, _LIKELIEST = 8, 32, 5
-_PROMPTS, _LONGEST = 4, 256
+_PROMPTS, _PROMPT_TOKENS = 4, 256
 """Prompts of a reference, of which the first two are answered, and tokens of each."""
-_ANSWER, _STREAMED_ANSWER = 16, 3
+_ANSWER_TOKENS, _STREAMED_ANSWER_TOKENS = 16, 3
 """Maximum tokens of a greedy answer: for a model in memory, and for one that is read from disk again for each token."""
 _MEMORY_SHARE = 0.5
-FAR = {False: 0.25, True: 1e-3}
+MAX_DIFFERENCE = {False: 0.25, True: 1e-3}
 """Largest difference of logits, as a share of the largest logit, that rounding explains: to 16 bits (False), to 32 bits
 (True)."""
+
+
+@dataclass(frozen=True)
+class ExportedRun:
+    """A finished run that is exported."""
+
+    path: Path
+    recipe: Recipe
+    labels: tuple[str, ...] | None
+    """Classes in head order; None for a task without classes."""
+    rows: RunRows | None
+    """Rows of the run's files, which copies are compared on; None if they are not available here."""
+    trained_ends: list[int]
+    """Tokens that ended the trained answers."""
+
+    @classmethod
+    def open(cls, path: Path, recipe: Recipe) -> ExportedRun:
+        """Read the labels, rows and end tokens of the run in `path`."""
+        labels = read_label_record(recipe, path)[0] if recipe.task.has_classes else None
+        rows = None
+        with contextlib.suppress(UserError, OSError):
+            rows = read_run_rows(recipe, labels)
+        return cls(path, recipe, labels, rows, list(read_trained_ends(path).values()))
+
+    @property
+    def ends(self) -> list[int]:
+        """Every token that ends an answer."""
+        return collect_end_tokens(self.recipe, self.trained_ends)
 
 
 @dataclass(frozen=True)
@@ -52,7 +95,7 @@ class ExpectedAnswers:
     """Directory of its logits and the inputs, in the format that `plain_check` reads."""
     inputs: tuple[str, ...]
     batches: int
-    drawn: bool
+    is_random: bool
     """True if compared on tokens drawn by the seed, because the run's rows are unavailable."""
     rows: int
     reference: list[dict[str, Any]]
@@ -77,6 +120,17 @@ class GgufFile:
     """Folder of the package `gguf`, where it is not installed."""
 
 
+@dataclass(frozen=True)
+class Folder:
+    """An exported folder; `exact` if its weights are in 32 bits, `adapter` if it is one for PEFT, `gguf` if its GGUF
+    file is to be compared (`plain_gguf`)."""
+
+    path: Path
+    exact: bool
+    adapter: bool = False
+    gguf: GgufFile | None = None
+
+
 def to_single_float32_process(recipe: Recipe) -> Recipe:
     """Return the recipe for one process in float32, on the backbone's float weights."""
     train = dataclasses.replace(recipe.train, precision="fp32", quantization=None, backbone_dropout=None, device="cpu")
@@ -84,35 +138,27 @@ def to_single_float32_process(recipe: Recipe) -> Recipe:
 
 
 @contextlib.contextmanager
-def compute_expected(
-    path: Path,
-    recipe: Recipe,
-    labels: tuple[str, ...] | None,
-    rows: RunRows | None,
-    ends: Sequence[int],
-    *,
-    added: Sequence[tuple[Path, float]] = (),
-) -> Iterator[ExpectedAnswers]:
+def compute_expected(run: ExportedRun, *, added: Sequence[tuple[Path, float]] = ()) -> Iterator[ExpectedAnswers]:
     """Compute the answers of backbone + adapter in float32; their files are deleted at the end of the block.
 
-    rows: all rows of the run that are compared (`run_rows`); None: unavailable. ends: tokens that end an answer. added:
-    other adapters whose changes are added, and their weights.
+    added: other adapters whose changes are added, and their weights.
     """
-    from safetensors.torch import save_file
-
-    exact = to_single_float32_process(recipe)
+    recipe = to_single_float32_process(run.recipe)
     tokenizer = open_backbone(recipe.backbone).tokenizer
-    memory = None if _fits_in_memory(recipe) else int(available_memory() * _MEMORY_SHARE)
+    limit = int(available_memory() * _MEMORY_SHARE)
+    entries = read_index(open_backbone(recipe.backbone).directory).values()
+    memory = None if 4 * sum(math.prod(entry.shape) for entry in entries) <= limit else limit
+    adapter = run.path / "adapter"
     if memory is None and not added:
-        model = load_model(exact, exact.task, labels, adapter=path / "adapter")[0].model.eval()
+        model = load_model(recipe, recipe.task, run.labels, adapter=adapter)[0].model.eval()
     else:
-        model = load_streamed(exact, labels, path / "adapter", added=added).eval()
-    drawn = rows is None
-    batches = [draw_inputs(recipe, tokenizer, model.config)] if drawn else _run_inputs(exact, labels, tokenizer)
+        model = load_streamed(recipe, run.labels, adapter, added=added).eval()
     device = next(p.device for p in model.parameters() if not p.is_meta)
+    if run.rows is None:
+        batches = [draw_inputs(recipe, tokenizer, model.config)]
+    else:
+        batches = _run_inputs(recipe, run.labels, tokenizer)
     with temporary_directory("flatshift-check-") as work:
-        import torch
-
         tensors, count = dict[str, Any](), 0
         with torch.no_grad():
             for number, batch in enumerate(batches):
@@ -122,63 +168,37 @@ def compute_expected(
                 count += len(logits)
         save_file(tensors, work / "asked.safetensors")
         del tensors
-        reference = (
-            []
-            if not recipe.task.traits.is_generative
-            else _build_reference(exact, model, tokenizer, rows, ends, memory)
-        )
+        reference = _build_reference(recipe, model, tokenizer, run, memory) if recipe.task.traits.is_generative else []
         del model
         gc.collect()  # reference cycles of hooks keep the model alive, and the folder's model is loaded next
-        yield ExpectedAnswers(work, tuple(batches[0]), len(batches), drawn, count, reference, memory)
+        yield ExpectedAnswers(work, tuple(batches[0]), len(batches), run.rows is None, count, reference, memory)
 
 
-@dataclass(frozen=True)
-class Folder:
-    """A folder that leaves."""
-
-    path: Path
-    exact: bool
-    """Its weights are in 32 bits."""
-    adapter: bool = False
-    """It is one for PEFT."""
-    gguf: GgufFile | None = None
-    """Its GGUF file, which is compared (`flatshift.finetune.models.gguf_tensors`)."""
-
-
-def compare_folder(
-    wanted: ExpectedAnswers,
-    recipe: Recipe,
-    labels: tuple[str, ...] | None,
-    folders: Sequence[Folder],
-    *,
-    ends: Sequence[int],
-) -> list[dict[str, Any]]:
+def compare_folder(run: ExportedRun, expected: ExpectedAnswers, folders: Sequence[Folder]) -> list[dict[str, Any]]:
     """Compare the answers of plain transformers on each of `folders`, in one process, with those of the run.
 
-    ends: the trained ones, at which plain `generate` has to stop.
     Returns of each `max_logit_difference, largest_logit, same_tokens` (places with the same likeliest token, or class),
     `places, rows, drawn, other_labels` (None without classes), `answers` (greedy answers that are the run's),
     `answers_by_rounding` (those that part from it where two tokens are as likely up to rounding), `stops` and
     `stop_texts`; `other_settings` (that llama.cpp has otherwise, in words); of a GGUF file that is not read only
     `unread`, why.
-    Raises UserError where they are further apart than rounding explains, or where it does not stop.
+    Raises UserError where they are further apart than rounding explains, or where plain `generate` does not stop at a
+    trained end.
     """
-    asked = [_asked(wanted, recipe, labels, folder, ends) for folder in folders]
-    (wanted.work / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+    requests = [_build_request(run, expected, folder) for folder in folders]
+    (expected.work / "asked.json").write_text(json.dumps(requests), encoding="utf-8")
     packages = [str(folder.gguf.package) for folder in folders if folder.gguf is not None and folder.gguf.package]
+    answers = _run_plain_check(expected.work, packages)
     return [
-        {"unread": found["unread"]}
-        if found["unread"]
-        else _check_answers(wanted, found, recipe, labels, exact=folder.exact, classes=one["classes"], ends=ends)
-        for folder, one, found in zip(folders, asked, _run_plain_check(wanted.work, packages), strict=True)
+        {"unread": answer["unread"]}
+        if answer["unread"]
+        else _check_answers(run, expected, answer, exact=folder.exact, classes=request["classes"])
+        for folder, request, answer in zip(folders, requests, answers, strict=True)
     ]
 
 
-def _asked(
-    wanted: ExpectedAnswers, recipe: Recipe, labels: tuple[str, ...] | None, folder: Folder, ends: Sequence[int]
-) -> dict[str, Any]:
-    """Return the request to `plain_check` for one folder."""
-    task = recipe.task
+def _build_request(run: ExportedRun, expected: ExpectedAnswers, folder: Folder) -> dict[str, Any]:
+    recipe, task, labels = run.recipe, run.recipe.task, run.labels
     backbone = open_backbone(recipe.backbone)
     classes = None
     if task.has_classes and task.traits.is_sequence_level and not folder.adapter:
@@ -194,120 +214,110 @@ def _asked(
         "gguf": None if folder.gguf is None else dataclasses.asdict(dataclasses.replace(folder.gguf, package=None)),
         "auto_class": kind.__name__,
         "options": own,
-        "memory": wanted.memory,
+        "memory": expected.memory,
         "threads": recipe.train.threads or os.cpu_count() or 1,
-        "inputs": list(wanted.inputs),
-        "batches": wanted.batches,
+        "inputs": list(expected.inputs),
+        "batches": expected.batches,
         "classes": classes,
-        "ends": list(ends),
+        "ends": run.trained_ends,
         "pad": backbone.tokenizer.pad_token_id,
         "start": backbone.decoder_start if task.traits.encoder_decoder else None,
-        "prompts": [
-            {"ids": one["ids"], "most": one["most"]} for one in wanted.reference if "answer" in one
-        ],
-    }  # fmt: skip
+        "prompts": [{"ids": r["ids"], "most": r["most"]} for r in expected.reference if "answer" in r],
+    }
+
+
+def run_offline(command: Sequence[object], packages: Sequence[str], **environment: str) -> tuple[int, str]:
+    """Run this Python with `command`, without access to the hub; `packages` go on its path.
+
+    Returns the exit code, and the last line on stderr, else that code in words.
+    """
+    environment |= {"HF_HUB_OFFLINE": "1"}
+    if packages:
+        environment["PYTHONPATH"] = os.pathsep.join([*packages, *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.run(
+        [sys.executable, "-P", *map(str, command)], env={**os.environ, **environment}, capture_output=True, text=True,
+        errors="replace",
+    )  # fmt: skip
+    lines = [line for line in process.stderr.splitlines() if line.strip()]
+    return process.returncode, lines[-1] if lines else f"exit code {process.returncode}"
 
 
 def _run_plain_check(work: Path, packages: Sequence[str]) -> list[dict[str, Any]]:
-    command = [sys.executable, "-P", str(Path(__file__).with_name("plain_check.py")), str(work)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    if packages:
-        environment["PYTHONPATH"] = os.pathsep.join([*packages, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = shorten(said[-1] if said else f"exit code {done.returncode}", 200)
-        raise UserError(f"plain transformers cannot use what was written: {reason}")
-    found = read_json_object(work / "found.json")
-    assert not found["ours"], found["ours"]
-    answers: list[dict[str, Any]] = found["folders"]
+    script = Path(__file__).with_name("plain_check.py")
+    code, reason = run_offline([script, work], packages, TRANSFORMERS_VERBOSITY="error")
+    if code:
+        raise UserError(f"plain transformers cannot use what was written: {shorten(reason, 200)}")
+    record = read_json_object(work / "found.json")
+    assert not record["ours"], record["ours"]
+    answers: list[dict[str, Any]] = record["folders"]
     return answers
 
 
 def _check_answers(
-    wanted: ExpectedAnswers,
-    found: dict[str, Any],
-    recipe: Recipe,
-    labels: tuple[str, ...] | None,
-    *,
-    exact: bool,
-    classes: str | None,
-    ends: Sequence[int],
+    run: ExportedRun, expected: ExpectedAnswers, answer: dict[str, Any], *, exact: bool, classes: str | None
 ) -> dict[str, Any]:
-    difference, largest = found["difference"], found["largest"]
-    if found["other"] and not difference <= FAR[exact] * largest:
-        raise UserError(
-            f"llama.cpp has {found['other'][0]}, so that it answers otherwise than the run; take `flatshift merge`, "
-            "which plain transformers and vLLM read"
-        )
-    if not difference <= FAR[exact] * largest:
+    difference, largest = answer["difference"], answer["largest"]
+    if not difference <= MAX_DIFFERENCE[exact] * largest:
+        if answer["other"]:
+            raise UserError(
+                f"llama.cpp has {answer['other'][0]}, so that it answers otherwise than the run; take `flatshift "
+                "merge`, which plain transformers and vLLM read"
+            )
         raise UserError(
             f"plain transformers' logits of what was written differ from backbone + adapter by {difference:.3g} "
             f"(largest {largest:.3g}), more than rounding explains; hand on the adapter as it is (`flatshift export`)"
             + ("" if exact else ", or merge with --dtype float32")
         )
-    if found["answers"] and (missed := sorted(set(ends) - set(found["stops"]))):
+    if answer["answers"] and (missed := sorted(set(run.trained_ends) - set(answer["stops"]))):
         raise UserError(f"plain transformers does not stop at token {missed[0]}, which training ended answers with")
     same = rounded = 0
-    for one, said in zip(wanted.reference, found["answers"], strict=False):
-        if (said["ids"], said["ended"]) == (one["answer"], one["ended"]):
+    for reference, reply in zip(expected.reference, answer["answers"], strict=False):
+        if (reply["ids"], reply["ended"]) == (reference["answer"], reference["ended"]):
             same += 1
             continue
-        pairs = zip([*one["answer"], None], [*said["ids"], None], strict=False)
-        parts = next(k for k, (a, b) in enumerate(pairs) if a != b)
+        pairs = zip([*reference["answer"], None], [*reply["ids"], None], strict=False)
+        position = next(k for k, (a, b) in enumerate(pairs) if a != b)
         # Within twice the largest logit difference, rounding can swap the two likeliest tokens.
-        if not one["margins"][min(parts, len(one["margins"]) - 1)] <= 2 * difference:
+        if not reference["margins"][min(position, len(reference["margins"]) - 1)] <= 2 * difference:
             raise UserError(
-                f"plain transformers answers the prompt {shorten(one['text'], 60)!r} with the tokens {said['ids']}"
-                f"{'' if said['ended'] else ', without an end'}, and the run with {one['answer']}"
+                f"plain transformers answers the prompt {shorten(reference['text'], 60)!r} with the tokens "
+                f"{reply['ids']}{'' if reply['ended'] else ', without an end'}, and the run with {reference['answer']}"
             )
         rounded += 1
     other = None
     if classes is not None:
-        names = list(labels or ())
-        other = sum(
-            said != want for said, want in zip(found["names"], _expected_classes(wanted, names, classes), strict=True)
-        )
+        names = list(run.labels or ())
+        with safe_open(expected.work / "asked.safetensors", "pt") as tensors:
+            logits = [row for n in range(expected.batches) for row in tensors.get_tensor(f"{n}.logits").tolist()]
+        own = [select_classes(row, names, several=classes == "several") for row in logits]
+        other = sum(a != b for a, b in zip(answer["names"], own, strict=True))
         if exact and other and difference <= 1e-4 * largest:
             raise UserError("plain transformers gives rows other classes than the run, or other names of them")
-    stops = sorted(ends) if found["answers"] else []
+    stops = sorted(run.trained_ends) if answer["answers"] else []
     return {
         "max_logit_difference": difference,
         "largest_logit": largest,
-        "same_tokens": found["same"],
-        "places": found["places"],
-        "rows": wanted.rows,
-        "drawn": wanted.drawn,
+        "same_tokens": answer["same"],
+        "places": answer["places"],
+        "rows": expected.rows,
+        "drawn": expected.is_random,
         "other_labels": other,
         "answers": same,
         "answers_by_rounding": rounded,
         "stops": stops,
-        "stop_texts": open_backbone(recipe.backbone).tokenizer.convert_ids_to_tokens(stops),
-        "other_settings": found["other"],
+        "stop_texts": open_backbone(run.recipe.backbone).tokenizer.convert_ids_to_tokens(stops),
+        "other_settings": answer["other"],
     }
-
-
-def _expected_classes(wanted: ExpectedAnswers, names: list[str], classes: str) -> list[list[str]]:
-    from safetensors import safe_open
-
-    from flatshift.experiments.workflows.plain_check import select_classes
-
-    with safe_open(wanted.work / "asked.safetensors", "pt") as rows:
-        logits = [row for n in range(wanted.batches) for row in rows.get_tensor(f"{n}.logits").tolist()]
-    return [select_classes(row, names, several=classes == "several") for row in logits]
-
-
-# ----------------------------------------------------------------------------------------------------- what is asked of
 
 
 def _run_inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> list[dict[str, Any]]:
     """Return the inputs: for a head one padded batch of rows, as its users make them; else the first tokens of each
     row."""
-    examples = [example for _, example in read_run_rows(recipe, labels, most=_ROWS, whole=False)]
+    examples = [example for _, example in read_run_rows(recipe, labels, maximum=_ROWS, whole=False)]
     task = recipe.task
     if task.traits.is_sequence_level:
         return [next(EvalBatching(len(examples), tokenizer.pad_token_id).batches(examples, task)).inputs]
-    batches = [next(EvalBatching(1, tokenizer.pad_token_id).batches([one], task)).inputs for one in examples]
+    batches = [next(EvalBatching(1, tokenizer.pad_token_id).batches([example], task)).inputs for example in examples]
     return [{name: tensor[:, :_TOKENS] for name, tensor in batch.items()} for batch in batches]
 
 
@@ -316,9 +326,6 @@ def draw_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
 
     All end with the same token, as a head over an encoder-decoder requires.
     """
-    import numpy as np
-    import torch
-
     vocabulary = min(len(tokenizer), config.get_text_config().vocab_size)
     plain = np.setdiff1d(np.arange(vocabulary), tokenizer.all_special_ids)
     size = (_ROWS, min(_TOKENS, recipe.train.max_length))
@@ -334,84 +341,59 @@ def draw_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
 
 def _choose_prompts(recipe: Recipe, rows: RunRows | None, tokenizer: Any) -> list[GenerationPrompt]:
     task = recipe.task
-    asked: list[GenerationPrompt] = []
+    questions: list[GenerationPrompt] = []
     if rows is not None:
         with contextlib.suppress(UserError):
-            asked = task.input_format.build_prompts([row for row, _ in rows[:_PROMPTS]], tokenizer, bad_rows="skip")[0]
-    if not asked:
-        asked = task.input_format.build_text_prompts(
+            questions = task.input_format.build_prompts(
+                [row for row, _ in rows[:_PROMPTS]], tokenizer, bad_rows="skip"
+            )[0]
+    if not questions:
+        questions = task.input_format.build_text_prompts(
             ["some text", "A second, longer one: 1 + 1 ="], tokenizer, raw=True
         )
-    return [one for one in asked if len(one.ids) <= _LONGEST] or asked[:1]
+    return [question for question in questions if len(question.ids) <= _PROMPT_TOKENS] or questions[:1]
 
 
 def _build_reference(
-    recipe: Recipe, model: Any, tokenizer: Any, rows: RunRows | None, ends: Sequence[int], memory: int | None
+    recipe: Recipe, model: Any, tokenizer: Any, run: ExportedRun, memory: int | None
 ) -> list[dict[str, Any]]:
-    import torch
-
-    from flatshift.finetune.evaluate.generation import Decoding, context_overflow, continue_prompts
-
-    questions = _choose_prompts(recipe, rows, tokenizer)
+    questions = _choose_prompts(recipe, run.rows, tokenizer)
     task, device = recipe.task, next(p.device for p in model.parameters() if not p.is_meta)
     start = open_backbone(recipe.backbone).decoder_start if task.traits.encoder_decoder else None
-    found: list[dict[str, Any]] = []
-    with torch.no_grad():
-        for one in questions:
-            more = {} if start is None else {"decoder_input_ids": torch.tensor([[start]], device=device)}
-            ids = torch.tensor([one.ids], device=device)
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits[0, -1]
-            likeliest = torch.log_softmax(logits.float(), -1).topk(_LIKELIEST)
-            pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
-            found.append(
-                {
-                    "text": one.text,
-                    "whole": not task.input_format.uses_chat_template,
-                    "ids": list(one.ids),
-                    "next": dict(pairs),
-                }
-            )
-    most = _ANSWER if memory is None else _STREAMED_ANSWER
-    roomy = [k for k, one in enumerate(questions) if context_overflow(model, one.ids, most, apart=bool(start)) is None][
-        :2
-    ]
+    references: list[dict[str, Any]] = []
+    for question in questions:
+        logits = _compute_logits(model, list(question.ids), [], start)
+        likeliest = torch.log_softmax(logits[-1], -1).topk(_LIKELIEST)
+        pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+        whole = not task.input_format.uses_chat_template
+        references.append({"text": question.text, "whole": whole, "ids": list(question.ids), "next": dict(pairs)})
+    maximum = _ANSWER_TOKENS if memory is None else _STREAMED_ANSWER_TOKENS
+    fitting = [
+        k for k, q in enumerate(questions) if context_overflow(model, q.ids, maximum, apart=bool(start)) is None
+    ][:2]
     answers = continue_prompts(
         model,
-        [questions[k].ids for k in roomy],
-        Decoding(max_new_tokens=most),
+        [questions[k].ids for k in fitting],
+        Decoding(max_new_tokens=maximum),
         EvalBatching(1, tokenizer.pad_token_id, device),
-        end=ends,
+        end=run.ends,
         decoder_start=start,
     )
-    for place, answer in answers:
-        asked = found[roomy[place]]
-        asked |= {"answer": answer.ids, "ended": answer.ended, "most": most}
-        asked["margins"] = _logit_margins(model, asked["ids"], answer.ids, start)
-    return sorted(found, key=lambda one: "answer" not in one)
+    for index, answer in answers:
+        reference = references[fitting[index]]
+        top = _compute_logits(model, reference["ids"], answer.ids, start)[-(len(answer.ids) + 1) :].topk(2).values
+        margins = (top[:, 0] - top[:, 1]).tolist()
+        reference |= {"answer": answer.ids, "ended": answer.ended, "most": maximum, "margins": margins}
+    return sorted(references, key=lambda reference: "answer" not in reference)
 
 
-def _logit_margins(model: Any, prompt: list[int], answer: list[int], start: int | None) -> list[float]:
-    """Return for each token of an answer, and for the one after it, the likeliest logit minus the second."""
-    import torch
-
+def _compute_logits(model: Any, prompt: list[int], answer: list[int], start: int | None) -> Any:
+    """Return the logits (T, V) of a prompt and its answer; for an encoder-decoder those of the decoder alone."""
     device = next(p.device for p in model.parameters() if not p.is_meta)
     ids = torch.tensor([prompt if start is not None else [*prompt, *answer]], device=device)
-    more = {} if start is None else {"decoder_input_ids": torch.tensor([[start, *answer]], device=device)}
+    decoder = {} if start is None else {"decoder_input_ids": torch.tensor([[start, *answer]], device=device)}
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits[0].float()
-    two = logits[-(len(answer) + 1) :].topk(2).values
-    return (two[:, 0] - two[:, 1]).tolist()
-
-
-# -------------------------------------------------------------------------------------------------------- large models
-
-
-def _fits_in_memory(recipe: Recipe) -> bool:
-    """Return True if half of the free memory holds the backbone in float32."""
-    from flatshift.finetune.models.checkpoint import read_index
-
-    entries = read_index(open_backbone(recipe.backbone).directory).values()
-    return 4 * sum(math.prod(entry.shape) for entry in entries) <= available_memory() * _MEMORY_SHARE
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids), **decoder).logits[0].float()
 
 
 def load_streamed(
@@ -421,14 +403,7 @@ def load_streamed(
 
     added: other adapters whose changes are added to the frozen weights, and their weights.
     """
-    import torch
     from peft import LoraConfig, get_peft_model
-
-    from flatshift.experiments.workflows.plain_check import stream_weights
-    from flatshift.finetune.adapters.adapter import read_adapter
-    from flatshift.finetune.adapters.merge import read_changes
-    from flatshift.finetune.models.checkpoint import canonical_name, weight_reader
-    from flatshift.finetune.models.meta import build_skeleton
 
     skeleton: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=labels)
     checkpoint = skeleton.checkpoint
@@ -451,10 +426,157 @@ def load_streamed(
     def changed(full: str) -> Any:
         name = canonical_name(full)
         value = read(name).float()
-        for change, weight in ((found[name], weight) for found, weight in changes if name in found):
+        for change, weight in ((by_name[name], weight) for by_name, weight in changes if name in by_name):
             product = weight * change.scale * (change.b @ change.a)
             value += product.mT if change.transposed else product
         return value
 
     stream_weights(model, changed)
     return model
+
+
+def available_memory() -> int:
+    """Return the bytes of host memory available to this process: of the machine, or within its control group's
+    limit."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text(encoding="utf-8"))
+        free = min(free, limit - int((group / "memory.current").read_text(encoding="utf-8")))
+    return free
+
+
+_TOKENIZED_ROWS = 64
+"""Rows of the run that are compared."""
+_ANY_LENGTH = 1 << 30
+_PROBES = ("some text", "Über 3 Wörter,\nin two lines", "猫が座った。")
+"""Texts to compare if the run's rows are unavailable."""
+
+RunRows = list[tuple[Row, Example]]
+
+
+def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tuple[Any, int]:
+    """Write the run's tokenizer into `folder`; returns it as loaded again, and the number of compared rows.
+
+    rows: rows of the run with their examples, as from `read_run_rows`; None: unavailable, probes are compared.
+    Raises UserError if the saved tokenizer gives other tokens than training.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer, task = open_backbone(recipe.backbone).own_tokenizer(), recipe.task
+    task.input_format.prepare_tokenizer(tokenizer)
+    # Heads truncate by `truncation=True` as in training; generative models may use all positions.
+    if task.traits.is_sequence_level or task.traits.masks_tokens:
+        tokenizer.model_max_length = recipe.train.max_length
+        tokenizer.truncation_side = recipe.train.truncation or task.traits.truncation_side
+        tokenizer.padding_side = "right"
+    for name in ("is_local", "local_files_only"):  # they are about files of this machine
+        tokenizer.init_kwargs.pop(name, None)
+    tokenizer.save_pretrained(folder)
+    config = open_backbone(recipe.backbone).config
+    try:
+        with quiet_transformers():
+            saved = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(
+            f"the tokenizer of {recipe.backbone!r} cannot be read once saved: {first_error_line(error)}"
+        ) from error
+    if rows is None:
+        different = [repr(text) for text in _PROBES if saved(text)["input_ids"] != tokenizer(text)["input_ids"]]
+    else:
+        length = recipe.train.max_length
+        different = [row.where for row, example in rows if not task.reads_same(saved, row, example, length)]
+    if different:
+        raise UserError(
+            f"the saved tokenizer of backbone {recipe.backbone!r} reads {different[0]} otherwise than training did, so "
+            "that the model would be asked what it never saw; convert it to a fast one (tokenizer.json) first"
+        )
+    return saved, 0 if rows is None else len(rows)
+
+
+def read_run_rows(
+    recipe: Recipe, labels: tuple[str, ...] | None, *, maximum: int = _TOKENIZED_ROWS, whole: bool = True
+) -> RunRows:
+    """Return the first rows of the run's test files, else of dev, else of train, each with its training example; with
+    `whole` only the rows of a head are truncated.
+
+    Raises UserError or OSError if the files cannot be read, and UserError if no row is left.
+    """
+    data, task = recipe.data, recipe.task.without_limits()  # limits are shares of all rows, and these are few
+    backbone = open_backbone(recipe.backbone)
+    sources = list_source_files(data)
+    chosen = sources["test"] or sources["dev"] or sources["train"]
+    skipped: list[str] = []
+    rows = list(islice(chain.from_iterable(source.rows(data, task, skipped) for source in chosen), maximum))
+    encoder = task.encoder(
+        backbone.tokenizer,
+        recipe.train.max_length
+        if task.traits.is_sequence_level or task.traits.masks_tokens or not whole
+        else _ANY_LENGTH,
+        label_names=labels or task.class_names(rows),
+        bad_rows=data.bad_rows,
+        decoder_start=backbone.decoder_start if task.traits.encoder_decoder else None,
+        truncation=recipe.train.truncation,
+    )
+    pairs: RunRows = []
+    for row in rows:
+        encoded = encoder.add([row])
+        skipped += encoded.skipped
+        pairs += [(row, example) for example in encoded.examples[:1]]
+    if not pairs:
+        raise UserError(f"no row of the run's files is left{f', the first for {skipped[0]}' if skipped else ''}")
+    return pairs
+
+
+SETTINGS = "generation_config.json"
+
+
+def read_trained_ends(path: Path) -> dict[str, int]:
+    """Return the tokens that ended the trained answers of the run in `path`, by their text, from its manifest."""
+    ends: dict[str, int] = read_json_object(path / "manifest.json", "ends")["ends"]
+    return ends
+
+
+def collect_end_tokens(recipe: Recipe, trained: Iterable[int]) -> list[int]:
+    """Return every token that ends an answer: the backbone's own, the `trained` ones, the tokenizer's."""
+    backbone = open_backbone(recipe.backbone)
+    file = backbone.directory / SETTINGS
+    own = read_json_object(file).get("eos_token_id") if file.is_file() else None
+    if own is None:
+        own = getattr(backbone.config.get_text_config(), "eos_token_id", None)
+    ends = [*(own if isinstance(own, list) else [own]), *trained, get_end_token(backbone.tokenizer)]
+    return list(dict.fromkeys(end for end in ends if end is not None))
+
+
+def save_generation_settings(recipe: Recipe, folder: Path, ends: Sequence[int]) -> None:
+    """Write the backbone's own generation settings into `folder`, with these `ends` and a padding token."""
+    from transformers import GenerationConfig
+
+    backbone = open_backbone(recipe.backbone)
+    file = backbone.directory / SETTINGS
+    if file.is_file():
+        settings = read_json_object(file)
+    else:
+        settings = GenerationConfig.from_model_config(backbone.own_config({})).to_diff_dict()
+    settings.pop("_from_model_config", None)
+    if settings.get("pad_token_id") is None:
+        settings["pad_token_id"] = backbone.tokenizer.pad_token_id
+    write_json(folder / SETTINGS, settings | {"eos_token_id": _format_end_tokens(ends)})
+
+
+def set_end_tokens(config: Any, ends: Sequence[int]) -> None:
+    """Set these `ends` in a decoder's configuration if it names one; the heads of an encoder-decoder need a single
+    one."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    for settings in (config, config.get_text_config()):
+        if getattr(settings, "eos_token_id", None) is not None and not config.is_encoder_decoder:
+            with contextlib.suppress(StrictDataclassError):  # an architecture that allows a single one only
+                settings.eos_token_id = _format_end_tokens(ends)
+
+
+def _format_end_tokens(ends: Sequence[int]) -> int | list[int] | None:
+    return None if not ends else ends[0] if len(ends) == 1 else list(ends)

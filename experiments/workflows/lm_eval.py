@@ -20,19 +20,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.generate import check_generative, read_finished_recipe, to_single_process
+from flatshift.experiments.workflows.run_parts import check_generative, read_finished_recipe, to_single_process
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.compute.numerics import cpu_threads
+from flatshift.finetune.compute.precision import autocast_dtype
 from flatshift.finetune.data.encoding import SpecialTokens
 from flatshift.finetune.errors import UserError, first_error_line
 from flatshift.finetune.seeds import derive_seed
 
 RECORD = "harness.json"
-GET = "pip install 'flatshift[harness]'"
 _PACKAGES = ("flatshift", "lm-eval", "torch", "transformers", "peft", "datasets")
 
 
@@ -60,14 +63,14 @@ def run_harness(
     of conversations or soft tokens.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(f"--harness needs the package lm-eval; {GET}")
+        raise UserError("--harness needs the package lm-eval; pip install 'flatshift[harness]'")
     recipe = to_single_process(read_finished_recipe(path, overrides))
     recipe.task.traits.refuse("--harness")
     if recipe.adapter.soft_tokens is not None:
-        what = "soft_tokens" if recipe.adapter.projector is None else "projector"
+        setting = "soft_tokens" if recipe.adapter.projector is None else "projector"
         raise UserError(
-            f"--harness: lm-eval pads prompts on the left, behind what adapter.{what} puts before every text; evaluate "
-            "this run with `flatshift eval RUN_DIR --data FILE`"
+            f"--harness: lm-eval pads prompts on the left, behind what adapter.{setting} puts before every text; "
+            "evaluate this run with `flatshift eval RUN_DIR --data FILE`"
         )
     check_generative(recipe.task)
     for name, value in (("limit", limit), ("batch-size", batch_size)):
@@ -76,31 +79,24 @@ def run_harness(
     if include is not None and not include.is_dir():
         raise UserError(f"--harness-include: {include} is no directory; name the one that holds your task files")
     with cpu_threads(recipe.train.threads), _restore_global_generators():
-        found, prefix = _run_tasks(
-            recipe,
-            path,
-            tasks,
-            limit,
-            shots,
-            batch_size,
-            derive_seed(seed, "harness") % 2**32,
-            include,
-            Console(quiet=quiet),
-        )
+        derived = derive_seed(seed, "harness") % 2**32
+        names = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+        options = {"num_fewshot": shots, "limit": limit, "log_samples": False, **dict.fromkeys(names, derived)}
+        results, prefix = _run_tasks(recipe, path, tasks, batch_size, include, Console(quiet=quiet), options)
     record = {
         "harness": "lm-eval",
         "versions": {name: _installed_version(name) for name in _PACKAGES},
         "tasks": list(tasks),
         "limit": limit,
-        "shots": found["n-shot"],
+        "shots": results["n-shot"],
         "seed": seed,
         "prefix": prefix,
         "precision": recipe.train.precision,
         "quantization": recipe.train.quantization,
-        "items": found["n-samples"],
-        "task_versions": found["versions"],
-        "higher_is_better": found["higher_is_better"],
-        "results": found["results"],
+        "items": results["n-samples"],
+        "task_versions": results["versions"],
+        "higher_is_better": results["higher_is_better"],
+        "results": results["results"],
     }
     record = json.loads(json.dumps(_to_json_values(record), ensure_ascii=False))
     write_json(path / RECORD, record)
@@ -111,20 +107,16 @@ def _run_tasks(
     recipe: Recipe,
     path: Path,
     tasks: Sequence[str],
-    limit: int | None,
-    shots: int | None,
     batch_size: int,
-    seed: int,
     include: Path | None,
     console: Console,
+    options: dict[str, Any],
 ) -> tuple[dict[str, Any], list[int]]:
-    """Return lm-eval's results, and the tokens before every text."""
+    """Return lm-eval's results, and the tokens before every text; options: of `lm_eval.simple_evaluate`."""
     with _restore_root_logger():
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
-
-    from flatshift.finetune.compute.precision import autocast_dtype
 
     manager = TaskManager(include_path=None if include is None else str(include))
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
@@ -135,32 +127,20 @@ def _run_tasks(
     engine, tokenizer = load_model(recipe, recipe.task, None, adapter=path / "adapter")
     tokenizer, prefix = _add_training_prefix(tokenizer, begin=not recipe.task.traits.encoder_decoder)
     console.say(f"lm-eval on {', '.join(tasks)}")
+    model = HFLM(
+        pretrained=engine.model,
+        tokenizer=tokenizer,
+        backend="seq2seq" if recipe.task.traits.encoder_decoder else "causal",
+        batch_size=batch_size,
+        mixed_precision_dtype=autocast_dtype(recipe.train),
+    )
     try:
-        found = simple_evaluate(
-            HFLM(
-                pretrained=engine.model,
-                tokenizer=tokenizer,
-                backend="seq2seq" if recipe.task.traits.encoder_decoder else "causal",
-                batch_size=batch_size,
-                mixed_precision_dtype=autocast_dtype(recipe.train),
-            ),
-            tasks=list(tasks),
-            num_fewshot=shots,
-            limit=limit,
-            log_samples=False,
-            task_manager=manager,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
-        )
+        return simple_evaluate(model, tasks=list(tasks), task_manager=manager, **options), prefix
     except (ConnectionError, FileNotFoundError) as error:
         raise UserError(f"--harness: the data of these tasks cannot be fetched: {first_error_line(error)}") from error
-    return found, prefix
 
 
 def _add_training_prefix(tokenizer: Any, *, begin: bool) -> tuple[Any, list[int]]:
-    """Return a copy of the tokenizer that starts a text as training did, and the start tokens."""
     own = list(tokenizer("a")["input_ids"])
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     prefix = list(SpecialTokens.of(tokenizer, begin=begin).prefix)
@@ -171,19 +151,18 @@ def _add_training_prefix(tokenizer: Any, *, begin: bool) -> tuple[Any, list[int]
 
     changed = copy.deepcopy(tokenizer)
     names = [(changed.convert_ids_to_tokens(token), token) for token in prefix]
-    first = " ".join(name for name, _ in names)
-    template = TemplateProcessing(single=f"{first} $A", pair=f"{first} $A $B", special_tokens=names)
+    start = " ".join(name for name, _ in names)
+    template = TemplateProcessing(single=f"{start} $A", pair=f"{start} $A $B", special_tokens=names)
     backend = changed.backend_tokenizer
     before = backend.post_processor
     backend.post_processor = template if before is None else Processors([before, template])
     if list(changed("a")["input_ids"]) != [*prefix, *bare]:
-        raise RuntimeError(f"the tokenizer does not begin a text with {first} as it is set to")
+        raise RuntimeError(f"the tokenizer does not begin a text with {start} as it is set to")
     return changed, prefix
 
 
 @contextlib.contextmanager
 def _restore_root_logger() -> Iterator[None]:
-    """Restore the root logger's handlers, which the import of lm-eval changes."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -195,10 +174,6 @@ def _restore_root_logger() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restore_global_generators() -> Iterator[None]:
-    """Restore the global generators of Python, NumPy and torch, which lm-eval seeds."""
-    import numpy as np
-    import torch
-
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng():
         try:
@@ -234,10 +209,11 @@ def format_record(record: dict[str, Any]) -> str:
     for task, figures in record["results"].items():
         for name, value in figures.items():
             if isinstance(value, float) and "_stderr" not in name:
-                metric, _, rest = name.partition(",")
-                error = figures.get(f"{metric}_stderr,{rest}")
+                metric, _, filter_name = name.partition(",")
+                error = figures.get(f"{metric}_stderr,{filter_name}")
                 spread = f" ± {error:.3g}" if isinstance(error, float) else ""
-                lines.append(f"{task}  {metric}{f' ({rest})' if rest != 'none' else ''}  {value:.4g}{spread}")
+                label = metric if filter_name == "none" else f"{metric} ({filter_name})"
+                lines.append(f"{task}  {label}  {value:.4g}{spread}")
     if record["limit"] is not None:
         lines.append(f"at most {record['limit']} items of each task: not to be compared with published figures")
     return "\n".join(lines)

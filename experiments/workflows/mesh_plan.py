@@ -9,12 +9,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from flatshift.experiments.data.sources import epochs_to_steps
+from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.resolve import Resolved
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.workflows.run_parts import FINE_TUNE
 from flatshift.finetune.config import Train
+from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.formats import SAMPLE
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.figures import format_duration
@@ -25,10 +28,9 @@ from flatshift.finetune.planner.layouts import Layout, best_layout, enumerate_la
 from flatshift.finetune.planner.rules import RuleSettings
 from flatshift.finetune.planner.sizes import BackboneSizes, read_sizes
 from flatshift.finetune.planner.throughput import DEVICES, PUBLISHED
+from flatshift.finetune.seeds import derive_seed
 
 _THOUSAND = 1000
-_AUTO = "bf16"
-"""Precision that `train.precision: auto` resolves to on every device of the table with native bf16 products."""
 
 
 def calibrate_machine() -> list[str]:
@@ -40,8 +42,8 @@ def calibrate_machine() -> list[str]:
 def _parse_cluster(gpus: str, node: int | None, link: float | None, network: float | None) -> Cluster:
     if gpus.strip().lower() != "here":
         return Cluster.parse(gpus, node=node, link=link, network=network)
-    if given := [name for name, value in (("node", node), ("nvlink", link), ("ib", network)) if value is not None]:
-        raise UserError(f"--{given[0]}: --gpus here is one machine as it is; write COUNTxNAME to describe another")
+    if flags := [name for name, value in (("node", node), ("nvlink", link), ("ib", network)) if value is not None]:
+        raise UserError(f"--{flags[0]}: --gpus here is one machine as it is; write COUNTxNAME to describe another")
     devices = detect_devices()
     return Cluster.at_hand(devices, devices.count, devices.count)
 
@@ -71,22 +73,23 @@ def plan_mesh(
     if not counted and tokens is None and (own or model is None):
         resolved, data = _resolve_epochs(resolved)
         counted = True
-    found = resolved.recipe
-    train = found.train
-    if train.precision == "auto":
-        train = dataclasses.replace(train, precision=_AUTO)  # type: ignore[arg-type]
+    settings = resolved.recipe
+    backbone, train = model or settings.backbone, settings.train
+    if train.precision == "auto":  # bf16 on every device of the table with native bf16 products
+        train = dataclasses.replace(train, precision="bf16")
     cluster = _parse_cluster(gpus, node, link, network)
-    sizes = read_sizes(model or found.backbone, found.adapter).under(found.task)
-    settings = RuleSettings.of(dataclasses.replace(found, train=train))
-    settings = dataclasses.replace(settings, mesh=dataclasses.replace(found.mesh, auto=False))
-    ways = ("none", "selective", "full") if recompute == "any" else (recompute,)
-    priced = enumerate_layouts(sizes, cluster, settings, recompute=ways)
-    best = best_layout([layout for layout in priced if layout.expert_parallel == 1])
-    wanted = tokens if tokens is not None else float(best.tokens * train.steps) if counted else None
-    timed = best.fits and train.precision != "fp32" and wanted is not None
-    hours = 0.0 if wanted is None else wanted / best.tokens * best.time.total / 3600
+    sizes = read_sizes(backbone, settings.adapter).under(settings.task)
+    mesh = dataclasses.replace(settings.mesh, auto=False)
+    rules = dataclasses.replace(RuleSettings.of(dataclasses.replace(settings, train=train)), mesh=mesh)
+    choices = ("none", "selective", "full") if recompute == "any" else (recompute,)
+    layouts = enumerate_layouts(sizes, cluster, rules, recompute=choices)
+    best = best_layout([layout for layout in layouts if layout.expert_parallel == 1])
+    total = tokens if tokens is not None else float(best.tokens * train.steps) if counted else None
+    is_timed = best.fits and train.precision != "fp32" and total is not None
+    hours = 0.0 if total is None else total / best.tokens * best.time.total / 3600
+    overhead = cached_overhead() if cluster.kind == "cpu" else None
     return {
-        "model": model or found.backbone,
+        "model": backbone,
         "cluster": str(cluster),
         "devices": cluster.count,
         "kind": cluster.kind,
@@ -95,39 +98,34 @@ def plan_mesh(
         "usable_gib": None if best.room is None else round(best.room / 2**30, 2),
         "fits": best.fits,
         "recipe": best.recipe if best.fits else None,
-        "tokens": wanted,
+        "tokens": total,
         "data": data,
-        "hours": float(f"{hours:.3g}") if timed else None,
-        "cost": round(hours * cluster.count * price, 2) if price is not None and timed else None,
-        "best": priced.index(best),
-        "evaluation": _evaluation_cost(sizes, found, train, best, cluster.kind),
-        "layouts": [layout.document() for layout in priced],
-        "process_gib": _process_memory(cluster, best),
-        "notes": _plan_notes(cluster, sizes, priced[0], best),
-        "table": format_table(priced, cluster, sizes),
+        "hours": float(f"{hours:.3g}") if is_timed else None,
+        "cost": round(hours * cluster.count * price, 2) if price is not None and is_timed else None,
+        "best": layouts.index(best),
+        "evaluation": _evaluation_cost(sizes, settings, train, best, cluster.kind),
+        "layouts": [layout.document() for layout in layouts],
+        # The least and most that a process of the best layout takes of a CPU's memory; None without a calibration.
+        "process_gib": None
+        if overhead is None
+        else [round(end / 2**30, 2) for end in overhead.interval(best.needs.total)],
+        "notes": _plan_notes(cluster, sizes, layouts[0], best),
+        "table": format_table(layouts, cluster, sizes),
     }
 
 
 def _resolve_epochs(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
-    """Return the recipe with its epochs as optimizer steps, and the number of its training rows and their tokens."""
-    from flatshift.experiments.data.sources import epochs_to_steps
-    from flatshift.experiments.data.splits import prepare_data
-    from flatshift.finetune.data.columns import ColumnarExamples
-    from flatshift.finetune.seeds import derive_seed
-
     recipe = resolved.recipe
     rows = prepare_data(recipe).train
     lengths = ColumnarExamples.of(rows).ragged("input_ids")
-    held = 0 if lengths is None else int(lengths[2].sum())
-    settled = epochs_to_steps(resolved, rows, seed=derive_seed(recipe.train.seed, FINE_TUNE))
-    updates = settled.recipe.train.steps
-    return settled, {"rows": len(rows), "tokens": held, "by": recipe.backbone, "updates": updates}
+    tokens = 0 if lengths is None else int(lengths[2].sum())
+    counted = epochs_to_steps(resolved, rows, seed=derive_seed(recipe.train.seed, FINE_TUNE))
+    updates = counted.recipe.train.steps
+    return counted, {"rows": len(rows), "tokens": tokens, "by": recipe.backbone, "updates": updates}
 
 
 def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: Layout, kind: str) -> dict[str, Any]:
-    """Return the evaluation's memory on top of the weights, and the number of optimizer steps of the best layout that
-    take as long as a thousand of the longest rows."""
-    found = plan_evaluation(
+    plan = plan_evaluation(
         sizes,
         recipe.task,
         train,
@@ -139,19 +137,12 @@ def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: L
     )
     return {
         "rows_at_once": recipe.eval.batch_size,
-        "gib": round(found.memory / 2**30, 2),
-        "updates_per_1000_rows": float(f"{found.updates(best.tokens):.3g}"),
+        "gib": round(plan.memory / 2**30, 2),
+        "updates_per_1000_rows": float(f"{plan.updates(best.tokens):.3g}"),
     }
 
 
-def _process_memory(cluster: Cluster, best: Layout) -> list[float] | None:
-    """Return the least and most GiB that a process of the best layout takes of a CPU's memory; None without a
-    calibration."""
-    slack = cached_overhead() if cluster.kind == "cpu" else None
-    return None if slack is None else [round(end / 2**30, 2) for end in slack.interval(best.needs.total)]
-
-
-def _plan_notes(cluster: Cluster, sizes: BackboneSizes, first: Layout, best: Layout) -> list[str]:
+def _plan_notes(cluster: Cluster, sizes: BackboneSizes, fastest: Layout, best: Layout) -> list[str]:
     notes = [
         "Seconds are a model's, fitted on A100s under full training: see docs/does-it-fit.md for its errors."
         if cluster.constants == PUBLISHED
@@ -171,9 +162,9 @@ def _plan_notes(cluster: Cluster, sizes: BackboneSizes, first: Layout, best: Lay
             f"{sizes.experts} experts a block, {sizes.routed} for a token: their activations are a formula that no "
             "trace has checked, and all ranks are taken to get as many tokens."
         )
-    if first.fits and first.expert_parallel > 1:
+    if fastest.fits and fastest.expert_parallel > 1:
         notes.append(
-            f"The fastest mesh shares experts out (ep {first.expert_parallel}), which training cannot do yet: the "
+            f"The fastest mesh shares experts out (ep {fastest.expert_parallel}), which training cannot do yet: the "
             "lines, hours and cost are those of the best that it can."
         )
     return notes
@@ -184,11 +175,11 @@ def format_plan(document: dict[str, Any]) -> str:
     lines = [*document["table"]]
     if document["fits"]:
         best = document["layouts"][document["best"]]
-        low, high = best["nvidia_smi_gib"]
-        shown = f", nvidia-smi will show {low:g} to {high:g}" if document["kind"] == "cuda" else ""
+        memory = ", nvidia-smi will show {:g} to {:g}".format(*best["nvidia_smi_gib"])
+        memory = memory if document["kind"] == "cuda" else ""
         if document["process_gib"] is not None:
-            shown = ", a process {:g} to {:g}".format(*document["process_gib"])
-        took = (
+            memory = ", a process {:g} to {:g}".format(*document["process_gib"])
+        duration = (
             "an epoch of how many rows? --data FILE or --tokens gives hours and cost"
             if document["tokens"] is None
             else "train.precision fp32: seconds are those of bf16 products and too short; no hours"
@@ -197,13 +188,12 @@ def format_plan(document: dict[str, Any]) -> str:
             + (f" and cost {document['cost']:,.2f}" if document["cost"] is not None else "")
         )
         if document["data"] is not None:
-            took += "; its files have {rows:,} rows of {tokens:,} tokens ({by}), {updates:,} steps".format(
-                **document["data"]
-            )
+            files = "; its files have {rows:,} rows of {tokens:,} tokens ({by}), {updates:,} steps"
+            duration += files.format(**document["data"])
         lines += [
-            f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{shown}; a step of "
+            f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{memory}; a step of "
             f"{format_duration(best['update_s'])} ({_format_time_shares(best['seconds'])})",
-            took,
+            duration,
             "evaluation: {rows_at_once:,} rows at once take {gib:g} GiB next to the weights, a thousand of the longest "
             "are as long as {updates_per_1000_rows:,g} steps".format(**document["evaluation"]),
             "for the recipe:",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.workflows.build import format_number
 from flatshift.experiments.workflows.run_parts import FINE_TUNE, WARM_UP
 from flatshift.finetune import assets
 from flatshift.finetune.atomic import read_json_object
@@ -54,7 +55,7 @@ def build_card(
     """
     base = base_model or published_name(recipe.backbone)
     parts = [
-        _format_metadata(path, recipe, base, license, judged=not added, form=form),
+        _format_metadata(path, recipe, base, license, evaluated=not added, form=form),
         f"# {recipe.task.kind} {'adapter on' if form == 'adapter' else 'model from'} {format_code_span(base)}\n",
         *([_describe_sum(added, rank)] if added else []),
         _format_summary(path, recipe),
@@ -62,8 +63,8 @@ def build_card(
     if form == "adapter" and base_model is None and _is_local(recipe.backbone):
         parts.append(
             "**To fill in:** the backbone was a local directory; put its hub name in place of "
-            f"{format_code_span(base)}, here and "
-            "in adapter_config.json (`flatshift export --base-model ORGANISATION/NAME` does both).\n"
+            f"{format_code_span(base)}, here and in adapter_config.json (`flatshift export --base-model "
+            "ORGANISATION/NAME` does both).\n"
         )
     parts += [
         "## Use\n",
@@ -96,19 +97,16 @@ def published_name(backbone: str) -> str:
 def _is_local(backbone: str) -> bool:
     if backbone.startswith(PACKAGE):
         return False
-    return assets.backbone_directory(backbone) is None and Path(backbone).expanduser().exists()
-
-
-# --------------------------------------------------------------------------------------------- markdown
+    return assets.backbone_directory(backbone) is None and Path(backbone).expanduser().is_dir()
 
 
 def format_code_span(text: object, *, table: bool = False) -> str:
     """Return a code span of `text` that no text can close; line breaks become spaces."""
-    shown = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
-    ticks = "`" * (1 + max((len(run) for run in re.findall("`+", shown)), default=0))
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    ticks = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
     if table:
-        shown = shown.replace("|", "\\|")
-    return f"{ticks} {shown} {ticks}" if shown.startswith("`") or shown.endswith("`") else f"{ticks}{shown}{ticks}"
+        line = line.replace("|", "\\|")
+    return f"{ticks} {line} {ticks}" if line.startswith("`") or line.endswith("`") else f"{ticks}{line}{ticks}"
 
 
 def format_code_block(text: str, language: str = "") -> str:
@@ -122,17 +120,10 @@ def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def _format_number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
-
-
-# --------------------------------------------------------------------------------------------- parts
-
-
-def _format_metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, judged: bool, form: Form) -> str:
+def _format_metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, evaluated: bool, form: Form) -> str:
     from huggingface_hub import ModelCardData
 
-    found = {name for metrics in _read_evaluation(path).values() for name in metrics}
+    names = {name for metrics in _read_evaluation(path).values() for name in metrics} if evaluated else set()
     data = ModelCardData(
         base_model=None if base.startswith(PACKAGE) else base,
         library_name={"adapter": "peft", "gguf": "gguf", "ollama": "gguf"}.get(form, "transformers"),
@@ -140,14 +131,13 @@ def _format_metadata(path: Path, recipe: Recipe, base: str, license: str | None,
         pipeline_tag=_PIPELINE_TAGS.get(recipe.task.traits.auto_class, "text-generation"),
         tags=[*(["lora"] if form == "adapter" else []), "flatshift", recipe.regularizer.kind],
         datasets=_hub_dataset_names(recipe) or None,
-        metrics=list(dict.fromkeys(m.hub for m in METRICS.values() if judged and m.hub and m.name in found)) or None,
+        metrics=list(dict.fromkeys(m.hub for m in METRICS.values() if m.hub and m.name in names)) or None,
     )
     missing = [] if license is not None else ["# license: TO FILL IN, by its name on the hub (apache-2.0, mit, …)"]
     return "\n".join(["---", *data.to_yaml().strip().splitlines(), *missing, "---", ""])
 
 
 def _hub_dataset_names(recipe: Recipe) -> list[str]:
-    """Return the names of hub data sets among the run's files."""
     splits = (recipe.data.train.all_files, recipe.data.dev.files, recipe.data.test.files)
     names = [HubName.read(name).source for files in splits for name in files if name.startswith(HUB)]
     return list(dict.fromkeys(names))
@@ -167,17 +157,16 @@ def _format_summary(path: Path, recipe: Recipe) -> str:
     kind = f"LoRA of rank {adapter.rank} (alpha {adapter.numerator:g}) on {format_code_span(targets)}"
     if adapter.soft_tokens is not None:
         kind = f"{adapter.soft_tokens} soft tokens before every row"
-    made = _describe_steps(path, FINE_TUNE, of=f" of {train.batch_size * train.accumulate} rows")
-    text = f"{kind}; regularizer `{recipe.regularizer.kind}`; {made}, seed {train.seed}"
+    steps = _describe_steps(path, FINE_TUNE, f" of {train.batch_size * train.accumulate} rows")
+    text = f"{kind}; regularizer `{recipe.regularizer.kind}`; {steps}, seed {train.seed}"
     if recipe.warmup is not None:
         text += f", after a warm-up of {_describe_steps(path, WARM_UP)} on selected data"
     return text + ". Made with Flatshift.\n"
 
 
-def _describe_steps(path: Path, stage: str, *, of: str = "") -> str:
-    """Describe the optimizer steps that were made, which may be fewer than requested."""
+def _describe_steps(path: Path, stage: str, size: str = "") -> str:
     done = read_json_object(path / "stages" / stage / DONE, "steps", "target_steps")
-    text = f"{done['steps']:,} steps{of}"
+    text = f"{done['steps']:,} steps{size}"
     if done.get("stopped_early"):
         text += f" (stopped early, as dev got no better; {done['target_steps']:,} were asked for)"
     if done.get("best_step") not in (None, done["steps"]):
@@ -188,7 +177,6 @@ def _describe_steps(path: Path, stage: str, *, of: str = "") -> str:
 
 
 def _read_evaluation(path: Path) -> dict[str, dict[str, Any]]:
-    """Return eval.json; empty for a run that is not evaluated yet."""
     file = path / "eval.json"
     return read_json_object(file) if file.is_file() else {}
 
@@ -201,10 +189,10 @@ def _format_metrics_table(evaluation: dict[str, dict[str, Any]]) -> str:
         for name, m in metrics.items():
             if find_metric(name).is_floor:
                 continue
-            beside = metrics.get(find_metric(name).floor or "")
-            floor = "" if beside is None else _format_number(beside["value"])
-            interval = f"{_format_number(m['low'])} to {_format_number(m['high'])}"
-            rows.append([split, name, _format_number(m["value"]), interval, floor, f"{m['n']:,}"])
+            baseline = metrics.get(find_metric(name).floor or "")
+            floor = "" if baseline is None else format_number(baseline["value"])
+            interval = f"{format_number(m['low'])} to {format_number(m['high'])}"
+            rows.append([split, name, format_number(m["value"]), interval, floor, f"{m['n']:,}"])
     table = _format_table(["split", "metric", "value", "interval", "baseline", "items"], rows)
     return (
         table + "\nIntervals are bootstrap intervals over items of this one run; they say nothing about other seeds. "
@@ -214,8 +202,6 @@ def _format_metrics_table(evaluation: dict[str, dict[str, Any]]) -> str:
 
 
 def _format_settings(recipe: Recipe) -> str:
-    """Return a table of all settings of task, adapter, optimizer, training and regularizer that are needed to reproduce
-    the run."""
     train = dataclasses.asdict(recipe.train)
     for name in ("device", "threads", "save_every", "keep"):
         del train[name]
@@ -241,8 +227,8 @@ def _format_settings(recipe: Recipe) -> str:
     if recipe.mesh.size > 1:
         parts["mesh"] = mesh
     rows = [
-        [f"`{part}.{name}`", format_code_span(json.dumps(value, ensure_ascii=False), table=True)]
-        for part, settings in parts.items()
+        [f"`{block}.{name}`", format_code_span(json.dumps(value, ensure_ascii=False), table=True)]
+        for block, settings in parts.items()
         for name, value in settings.items()
     ]
     return _format_table(["setting", "value"], rows)
@@ -250,20 +236,19 @@ def _format_settings(recipe: Recipe) -> str:
 
 def _format_versions(environment: dict[str, Any]) -> str:
     lines = []
-    for attempt, prefix in ((environment, ""), *((one, "Resumed with ") for one in environment.get("resumed", []))):
-        found = {"python": attempt.get("python"), **attempt.get("versions", {})}
-        if shown := ", ".join(f"{name} {version}" for name, version in found.items() if version):
-            lines.append(f"{prefix}{shown}.\n")
+    for attempt in (environment, *environment.get("resumed", [])):
+        versions = {"python": attempt.get("python"), **attempt.get("versions", {})}
+        if listed := ", ".join(f"{name} {version}" for name, version in versions.items() if version):
+            lines.append(f"{'' if attempt is environment else 'Resumed with '}{listed}.\n")
     return "\n".join(lines)
 
 
 def _format_data(recipe: Recipe, inputs: Sequence[dict[str, Any]]) -> str:
-    def shown(name: str) -> str:
-        return format_code_span(name if name.startswith((SAMPLE, HUB)) else Path(name).name, table=True)
-
-    rows = [
-        [shown(i["path"]), "–" if i["rows"] is None else f"{i['rows']:,}", f"`{i['sha256'] or '–'}`"] for i in inputs
-    ]
+    rows = []
+    for entry in inputs:
+        path, count = entry["path"], entry["rows"]
+        name = format_code_span(path if path.startswith((SAMPLE, HUB)) else Path(path).name, table=True)
+        rows.append([name, "–" if count is None else f"{count:,}", f"`{entry['sha256'] or '–'}`"])
     data = recipe.data
     notes = [
         f"{name}: {split.limit:,} rows of it were used, drawn by the seed."
@@ -278,45 +263,29 @@ def _format_data(recipe: Recipe, inputs: Sequence[dict[str, Any]]) -> str:
 
 
 def _format_licence(base: str, license: str | None) -> str:
-    lines = (
-        [] if license is not None else ["- **To fill in:** the licence of this adapter (`license` in the metadata)."]
-    )
-    return "\n".join(
-        [
-            *lines,
-            f"- **To fill in:** the licence of the backbone {format_code_span(base)}, which this adapter is of no "
-            "use without.",
-            "- **To fill in:** the licence of each file under Data, and who is to be named for it.",
-            "",
-        ]
+    own = "- **To fill in:** the licence of this adapter (`license` in the metadata).\n" if license is None else ""
+    return (
+        f"{own}- **To fill in:** the licence of the backbone {format_code_span(base)}, which this adapter is of no use "
+        "without.\n- **To fill in:** the licence of each file under Data, and who is to be named for it.\n"
     )
 
 
 def _without_paths(command: str) -> str:
-    """Return the command with every path on this machine reduced to its last part."""
-    return _LOCAL_PATH.sub(lambda found: found.group().rstrip("/").rsplit("/", 1)[-1], command)
-
-
-# --------------------------------------------------------------------------------------------- use
+    return _LOCAL_PATH.sub(lambda match: match.group().rstrip("/").rsplit("/", 1)[-1], command)
 
 
 def _backbone_lines(backbone: str, base: str) -> list[str]:
-    """Return Python code that sets BACKBONE for transformers, offline if the backbone is in an installed package."""
     if base == backbone and assets.backbone_directory(backbone) is not None:
-        found = f"str(assets.backbone_directory({base!r}))  # ships with Flatshift: pip install flatshift"
-        return ["from flatshift.finetune import assets", "", f"BACKBONE = {found}"]
-    if base.endswith(".gguf"):
-        found = f"str(open_backbone({base!r}).directory)  # converted once by Flatshift: pip install 'flatshift[gguf]'"
-        return ["from flatshift.finetune.models.backbone import open_backbone", "", f"BACKBONE = {found}"]
+        path = f"str(assets.backbone_directory({base!r}))  # ships with Flatshift: pip install flatshift"
+        return ["from flatshift.finetune import assets", "", f"BACKBONE = {path}"]
     if backbone.startswith(PACKAGE) and base == published_name(backbone):
         package, _, folder = backbone.removeprefix(PACKAGE).partition("/")
-        found = f"str(files({package!r}) / {folder!r})  # in the Python package {package}"
-        return ["from importlib.resources import files", "", f"BACKBONE = {found}"]
+        path = f"str(files({package!r}) / {folder!r})  # in the Python package {package}"
+        return ["from importlib.resources import files", "", f"BACKBONE = {path}"]
     return ["", f"BACKBONE = {base!r}  # hub name or directory"]
 
 
 def _format_usage(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, form: Form) -> list[str]:
-    """Return instructions for using the folder, in code blocks that run in it unchanged."""
     if form == "gguf":
         prompt = sample_prompt(recipe.task)
         return [format_code_block(f"llama-cli -m model.gguf --temp 0 -no-cnv -p {shlex.quote(prompt)}", "bash")]
@@ -339,10 +308,10 @@ class UsageExample:
 
     text: str
     """Expression of the input text."""
-    answer: Sequence[str]
-    """Lines that print the result from `logits`, or from the generated `answer`."""
-    whole: bool = False
-    """True if the text already contains its special tokens, so that the tokenizer must add none."""
+    answer: str
+    """Line that prints the result from `logits`, or from the generated `answer`."""
+    has_special_tokens: bool = False
+    """True if the text already contains them, so that the tokenizer must add none."""
     ends: int | list[int] | None = None
     """Token ids that end a generated answer."""
     before: Sequence[str] = ()
@@ -351,8 +320,6 @@ class UsageExample:
     """Additional arguments of the backbone's `from_pretrained`."""
     ask: Sequence[str] = ()
     """Lines that build the input text."""
-    inputs: Sequence[tuple[str, str]] = ()
-    """Further model inputs next to `input_ids`: (name, expression)."""
 
 
 def usage_example(task: Task, tokenizer: Any, label_names: Sequence[str] | None) -> UsageExample:
@@ -361,60 +328,33 @@ def usage_example(task: Task, tokenizer: Any, label_names: Sequence[str] | None)
     label_names: classes in head order, if the task has any.
     """
     if task.traits.masks_tokens:
-        return UsageExample(
-            "text",
-            ["print(tokenizer.decode(logits[0, ids[0] == tokenizer.mask_token_id].argmax(-1)))"],
-            ask=[f"text = 'some {tokenizer.mask_token} text'"],
-        )
+        answer = "print(tokenizer.decode(logits[0, ids[0] == tokenizer.mask_token_id].argmax(-1)))"
+        return UsageExample("text", answer, ask=[f"text = 'some {tokenizer.mask_token} text'"])
+    if task.traits.is_sequence_level and task.traits.has_targets:
+        answer = "print(float(logits))  # in the units of the training targets"
+        return UsageExample("'some text'", answer, options=", num_labels=1, ignore_mismatched_sizes=True")
     if task.traits.is_sequence_level:
-        return _head_example(task, label_names)
-    if task.input_format.uses_chat_template:
-        return _chat_example(task, tokenizer)
-    start = "" if task.traits.encoder_decoder else ", ids.shape[1] :"
-    return UsageExample(
-        "prompt",
-        [f"print(tokenizer.decode(answer[0{start}], skip_special_tokens=True))"],
-        ends=get_end_token(tokenizer),
-        ask=[f"prompt = {sample_prompt(task)!r}"],
-        inputs=[("decoder_input_ids", "torch.tensor([[model.config.decoder_start_token_id]])")]
-        if task.traits.encoder_decoder
-        else [],
-    )
-
-
-def _head_example(task: Task, label_names: Sequence[str] | None) -> UsageExample:
-    if task.traits.has_targets:
+        several = "[label for label, logit in zip(LABELS, logits[0]) if logit > 0]"
         return UsageExample(
             "'some text'",
-            ["print(float(logits))  # in the units of the training targets"],
-            options=", num_labels=1, ignore_mismatched_sizes=True",
+            f"print({several if task.multi else 'LABELS[int(logits.argmax())]'})",
+            before=[f"LABELS = {list(label_names or ())!r}"],
+            options=", num_labels=len(LABELS), ignore_mismatched_sizes=True",
         )
-    several = "[label for label, logit in zip(LABELS, logits[0]) if logit > 0]"
-    return UsageExample(
-        "'some text'",
-        [f"print({several if task.multi else 'LABELS[int(logits.argmax())]'})"],
-        before=[f"LABELS = {list(label_names or ())!r}"],
-        options=", num_labels=len(LABELS), ignore_mismatched_sizes=True",
-    )
-
-
-def _chat_example(task: Task, tokenizer: Any) -> UsageExample:
+    start = "" if task.traits.encoder_decoder else ", ids.shape[1] :"
+    answer = f"print(tokenizer.decode(answer[0{start}], skip_special_tokens=True))"
+    if not task.input_format.uses_chat_template:
+        ask = [f"prompt = {sample_prompt(task)!r}"]
+        return UsageExample("prompt", answer, ends=get_end_token(tokenizer), ask=ask)
     ends = {get_end_token(tokenizer)}
     with contextlib.suppress(UserError):  # an end of turn in ordinary tokens cannot stop generation
-        ends |= {one.stop for one in task.input_format.build_text_prompts(["some text"], tokenizer)}
+        ends |= {question.stop for question in task.input_format.build_text_prompts(["some text"], tokenizer)}
     turns = [{"role": "user", "content": "some text"}]
     if (system := getattr(task, "system", None)) is not None:  # only kinds with a chat template have the setting
         turns.insert(0, {"role": "system", "content": system})
-    return UsageExample(
-        "prompt",
-        ["print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))"],
-        whole=True,
-        ends=sorted(end for end in ends if end is not None),
-        ask=[
-            f"turns = {turns!r}",
-            "prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)",
-        ],
-    )
+    template = "prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)"
+    stops = sorted(end for end in ends if end is not None)
+    return UsageExample("prompt", answer, has_special_tokens=True, ends=stops, ask=[f"turns = {turns!r}", template])
 
 
 def sample_prompt(task: Task) -> str:
@@ -425,47 +365,45 @@ def sample_prompt(task: Task) -> str:
 
 
 def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, *, merged: bool) -> str:
-    """Return Python code that loads the adapter, or the merged model, and runs one example of its task."""
     task = recipe.task
     use = usage_example(task, tokenizer, labels)
-    apart = ", add_special_tokens=False" if use.whole else ""
-    more = "".join(f", {name}={name}" for name, _ in use.inputs)
-    writes = (
-        "    answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), "
-        f"max_new_tokens={task.max_new_tokens}, do_sample=False, use_cache=True"
-        + ("" if merged else f", eos_token_id={use.ends}, pad_token_id={tokenizer.pad_token_id}")
-        + ")"
-    )
-    loads = [
-        "from peft import PeftModel",
-        f"from transformers import {task.traits.auto_class}, AutoTokenizer",
-        *_backbone_lines(recipe.backbone, base),
-        "ADAPTER = '.'  # hub name or directory of this adapter",
-        "",
-        "tokenizer = AutoTokenizer.from_pretrained(ADAPTER)",
-        f"backbone = {task.traits.auto_class}.from_pretrained(BACKBONE, dtype=torch.float32{use.options})",
-        "model = PeftModel.from_pretrained(backbone, ADAPTER).eval()",
-    ]
+    special = ", add_special_tokens=False" if use.has_special_tokens else ""
+    options = "" if merged else f", eos_token_id={use.ends}, pad_token_id={tokenizer.pad_token_id}"
     if merged:
-        loads = [
-            f"from transformers import {task.traits.auto_class}, AutoTokenizer",
+        loading = [
             "",
             "MODEL = '.'  # hub name or directory of this model",
             "",
             "tokenizer = AutoTokenizer.from_pretrained(MODEL)",
             f"model = {task.traits.auto_class}.from_pretrained(MODEL).eval()",
         ]
+    else:
+        loading = [
+            *_backbone_lines(recipe.backbone, base),
+            "ADAPTER = '.'  # hub name or directory of this adapter",
+            "",
+            "tokenizer = AutoTokenizer.from_pretrained(ADAPTER)",
+            f"backbone = {task.traits.auto_class}.from_pretrained(BACKBONE, dtype=torch.float32{use.options})",
+            "model = PeftModel.from_pretrained(backbone, ADAPTER).eval()",
+        ]
     lines = [
         *use.before,
         "import torch",
-        *loads,
+        *([] if merged else ["from peft import PeftModel"]),
+        f"from transformers import {task.traits.auto_class}, AutoTokenizer",
+        *loading,
         "",
         *use.ask,
-        f"ids = tokenizer({use.text}, return_tensors='pt'{apart})['input_ids']  # as in training",
-        *(f"{name} = {expression}" for name, expression in use.inputs),
-        "with torch.no_grad():",
-        f"    logits = model(input_ids=ids{more}).logits",
-        *([writes] if task.traits.is_generative else []),
-        *use.answer,
+        f"ids = tokenizer({use.text}, return_tensors='pt'{special})['input_ids']  # as in training",
     ]
-    return "\n".join(lines)
+    decoder = ""
+    if task.traits.is_generative and task.traits.encoder_decoder:
+        lines.append("decoder_input_ids = torch.tensor([[model.config.decoder_start_token_id]])")
+        decoder = ", decoder_input_ids=decoder_input_ids"
+    lines += ["with torch.no_grad():", f"    logits = model(input_ids=ids{decoder}).logits"]
+    if task.traits.is_generative:
+        lines.append(
+            "    answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), "
+            f"max_new_tokens={task.max_new_tokens}, do_sample=False, use_cache=True{options})"
+        )
+    return "\n".join([*lines, use.answer])

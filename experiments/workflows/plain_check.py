@@ -25,52 +25,46 @@ def main(directory: str) -> None:
     work = Path(directory)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    found = []
-    for asked in json.loads((work / "asked.json").read_text(encoding="utf-8")):
-        torch.set_num_threads(asked["threads"])
-        found.append(compared(asked, work))
+    answers = []
+    for request in json.loads((work / "asked.json").read_text(encoding="utf-8")):
+        torch.set_num_threads(request["threads"])
+        answers.append(query_folder(request, work))
     ours = sorted(set(OURS) & {name.split(".")[0] for name in sys.modules})
-    (work / "found.json").write_text(json.dumps({"folders": found, "ours": ours}), encoding="utf-8")
+    (work / "found.json").write_text(json.dumps({"folders": answers, "ours": ours}), encoding="utf-8")
 
 
-def compared(asked: Mapping[str, Any], work: Path) -> dict[str, Any]:
+def query_folder(request: Mapping[str, Any], work: Path) -> dict[str, Any]:
     """Return logits, answers and names of one folder's model, compared with the expected ones."""
-    found: dict[str, Any] = {"difference": 0.0, "largest": 0.0, "same": 0, "places": 0, "names": [], "answers": []}
-    found |= {"unread": "", "other": []}
-    if asked["gguf"] is None:
-        query_model(load_folder(asked, work), asked, work, found)
-        return found
-    try:
-        model, found["other"] = load_gguf(asked)
-    except Exception as error:
-        found["unread"] = str(error).splitlines()[0]
-    else:
-        query_model(model, asked, work, found)
-    return found
-
-
-def query_model(model: Any, asked: Mapping[str, Any], work: Path, found: dict[str, Any]) -> None:
-    """Store the model's answers in `found`."""
     import torch
     from safetensors import safe_open
 
+    answer: dict[str, Any] = {"difference": 0.0, "largest": 0.0, "same": 0, "places": 0, "names": [], "answers": []}
+    answer |= {"unread": "", "other": []}
+    if request["gguf"] is None:
+        model = load_folder(request, work)
+    else:
+        try:
+            model, answer["other"] = load_gguf(request)
+        except Exception as error:
+            answer["unread"] = str(error).splitlines()[0]
+            return answer
     with safe_open(work / "asked.safetensors", "pt") as rows, torch.no_grad():
-        for number in range(asked["batches"]):
-            named = {name: rows.get_tensor(f"{number}.{name}") for name in asked["inputs"]}
-            wanted, said = rows.get_tensor(f"{number}.logits").float(), model(**named).logits.float()
-            found["difference"] = max(found["difference"], float((said - wanted).abs().max()))
-            found["largest"] = max(found["largest"], float(wanted.abs().max()))
-            found["same"] += int((said.argmax(-1) == wanted.argmax(-1)).sum())
-            found["places"] += said.argmax(-1).numel()
-            if asked["classes"] is not None:
-                names = [model.config.id2label[i] for i in range(said.shape[-1])]
-                found["names"] += [
-                    select_classes(row, names, several=asked["classes"] == "several") for row in said.tolist()
-                ]
-    if asked["prompts"]:
-        found["ends"] = read_end_tokens(model, asked)
-        found["answers"] = [answer_greedily(model, prompt, asked, found["ends"]) for prompt in asked["prompts"]]
-        found["stops"] = [end for end in asked["ends"] if stops_at(model, end, asked, found["ends"])]
+        for number in range(request["batches"]):
+            inputs = {name: rows.get_tensor(f"{number}.{name}") for name in request["inputs"]}
+            expected, logits = rows.get_tensor(f"{number}.logits").float(), model(**inputs).logits.float()
+            answer["difference"] = max(answer["difference"], float((logits - expected).abs().max()))
+            answer["largest"] = max(answer["largest"], float(expected.abs().max()))
+            answer["same"] += int((logits.argmax(-1) == expected.argmax(-1)).sum())
+            answer["places"] += logits.argmax(-1).numel()
+            if request["classes"] is not None:
+                names = [model.config.id2label[i] for i in range(logits.shape[-1])]
+                several = request["classes"] == "several"
+                answer["names"] += [select_classes(row, names, several=several) for row in logits.tolist()]
+    if request["prompts"]:
+        answer["ends"] = read_end_tokens(model, request)
+        answer["answers"] = [answer_greedily(model, prompt, request, answer["ends"]) for prompt in request["prompts"]]
+        answer["stops"] = [end for end in request["ends"] if stops_at(model, end, request, answer["ends"])]
+    return answer
 
 
 def select_classes(logits: list[float], names: list[str], *, several: bool) -> list[str]:
@@ -80,45 +74,37 @@ def select_classes(logits: list[float], names: list[str], *, several: bool) -> l
     return [names[max(range(len(logits)), key=logits.__getitem__)]]
 
 
-# ------------------------------------------------------------------------------------------------------------- loading
-
-
-def load_folder(asked: Mapping[str, Any], work: Path) -> Any:
+def load_folder(request: Mapping[str, Any], work: Path) -> Any:
     """Load the folder's model in float32, in evaluation mode; weights beyond the memory limit stay in their files."""
     import torch
     import transformers
 
-    kind = getattr(transformers, asked["auto_class"])
-    where, options = asked["backbone"] or asked["folder"], asked["options"]
-    if asked["memory"] is None:
-        model = kind.from_pretrained(where, dtype=torch.float32, use_safetensors=True, **options)
+    kind = getattr(transformers, request["auto_class"])
+    folder, options = request["backbone"] or request["folder"], request["options"]
+    if request["memory"] is None:
+        model = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **options)
     else:
         model = kind.from_pretrained(
-            where, dtype="auto", use_safetensors=True, device_map="auto", max_memory={"cpu": asked["memory"]},
+            folder, dtype="auto", use_safetensors=True, device_map="auto", max_memory={"cpu": request["memory"]},
             offload_folder=work / "offload", **options,
         )  # fmt: skip
         weights = detach_offload_hooks(model)
-    if asked["backbone"] is not None:
+    if request["backbone"] is not None:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, asked["folder"])
-    if asked["memory"] is not None:
-        stream_weights(model, lambda name: weights(strip_peft_prefix(name)))
+        model = PeftModel.from_pretrained(model, request["folder"])
+    if request["memory"] is not None:  # by the names in the model that PEFT wraps
+        stream_weights(model, lambda name: weights(name.removeprefix("base_model.model.").replace(".base_layer", "")))
     return model.eval()
 
 
-def load_gguf(asked: Mapping[str, Any]) -> Any:
-    """The GGUF file's model in evaluation mode, and the settings that llama.cpp has otherwise."""
+def load_gguf(request: Mapping[str, Any]) -> Any:
+    """Load the GGUF file's model in evaluation mode, and the settings that llama.cpp has otherwise."""
     import transformers
 
     module = runpy.run_path(str(Path(__file__).parents[2] / "finetune" / "models" / "gguf_tensors.py"))
-    model, other = module["load"](asked, getattr(transformers, asked["auto_class"]))
+    model, other = module["load"](request, getattr(transformers, request["auto_class"]))
     return model.eval(), other
-
-
-def strip_peft_prefix(name: str) -> str:
-    """Return the name of a parameter of a PEFT model in the model that PEFT wraps."""
-    return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def detach_offload_hooks(model: Any) -> Callable[[str], Any]:
@@ -145,16 +131,12 @@ def detach_offload_hooks(model: Any) -> Callable[[str], Any]:
     return lambda name: places[name][0][places[name][1]]
 
 
-def is_hollow(parameter: Any) -> bool:
-    """Return True if a parameter has no values: on the meta device, or expanded from one number."""
-    return bool(parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride())))
-
-
 def stream_weights(model: Any, read: Callable[[str], Any]) -> None:
-    """Load the hollow parameters of a block by name before it runs, and drop them afterwards."""
+    """Load the hollow parameters of a block by name before it runs, and drop them afterwards. A hollow parameter has no
+    values: it is on the meta device, or expanded from one number."""
     from torch import nn
 
-    def hold(module: Any, hollow: list[tuple[Any, str, str, Any]]) -> None:
+    def add_hooks(module: Any, hollow: list[tuple[Any, str, str, Any]]) -> None:
         def fill(*_: Any) -> None:
             for owner, leaf, name, empty in hollow:
                 owner._parameters[leaf] = nn.Parameter(read(name).to(empty.dtype), requires_grad=False)
@@ -169,13 +151,14 @@ def stream_weights(model: Any, read: Callable[[str], Any]) -> None:
     for name, module, inner in iter_blocks(model):
         owners = module.named_modules(prefix=name) if inner else [(name, module)]
         hollow = [
-            (owner, leaf, f"{place}.{leaf}" if place else leaf, parameter)
-            for place, owner in owners
+            (owner, leaf, f"{owner_name}.{leaf}" if owner_name else leaf, parameter)
+            for owner_name, owner in owners
             for leaf, parameter in owner._parameters.items()
-            if parameter is not None and is_hollow(parameter) and "original_module" not in place
-        ]
+            if parameter is not None and "original_module" not in owner_name
+            and (parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride())))
+        ]  # fmt: skip
         if hollow:
-            hold(module, hollow)
+            add_hooks(module, hollow)
 
 
 def iter_blocks(model: Any) -> Iterator[tuple[str, Any, bool]]:
@@ -183,73 +166,72 @@ def iter_blocks(model: Any) -> Iterator[tuple[str, Any, bool]]:
     such a list inside, and the direct parameters of all others."""
     from torch import nn
 
-    seen: set[int] = set()
+    visited: set[int] = set()
 
     def walk(name: str, module: Any) -> Iterator[tuple[str, Any, bool]]:
-        if id(module) in seen:
+        if id(module) in visited:
             return
-        seen.add(id(module))
-        if not any(isinstance(inside, nn.ModuleList) for inside in module.modules()):
+        visited.add(id(module))
+        if not any(isinstance(inner, nn.ModuleList) for inner in module.modules()):
             yield name, module, True
             return
         yield name, module, False
-        for child, inside in module.named_children():
-            place = f"{name}.{child}" if name else child
-            if isinstance(inside, nn.ModuleList):
-                for number, member in enumerate(inside):
-                    yield f"{place}.{number}", member, True
+        for child, inner in module.named_children():
+            full_name = f"{name}.{child}" if name else child
+            if isinstance(inner, nn.ModuleList):
+                for number, member in enumerate(inner):
+                    yield f"{full_name}.{number}", member, True
             else:
-                yield from walk(place, inside)
+                yield from walk(full_name, inner)
 
     yield from walk("", model)
 
 
-# ---------------------------------------------------------------------------------------------------------- generating
-
-
-def read_end_tokens(model: Any, asked: Mapping[str, Any]) -> list[int]:
+def read_end_tokens(model: Any, request: Mapping[str, Any]) -> list[int]:
     """Return the tokens at which `generate_tokens` ends with the folder's own settings."""
     import transformers
 
     settings = model.generation_config
-    if asked["backbone"] is not None:
-        settings = transformers.GenerationConfig.from_pretrained(asked["folder"])
-    if asked["gguf"] is not None:
-        return list(asked["gguf"]["ends"])
+    if request["backbone"] is not None:
+        settings = transformers.GenerationConfig.from_pretrained(request["folder"])
+    if request["gguf"] is not None:
+        return list(request["gguf"]["ends"])
     ends = settings.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
-def generate_tokens(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], **how: Any) -> list[int]:
+def generate_tokens(model: Any, prompt: Mapping[str, Any], request: Mapping[str, Any], **settings: Any) -> list[int]:
     """Return the tokens that `generate_tokens` produces after a prompt."""
     import torch
 
     ids = torch.tensor([prompt["ids"]])
-    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **how)[0]
-    written: list[int] = out[1 if asked["start"] is not None else len(prompt["ids"]) :].tolist()
-    return written
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **settings)[0]
+    tokens: list[int] = out[1 if request["start"] is not None else len(prompt["ids"]) :].tolist()
+    return tokens
 
 
-def answer_greedily(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], ends: list[int]) -> dict[str, Any]:
+def answer_greedily(
+    model: Any, prompt: Mapping[str, Any], request: Mapping[str, Any], ends: list[int]
+) -> dict[str, Any]:
     """Return the greedy answer without its end token, and True if it ended by one.
 
     Of the folder's settings only the end tokens are used: a run applies no penalties and forces no tokens.
     """
     import transformers
 
-    base = model.get_base_model() if asked["backbone"] is not None else model
+    base = model.get_base_model() if request["backbone"] is not None else model
     before = base.generation_config
-    base.generation_config = how = transformers.GenerationConfig(
-        eos_token_id=ends or None, pad_token_id=asked["pad"], decoder_start_token_id=asked["start"],
+    base.generation_config = config = transformers.GenerationConfig(
+        eos_token_id=ends or None, pad_token_id=request["pad"], decoder_start_token_id=request["start"],
         max_new_tokens=prompt["most"], do_sample=False, use_cache=True,
     )  # fmt: skip
-    tokens = generate_tokens(model, prompt, asked, generation_config=how)
+    tokens = generate_tokens(model, prompt, request, generation_config=config)
     base.generation_config = before
     stop = next((k for k, token in enumerate(tokens) if token in ends), None)
     return {"ids": tokens[:stop], "ended": stop is not None}
 
 
-def stops_at(model: Any, end: int, asked: Mapping[str, Any], ends: list[int]) -> bool:
+def stops_at(model: Any, end: int, request: Mapping[str, Any], ends: list[int]) -> bool:
     """Return True if `generate_tokens`, with the folder's settings, stops at `end`, which it is forced to produce
     first."""
 
@@ -258,9 +240,15 @@ def stops_at(model: Any, end: int, asked: Mapping[str, Any], ends: list[int]) ->
         scores[:, end] = 0.0
         return scores
 
-    own = {} if asked["backbone"] is None and asked["gguf"] is None else {"eos_token_id": ends}
-    how = {"do_sample": False, "max_new_tokens": 2, "pad_token_id": asked["pad"], "logits_processor": [force], **own}
-    return generate_tokens(model, asked["prompts"][0], asked, **how) == [end]
+    own = {} if request["backbone"] is None and request["gguf"] is None else {"eos_token_id": ends}
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": 2,
+        "pad_token_id": request["pad"],
+        "logits_processor": [force],
+        **own,
+    }
+    return generate_tokens(model, request["prompts"][0], request, **settings) == [end]
 
 
 if __name__ == "__main__":

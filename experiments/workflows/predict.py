@@ -25,31 +25,27 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.generate import read_finished_recipe, to_single_process
+from flatshift.experiments.workflows.generate import answer_questions
+from flatshift.experiments.workflows.run_parts import read_finished_recipe, to_single_process
 from flatshift.finetune.atomic import atomic_file, read_json_object, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
-from flatshift.finetune.data.encoding import get_end_token
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.rows import Row, read_canonical_values, read_rows
-from flatshift.finetune.digests import file_sha256
+from flatshift.finetune.digests import adapter_digest
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.evaluator import Evaluator
+from flatshift.finetune.evaluate.generation import Decoding
 from flatshift.finetune.lock import exclusive_lock
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.run_directory import disk_full_interrupts
-from flatshift.finetune.tasks import Task
 
 PART = 4096
 """Rows of a part. Longest first within each, so padding is what rows of a part differ by."""
-_PART_FILES, _ASKED = "part-*.jsonl", "asked.json"
+_PART_FILES, _SETTINGS = "part-*.jsonl", "asked.json"
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
 Record = dict[str, Any]
-
-
-def _answers_in_text(task: Task) -> bool:
-    """Return True if the prediction for a row is generated text."""
-    traits = task.traits
-    return traits.is_generative and not (traits.reads_documents or traits.is_answer_level) and task.score != "rank"
 
 
 class Predictor:
@@ -68,10 +64,8 @@ class Predictor:
         Raises UserError if `path` is no finished run or was changed, or its rows bring features along
         (adapter.projector).
         """
-        from flatshift.finetune.models.backbone import open_backbone
-
         recipe = to_single_process(read_finished_recipe(path, overrides, other_rows=True))
-        if recipe.adapter.projector is not None and _answers_in_text(recipe.task):
+        if recipe.adapter.projector is not None and recipe.task.answers_in_text:
             raise UserError(f"{path}: its adapter reads features with every row; evaluate it with `flatshift eval`")
         self.recipe: Recipe = recipe
         self.task = recipe.task
@@ -82,32 +76,28 @@ class Predictor:
         if not self.task.has_reference:  # merging would destroy its reference, the model without the adapter
             _merge_adapter(self.engine.eval_model, recipe)
         self.bad_rows = bad_rows
-        self.skipped: list[str] = []
-        """`file:line: reason` of skipped rows."""
-        self.cut = 0
-        """Number of rows longer than `train.max_length`."""
-        self.open_answers = 0
-        """Number of answers cut by the limit of new tokens."""
+        self.skipped: list[str] = []  # `file:line: reason` of skipped rows
+        self.truncated_rows = 0
+        self.open_answers = 0  # cut by the limit of new tokens
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that a row must have."""
-        task = self.task  # the evaluated answers of a pair are columns too
-        return task.columns() if task.traits.is_answer_level else task.input_format.columns()
+        return self.task.asked_columns()
 
     def __call__(self, rows: Sequence[Row | str | Mapping[str, Any]]) -> list[Record]:
         """Return a record for each row that is not skipped, in order: its id, its input, and the predictions.
 
         Raises UserError for a row that cannot be shown to the model.
         """
-        given = [row if isinstance(row, Row) else self._row(row, i) for i, row in enumerate(rows, start=1)]
-        if not given:
+        read = [row if isinstance(row, Row) else self._read_row(row, i) for i, row in enumerate(rows, start=1)]
+        if not read:
             return []
         with cpu_threads(self.recipe.train.threads):
-            return self._written(given) if _answers_in_text(self.task) else self._judged(given)
+            return self._generate_answers(read) if self.task.answers_in_text else self._predict_encoded(read)
 
-    def _row(self, given: str | Mapping[str, Any], number: int) -> Row:
-        record = {"text": given} if isinstance(given, str) else dict(given)
+    def _read_row(self, row: str | Mapping[str, Any], number: int) -> Row:
+        record = {"text": row} if isinstance(row, str) else dict(row)
         try:
             values = read_canonical_values(record, self.recipe.data.columns, self.columns)
         except ValueError as error:
@@ -115,11 +105,9 @@ class Predictor:
         values.pop("label", None)
         return Row(values, str(values.get("id", number)), f"row {number}", record, number - 1)
 
-    def _judged(self, rows: Sequence[Row]) -> list[Record]:
-        """Predict by one forward pass over encoded rows."""
-        from flatshift.finetune.evaluate.evaluator import Evaluator
-
+    def _predict_encoded(self, rows: Sequence[Row]) -> list[Record]:
         task, train = self.task, self.recipe.train
+        size, device = self.recipe.eval.batch_size, self.engine.device
         blank = task.placeholders(self.label_names)
         encoder = task.encoder(
             self.tokenizer,
@@ -132,15 +120,10 @@ class Predictor:
             features=self.recipe.adapter.projector,
         )
         encoded = encoder.add([dataclasses.replace(row, values={**row.values, **blank}) for row in rows])
-        self.cut += encoded.truncated
+        self.truncated_rows += encoded.truncated
         self.skipped += encoded.skipped
-        evaluator = Evaluator(
-            self.engine.eval_model,
-            self.tokenizer,
-            task,
-            self._inference(),
-            label_names=self.label_names,
-        )
+        inference = EvalBatching.of(self.tokenizer, train, batch_size=size, device=device)
+        evaluator = Evaluator(self.engine.eval_model, self.tokenizer, task, inference, {}, self.label_names)
         with evaluation_mode(self.engine.eval_model):
             columns = task.predict(evaluator, encoded.examples)
         texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
@@ -149,36 +132,22 @@ class Predictor:
         for row in rows:
             if (i := places.get(row.where)) is None:
                 continue
-            read = {name: row.values[name] for name in texts if row.values.get(name) is not None}
-            records.append({"id": row.id, **read, **{name: values[i] for name, values in columns.items()}})
+            inputs = {name: row.values[name] for name in texts if row.values.get(name) is not None}
+            records.append({"id": row.id, **inputs, **{name: values[i] for name, values in columns.items()}})
         return records
 
-    def _written(self, rows: Sequence[Row]) -> list[Record]:
-        """Predict by generating answers."""
-        from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
-
+    def _generate_answers(self, rows: Sequence[Row]) -> list[Record]:
         task = self.task
-        questions, left_out = task.input_format.build_prompts(rows, self.tokenizer, bad_rows=self.bad_rows)
-        self.skipped += left_out
-        ends = sorted({one.stop for one in questions if one.stop is not None})
-        answers = continue_prompts(
-            self.engine.model,
-            [one.ids for one in questions],
-            Decoding(max_new_tokens=task.max_new_tokens, num_beams=task.num_beams or 1),
-            self._inference(),
-            end=[token for token in (get_end_token(self.tokenizer), *ends) if token is not None],
-            decoder_start=self.backbone.decoder_start if task.traits.encoder_decoder else None,
-        )
-        records: list[Record] = [{"id": one.id, "prompt": one.text} for one in questions]
-        for place, answer in answers:
-            text = str(self.tokenizer.decode(answer.ids, skip_special_tokens=True)).strip()
-            records[place] |= {"answer": text, "tokens": len(answer.ids), "ended": answer.ended}
+        questions, skipped = task.input_format.build_prompts(rows, self.tokenizer, bad_rows=self.bad_rows)
+        self.skipped += skipped
+        decoding = Decoding(max_new_tokens=task.max_new_tokens, num_beams=task.num_beams or 1)
+        records: list[Record] = [{"id": question.id, "prompt": question.text} for question in questions]
+        batch_size = self.recipe.eval.batch_size
+        answers = answer_questions(self.recipe, self.engine.model, questions, decoding, batch_size=batch_size)
+        for index, text, answer in answers:
+            records[index] |= {"answer": text.strip(), "tokens": len(answer.ids), "ended": answer.ended}
             self.open_answers += not answer.ended
         return records
-
-    def _inference(self) -> EvalBatching:
-        size = self.recipe.eval.batch_size
-        return EvalBatching.of(self.tokenizer, self.recipe.train, batch_size=size, device=self.engine.device)
 
 
 def _merge_adapter(model: Any, recipe: Recipe) -> None:
@@ -187,12 +156,9 @@ def _merge_adapter(model: Any, recipe: Recipe) -> None:
     from peft.tuners.lora import LoraModel
 
     if isinstance(getattr(model, "base_model", None), LoraModel):
-        kept = {p.dtype for name, p in model.named_parameters() if "lora_" not in name}
-        if recipe.train.precision == "fp32" and {str(dtype) for dtype in kept} == {"torch.float32"}:
+        dtypes = {str(p.dtype) for name, p in model.named_parameters() if "lora_" not in name}
+        if recipe.train.precision == "fp32" and dtypes == {"torch.float32"}:
             model.merge_adapter()
-
-
-# ------------------------------------------------------------------------------------------------- files of any length
 
 
 def predict_from_run(
@@ -206,8 +172,7 @@ def predict_from_run(
     """Write the predictions of the run at `path` for every row of `data` to `out` (.jsonl, .csv, .tsv or .parquet).
 
     Finished parts are kept next to `out` until it is complete; the same call continues with them. After a refusal, a
-    call
-    with corrected files continues too: parts of unchanged rows are kept.
+    call with corrected files continues too: parts of unchanged rows are kept.
     overrides: as of `Predictor`, and `data.bad_rows`.
     Returns the number of rows.
     Raises UserError as `Predictor`; for an `out` of another kind, that exists or is in use; for bad rows; and for parts
@@ -222,30 +187,27 @@ def predict_from_run(
     with exclusive_lock(out):
         if out.exists():
             raise UserError(f"--out: {out} exists; name another file or remove it")
-        wanted = resume_recipe(path, overrides, other_rows=True).recipe.data.bad_rows
-        predictor = Predictor(path, bad_rows=wanted, overrides=overrides)
+        bad_rows = resume_recipe(path, overrides, other_rows=True).recipe.data.bad_rows
+        predictor = Predictor(path, bad_rows=bad_rows, overrides=overrides)
         inputs = describe_files(data)
         counts = [entry["rows"] for entry in inputs]
-        asked = {
-            "new_tokens": predictor.task.max_new_tokens if _answers_in_text(predictor.task) else None,
-            "adapter": file_sha256(path / "adapter" / "adapter_model.safetensors"),
+        columns = predictor.recipe.data.columns
+        settings = {
+            "new_tokens": predictor.task.max_new_tokens if predictor.task.answers_in_text else None,
+            "adapter": adapter_digest(path),
             "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
-            "bad_rows": wanted,
-            "columns": dataclasses.asdict(predictor.recipe.data.columns),
+            "bad_rows": bad_rows,
+            "columns": dataclasses.asdict(columns),
         }
+        skipped: list[str] = []
+        rows = read_rows(
+            data, columns=columns, required=predictor.columns, bad_rows=bad_rows, skipped=skipped,
+            label=lambda value: None,
+        )  # fmt: skip
         with disk_full_interrupts(f"writing {out}"):
-            _open_parts(parts, asked, out)
-            skipped: list[str] = []
-            rows = read_rows(
-                data,
-                columns=predictor.recipe.data.columns,
-                required=predictor.columns,
-                bad_rows=wanted,
-                skipped=skipped,
-                label=lambda value: None,
-            )
+            _open_parts(parts, settings)
             with (
-                _refusable(parts, asked, console),
+                _keep_parts_on_refusal(parts, settings, console),
                 console.task("predicting", None if None in counts else sum(counts), "rows") as bar,
             ):
                 done = _write_parts(predictor, rows, parts, bar, console)
@@ -256,9 +218,12 @@ def predict_from_run(
             shutil.rmtree(parts)
         if skipped := [*skipped, *predictor.skipped]:
             console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
-        if predictor.cut:
+        if predictor.truncated_rows:
             limit = predictor.recipe.train.max_length
-            console.say(f"{predictor.cut:,} of {done:,} rows were longer than train.max_length = {limit} and were cut")
+            console.say(
+                f"{predictor.truncated_rows:,} of {done:,} rows were longer than train.max_length = {limit} and were "
+                "cut"
+            )
         if predictor.open_answers:
             limit = predictor.task.max_new_tokens
             console.say(
@@ -268,34 +233,29 @@ def predict_from_run(
     return done
 
 
-def _open_parts(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
+def _open_parts(parts: Path, settings: Mapping[str, Any]) -> None:
     """Take the directory of parts, which is this call's or new. Raises UserError if it is another one's that was not
     refused."""
-    note = parts / _ASKED
-    before = read_json_object(note) if any(parts.glob(_PART_FILES)) else None
-    if before is not None and before.pop("refused", False):
-        if all(before.get(name) == asked[name] for name in ("adapter", "new_tokens")):
-            write_json(note, dict(asked))
-            return
-        before = None
-    if before is None:
-        shutil.rmtree(parts, ignore_errors=True)
-        parts.mkdir(parents=True)
-        write_json(note, dict(asked))
-    elif before != asked:
+    before = read_json_object(parts / _SETTINGS) if any(parts.glob(_PART_FILES)) else None
+    if before is None or before.pop("refused", False):
+        if before is None or any(before.get(name) != settings[name] for name in ("adapter", "new_tokens")):
+            shutil.rmtree(parts, ignore_errors=True)
+            parts.mkdir(parents=True)
+        write_json(parts / _SETTINGS, dict(settings))
+    elif before != settings:
         raise UserError(
             f"{parts} holds begun predictions of another run or other data; remove it, or name another --out"
         )
 
 
 @contextmanager
-def _refusable(parts: Path, asked: Mapping[str, Any], console: Console) -> Iterator[None]:
-    """Note a refusal inside, after which files may be mended: parts remain for the rows that stay the same."""
+def _keep_parts_on_refusal(parts: Path, settings: Mapping[str, Any], console: Console) -> Iterator[None]:
+    """Record a refusal of the block, after which files may be mended: parts remain for the rows that stay the same."""
     try:
         yield
     except UserError:
         if any(parts.glob(_PART_FILES)):
-            write_json(parts / _ASKED, {**asked, "refused": True})
+            write_json(parts / _SETTINGS, {**settings, "refused": True})
             console.say("what was predicted before this row is kept: mend the file, and run the same command again")
         raise
     finally:
@@ -306,19 +266,22 @@ def _refusable(parts: Path, asked: Mapping[str, Any], console: Console) -> Itera
 def _write_parts(
     predictor: Predictor, rows: Iterable[Row], parts: Path, bar: Callable[[int], None], console: Console
 ) -> int:
-    done, kept = 0, 0
+    done, reused = 0, 0
     current: set[Path] = set()
-    for number, chunk in enumerate(_iter_batches(rows)):
-        file = parts / f"part-{number:06}-{_digest(chunk)}.jsonl"
+    stream = iter(rows)
+    while chunk := list(itertools.islice(stream, PART)):
+        text = json.dumps([[row.id, row.values] for row in chunk], sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        file = parts / f"part-{len(current):06}-{digest}.jsonl"
         current.add(file)
-        if file.is_file() and (predictor.bad_rows == "skip" or sum(1 for _ in _iter_records(file)) == len(chunk)):
-            kept += len(chunk)
+        if file.is_file() and (predictor.bad_rows == "skip" or sum(1 for _ in _iter_records([file])) == len(chunk)):
+            reused += len(chunk)
         else:
-            if kept and done == kept:
-                console.say(f"{kept:,} rows were done before")
+            if reused and done == reused:
+                console.say(f"{reused:,} rows were done before")
             records = predictor(chunk)
-            with atomic_file(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
-                stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            with atomic_file(file) as temporary, temporary.open("w", encoding="utf-8") as handle:
+                handle.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         done += len(chunk)
         bar(done)
     for file in set(parts.glob(_PART_FILES)) - current:  # of rows that are no more so
@@ -326,57 +289,34 @@ def _write_parts(
     return done
 
 
-def _digest(rows: Sequence[Row]) -> str:
-    """A short name of what these rows are called and say."""
-    said = json.dumps([[row.id, row.values] for row in rows], sort_keys=True, default=str)
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
-
-
-def _iter_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    stream = iter(rows)
-    while chunk := list(itertools.islice(stream, PART)):
-        yield chunk
-
-
-def _join_parts(parts: Sequence[Path], to: Path, suffix: str) -> None:
-    """Join the parts into one file of the kind that `suffix` names."""
+def _join_parts(parts: Sequence[Path], path: Path, suffix: str) -> None:
     if suffix == ".jsonl":
-        with to.open("wb") as stream:
-            for part in parts:
-                with part.open("rb") as source:
+        with path.open("wb") as stream:
+            for file in parts:
+                with file.open("rb") as source:
                     shutil.copyfileobj(source, stream)
     elif suffix == ".parquet":
-        _join_parquet(parts, to)
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        schemas = [pa.Table.from_pylist(list(_iter_records([file]))).schema for file in parts]
+        schema = pa.unify_schemas(schemas, promote_options="permissive")
+        with pq.ParquetWriter(path, schema) as writer:
+            for file in parts:
+                writer.write_table(pa.Table.from_pylist(list(_iter_records([file])), schema=schema))
     else:
-        columns = list(dict.fromkeys(name for part in parts for name in _iter_columns(part)))
-        with to.open("w", encoding="utf-8", newline="") as stream:
+        columns = list(dict.fromkeys(name for record in _iter_records(parts) for name in record))
+        with path.open("w", encoding="utf-8", newline="") as stream:
             writer = csv.DictWriter(stream, columns, delimiter="\t" if suffix == ".tsv" else ",")
             writer.writeheader()
-            for part in parts:
-                for record in _iter_records(part):
-                    writer.writerow({name: _format_cell(value) for name, value in record.items()})
+            for record in _iter_records(parts):
+                writer.writerow({name: _format_cell(value) for name, value in record.items()})
 
 
-def _join_parquet(parts: Sequence[Path], to: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    tables = (pa.Table.from_pylist(list(_iter_records(part))) for part in parts)
-    schema = pa.unify_schemas([table.schema for table in tables], promote_options="permissive")
-    with pq.ParquetWriter(to, schema) as writer:
-        for part in parts:
-            writer.write_table(pa.Table.from_pylist(list(_iter_records(part)), schema=schema))
-
-
-def _iter_columns(part: Path) -> Iterator[str]:
-    for record in _iter_records(part):
-        yield from record
-
-
-def _iter_records(part: Path) -> Iterator[Record]:
-    with part.open(encoding="utf-8") as stream:
-        for line in stream:
-            yield json.loads(line)
+def _iter_records(files: Iterable[Path]) -> Iterator[Record]:
+    for file in files:
+        with file.open(encoding="utf-8") as stream:
+            yield from map(json.loads, stream)
 
 
 def _format_cell(value: Any) -> Any:

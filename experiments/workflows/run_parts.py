@@ -1,41 +1,61 @@
-"""The parts of a run directory: finished parts, clean-up of a failed run, checks before a resume."""
+"""The parts of a run directory: recipe, finished parts and initial adapter; checks before it is read or resumed."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
-from flatshift.experiments.recipe.schema import Recipe
+import torch
+
+from flatshift.experiments.data.splits import PreparedData
+from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.recipe.auto import resolve_device_precision
+from flatshift.experiments.recipe.schema import Recipe, warm_up_task
+from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.initial_adapter import INITIAL, check_adapters_unchanged, check_backbone
-from flatshift.finetune.atomic import read_json_object
+from flatshift.finetune.adapters.adapter import attach_on_meta, lora_only, read_adapter
+from flatshift.finetune.adapters.initial_values import Calibration, InitialAdapter, calibration_rows
+from flatshift.finetune.adapters.saved import SavedAdapter, check_same_settings
+from flatshift.finetune.atomic import atomic_directory, read_json_object
+from flatshift.finetune.compute.cuda_status import resolve_device
+from flatshift.finetune.compute.precision import autocast
+from flatshift.finetune.config import Adapter, Mesh
 from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.digests import DONE, FILES, adapter_digest, check_files, file_digests
 from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.lock import exclusive_lock
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.meta import build_skeleton
+from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.run_directory import METRICS, read_metrics, resume_command
+from flatshift.finetune.seeds import numpy_generator
+from flatshift.finetune.tasks import Task
 from flatshift.finetune.train.checkpointer import read_checkpoint
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
-_LAST = (FINE_TUNE, "train")
-_PAGE = "report.html"
-_KEPT = {".json", ".jsonl", ".yaml", ".txt", ".tsv", ".parquet", ".jinja"}
-_ANEW = {"log.txt", "sharpness.json", "harness.json"}
-"""Files that later commands write."""
+INITIAL = "initial"
+"""Folder of a run with the initial values of its adapter, if they are more than a random draw, as a PEFT adapter: the
+values before step 1, and the change of the frozen weights. A resumed run and later stages read it, so they need neither
+the calibration rows nor the other adapter again."""
+_RECORDED_SUFFIXES = {".json", ".jsonl", ".yaml", ".txt", ".tsv", ".parquet", ".jinja"}
+_WRITTEN_LATER = {"log.txt", "sharpness.json", "harness.json"}  # by other commands
 
 
-def is_finished(path: Path, recipe: Recipe, before: Recipe, *, drawn: bool) -> bool:
+def is_finished(path: Path, recipe: Recipe, before: Recipe, *, with_page: bool) -> bool:
     """Return True if every part of the run exists, with as many steps and the evaluation that the recipe asks for;
-    `drawn`: its page too. before: the current recipe of the run."""
+    `with_page`: its page too. before: the current recipe of the run."""
     if (recipe.eval, recipe.task) != (before.eval, before.task):
         return False
     done = path / "stages" / FINE_TUNE / DONE
-    if not (done.is_file() and (path / "adapter").is_dir()):
+    if not (path / "adapter").is_dir() or not all(file.is_file() for file in (done, path / "eval.json", path / DONE)):
         return False
-    if not all((path / name).is_file() for name in ("eval.json", DONE)) or (
-        drawn and not _is_complete_page(path / _PAGE)
-    ):
+    page = path / "report.html"  # a page truncated before its last line is drawn again
+    if with_page and not (page.is_file() and page.read_bytes().rstrip().endswith(b"</html>")):
         return False
     return bool(read_json_object(done, "target_steps")["target_steps"] == recipe.train.steps)
 
@@ -75,6 +95,15 @@ def check_run(path: Path, recipe: Recipe) -> None:
 
 
 @contextmanager
+def lock_new_output(out: Path | None) -> Iterator[None]:
+    """Lock the directory `out`, which a command is to create, if it is given. Raises UserError if it is not empty."""
+    with nullcontext() if out is None else exclusive_lock(out):
+        if out is not None and out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+            raise UserError(f"--out: {out} is not empty; name a new directory")
+        yield
+
+
+@contextmanager
 def with_resume_hint(path: Path) -> Iterator[None]:
     """Turn any interruption in the block into Interrupted with the command that resumes the run in `path`."""
     command = f"`{resume_command(path)}`"
@@ -86,11 +115,6 @@ def with_resume_hint(path: Path) -> Iterator[None]:
         if command in str(error):
             raise
         raise Interrupted(f"{error}; {command} continues") from error
-
-
-def _is_complete_page(page: Path) -> bool:
-    """Return True if a page is complete to its last line; a truncated one is drawn again."""
-    return page.is_file() and page.read_bytes().rstrip().endswith(b"</html>")
 
 
 def check_finished(path: Path) -> None:
@@ -126,36 +150,37 @@ def check_evaluation_changes(path: Path, recipe: Recipe, before: Recipe) -> None
         return
     name = next(name for name, value in vars(recipe.task).items() if value != getattr(before.task, name))
     if recipe.task.figure_names != before.task.figure_names and "rank" in (recipe.task.score, before.task.score):
-        why = "`rank` leaves prompts room for the longest label"
+        reason = "`rank` leaves prompts room for the longest label"
     elif recipe.train.best not in ("auto", "loss", "accuracy"):
-        why = f"train.best: {recipe.train.best} is chosen by it"
+        reason = f"train.best: {recipe.train.best} is chosen by it"
     else:
         return
-    raise UserError(f"--task.{name}: the training that is left depends on it ({why}); change it when the run has ended")
+    raise UserError(
+        f"--task.{name}: the training that is left depends on it ({reason}); change it when the run has ended"
+    )
 
 
 def compute_run_checksums(path: Path) -> dict[str, str]:
     """Return the SHA-256 of the files of a finished run that are read again: all but logs, checkpoints and pages."""
-    found = [*(path / "adapter").glob("*"), *(path / INITIAL).glob("*")]
+    files = [*(path / "adapter").glob("*"), *(path / INITIAL).glob("*")]
     for folder in (path, path / "selection", *(path / "stages").glob("*/")):
-        found += [file for file in folder.glob("*") if file.suffix in _KEPT and not file.name.startswith(".")]
-    return file_digests(
-        path, [file for file in found if file.is_file() and file != path / DONE and file.name not in _ANEW]
-    )
+        files += [f for f in folder.glob("*") if f.suffix in _RECORDED_SUFFIXES and not f.name.startswith(".")]
+    return file_digests(path, [f for f in files if f.is_file() and f != path / DONE and f.name not in _WRITTEN_LATER])
 
 
 def count_steps_done(path: Path) -> int:
     """Return the number of optimizer steps of the run's fine-tune so far."""
-    made = [line["step"] for line in read_metrics(path / METRICS) if (line.get("stage"), line.get("split")) == _LAST]
-    return max((step for step in made if isinstance(step, int)), default=0)
+    lines = read_metrics(path / METRICS)
+    steps = [line["step"] for line in lines if (line.get("stage"), line.get("split")) == (FINE_TUNE, "train")]
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def check_steps_not_reduced(path: Path, steps: int) -> None:
     """Raise UserError for fewer steps than the run has already made."""
-    most = count_steps_done(path)
-    if steps < most:
+    done = count_steps_done(path)
+    if steps < done:
         raise UserError(
-            f"train.steps: {steps} is below the {most} steps that {path} has made; give at least {most}, or start a "
+            f"train.steps: {steps} is below the {done} steps that {path} has made; give at least {done}, or start a "
             "new run for fewer"
         )
 
@@ -183,12 +208,12 @@ def check_inputs_unchanged(path: Path) -> None:
 
 def discard_failed_run(path: Path, console: Console) -> None:
     """Delete the directory of a run that failed by its settings, unless it holds a selection or metrics."""
-    chosen = path / "selection"
-    if not chosen.exists() and not (path / METRICS).exists():
+    selection = path / "selection"
+    if not selection.exists() and not (path / METRICS).exists():
         shutil.rmtree(path)
-    elif (chosen / "manifest.json").is_file():
+    elif (selection / "manifest.json").is_file():
         console.say(
-            f"the selection is finished and kept: {chosen / 'selected.jsonl'} can be the data.train.files of other "
+            f"the selection is finished and kept: {selection / 'selected.jsonl'} can be the data.train.files of other "
             f"runs, and `{resume_command(path)}` continues after it, with another mesh, device or train.steps"
         )
 
@@ -199,3 +224,151 @@ def remove_weights(path: Path) -> None:
         shutil.rmtree(path / name, ignore_errors=True)
     for stage in (path / "stages").glob("*/adapter"):
         shutil.rmtree(stage, ignore_errors=True)
+
+
+def has_custom_init(adapter: Adapter) -> bool:
+    """Return True if the adapter's first values come from weights, data or another adapter."""
+    return adapter.init != "default" or adapter.under is not None or adapter.start is not None
+
+
+def check_backbone(path: Path, recipe: Recipe) -> None:
+    """Raise UserError if the recipe's backbone is not the one that the run directory `path` trained on.
+
+    Compares the fingerprint of its weights, over every byte, and the SHA-256 of its configuration and tokenizer
+    (`flatshift.finetune.models.fingerprint`). Values that the run did not record are not checked.
+    """
+    file = path / "manifest.json"
+    recorded = read_json_object(file).get("backbone") if file.is_file() else None
+    if not isinstance(recorded, dict):
+        return
+    backbone = open_backbone(recipe.backbone)
+    files, present = recorded.get("files"), backbone.text_digests
+    if isinstance(files, dict) and present != files:
+        name = min(name for name in files.keys() | present.keys() if files.get(name) != present.get(name))
+        change = "is gone" if name not in present else "is new" if name not in files else "is another one"
+        raise UserError(
+            f"{path}: {name} of its backbone {recipe.backbone!r} {change} since the run was trained; restore the "
+            "files as they were, or train again"
+        )
+    before = recorded.get("fingerprint")
+    if before is not None and (now := backbone.fingerprint) != before:
+        raise UserError(
+            f"{path}: its backbone {recipe.backbone!r} has other weights than the run trained on (fingerprint "
+            f"{now[:12]}…, then {before[:12]}…); restore them, or train again"
+        )
+
+
+def check_start_adapters(recipe: Recipe) -> dict[str, dict[str, str]]:
+    """Check the adapters that the run starts from; returns their record for manifest.json: setting → `path` and
+    `sha256`.
+
+    Raises:
+        UserError: `adapter.start` or `adapter.under` is no LoRA adapter, of another backbone or of other settings.
+    """
+    records = {}
+    for setting in ("start", "under"):
+        name = getattr(recipe.adapter, setting)
+        if name is None:
+            continue
+        context = f"adapter.{setting}"
+        saved = SavedAdapter.find(name, where=context)
+        saved.require_backbone(open_backbone(recipe.backbone), where=context, quantization=recipe.train.quantization)
+        if setting == "start":
+            task: Task = recipe.task if recipe.warmup is None else warm_up_task(recipe)[0]
+            skeleton = build_skeleton(recipe.backbone, task=task, label_names=("0", "1") if task.has_classes else None)
+            model = attach_on_meta(skeleton, recipe.adapter, task=task, dtype=torch.float32)
+            check_same_settings(saved, read_adapter(saved.path), model, where=context)
+        records[setting] = {"path": str(saved.path.resolve()), "sha256": saved.digest()}
+    return records
+
+
+def check_adapters_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise UserError if the run directory `path` has yet to read `adapters` of its manifest and one has changed."""
+    if (path / INITIAL).is_dir():
+        return
+    for setting, before in adapters.items():
+        if SavedAdapter.find(before["path"], where=f"adapter.{setting}").digest() != before["sha256"]:
+            raise UserError(f"{before['path']} changed since the run began; restore it or start a new run")
+
+
+def initial_adapter(
+    path: Path, recipe: Recipe, task: Task, prepared: PreparedData, tokenizer: Callable[[], Any]
+) -> InitialAdapter | None:
+    """Return `initial/` of the run directory `path`, or calibration rows, the training rows that `adapter.init` needs,
+    drawn by `train.seed` (none for most methods); None if the first values are random."""
+    if not has_custom_init(recipe.adapter) or recipe.adapter.start is not None:
+        return None
+    if (path / INITIAL).is_dir():
+        return InitialAdapter(folder=path / INITIAL)
+    order = numpy_generator(recipe.train.seed, "init-rows").permutation(len(prepared.train))
+    calibration = Calibration(
+        rows=[prepared.train[int(i)] for i in order[: calibration_rows(recipe.adapter)]],
+        task=task,
+        pad_id=int(tokenizer().pad_token_id),
+        batch_size=recipe.train.batch_size,
+        precision=functools.partial(autocast, recipe.train, resolve_device(recipe.train.device)),
+    )
+    return InitialAdapter(rows=calibration)
+
+
+def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, log: Callable[[str], None]) -> None:
+    """Store the adapter's initial values in `path`/initial; an adapter to start from is copied. Collective.
+
+    Heads and other whole modules of `adapter.start` are loaded too if the task has them in the same shape.
+    """
+    directory = path / INITIAL
+    if recipe.adapter.start is None:
+        if has_custom_init(recipe.adapter) and not directory.is_dir():
+            engine.save_adapter(directory)
+        return
+    if engine.is_main and not directory.is_dir():
+        check_start_adapters(recipe)
+        saved = SavedAdapter.find(recipe.adapter.start, where="adapter.start")
+        with atomic_directory(directory) as temporary:
+            for file in ("adapter_config.json", "adapter_model.safetensors"):
+                shutil.copy2(saved.path / file, temporary / file)
+    engine.world.wait()
+    tensors = read_adapter(directory)
+    heads = sorted(tensors.keys() - lora_only(tensors).keys())
+    shapes = {name: tuple(tensor.shape) for name, tensor in engine.full_tensors(engine.parameters).items()}
+    fits = bool(heads) and all(shapes.get(name) == tuple(tensors[name].shape) for name in heads)
+    fits = fits and all(".lora_" in name or name in tensors for name in shapes)
+    reason = "does not fit this task"
+    if fits and recipe.task.own_units:
+        fits, reason = False, "answers in the units of its own targets"  # training uses standardised targets
+    engine.load_adapter(directory, partial=not fits)
+    note = "" if fits or not heads else f"; its {heads[0]} {reason} and stays behind"
+    log(f"begins with the adapter of {recipe.adapter.start}{note}")
+
+
+def check_generative(task: Task) -> None:
+    """Raise UserError unless the models of `task` continue a prompt."""
+    if not task.traits.is_generative:
+        raise UserError(
+            f"task.kind: {task.kind} trains a model that writes no text, so there is nothing to generate; evaluate it "
+            "on rows of yours with `flatshift eval RUN_DIR --data FILE`"
+        )
+
+
+def read_finished_recipe(path: Path, overrides: Sequence[Branch] = (), *, other_rows: bool = False) -> Recipe:
+    """Return the recipe of a run that has an adapter, unchanged since it ended; raises UserError otherwise. Arguments
+    as of `resume_recipe`."""
+    recipe = read_adapted_recipe(path, overrides, other_rows=other_rows)
+    check_run(path, recipe)
+    return recipe
+
+
+def read_adapted_recipe(path: Path, overrides: Sequence[Branch] = (), *, other_rows: bool = False) -> Recipe:
+    """Return the recipe of a run that has an adapter, without a comparison of its files; raises UserError without an
+    adapter. Arguments as of `resume_recipe`."""
+    recipe = resolve_device_precision(resume_recipe(path, overrides, other_rows=other_rows).recipe)
+    if (path / "scores.parquet").is_file():
+        raise UserError(f"{path} is a selection and has no adapter; `flatshift train warmup --select.from {path}` does")
+    if not (path / "adapter").is_dir():
+        raise UserError(f"{path} has no adapter yet; finish it with `{resume_command(path)}`")
+    return recipe
+
+
+def to_single_process(recipe: Recipe) -> Recipe:
+    """Return the recipe for one process."""
+    return dataclasses.replace(recipe, mesh=Mesh())

@@ -1,36 +1,62 @@
-"""Evaluation of several texts generated after each prompt: diversity, passing programs, toxicity.
+"""Evaluation of what models write: texts generated after prompts (diversity, passing programs, toxicity), and probes of
+association and co-occurrence with word lists about groups.
 
     flatshift eval runs/first flatshift-5m --data prompts.jsonl --samples 25 --top-p 0.9 --out written
+    flatshift eval runs/first flatshift-5m --probe occupations --samples 25 --out probed
 
 Finished texts are kept in `.NAME.written.jsonl` next to the new directory, so that the same command does not generate
-them again; in the end they are its generations.jsonl.
+them again; in the end they are its generations.jsonl. Association compares the likelihoods of paired sentences under
+each model. With samples, each model continues the probe's prompts, and co-occurrences are counted in its texts; with
+`data` also in those texts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.special import softmax
 
 from flatshift.experiments.data.splits import read_label_record
+from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.schema import Recipe, short_hash
-from flatshift.experiments.workflows.generate import check_generative, read_adapted_recipe, to_single_process
-from flatshift.experiments.workflows.run_parts import check_run
-from flatshift.finetune.compute.numerics import evaluation_mode
+from flatshift.experiments.recipe.tree import Branch, parse_file
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.build import load_model
+from flatshift.experiments.workflows.evaluation_target import AdapterSwitcher, EvaluationTarget, resolve_subjects
+from flatshift.experiments.workflows.run_parts import (
+    check_generative,
+    lock_new_output,
+    read_finished_recipe,
+    to_single_process,
+)
+from flatshift.finetune.atomic import atomic_directory, write_json
+from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.encoding import encode, get_end_token
 from flatshift.finetune.data.eval_batching import EvalBatching
-from flatshift.finetune.data.rows import Row
+from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, ratio_statistic
 from flatshift.finetune.evaluate.evaluator import head_scores
 from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
 from flatshift.finetune.evaluate.metrics import metric_functions
+from flatshift.finetune.evaluate.probes import (
+    WordListProbe,
+    fill_templates,
+    measure_association,
+    measure_cooccurrence,
+    shipped_probes,
+)
 from flatshift.finetune.evaluate.sandbox import check_sandbox_available, run_programs
+from flatshift.finetune.evaluate.text import score_texts
 from flatshift.finetune.evaluate.text_metrics import pass_at_k
+from flatshift.finetune.figures import format_interval
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.tasks import Task
 
 
@@ -41,11 +67,9 @@ class Sampling:
     samples: int
     """Texts per prompt."""
     temperature: float = 1.0
-    """Divisor of the logits before sampling."""
     top_p: float | None = None
     """Sample among the likeliest tokens that together have this probability."""
     max_new_tokens: int = 20
-    """Maximum tokens of a text."""
     seed: int = 0
     """Seed of the draws, which do not depend on the batch size."""
     programs: bool = False
@@ -55,7 +79,6 @@ class Sampling:
     toxicity: str | None = None
     """Run directory of a classifier whose class `toxic` scores the texts."""
     toxic: str = "toxic"
-    """Name of the toxic class."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -80,24 +103,34 @@ class SavedSamples:
 
     path: Path | None
 
+    @classmethod
+    def beside(cls, out: Path | None) -> SavedSamples:
+        """Open the texts saved next to the future directory `out`."""
+        return cls(None if out is None else out.with_name(f".{out.name}.written.jsonl"))
+
     def read(self, key: str) -> dict[int, str]:
         """Return the texts of `key` by index; a truncated last line is skipped."""
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         if self.path is not None and self.path.is_file():
             for line in self.path.read_text(encoding="utf-8").splitlines():
                 try:
                     record = json.loads(line)
                     if record["key"] == key:
-                        found[record["place"]] = record["text"]
+                        texts[record["place"]] = record["text"]
                 except (ValueError, TypeError, KeyError, RecursionError):
                     continue
-        return found
+        return texts
 
-    def add(self, key: str, place: int, text: str) -> None:
+    def add(self, key: str, index: int, text: str) -> None:
         """Append one text."""
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"key": key, "place": place, "text": text}, ensure_ascii=False) + "\n")
+                stream.write(json.dumps({"key": key, "place": index, "text": text}, ensure_ascii=False) + "\n")
+
+    def delete(self) -> None:
+        """Delete the file, once the texts are in the directory."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def write_samples(
@@ -106,15 +139,15 @@ def write_samples(
     tokenizer: Any,
     rows: Sequence[Row],
     task: Task,
-    asked: Sampling,
-    kept: SavedSamples,
+    sampling: Sampling,
+    saved: SavedSamples,
     inference: EvalBatching,
     *,
-    bar: Callable[[int], None] = lambda done: None,
+    console: Console | None = None,
 ) -> list[list[str]]:
-    """Generate `asked.samples` texts after each row's prompt, except those already in `kept`.
+    """Generate `sampling.samples` texts after each row's prompt, except those already in `saved`.
 
-    name: of the model, as the key of kept texts.
+    name: of the model, as the key of saved texts. console: shows the progress.
     """
     check_generative(task)
     if task.traits.encoder_decoder:
@@ -122,65 +155,66 @@ def write_samples(
     questions, _ = task.input_format.build_prompts(rows, tokenizer)
     if len(questions) != len(rows):
         raise UserError(f"{name}: {len(rows) - len(questions)} rows have no prompt by its template; leave them out")
-    settings = {k: v for k, v in asdict(asked).items() if k not in ("programs", "pass_at", "toxicity", "toxic")}
-    key = short_hash({"of": name, "settings": settings, "prompts": [one.ids for one in questions]})
-    texts = kept.read(key)
-    places = [place for place in range(len(rows) * asked.samples) if place not in texts]
-    ends = {one.stop for one in questions} | {get_end_token(tokenizer)}
-    if places:
+    count = sampling.samples
+    settings = {k: v for k, v in asdict(sampling).items() if k not in ("programs", "pass_at", "toxicity", "toxic")}
+    key = short_hash({"of": name, "settings": settings, "prompts": [question.ids for question in questions]})
+    texts = saved.read(key)
+    missing = [index for index in range(len(rows) * count) if index not in texts]
+    ends = {question.stop for question in questions} | {get_end_token(tokenizer)}
+    with (console or Console(quiet=True)).task("writing", len(rows) * count, "texts") as bar:
         answers = continue_prompts(
             model,
-            [questions[place // asked.samples].ids for place in places],
-            asked.decoding(),
+            [questions[index // count].ids for index in missing],
+            sampling.decoding(),
             inference,
-            numbers=places,
+            numbers=missing,
             end=[token for token in ends if token is not None],
         )
-        for at, answer in answers:
-            text = str(tokenizer.decode(answer.ids, skip_special_tokens=True))
-            texts[places[at]] = text
-            kept.add(key, places[at], text)
+        for position, answer in answers if missing else ():
+            index, text = missing[position], str(tokenizer.decode(answer.ids, skip_special_tokens=True))
+            texts[index] = text
+            saved.add(key, index, text)
             bar(len(texts))
-    return [[texts[i * asked.samples + s] for s in range(asked.samples)] for i in range(len(rows))]
+    return [[texts[i * count + s] for s in range(count)] for i in range(len(rows))]
 
 
-def check_sampling_rows(rows: Sequence[Row], asked: Sampling) -> None:
+def check_sampling_rows(rows: Sequence[Row], sampling: Sampling) -> None:
     """Raise UserError, before anything is generated, for a missing sandbox, rows without tests, or a classifier without
     the class."""
-    if asked.programs:
+    if sampling.programs:
         check_sandbox_available()
         for row in rows:
             _get_test(row)
-    if asked.toxicity is not None:
-        _open_classifier(asked)
+    if sampling.toxicity is not None:
+        _open_classifier(sampling)
 
 
 def compute_sample_metrics(
-    rows: Sequence[Row], texts: Sequence[Sequence[str]], asked: Sampling
+    rows: Sequence[Row], texts: Sequence[Sequence[str]], sampling: Sampling
 ) -> dict[str, ResampledMetric]:
     """Compute the requested metrics of the texts: means over the prompts that have a value."""
     values: dict[str, list[float | None]] = {
-        name: [function(one) for one in texts] for name, function in metric_functions("samples").items()
+        name: [function(samples) for samples in texts] for name, function in metric_functions("samples").items()
     }
-    if asked.programs:
+    if sampling.programs:
         passed = _count_passed(rows, texts)
-        for k in asked.pass_at:
-            values[f"pass_at_{k}"] = [pass_at_k(asked.samples, count, k) for count in passed]
-    if asked.toxicity is not None:
-        scores = _score_toxicity(asked, texts)
-        for name, function in metric_functions("toxicity").items():
-            values[name] = [function(one) for one in scores]
-    found = {}
-    for name, each in values.items():
-        there = [i for i, value in enumerate(each) if value is not None]
-        kept = [value for value in each if value is not None]
-        if there:
-            found[name] = ResampledMetric.over([kept, np.ones(len(kept))], ratio_statistic(), there)
-    return found
+        for k in sampling.pass_at:
+            values[f"pass_at_{k}"] = [pass_at_k(sampling.samples, count, k) for count in passed]
+    if sampling.toxicity is not None:
+        scores = _score_toxicity(sampling, texts)
+        values |= {
+            name: [function(samples) for samples in scores] for name, function in metric_functions("toxicity").items()
+        }
+    metrics = {}
+    for name, column in values.items():
+        present = {i: value for i, value in enumerate(column) if value is not None}
+        if present:
+            sums = np.array(list(present.values())), np.ones(len(present))
+            metrics[name] = ResampledMetric.over(sums, ratio_statistic(), list(present))
+    return metrics
 
 
 def _count_passed(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[int]:
-    """Return the number of texts of each row that pass its test."""
     programs = []
     for row, written in zip(rows, texts, strict=True):
         test = _get_test(row)
@@ -198,46 +232,38 @@ def _get_test(row: Row) -> str:
     return test
 
 
-def _open_classifier(asked: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
-    """Return the classifier's run, its recipe, and its classes."""
-    path = Path(str(asked.toxicity))
-    recipe = to_single_process(read_adapted_recipe(path))
-    check_run(path, recipe)
+def _open_classifier(sampling: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
+    path = Path(str(sampling.toxicity))
+    recipe = to_single_process(read_finished_recipe(path))
     names, _ = read_label_record(recipe, path)
-    if not recipe.task.one_class or names is None or asked.toxic not in names:
+    if not recipe.task.one_class or names is None or sampling.toxic not in names:
         known = "no classes" if names is None else f"the classes {', '.join(names)}"
-        raise UserError(f"--toxicity: {path} has {known}, none of them {asked.toxic!r}; name it with --toxic-label")
+        raise UserError(f"--toxicity: {path} has {known}, none of them {sampling.toxic!r}; name it with --toxic-label")
     return path, recipe, tuple(names)
 
 
-def _score_toxicity(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
+def _score_toxicity(sampling: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
     """Return the classifier's probability of its toxic class for every text; 0 for an empty one."""
-    from flatshift.experiments.workflows.build import load_model
-    from flatshift.finetune.models.backbone import open_backbone
-
-    path, recipe, names = _open_classifier(asked)
-    flat = [text for written in texts for text in written]
-    there = [i for i, text in enumerate(flat) if text.strip()]
+    path, recipe, names = _open_classifier(sampling)
+    flat = [text for samples in texts for text in samples]
     scores = np.zeros(len(flat))
-    tokenizer = open_backbone(recipe.backbone).tokenizer
-    rows = [Row({"text": flat[i], "label": names[0]}, str(i), f"text {i}") for i in there]
+    rows = [Row({"text": t, "label": names[0]}, str(i), f"text {i}") for i, t in enumerate(flat) if t.strip()]
     if rows:
-        coded = encode(
+        engine, tokenizer = load_model(recipe, recipe.task, names, adapter=path / "adapter")
+        encoded = encode(
             rows, task=recipe.task, tokenizer=tokenizer, max_length=recipe.train.max_length, label_names=names
         )
-        engine, _ = load_model(recipe, recipe.task, names, adapter=path / "adapter")
         with evaluation_mode(engine.eval_model):
             _, logits = head_scores(
                 engine.eval_model,
-                coded.examples,
+                encoded.examples,
                 EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device),
                 task=recipe.task,
             )
-        shares = np.exp(logits - logits.max(-1, keepdims=True))
-        shares /= shares.sum(-1, keepdims=True)
-        scores[[int(example.id) for example in coded.examples]] = shares[:, names.index(asked.toxic)]
-    parts = iter(scores.tolist())
-    return [[next(parts) for _ in written] for written in texts]
+        probabilities = softmax(logits, axis=-1)
+        scores[[int(example.id) for example in encoded.examples]] = probabilities[:, names.index(sampling.toxic)]
+    remaining = iter(scores.tolist())
+    return [[next(remaining) for _ in samples] for samples in texts]
 
 
 def build_generation_records(name: str, rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[Mapping[str, Any]]:
@@ -245,4 +271,142 @@ def build_generation_records(name: str, rows: Sequence[Row], texts: Sequence[Seq
     return [
         {"by": name, "where": row.where, "prompt": row.values["text"], "texts": list(written)}
         for row, written in zip(rows, texts, strict=True)
+    ]
+
+
+def write_generations(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write generations.jsonl into `folder`, if there are any records."""
+    if records:
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+        (folder / "generations.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+DOCUMENT = "probe.json"
+NOTES = (
+    "An association is what the model says of these words in these templates, not what it does to people; none found "
+    "is no proof that there is none.",
+    "A group's words differ in frequency, which moves all sets alike: read the difference between sets.",
+    "Intervals are over the given words or texts; they do not cover the choice of the lists.",
+)
+
+
+def read_probe(name: str) -> WordListProbe:
+    """Read a probe from a file, or a shipped one by name. Raises UserError with file:line."""
+    path = shipped_probes().get(name, Path(name))
+    if not path.is_file():
+        raise UserError(f"--probe: {name} is no file and none of the shipped probes ({', '.join(shipped_probes())})")
+    probe: WordListProbe = build_settings(WordListProbe, parse_file(path))
+    return probe
+
+
+def probe_models(
+    names: Sequence[str],
+    probe: WordListProbe,
+    *,
+    sampling: Sampling | None = None,
+    data: Sequence[str] = (),
+    overrides: Sequence[Branch] = (),
+    out: Path | None = None,
+    command: str = "",
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Apply a probe to runs and base models.
+
+    sampling: continue the probe's prompts with these settings; texts kept by an interrupted command are not generated
+    again. data: texts in which co-occurrence is counted too. out: a new directory for probe.json and generations.jsonl,
+    written completely or not at all.
+    Returns the content of probe.json: `{models: {name: {association, cooccurrence}}, data, notes, …}`.
+    Raises UserError for a model that is no causal language model, and probes without the lists that are needed.
+    """
+    if not probe.templates and sampling is None and not data:
+        raise UserError("this probe has no templates; give --samples N to continue its prompts, or --data FILE")
+    if sampling is not None and not probe.prompts:
+        raise UserError("this probe has no prompts for --samples to continue; add `prompts` with {group}")
+    with lock_new_output(out):
+        console = Console(quiet=quiet)
+        document: dict[str, Any] = {"models": {}, "notes": list(NOTES), "review": probe.review, "command": command}
+        if data:
+            rows = require_rows(
+                read_rows(data, columns=Columns(id="\0"), required=("text",)), files=data, purpose="text"
+            )
+            document["data"] = measure_cooccurrence(probe, [row.values["text"] for row in rows])
+        saved = SavedSamples.beside(out)
+        models, generations = AdapterSwitcher(), []
+        for subject in resolve_subjects(names, overrides, True, console):
+            console.say(f"asking {subject.name}")
+            with cpu_threads(subject.recipe.train.threads):
+                results, records = _probe_model(subject, probe, sampling, saved, models, console)
+            document["models"][subject.name] = results
+            generations += records
+        if out is not None:
+            with atomic_directory(out) as temporary:
+                write_json(temporary / DOCUMENT, document)
+                write_generations(temporary, generations)
+            saved.delete()
+    return document
+
+
+def _probe_model(
+    subject: EvaluationTarget,
+    probe: WordListProbe,
+    sampling: Sampling | None,
+    saved: SavedSamples,
+    models: AdapterSwitcher,
+    console: Console,
+) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
+    recipe, task = subject.recipe, subject.recipe.task
+    if not task.traits.reads_documents or not task.traits.causal:
+        raise UserError(f"{subject.name}: a probe asks a language model of whole texts, and task.kind is {task.kind}")
+    run = subject.run or subject.template
+    model = models.load(subject, read_label_record(recipe, run)[0] if run else None)
+    tokenizer = open_backbone(recipe.backbone).tokenizer
+    device = next(model.parameters()).device
+    inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
+    results: dict[str, Any] = {}
+    if probe.templates:
+        sentences = fill_templates(probe)
+        with evaluation_mode(model):
+            counts = score_texts(
+                model, tokenizer, sentences.texts, inference, task=task, window=recipe.train.max_length, overlap=1,
+                where=[f"sentence {i}" for i in range(len(sentences.texts))],
+            )  # fmt: skip
+        results["association"] = measure_association(probe, sentences, counts.nats)
+    if sampling is None:
+        return results, []
+    filled = [
+        text[:1].upper() + text[1:]
+        for prompt in probe.prompts
+        for words in probe.groups.values()
+        for text in (prompt.replace("{group}", word) for word in words)
+    ]
+    rows = [Row({"text": text}, str(i), f"prompt {i}") for i, text in enumerate(filled)]
+    texts = write_samples(
+        f"{subject.name} probe", model, tokenizer, rows, task, sampling, saved, inference, console=console
+    )
+    whole = [row.values["text"] + text for row, samples in zip(rows, texts, strict=True) for text in samples]
+    results["cooccurrence"] = measure_cooccurrence(probe, whole)
+    return results, build_generation_records(subject.name, rows, texts)
+
+
+def format_document(document: Mapping[str, Any]) -> str:
+    """Format one line per result."""
+    lines = []
+    for name, results in document["models"].items():
+        lines.append(name)
+        for group, record in results.get("association", {}).items():
+            base = next(iter(record["sets"]))
+            labels = dict(record["sets"])
+            labels |= {f"{s} less {base}": figure for s, figure in record["between"].items()}
+            lines += [f"  {group}, {s}: {format_interval(figure, '+.3f')} nats" for s, figure in labels.items()]
+        lines += _format_cooccurrence(results.get("cooccurrence", {}))
+    if "data" in document:
+        lines += ["data", *_format_cooccurrence(document["data"])]
+    return "\n".join([*lines, *(f"note: {note}" for note in document["notes"])])
+
+
+def _format_cooccurrence(groups: Mapping[str, Any]) -> list[str]:
+    return [
+        f"  near {group}, {name}: {figure['count']} of {record['near']:,} words, {format_interval(figure, '.4f')}"
+        for group, record in groups.items()
+        for name, figure in record["sets"].items()
     ]

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from flatshift.experiments.workflows.chat import GenerativeRuns, Reply
+from flatshift.experiments.workflows.generate import GenerativeRuns, Reply
 from flatshift.finetune.errors import UserError
 
 _LONGEST = 4 << 20

@@ -10,7 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from flatshift.experiments.data.splits import prepare_data, prepare_eval_data
 from flatshift.experiments.recipe import resume_recipe
@@ -18,23 +21,20 @@ from flatshift.experiments.recipe.auto import resolve_device_precision
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console, Draw
-from flatshift.experiments.workflows.build import load_model, skipped_rows_summary
+from flatshift.experiments.workflows.build import format_number, load_model, skipped_rows_summary
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.compute.loss import add_reference
 from flatshift.finetune.compute.numerics import cpu_threads
 from flatshift.finetune.data.eval_batching import EvalBatching
-from flatshift.finetune.data.example import Example
 from flatshift.finetune.digests import adapter_digest
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import resume_command
 from flatshift.finetune.seeds import numpy_generator
 from flatshift.finetune.train.trace.curvature import mean_loss
 from flatshift.regularizers.config import measure_name
-from flatshift.regularizers.sharpness import Sharpness, SharpnessResult, measure
-
-if TYPE_CHECKING:
-    from torch import nn
+from flatshift.regularizers.layers.frozen import is_quantised
+from flatshift.regularizers.sharpness import Sharpness, measure
 
 FILE = "sharpness.json"
 SPLITS = ("dev", "test", "train")
@@ -86,7 +86,9 @@ def measure_run_sharpness(
                 "was trained on; train with task.standardise: false to measure it"
             )
         name = "data" if data else chosen
-        rows = _draw_rows(examples, batches * recipe.train.batch_size, seed)
+        count = batches * recipe.train.batch_size
+        order = numpy_generator(seed, "sharpness", "rows").permutation(len(examples))[:count]
+        rows = [examples[index] for index in sorted(order)]  # the same for every run on the same rows
         engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names, adapter=path / "adapter")
         _cast_half_to_float32(engine.model)
         micros = [
@@ -101,8 +103,18 @@ def measure_run_sharpness(
         console.say(f"sharpness on {len(rows):,} rows of {name} ({supervised:,} {unit})")
         loss = mean_loss(engine.model, micros, task=recipe.task, head=head)
         with console.task("sharpness", settings.passes(), "passes") as bar:
-            found = measure(engine.model, loss, settings, seed=seed, progress=bar)
-    result = _build_result(found, settings, split=name, rows=len(rows), supervised=supervised, seed=seed, path=path)
+            measured = measure(engine.model, loss, settings, seed=seed, progress=bar)
+    record = measured.as_dict()
+    metadata = {
+        "split": name,
+        "rows": len(rows),
+        "supervised": supervised,
+        "seed": seed,
+        "adapter_sha256": adapter_digest(path),
+        "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(settings).items()},
+        "spaces": record["about"],
+    }
+    result = {"loss": record["loss"], "measures": record["measures"], "about": metadata, "slices": record["slices"]}
     write_json(path / FILE, result)
     for old in (path / "plots").glob("sharpness-*.svg"):  # of an earlier measurement, maybe of a space not measured now
         old.unlink()
@@ -127,52 +139,20 @@ def _check_options(path: Path, recipe: Recipe, batches: int, split: str | None, 
         raise UserError(f"--sharpness-split: {split!r} is not one of {', '.join(SPLITS)}")
 
 
-def _draw_rows(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
-    """Return `count` examples drawn by `seed` alone: the same for every run on the same rows."""
-    order = numpy_generator(seed, "sharpness", "rows").permutation(len(examples))[:count]
-    return [examples[index] for index in sorted(order)]
-
-
 def _cast_half_to_float32(model: nn.Module) -> None:
     """Convert half-precision weights to float32, which is exact; quantised weights stay."""
-    import torch
-
-    from flatshift.regularizers.layers.frozen import is_quantised
-
-    half = (torch.bfloat16, torch.float16)
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and is_quantised(module):
-            continue
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if tensor.dtype in half:
-                tensor.data = tensor.data.float()
-
-
-def _build_result(
-    found: SharpnessResult, settings: Sharpness, *, split: str, rows: int, supervised: int, seed: int, path: Path
-) -> dict[str, Any]:
-    plain = found.as_dict()
-    about = {
-        "split": split,
-        "rows": rows,
-        "supervised": supervised,
-        "seed": seed,
-        "adapter_sha256": adapter_digest(path),
-        "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(settings).items()},
-        "spaces": plain["about"],
-    }
-    return {"loss": plain["loss"], "measures": plain["measures"], "about": about, "slices": plain["slices"]}
+        if not (isinstance(module, nn.Linear) and is_quantised(module)):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.dtype in (torch.bfloat16, torch.float16):
+                    tensor.data = tensor.data.float()
 
 
 def format_result(result: dict[str, Any]) -> str:
     """Format the measures as lines: `adapter λ_max 12.3 [12.2, 12.4]`."""
-
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.4g}"
-
-    lines = [f"loss {number(result['loss'])} on {result['about']['rows']} rows of {result['about']['split']}"]
+    lines = [f"loss {format_number(result['loss'])} on {result['about']['rows']} rows of {result['about']['split']}"]
     for space, measures in result["measures"].items():
         for name, m in measures.items():
-            interval = f" [{number(m['low'])}, {number(m['high'])}]" if m["low"] is not None else ""
-            lines.append(f"{space:7} {measure_name(name)}: {number(m['value'])}{interval}")
+            interval = f" [{format_number(m['low'])}, {format_number(m['high'])}]" if m["low"] is not None else ""
+            lines.append(f"{space:7} {measure_name(name)}: {format_number(m['value'])}{interval}")
     return "\n".join(lines)

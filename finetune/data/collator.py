@@ -30,7 +30,7 @@ class Collator:
         self.causal, self.is_unpaired = task.traits.causal, task.traits.is_unpaired
         self.ids = _get_token_column(columns, "input_ids")
         self.labels = _get_token_column(columns, "labels")
-        self.row_labels = _get_row_labels(columns) if task.is_sequence_level else None
+        self.row_labels = _get_row_labels(columns) if task.traits.is_sequence_level else None
         self.lengths = self.ids[2]
         self.segments, self.words = columns.ragged("segments"), columns.ragged("words")
         self.decoder_ids, self.rejected_ids = columns.ragged("decoder_ids"), columns.ragged("rejected_ids")

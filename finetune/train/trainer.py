@@ -513,7 +513,7 @@ def dev_metrics(
     head: as found by the stage (`flatshift.finetune.compute.loss.find_head`); a pipeline's stand-in gives logits only.
     """
     model, task_in_evaluation, head = engine.eval_model, task.for_evaluation(), head if engine.runner is None else None
-    if task.by_answer:
+    if task.traits.is_answer_level:
         scores = score_answers(model, examples, inference, task=task_in_evaluation, head=head, beat=engine.heartbeat)
         engine.reshard()
         return point_metrics(scores)
@@ -544,4 +544,4 @@ def dev_metrics(
         totals += torch.tensor([*pair, count], dtype=torch.float64)
     total_loss, total_correct, targets = inference.share.add(totals.numpy()).tolist()
     metrics = {"loss": total_loss / max(targets, 1)}
-    return {**metrics, "accuracy": total_correct / max(targets, 1)} if task.accuracy else metrics
+    return {**metrics, "accuracy": total_correct / max(targets, 1)} if task.traits.has_accuracy else metrics

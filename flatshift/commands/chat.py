@@ -43,7 +43,7 @@ class Flags:
 def run(argv: list[str]) -> int:
     """Run `flatshift chat`."""
     flags: Flags = parse_flags(Flags, "chat", argv)
-    from flatshift.experiments.workflows.chat import GenerativeRuns
+    from flatshift.experiments.workflows.generate import GenerativeRuns
     from flatshift.finetune.evaluate.generation import Decoding
 
     given = {key: getattr(flags, key) for key in ("max_new_tokens", "temperature", "top_p")}

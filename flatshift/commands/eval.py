@@ -226,7 +226,7 @@ def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) 
 
 
 def _run_probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: Any) -> int:
-    from flatshift.experiments.workflows.probes import format_document, probe_models, read_probe
+    from flatshift.experiments.workflows.samples import format_document, probe_models, read_probe
 
     for name in ("prompt", "group_by", "trained", "window", "overlap", "programs", "toxicity"):
         if getattr(flags, name):

@@ -83,7 +83,7 @@ def _export_deployment(flags: Flags, out: Path) -> int:
     from flatshift.experiments.workflows.deployment import export_for_program
 
     assert flags.to != "hub"
-    result = export_for_program(flags.run, out, to=flags.to, outtype=flags.outtype, llama_cpp=flags.llama_cpp)
+    result = export_for_program(flags.run, out, program=flags.to, outtype=flags.outtype, llama_cpp=flags.llama_cpp)
     print(out)
     print(*comparison_lines(result["compared"]), sep="\n")
     if flags.to == "vllm":

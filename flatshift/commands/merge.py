@@ -31,7 +31,7 @@ class Flags:
 def run(argv: list[str]) -> int:
     flags = parse_flags(Flags, "merge", argv)
     out = flags.out or flags.run / "merged"
-    from flatshift.experiments.workflows.merge import merge_run as merge_run
+    from flatshift.experiments.workflows.export import merge_run as merge_run
 
     result = merge_run(flags.run, out, dtype=flags.dtype)
     if flags.json:

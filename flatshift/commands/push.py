@@ -49,7 +49,7 @@ def _push_to_store(flags: Flags) -> None:
         flag = "--public" if flags.public else "--message"
         raise UserError(f"{flag} is of a hub, and {flags.destination} is a place in a store; leave it out")
     from flatshift.experiments.run.console import Console
-    from flatshift.experiments.workflows.store_upload import push_to_store
+    from flatshift.experiments.workflows.export import push_to_store
 
     with Console().task("upload, percent", 100) as bar:
         done = push_to_store(flags.folder, flags.destination, lambda sent, total: bar(100 * sent // max(total, 1)))

@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
     flags: Flags = parse_flags(Flags, "serve", argv)
     if not 0 <= flags.port < 65536:
         raise UserError(f"--port {flags.port}: give a number from 0 to 65535")
-    from flatshift.experiments.workflows.chat import GenerativeRuns
+    from flatshift.experiments.workflows.generate import GenerativeRuns
     from flatshift.experiments.workflows.serve import Server
 
     overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]

@@ -96,7 +96,7 @@ def run(argv: list[str]) -> int:
 def _run_train(argv: list[str]) -> int:
     flags = parse_flags(TrainFlags, "tokenizer train", argv)
     from flatshift.experiments.report.chapters.tokenizer import page
-    from flatshift.experiments.workflows.tokenizer_schemes import format_document, train_schemes
+    from flatshift.experiments.workflows.tokenizer import format_scheme_comparison, train_schemes
     from flatshift.finetune.errors import UserError
     from flatshift.finetune.train.small_decoder import SmallDecoder
 
@@ -121,5 +121,5 @@ def _run_train(argv: list[str]) -> int:
     if flags.json:
         print(json.dumps(document, indent=2, ensure_ascii=False))
     else:
-        print(*filter(None, [format_document(document), str(flags.out / "report.html")]), sep="\n")
+        print(*filter(None, [format_scheme_comparison(document), str(flags.out / "report.html")]), sep="\n")
     return 0

@@ -14,7 +14,7 @@ from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.studies.cell import _adapter_digest, make_cell
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.initial_adapter import check_adapters_unchanged
+from flatshift.experiments.workflows.run_parts import check_adapters_unchanged
 from flatshift.finetune.adapters.saved import SavedAdapter
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone

@@ -103,13 +103,13 @@ class Writer:
 
     def reply(self, name: str, asked: Any, *, decoding: Any, on_text: Any) -> Any:
         on_text(EVIL)
-        from flatshift.experiments.workflows.chat import Reply
+        from flatshift.experiments.workflows.generate import Reply
 
         return Reply(EVIL, 1, 1, True)
 
 
 def test_answers_steer_no_terminal(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("flatshift.experiments.workflows.chat.GenerativeRuns", Writer)
+    monkeypatch.setattr("flatshift.experiments.workflows.generate.GenerativeRuns", Writer)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n/runs\n/{EVIL}\n"))
     assert run(["chat", "any"]) == 0
     told = capsys.readouterr()
@@ -139,13 +139,13 @@ def test_answers_steer_no_terminal(monkeypatch, capsys) -> None:
 )  # fmt: skip
 def test_chat_looks_at_its_settings_before_it_loads(more: str, monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flatshift.experiments.workflows.chat.GenerativeRuns", None)
+    monkeypatch.setattr("flatshift.experiments.workflows.generate.GenerativeRuns", None)
     refused(capsys, ["chat", "any", *more.split()], more.split()[0][2:].split("-")[0])
 
 
 def test_bytes_that_are_no_text_are_named_by_their_line(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flatshift.experiments.workflows.chat.GenerativeRuns", Writer)
+    monkeypatch.setattr("flatshift.experiments.workflows.generate.GenerativeRuns", Writer)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"fine\n\ncaf\xe9\nfine\n"), encoding="utf-8"))
     refused(capsys, ["chat", "any"], "standard input:3: not valid UTF-8")
 

@@ -15,7 +15,7 @@ import pytest
 from flatshift.cli import run
 from flatshift.experiments.results.predictions import NAME as PREDICTIONS
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.chat import GenerativeRuns
+from flatshift.experiments.workflows.generate import GenerativeRuns
 from flatshift.finetune.evaluate import generation
 from flatshift.finetune.run_directory import read_metrics
 

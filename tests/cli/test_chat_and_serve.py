@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from flatshift.cli import run
-from flatshift.experiments.workflows.chat import GenerativeRuns
-from flatshift.experiments.workflows.generate import generate_from_run
+from flatshift.experiments.workflows.generate import GenerativeRuns, generate_from_run
 from flatshift.experiments.workflows.serve import Server
 
 SMALL = [
@@ -61,7 +60,7 @@ def test_a_conversation_in_the_terminal(
 
 @pytest.fixture(scope="module")
 def address(runs: list[Path]) -> Iterator[tuple[str, int]]:
-    server = Server(GenerativeRuns(runs, quiet=True), "127.0.0.1", 0)
+    server = Server(GenerativeRuns(runs), "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server.server_address[0], server.server_address[1]  # type: ignore[misc]

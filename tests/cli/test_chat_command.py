@@ -240,7 +240,7 @@ def test_an_instruct_model_keeps_its_own_template_and_the_arguments_travel(
     assert prompts(instruct, rows, capsys) == [QWEN]
     assert run(["train", "--resume", str(instruct), "--train.steps", "4"]) == 0
     # `chat`: a system turn that stays, and is there again after /new
-    from flatshift.experiments.workflows.chat import GenerativeRuns
+    from flatshift.experiments.workflows.generate import GenerativeRuns
 
     asked: list = []
     reply = GenerativeRuns.reply

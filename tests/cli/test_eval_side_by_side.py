@@ -54,7 +54,7 @@ def kept(out: Path, split: str = "data") -> dict[str, dict[str, list]]:
 
 
 def test_runs_and_backbone_over_one_load(runs, tmp_path, capsys, monkeypatch):
-    from flatshift.finetune.models import load
+    from flatshift.experiments.workflows import evaluation_target as load
 
     loads = []
     whole = load.load_backbone

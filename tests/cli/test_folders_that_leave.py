@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from benchmarks._families import named, save_family, train_words
 from flatshift.cli import run
 from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.workflows import export as merging
 from flatshift.experiments.workflows import folder_check
-from flatshift.experiments.workflows import merge as merging
-from flatshift.experiments.workflows.generation_settings import (
+from flatshift.experiments.workflows.folder_check import (
     collect_end_tokens,
     read_trained_ends,
     save_generation_settings,

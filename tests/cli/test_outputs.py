@@ -317,7 +317,7 @@ def test_a_model_that_answers_otherwise_is_not_written(classes: Path, tmp_path: 
     from flatshift.experiments.workflows import folder_check
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_check, "FAR", {False: 1e-9, True: 1e-9})
+        patch.setattr(folder_check, "MAX_DIFFERENCE", {False: 1e-9, True: 1e-9})
         assert run(["merge", str(classes), "--out", str(tmp_path / "merged")]) == 2
     error = capsys.readouterr().err
     assert "more than rounding explains" in error and error.rstrip().endswith("or merge with --dtype float32")

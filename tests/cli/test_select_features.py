@@ -70,7 +70,7 @@ def test_a_cache_changes_nothing_but_the_work(files, tmp_path: Path) -> None:
 
 def test_large_vectors_stay_on_disk(files, tmp_path: Path, monkeypatch) -> None:
     assert run([*files, "--out", str(tmp_path / "held")]) == 0
-    monkeypatch.setattr(embedding, "HELD_BYTES", 0)
+    monkeypatch.setattr(embedding, "MAX_BYTES", 0)
     assert run([*files, "--out", str(tmp_path / "disk")]) == 0
     assert table(tmp_path / "held") == table(tmp_path / "disk")
     assert not [path for path in (tmp_path / "disk").iterdir() if path.name.startswith(".")]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flatshift.cli import run
-from flatshift.experiments.select import remote_features
+from flatshift.experiments.select import embedding
 from flatshift.finetune.data import remote
 from flatshift.selection.features import directory, write_manifest
 
@@ -52,13 +52,13 @@ def here(tmp_path: Path, place: str) -> Path:
 def read(monkeypatch) -> list[str]:
     """Names of what is copied, in order; each time as another process begins."""
     names: list[str] = []
-    copy = remote_features._copy_object
+    copy = embedding._copy_object
 
     def noted(source: Any, *rest: Any) -> str:
         names.append(source.name)
         return copy(source, *rest)
 
-    monkeypatch.setattr(remote_features, "_copy_object", noted)
+    monkeypatch.setattr(embedding, "_copy_object", noted)
     return names
 
 
@@ -111,7 +111,7 @@ def test_the_selection_is_that_of_the_files_on_disk(here: Path, place: str, read
 def test_a_copy_that_broke_off_goes_on(here: Path, place: str, read: list[str], monkeypatch) -> None:
     cache = ["--select.cache", str(here / "cache")]
     monkeypatch.setattr(remote, "BLOCK", 64)
-    monkeypatch.setattr(remote_features, "BLOCK", 64)
+    monkeypatch.setattr(embedding, "BLOCK", 64)
     part = remote._ObjectReader._read_block
     asked: list[int] = []
 

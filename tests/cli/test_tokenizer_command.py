@@ -112,11 +112,11 @@ def test_schemes_are_learnt_and_judged(tmp_path, capsys):
 
 
 def test_a_killed_study_goes_on(tmp_path, capsys, monkeypatch):
-    from flatshift.finetune.train import small_decoder
+    from flatshift.experiments.workflows import tokenizer
 
     data, out = texts(tmp_path / "texts.jsonl"), tmp_path / "learnt"
     words = ["tokenizer", "train", "--data", data, *LEARN, "--seeds", "2", "--schemes", "default", "--json"]
-    whole, calls = small_decoder.train_and_evaluate, []
+    whole, calls = tokenizer.train_and_evaluate, []
 
     def counted(*given, seed, **more):
         calls.append(seed)
@@ -124,7 +124,7 @@ def test_a_killed_study_goes_on(tmp_path, capsys, monkeypatch):
             raise KeyboardInterrupt
         return whole(*given, seed=seed, **more)
 
-    monkeypatch.setattr(small_decoder, "train_and_evaluate", counted)
+    monkeypatch.setattr(tokenizer, "train_and_evaluate", counted)
     assert run([*words, "--out", str(out)]) == 3
     assert not (out / "tokenizers.json").exists()
     assert run([*words, "--out", str(out), "--vocabulary", "301"]) == 2  # not what was begun

@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from flatshift.experiments.recipe import resume_recipe
-from flatshift.experiments.workflows import export, merge, train
+from flatshift.experiments.workflows import export, train
 from flatshift.experiments.workflows.evaluate import evaluate_run
 from flatshift.experiments.workflows.generate import generate_from_run
-from flatshift.experiments.workflows.initial_adapter import check_backbone
+from flatshift.experiments.workflows.run_parts import check_backbone
 from flatshift.experiments.workflows.sharpness import measure_run_sharpness
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
@@ -71,7 +71,7 @@ COMMANDS = {
     "eval": lambda run, out: evaluate_run(run, quiet=True),
     "sharpness": lambda run, out: measure_run_sharpness(run, quiet=True),
     "generate": lambda run, out: generate_from_run(run, prompts=["the cat"], quiet=True),
-    "merge": merge.merge_run,
+    "merge": export.merge_run,
     "export": export.export_run,
 }
 

@@ -31,7 +31,7 @@ from flatshift.experiments.studies.compare.tuning import (
     next_trial,
     select_finalists,
 )
-from flatshift.experiments.workflows.store_upload import require_finished
+from flatshift.experiments.workflows.export import require_finished
 from flatshift.finetune.errors import Interrupted, UserError
 from tests.comparison_study import make_study
 

@@ -9,7 +9,7 @@ from scipy.stats import chi2
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from flatshift.experiments.workflows.generate import check_generative
+from flatshift.experiments.workflows.run_parts import check_generative
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.data.encoding import IGNORE, encode, get_end_token

@@ -18,11 +18,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.workflows.export import export_run
-from flatshift.experiments.workflows.folder_check import draw_inputs
-from flatshift.experiments.workflows.merge import merge_run
+from flatshift.experiments.workflows.export import export_run, merge_run
+from flatshift.experiments.workflows.folder_check import draw_inputs, read_run_rows
 from flatshift.experiments.workflows.model_card import _hub_dataset_names
-from flatshift.experiments.workflows.saved_tokenizer import read_run_rows
 from flatshift.finetune.adapters.adapter import attach_adapter, save_adapter, trainable
 from flatshift.finetune.adapters.merge import merge_files, read_changes, spot_check
 from flatshift.finetune.config import Adapter

@@ -13,7 +13,7 @@ from flatshift import cli
 from flatshift.experiments.report.blocks import Bars, Notes
 from flatshift.experiments.report.chapters.run import training_sections
 from flatshift.experiments.results.run import find_runs
-from flatshift.experiments.workflows import train as workflow
+from flatshift.experiments.workflows import context as workflow
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.figures import compare_plan
 from flatshift.finetune.planner.devices import Cluster

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from flatshift.cli import run
-from flatshift.experiments.workflows.probes import read_probe
+from flatshift.experiments.workflows.samples import read_probe
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.probes import (
     WordListProbe,

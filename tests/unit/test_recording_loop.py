@@ -11,7 +11,8 @@ import torch
 from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.rules import check_recipe
-from flatshift.experiments.workflows.train import LABEL_NOISE, train
+from flatshift.experiments.workflows.context import LABEL_NOISE
+from flatshift.experiments.workflows.train import train
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, TraceRecording, Train
 from flatshift.finetune.data.example import Example

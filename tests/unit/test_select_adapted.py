@@ -54,6 +54,6 @@ def test_projected_gradients_keep_products_and_do_not_see_their_neighbours(recip
 
 def test_the_gap_is_negative_for_what_the_adapter_read(recipe: Recipe) -> None:
     target = ["the cat sat on the mat"] * 8
-    gap = adapted.loss_gap_scorer(recipe, LossGap(steps=15, batch_size=4, lr=1e-2, rank=2, max_length=32), target)
+    gap = adapted.train_loss_gap(recipe, LossGap(steps=15, batch_size=4, lr=1e-2, rank=2, max_length=32), target)
     values = gap(["the cat sat on a mat", "ZQXJ 9917 ####", ""])
     assert values[0] < values[1] and values[0] < -0.05 and np.isnan(values[2])

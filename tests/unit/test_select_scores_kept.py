@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatshift.experiments.select.kept import ScoreCheckpoint
+from flatshift.experiments.select.methods import ScoreCheckpoint
 
 
 def sides(x: np.ndarray) -> Any:

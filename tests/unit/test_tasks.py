@@ -17,8 +17,8 @@ import torch
 import flatshift.finetune.tasks
 from flatshift.experiments.recipe import from_override
 from flatshift.experiments.recipe.build import build_settings
-from flatshift.experiments.workflows.generate import check_generative
 from flatshift.experiments.workflows.model_card import usage_example
+from flatshift.experiments.workflows.run_parts import check_generative
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.compute.protocols import TaskTraits
@@ -212,7 +212,7 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
 def test_prompts_and_the_cards_lines(task, backbones):
     tokenizer = open_backbone(backbones(task)).tokenizer
     use = usage_example(task, tokenizer, ("0", "1"))
-    ast.parse("\n".join((*use.before, *use.ask, use.text, *use.answer)))
+    ast.parse("\n".join((*use.before, *use.ask, use.text, use.answer)))
     if not task.traits.is_generative:
         with pytest.raises(UserError, match=rf"task.kind: {task.kind} trains a model that writes no text"):
             check_generative(task)
