@@ -21,17 +21,16 @@ from flatshift.experiments.report.chapters.sweep_verdicts import (
     verdict_shortfall,
     verdict_table,
 )
-from flatshift.experiments.report.charts.capacity import capacity_charts
 from flatshift.experiments.report.charts.curve import (
     Series,
+    capacity_charts,
     curve_chart,
     metric_unit,
     scatter_chart,
     train_test_series,
     y_limits,
 )
-from flatshift.experiments.report.charts.dynamics import dynamics_charts
-from flatshift.experiments.report.charts.facets import LineSeries, Panel, facet_chart
+from flatshift.experiments.report.charts.facets import LineSeries, Panel, dynamics_charts, facet_chart
 from flatshift.experiments.report.charts.heat_map import heat_maps
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.results.analysis import (
