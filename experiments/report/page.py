@@ -24,10 +24,8 @@ def build_report(paths: Sequence[str | Path], *, out: str | Path) -> Path:
 
     paths: run directories of `train`, `select` or `sweep`, studies, or folders that hold several of these. Only files
     of the run directory contract are read; missing ones are left out of the page. Several training runs are first
-    compared side by side. The same files give the same bytes.
-
-    Raises UserError for a path that is not a run directory, for an unreadable or foreign file in it, and if `out`
-    exists and is not a page of ours.
+    compared side by side. The same files give the same bytes. Raises UserError for a path that is not a run directory,
+    for an unreadable or foreign file in it, and if `out` exists and is not a page of ours.
     """
     check_replaceable(Path(out))
     write_text(out, report_html(paths))

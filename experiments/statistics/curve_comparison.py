@@ -1,9 +1,5 @@
 """Comparison of two curves on the same seeds: is one below the other, and is its peak lower, higher or moved?
 
-    found = compare_curves(flat, plain)        # two Curves over the same positions, row s the same seed in both
-    found.mean, found.peak, found.threshold    # intervals of flat − plain
-    found.sentence(flat)                       # moves it, removes it, neither, or undecided
-
 Finding the peak in one curve and reading the other at the same place is not a valid test: the peak was found where its
 own errors are large and positive, so any second curve seems lower there. Here the triple of points is taken from the
 mean of both curves. If both scatter alike, difference and mean are independent, and the paired t-test at the triple is
@@ -138,10 +134,8 @@ class CurveComparison:
 def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> CurveComparison:
     """Compare `ours` with `base`: held-out metrics at the same positions, row s the same seed in both.
 
-    Seeds with a value that is not finite anywhere in either curve are left out.
-
-    Raises:
-        UserError: other positions, another number of seeds, or fewer than three complete seeds.
+    Seeds with a value that is not finite anywhere in either curve are left out. Raises UserError for other positions,
+    another number of seeds, or fewer than three complete seeds.
     """
     if list(ours.values) != list(base.values) or ours.test.shape != base.test.shape:
         raise UserError(

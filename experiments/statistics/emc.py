@@ -72,10 +72,7 @@ def find_crossing(
     The direction (rising or falling error) is that of the monotone fit closer to the means. Interval: one-sided t
     limits of the mean at each point, followed from the fitted end while the upper limit is at most ε, and from the
     other end while the lower limit is above it; stopping at the first failure needs no correction for the number of
-    points.
-
-    Raises:
-        UserError: values that do not ascend, a table of another width, no finite row, or ε not in (0, 1).
+    points. Raises UserError for values that do not ascend, a table of another width, no finite row, or ε not in (0, 1).
     """
     x, table = _check_curve(values, train_error, epsilon)
     mean = table.mean(0)
@@ -122,15 +119,12 @@ def effective_model_complexity(
 ) -> EMC:
     """Find the EMC by bisection over n between `low` and `high`; every n is evaluated with all seeds.
 
-    Args:
-        train_error: the training error at n rows under a seed, `train_error(n, seed)`; a run that diverged may return
-            NaN or infinity and counts as an error of 1 (it has fitted nothing).
-        resolution: stop when the smallest n that is not fitted is at most (1 + resolution) × the largest that is.
+    train_error: the training error at n rows under a seed, `train_error(n, seed)`; a run that diverged may return NaN
+    or infinity and counts as an error of 1 (it has fitted nothing). resolution: stop when the smallest n that is not
+    fitted is at most (1 + resolution) × the largest that is.
 
-    Assumes that the mean error rises with n; the points are returned so that this can be checked.
-
-    Raises:
-        UserError: an empty range, no seeds, or ε or resolution out of bounds.
+    Assumes that the mean error rises with n; the points are returned so that this can be checked. Raises UserError for
+    an empty range, no seeds, or ε or resolution out of bounds.
     """
     if not 1 <= low < high:
         raise UserError(f"effective model complexity: needs 1 <= low < high, got {low} and {high}")

@@ -126,9 +126,8 @@ def seed_item_bootstrap(
 ) -> dict[str, float | int]:
     """Return the 95 % percentile interval of the mean of the tables' means, over resampled seeds × test rows.
 
-    Args:
-        differences: for each task (S, n) ours − base, item by item; all with the same seeds in the same order. Each
-            task's rows are resampled once for both sides and all seeds, as they are the same rows.
+    differences: for each task (S, n) ours − base, item by item; all with the same seeds in the same order. Each task's
+    rows are resampled once for both sides and all seeds, as they are the same rows.
     """
     import numpy as np
 

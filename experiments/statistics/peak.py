@@ -1,8 +1,5 @@
 """Peak test of a curve that is valid with few seeds, with the location, height and detectable height of the peak.
 
-    test = peak_test(errors)          # [seeds, points], one run per seed at every point of the axis
-    test.rejected, test.location, test.height, test.detectable
-
 H0: the mean curve is quasi-convex (flat, monotone or U-shaped). T = max over i < j < l of min(t_ij, t_jl), with t_ij
 the seed-paired t of the rise from i to j and t_jl that of the fall from j to l, both with shrunken variances. T is
 compared with the quantile of max over i < j of t_ij on flat Gaussian curves with the points' own shrunken variances: a
@@ -135,13 +132,12 @@ def peak_test(
 ) -> PeakTest:
     """Test the mean of seed-paired curves for a peak.
 
-    Args:
-        curves: [S, J]; row s is one seed at all points, so that subset, label noise and order are shared along a row
-            and differ between rows. At most 10 points, named beforehand (`thin` picks them without looking at y).
-        level: false alarms among curves without a peak, and 1 − coverage of `location` and `height`.
-        draws: flat curves behind the critical value; seed: of those draws.
-        scale: transformation before means are taken, from `scale_of` (None: plain). Heights are in the units of the
-            values, above the higher of the flanks; if no peak is found, above the lowest points on both sides.
+    curves: [S, J]; row s is one seed at all points, so that subset, label noise and order are shared along a row and
+    differ between rows. At most 10 points, named beforehand (`thin` picks them without looking at y). level: false
+    alarms among curves without a peak, and 1 − coverage of `location` and `height`. draws: flat curves behind the
+    critical value; seed: of those draws. scale: transformation before means are taken, from `scale_of` (None: plain).
+    Heights are in the units of the values, above the higher of the flanks; if no peak is found, above the lowest points
+    on both sides.
 
     Diverged runs: a point without a finite value in more than half of the seeds is left out, then every seed that lacks
     one at a remaining point. Complete curves are left, so pairing and the error rate hold; the statement is about runs
@@ -154,10 +150,8 @@ def peak_test(
     Height: the lower limit is min(μ_j − μ_i, μ_j − μ_l) of the found triple by the same all-pairs bounds (0 if they
     reach below it). The upper limit is max over triples of min(u_ij, u_jl) with u the exact limits of the paired t: if
     a peak of height H exists, both its differences are at least H, and only if one of these two limits fails can the
-    maximum be below H, so two limits share the error and the number of triples does not matter.
-
-    Raises:
-        UserError: not a table [seeds, points], more than 10 points, or fewer than 5 seeds or 3 points with values.
+    maximum be below H, so two limits share the error and the number of triples does not matter. Raises UserError for
+    anything but a table [seeds, points], more than 10 points, or fewer than 5 seeds or 3 points with values.
     """
     table = np.asarray(curves, dtype=np.float64)
     if not 0 < level < 0.5:

@@ -73,16 +73,11 @@ def determine_verdict(
     - monotone: the test error falls significantly from the first to the last point, never rises significantly, and
       every peak above `delta` is excluded.
 
-    A curve of the training loss itself (`Curve.training`) can be instability, monotone or undecided only.
-
-    Args:
-        level: of each test.
-        delta: height of a peak that would matter, in units of the test error; None: a fifth of the whole fall.
-        draws, seed: as for `peak_test`.
-
-    Raises:
-        UserError: more than 10 points (`Curve.thinned` chooses them), or level, delta or ε out of bounds. Too few seeds
-            or points, and seeds that do not differ, are no error: the verdict is undecided, with the reason.
+    A curve of the training loss itself (`Curve.training`) can be instability, monotone or undecided only. level: of
+    each test. delta: height of a peak that would matter, in units of the test error; None: a fifth of the whole fall.
+    draws, seed: as for `peak_test`. Raises UserError for more than 10 points (`Curve.thinned` chooses them), or level,
+    delta or ε out of bounds. Too few seeds or points, and seeds that do not differ, are no error: the verdict is
+    undecided, with the reason.
     """
     check_points(len(curve.values))
     if not 0 < level < 0.5:

@@ -1,8 +1,5 @@
 """One cell of a study: its key, its run, and its result.
 
-    cell = make_cell(load_recipe("warmup"), point={"adapter.rank": 4}, seed=0)
-    run_cell(out / "cells" / cell.key, cell, threads=1)
-
 A cell is a recipe and a key: the hash of everything its result depends on. It trains as `flatshift train` does. Its
 `result.json` is written last and atomically: a directory without one is unfinished and is run again.
 """

@@ -1,7 +1,4 @@
-"""Demo of the three workflows on the shipped samples, in minutes on a laptop CPU: one directory, one report.
-
-flatshift demo --out flatshift-demo
-"""
+"""Demo of the three workflows on the shipped samples, in minutes on a laptop CPU: one directory, one report."""
 
 from __future__ import annotations
 

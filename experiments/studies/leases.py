@@ -1,10 +1,5 @@
 """Leases on the cells of a directory shared by several hosts: claims that lapse when their owner dies.
 
-    with Leases(out / CLAIMS, seconds=60) as leases:
-        if leases.take(cell.key):
-            ...                     # nobody else does
-            leases.release(cell.key)
-
 A claim is a file `NAME-N`, created exclusively, which network file systems support for all their clients (NFS from
 version 3 on); locks of one host's kernel are not used. The claim with the largest N is valid. Its owner changes it
 several times within `seconds`; a process that has seen no change for so long, by its own clock, takes N + 1. Times of

@@ -53,14 +53,9 @@ def study_recipe(
 ) -> tuple[Resolved, Branch]:
     """Return the recipe of a study with its precision resolved, and the tree for its cells, without the study's block.
 
-    Args:
-        block: the recipe's key that makes it a study.
-        example: how to get a recipe to start from, for the error message.
-        out: the study's directory; values resolved there earlier are kept.
-        of: class of the recipe.
-
-    Raises:
-        UserError: a recipe without the block, or one that cannot be built.
+    block: the recipe's key that makes it a study. example: how to get a recipe to start from, for the error message.
+    out: the study's directory; values resolved there earlier are kept. of: class of the recipe. Raises UserError for a
+    recipe without the block, or one that cannot be built.
     """
     from flatshift.experiments.recipe.auto import resolve_auto_tree
 
@@ -135,11 +130,9 @@ def run_study_cells(
 ) -> Document:
     """Plan, run and analyse a study; write the result to `out`/`name`, its page, if it has one, and done.json.
 
-    command: shown on the page as its origin. inputs: further files of `out` that the study depends on.
-
-    Raises:
-        UserError: bad input, before any cell runs; another command is using `out`. Interrupted: stopped; the same call
-            resumes.
+    command: shown on the page as its origin. inputs: further files of `out` that the study depends on. Raises UserError
+    for bad input, before any cell runs, and if another command is using `out`; Interrupted when stopped: the same call
+    resumes.
     """
     if jobs < 1:
         raise UserError(f"--jobs must be at least 1, got {jobs}")

@@ -17,12 +17,7 @@ from flatshift.experiments.report.blocks import (
     Section,
     Table,
 )
-from flatshift.experiments.report.charts.training import (
-    evaluation_charts,
-    loss_charts,
-    preference_charts,
-    small_multiples,
-)
+from flatshift.experiments.report.charts import training as training_charts
 from flatshift.experiments.results.predictions import RunEvaluation, metric_differences
 from flatshift.experiments.results.run import RunResults, best_split, headline_metric
 from flatshift.finetune.evaluate.metrics import find_metric, tile_metrics
@@ -101,7 +96,7 @@ def _tiles(run: RunResults) -> list[KeyFigure]:
 def _evaluation_sections(run: RunResults) -> list[Section]:
     sections = []
     if run.eval:
-        charts = evaluation_charts(run.eval, loss_unit=run.loss_unit("fine-tune"))
+        charts = training_charts.evaluation_charts(run.eval, loss_unit=run.loss_unit("fine-tune"))
         sections.append(Section("Evaluation", [ChartGroup(charts), _metric_table(run.eval)]))
     for split, cold in run.cold.items():
         table = _baseline_comparison(run, split, cold)
@@ -166,7 +161,10 @@ def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
 
 
 def training_sections(run: RunResults) -> list[Section]:
-    curves, small = loss_charts(run.metrics, loss_unit=run.loss_unit), small_multiples(run.metrics)
+    curves, small = (
+        training_charts.loss_charts(run.metrics, loss_unit=run.loss_unit),
+        training_charts.small_multiples(run.metrics),
+    )
     if not curves:
         return []
     notes = []
@@ -179,7 +177,7 @@ def training_sections(run: RunResults) -> list[Section]:
             f"The run was resumed or went back: {len(attempts)} attempts; where steps overlap, the last one is shown."
         )
     blocks: list[Block] = [ChartGroup(curves)]
-    if rewards := preference_charts(run.metrics):
+    if rewards := training_charts.preference_charts(run.metrics):
         blocks.append(ChartGroup(rewards))
     unfolded = [chart for chart in small if chart.name.startswith(_UNFOLDED)]
     if unfolded:

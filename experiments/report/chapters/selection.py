@@ -19,14 +19,7 @@ from flatshift.experiments.report.blocks import (
     Section,
     Table,
 )
-from flatshift.experiments.report.charts.selection import (
-    distance_chart,
-    domain_chart,
-    projection_map,
-    relative_changes,
-    score_histogram,
-    third_arm,
-)
+from flatshift.experiments.report.charts import selection as selection_charts
 from flatshift.experiments.results.run import RunResults, SelectionResults, read_object
 from flatshift.finetune.errors import UserError
 from flatshift.selection.config import Method
@@ -128,9 +121,9 @@ def _selection_tiles(selection: SelectionResults) -> list[KeyFigure]:
 
 def _selection_sections(run: RunResults, selection: SelectionResults) -> list[Section]:
     blocks: list[Block] = []
-    charts = [projection_map(selection)]
+    charts = [selection_charts.projection_map(selection)]
     if selection.table is not None and selection.table.num_rows:
-        charts = [score_histogram(selection), domain_chart(selection), *charts]
+        charts = [selection_charts.score_histogram(selection), selection_charts.domain_chart(selection), *charts]
     if any(charts):
         blocks.append(ChartGroup([chart for chart in charts if chart]))
     if notes := _selection_notes(selection):
@@ -304,7 +297,7 @@ def _check_sections(selection: SelectionResults) -> list[Section]:
     if checks["warnings"]:
         blocks.append(Notes([formats.capitalise(sentence) + "." for sentence in checks["warnings"]]))
     sampled = checks["rows"] < checks["of"] or checks["targets"] < checks["of_targets"]
-    blocks += [ChartGroup([distance_chart(checks)]), _distance_table(checks, sampled)]
+    blocks += [ChartGroup([selection_charts.distance_chart(checks)]), _distance_table(checks, sampled)]
     lead = (
         "The change of the transport distance from pool to target when the selection becomes a share λ of the mixture. "
     )
@@ -322,7 +315,7 @@ def _check_sections(selection: SelectionResults) -> list[Section]:
 def _distance_table(checks: dict[str, Any], sampled: bool) -> Table:
     """Build a row for each λ. sampled: the best possible value is an estimate, a bound for the sampled rows only."""
     distance, held_out = checks["distance"], checks["held_out"]
-    arms = ("selection", "random", third_arm(checks)) if held_out else ()
+    arms = ("selection", "random", selection_charts.third_arm(checks)) if held_out else ()
     columns = ["share λ", "promised", "realised", "ratio", "best possible", "divergence"]
     columns += [f"unseen: {arm}" for arm in arms]
     rows = []
@@ -335,7 +328,13 @@ def _distance_table(checks: dict[str, Any], sampled: bool) -> Table:
             f"{'≈' if sampled else '≥'} {_format_change((own['realised'] - own['gap']) / distance)}",
             _format_change(own["debiased"] / distance),
         ]
-        rows.append([f"{share:g}", *cells, *(_format_range(relative_changes(checks, arm, index)) for arm in arms)])
+        rows.append(
+            [
+                f"{share:g}",
+                *cells,
+                *(_format_range(selection_charts.relative_changes(checks, arm, index)) for arm in arms),
+            ]
+        )
     bound = "an estimate from the sample, no bound for the whole pool" if sampled else "a bound"
     caption = (
         "All in per cent of the distance before. Promised: λ times the mean score. Best possible: no selection of this "

@@ -12,24 +12,9 @@ import numpy as np
 
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
-from flatshift.experiments.report.chapters.sweep_verdicts import (
-    bisection_table,
-    emc_table,
-    format_crossing,
-    regularizer_table,
-    verdict_notes,
-    verdict_shortfall,
-    verdict_table,
-)
-from flatshift.experiments.report.charts.curve import (
-    Series,
-    capacity_charts,
-    curve_chart,
-    metric_unit,
-    scatter_chart,
-    train_test_series,
-    y_limits,
-)
+from flatshift.experiments.report.chapters import sweep_verdicts
+from flatshift.experiments.report.charts import curve as curve_charts
+from flatshift.experiments.report.charts.curve import Series
 from flatshift.experiments.report.charts.facets import LineSeries, Panel, dynamics_charts, facet_chart
 from flatshift.experiments.report.charts.heat_map import heat_maps
 from flatshift.experiments.report.figure import Chart
@@ -88,7 +73,7 @@ def sweep_finding(data: SweepData, analysis: SweepAnalysis) -> str:
     start = "Mean" if data.done == len(data) else f"With {data.done:,} of {len(data):,} cells finished, mean"
     setting_text, mean = formats.setting(data.whole(setting)), formats.with_interval(best)
     sentence = f"{start} {formats.figure_name(test)} is lowest at {setting_text}: {mean}"
-    shortfalls = [text for direction in analysis.directions if (text := verdict_shortfall(direction))]
+    shortfalls = [text for direction in analysis.directions if (text := sweep_verdicts.verdict_shortfall(direction))]
     if shortfalls and not any(j.verdict.peak is not None for j in analysis.judged):
         return f"{sentence}; {shortfalls[0]}."
     judged = [d for d in analysis.directions if d.judged]
@@ -126,7 +111,7 @@ def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
     crossing = analysis.crossing(main, {k: v for k, v in setting.items() if k != main}) if main is not None else None
     if parts and crossing is not None and main is not None and crossing.value is not None:
         side = "before" if (setting[main] < crossing.value) != crossing.rising else "past"
-        position = f"{formats.axis_name(main)} {format_crossing(crossing)}"
+        position = f"{formats.axis_name(main)} {sweep_verdicts.format_crossing(crossing)}"
         parts.append(f"that is {side} the point where training rows become fitted ({position})")
     return f"One more from there: {'; '.join(parts)}." if parts else ""
 
@@ -165,7 +150,7 @@ def sweep_tiles(data: SweepData, analysis: SweepAnalysis) -> list[KeyFigure]:
         crossing = analysis.crossing(axis, {}) if len(data.axes) == 1 else None
         if crossing is not None:
             note = f"{axis} at which train error crosses {data.epsilon:g}"
-            tiles.append(KeyFigure("interpolation threshold", format_crossing(crossing), "", note))
+            tiles.append(KeyFigure("interpolation threshold", sweep_verdicts.format_crossing(crossing), "", note))
     low, high = data.seeds_each()
     note = f"{low} to {high} seeds" if low < high else f"{high} seed{'s' * (high != 1)} each"
     note += f", {len(data.failed)} failed" if data.failed else ""
@@ -183,7 +168,7 @@ def sweep_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
     sections += _map_sections(data)
     axis = main_axis(data)
     if axis is not None and data.design != "random":
-        charts, note = capacity_charts(data, axis, analysis)
+        charts, note = curve_charts.capacity_charts(data, axis, analysis)
         if charts:
             lead = (
                 "The same errors over what the adapter uses instead of over what it is allowed. Where a line turns "
@@ -199,7 +184,7 @@ def sweep_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
 
 def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
     curves = [curve for direction in _top_directions(analysis) for curve in direction.judged]
-    tables = (verdict_table(curves, data.epsilon), bisection_table(data))
+    tables = (sweep_verdicts.verdict_table(curves, data.epsilon), sweep_verdicts.bisection_table(data))
     blocks: list[Block] = [table for table in tables if table is not None]
     notes = _progress_notes(data)
     if data.fixed:
@@ -212,7 +197,7 @@ def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
             f"Paired: {coupled.axis} moves with {coupled.first} ({listed}); what is seen may come from either."
         )
     notes += _threshold_notes(analysis)
-    notes += verdict_notes(analysis)
+    notes += sweep_verdicts.verdict_notes(analysis)
     notes += _failed_seed_notes(data)
     notes += [f"Cell {f.cell} failed: {f.reason}" for f in data.failed[:3]]
     if len(data.failed) > 3:
@@ -291,10 +276,10 @@ def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -
     charts = _axis_charts(data, direction)
     if not charts:
         return None
-    comparison, notes = regularizer_table(direction)
+    comparison, notes = sweep_verdicts.regularizer_table(direction)
     tables = (
-        verdict_table(direction.judged, data.epsilon) if verdicts else None,
-        emc_table(direction) if axis.endswith("limit") else None,
+        sweep_verdicts.verdict_table(direction.judged, data.epsilon) if verdicts else None,
+        sweep_verdicts.emc_table(direction) if axis.endswith("limit") else None,
         comparison,
     )
     blocks: list[Block] = [ChartGroup(charts), *(table for table in tables if table is not None)]
@@ -317,26 +302,26 @@ def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -
 def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart]:
     axis, table = direction.axis, direction.table
     main = data.error_columns()[0].partition(".")[2]
-    kinds = [kind for kind in dict.fromkeys((main, "error", "loss")) if train_test_series(table, kind)]
+    kinds = [kind for kind in dict.fromkeys((main, "error", "loss")) if curve_charts.train_test_series(table, kind)]
     charts: list[Chart | None] = []
     for kind in kinds:
-        lines = train_test_series(table, kind)
+        lines = curve_charts.train_test_series(table, kind)
         names = " and ".join(line.name for line in lines).capitalize()
         title = f"{names} {find_metric(kind).title} along {formats.axis_name(axis)}"
         name = f"sweep-{axis.rpartition('.')[2].replace('_', '-')}-{kind}"
         if len(direction.drawn) > 1 and (kind != kinds[0] or not is_capacity_axis(axis)):
-            charts.append(_faceted_chart(direction, lines, name, title, metric_unit(kind)))
+            charts.append(_faceted_chart(direction, lines, name, title, curve_charts.metric_unit(kind)))
             continue
         limits = _shared_y_limits(direction, lines, kind)
         for number, setting in enumerate(direction.drawn):
-            chart = curve_chart(
+            chart = curve_charts.curve_chart(
                 table,
                 axis,
                 setting,
                 lines,
                 name=f"{name}-{number}",
                 title=title,
-                unit=metric_unit(kind),
+                unit=curve_charts.metric_unit(kind),
                 limits=limits,
                 analysed=direction.judged_at(setting) if kind == kinds[0] else None,
                 crossing=direction.crossing_at(setting),
@@ -351,7 +336,7 @@ def _shared_y_limits(direction: AxisAnalysis, lines: Sequence[Series], kind: str
     """Return one y range for all settings, so that their charts are comparable."""
     curves = [direction.table.curve(line.column, direction.axis, s) for line in lines for s in direction.drawn]
     curves = [[(v, p) for v, p in c if not (direction.axis == STEP and v == 0)] for c in curves]
-    return y_limits([c for c in curves if c], zero=kind == "error") if any(curves) else None
+    return curve_charts.y_limits([c for c in curves if c], zero=kind == "error") if any(curves) else None
 
 
 def _faceted_chart(direction: AxisAnalysis, lines: Sequence[Series], name: str, title: str, y: str) -> Chart | None:
@@ -377,9 +362,9 @@ def _random_cell_sections(data: SweepData) -> list[Section]:
     if data.design != "random":
         return []
     kind = data.error_columns()[0].partition(".")[2]
-    lines = train_test_series(data, kind)
+    lines = curve_charts.train_test_series(data, kind)
     charts = [
-        scatter_chart(data, axis, lines, name=f"sweep-cells-{number}", unit=metric_unit(kind))
+        curve_charts.scatter_chart(data, axis, lines, name=f"sweep-cells-{number}", unit=curve_charts.metric_unit(kind))
         for number, axis in enumerate(a for a in data.axes if data.numeric(a))
     ]
     drawn = [chart for chart in charts if chart is not None]
@@ -435,7 +420,9 @@ def _memorisation_sections(data: SweepData, analysis: SweepAnalysis) -> list[Sec
             (setting,) = direction.drawn
             curve, crossing = (direction.table, direction.axis, setting, lines), direction.crossing_at(setting)
             charts.append(
-                curve_chart(*curve, name=name, title=title, unit=unit, crossing=crossing, epsilon=data.epsilon)
+                curve_charts.curve_chart(
+                    *curve, name=name, title=title, unit=unit, crossing=crossing, epsilon=data.epsilon
+                )
             )
     drawn = [chart for chart in charts if chart is not None]
     if not drawn:

@@ -282,8 +282,8 @@ def describe_protocol(study: Comparison) -> list[str]:
     endpoint, tasks, criterion, floor, diverged = _metric_wording(study.metric)
     return [
         f"Primary endpoint, named beforehand: the mean over {tasks} of test {endpoint}, method minus {study.baseline}, "
-        "per seed; its mean over seeds with a two-sided paired t-test. Per-task figures, generation, macro F1, sharpness "
-        "and equal-time runs are secondary.",
+        "per seed; its mean over seeds with a two-sided paired t-test. Per-task figures, generation, macro F1, "
+        "sharpness and equal-time runs are secondary.",
         f"Every method, {study.baseline} included, gets {study.trials} first trials on every task it runs on and "
         f"{study.rounds} further ones: beyond the edge where its best learning rate is on one, else between its best "
         "and the better neighbour. A method's own knobs come out of the same trials.",

@@ -12,6 +12,7 @@ from typing import Any
 
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.compare import tuning
 from flatshift.experiments.studies.compare.analysis import analyse
 from flatshift.experiments.studies.compare.comparison_plan import (
     ComparisonPlan,
@@ -20,17 +21,6 @@ from flatshift.experiments.studies.compare.comparison_plan import (
     Kind,
     Pair,
     Result,
-)
-from flatshift.experiments.studies.compare.tuning import (
-    FAILED,
-    TrialScore,
-    TrialSetting,
-    best_trial,
-    first_trials,
-    is_on_edge,
-    mean_score,
-    next_trial,
-    select_finalists,
 )
 from flatshift.experiments.studies.study import CellBatches, claim_study, run_study_cells
 from flatshift.finetune.atomic import read_json_object, write_json
@@ -92,24 +82,24 @@ def _run_groups(
 def _tune_methods(plan: ComparisonPlan, batches: CellBatches, outcome: ComparisonResults) -> None:
     study = plan.study
 
-    def trial(pair: Pair, setting: TrialSetting) -> ComparisonRun:
+    def trial(pair: Pair, setting: tuning.TrialSetting) -> ComparisonRun:
         return plan.run("trial", *pair, study.tuning_seeds[0], setting)
 
     grids = {
-        pair: {setting: trial(pair, setting) for setting in first_trials(study, study.methods[pair[0]])}
+        pair: {setting: trial(pair, setting) for setting in tuning.first_trials(study, study.methods[pair[0]])}
         for pair in plan.pairs
     }
     batches.run([run.cell for grid in grids.values() for run in grid.values()], "first trials")
     for turn in range(study.rounds):
         new = {}
         for pair, grid in grids.items():
-            setting = next_trial(_score_grid(batches, plan, grid))
+            setting = tuning.next_trial(_score_grid(batches, plan, grid))
             new[pair] = grid[setting] = trial(pair, setting)
         batches.run([run.cell for run in new.values()], f"further trials, round {turn + 1}")
     finalists = {
         pair: {
             setting: [plan.run("trial", *pair, seed, setting) for seed in study.tuning_seeds]
-            for setting in select_finalists(_score_grid(batches, plan, grid), study.finalists)
+            for setting in tuning.select_finalists(_score_grid(batches, plan, grid), study.finalists)
         }
         for pair, grid in grids.items()
     }
@@ -117,10 +107,10 @@ def _tune_methods(plan: ComparisonPlan, batches: CellBatches, outcome: Compariso
     batches.run([run.cell for runs in further.values() for run in runs], "finalists")
     for pair, grid in grids.items():
         means = {
-            setting: mean_score([score_trial(run_result(batches, run), plan.metric(pair[1])) for run in runs])
+            setting: tuning.mean_score([score_trial(run_result(batches, run), plan.metric(pair[1])) for run in runs])
             for setting, runs in finalists[pair].items()
         }
-        best = best_trial(means)
+        best = tuning.best_trial(means)
         outcome.trials[pair] = [(run, run_result(batches, run)) for run in [*grid.values(), *further[pair]]]
         if best is None:
             reason = next(r["reason"] for _, r in outcome.trials[pair] if r["status"] != "done")
@@ -129,24 +119,24 @@ def _tune_methods(plan: ComparisonPlan, batches: CellBatches, outcome: Compariso
                 f"example: {reason}"
             )
         outcome.chosen[pair] = best
-        outcome.on_edge[pair] = is_on_edge(grid, best)
+        outcome.on_edge[pair] = tuning.is_on_edge(grid, best)
 
 
 def _score_grid(
-    batches: CellBatches, plan: ComparisonPlan, grid: Mapping[TrialSetting, ComparisonRun]
-) -> dict[TrialSetting, TrialScore]:
+    batches: CellBatches, plan: ComparisonPlan, grid: Mapping[tuning.TrialSetting, ComparisonRun]
+) -> dict[tuning.TrialSetting, tuning.TrialScore]:
     return {setting: score_trial(run_result(batches, run), plan.metric(run.task)) for setting, run in grid.items()}
 
 
-def score_trial(result: Result, metric: str) -> TrialScore:
+def score_trial(result: Result, metric: str) -> tuning.TrialScore:
     """Return the score of a trial by `metric`; an undefined value (a correlation of equal numbers) counts as failed."""
     if result["status"] != "done":
-        return FAILED
+        return tuning.FAILED
     metrics = result["metrics"]
     value = metrics[metric]
     if value is None:
-        return FAILED
-    return TrialScore(-value if find_metric(metric).lower else value, metrics["loss"])
+        return tuning.FAILED
+    return tuning.TrialScore(-value if find_metric(metric).lower else value, metrics["loss"])
 
 
 def step_ratios(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, float]:
@@ -200,15 +190,9 @@ def compare(
 ) -> dict[str, Any]:
     """Run the comparison of `recipe` into `out` and return the contents of comparison.json.
 
-    Args:
-        recipe: file or shipped name with a `comparison` block.
-        data: directory of the tasks' files.
-        methods, tasks: only these (the baseline always); empty: all.
-        jobs: worker processes, one thread each.
-        page: draws report.html of the document.
-
-    Raises:
-        UserError: bad input, before any cell runs. Interrupted: stopped; the same call resumes.
+    recipe: file or shipped name with a `comparison` block. data: directory of the tasks' files. methods, tasks: only
+    these (the baseline always); empty: all. jobs: worker processes, one thread each. page: draws report.html of the
+    document. Raises UserError for bad input, before any cell runs; Interrupted when stopped: the same call resumes.
     """
 
     def measure(plan: ComparisonPlan, console: Console) -> dict[str, Any]:

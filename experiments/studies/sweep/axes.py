@@ -1,8 +1,4 @@
-"""Points of a sweep: all combinations of its axes, their values in parallel, or random draws.
-
-axes = parse_grid(["adapter.rank=1,4,16", "optimizer.lr=1e-4..1e-2:log"])
-generate_points(axes, "random", count=20, seed=0)   # 20 different {"adapter.rank": …, "optimizer.lr": …}
-"""
+"""Points of a sweep: all combinations of its axes, their values in parallel, or random draws."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """`flatshift sweep`: plan, claim the directory, run cells without a result, write tables and report.
 
-    flatshift sweep double-descent --grid adapter.rank=1,4,16 --seeds 3 --out sweeps/rank
-
 Every cell is planned before any runs, so a wrong key or value costs nothing; errors that depend on the rows or the
 backbone (a limit above the rows, a missing layer) make cells fail. The directory keeps all cells that ever finished
 in it; the tables contain those of the last plan.
@@ -30,21 +28,9 @@ from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.directory import read_results, stale_keys, write_done
 from flatshift.experiments.studies.leases import CLAIMS, LONGEST_S, SHORTEST_S, Leases, check_unclaimed
 from flatshift.experiments.studies.queue import DevicePlacement, choose_devices, run_cells
+from flatshift.experiments.studies.sweep import directory
 from flatshift.experiments.studies.sweep.axes import Axes, Design, axis_values, count_points, parse_grid
 from flatshift.experiments.studies.sweep.bisection import Bisection, bisect, parse_bisection
-from flatshift.experiments.studies.sweep.directory import (
-    PLANNED,
-    SEALED,
-    SweepPart,
-    check_directory,
-    check_finished,
-    check_parts,
-    check_same_plan,
-    claim_directory,
-    count_other_cells,
-    merge_parts,
-    write_marker,
-)
 from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
 from flatshift.experiments.studies.sweep.table import Row, write_table
 from flatshift.finetune.config import TraceRecording
@@ -76,9 +62,9 @@ def sweep(
     """
     request = _parse_request(SweepBase.of(recipe, overrides), options)
     placement = _place_workers(options, request)
-    part = None if options.part is None else SweepPart.parse(options.part)
+    part = None if options.part is None else directory.SweepPart.parse(options.part)
     _check_exclusive_flags(options)
-    check_parts(options.merge)
+    directory.check_parts(options.merge)
     looks = plan_looks(request.seeds) if options.until is not None else ()
     request.base.check(request.axes)
     request.check_size(MAX_CELLS if options.max_cells is None else options.max_cells)
@@ -88,13 +74,13 @@ def sweep(
     with exclusive_lock(out):
         check_unclaimed(out)
         request, cells = _plan_cells(out, request, console, part)
-        claim_directory(out, request.document(cells), request.base.resolved)
+        directory.claim_directory(out, request.document(cells), request.base.resolved)
         searched: dict[str, None] = {}
 
         def run(batch: Sequence[Cell], label: str = "sweep") -> None:
             if request.bisection is not None:  # a page during a search shows its cells only, none of another grid
                 searched.update(dict.fromkeys(cell.key for cell in batch))
-                write_marker(out, {**request.document(cells), "keys": list(searched)})
+                directory.write_marker(out, {**request.document(cells), "keys": list(searched)})
             results = read_results(out, batch)
             rerun = stale_keys(results, console, rerun=options.rerun_stale)
             if options.rerun_failed:  # a diverged run would diverge again
@@ -105,12 +91,12 @@ def sweep(
         try:
             if request.bisection is not None:
                 cells, columns, rows = bisect(out, request.base, cells, request.bisection, request.seeds, run)
-                write_marker(out, request.document(cells, rows))
+                directory.write_marker(out, request.document(cells, rows))
             else:
-                if others := count_other_cells(out, cells):
+                if others := directory.count_other_cells(out, cells):
                     console.say(f"{others} finished cells in {out} are not of this plan: kept, but not in its tables")
                 if options.merge:
-                    merge_parts(out, cells, options.merge, console)
+                    directory.merge_parts(out, cells, options.merge, console)
                 elif looks:
                     cells = _run_until_decided(out, request, cells, looks, run, console)
                 else:
@@ -124,14 +110,14 @@ def sweep(
 
 
 def _plan_cells(
-    out: Path, request: _SweepRequest, console: Console, part: SweepPart | None
+    out: Path, request: _SweepRequest, console: Console, part: directory.SweepPart | None
 ) -> tuple[_SweepRequest, list[Cell]]:
     """Return the requested sweep with its precision resolved, and its cells.
 
     Raises UserError for a foreign directory.
     """
-    check_directory(out)
-    check_finished(out)
+    directory.check_directory(out)
+    directory.check_finished(out)
     lines: list[str] = []
     base = request.base.settled(kept=out / RECIPE, log=lines.append).in_steps(log=lines.append)
     request = replace(request, base=base)
@@ -169,19 +155,19 @@ def _sweep_shared(
         )
         os._exit(3)
 
-    check_directory(out)  # before anything is written to it
+    directory.check_directory(out)  # before anything is written to it
     existed = out.exists()
     with contextlib.ExitStack() as stack:
         if not existed:
             stack.callback(_remove_if_empty, out)
         leases = stack.enter_context(Leases(out / CLAIMS, seconds=seconds, lost=lost))
         whole = functools.partial(
-            leases.exclusive, PLANNED, on_wait=lambda holder: console.say(f"waiting for {holder}")
+            leases.exclusive, directory.PLANNED, on_wait=lambda holder: console.say(f"waiting for {holder}")
         )
         with whole(), exclusive_lock(out):
             request, cells = _plan_cells(out, request, console, None)
-            check_same_plan(out, request.document(cells))
-            claim_directory(out, request.document(cells), request.base.resolved)
+            directory.check_same_plan(out, request.document(cells))
+            directory.claim_directory(out, request.document(cells), request.base.resolved)
         run_cells(out, cells, placement, console, leases=leases)
         with whole(), exclusive_lock(out), disk_full_interrupts(f"writing the tables of {out}"):
             return _write_outputs(out, cells, {}, console, draw)
@@ -245,7 +231,8 @@ def _run_until_decided(
     first, batch = request.base.recipe.train.seed, cells
     for look, following in itertools.zip_longest(looks, looks[1:]):
         batch = [cell for cell in cells if cell.seed - first < look.seeds]
-        write_marker(out, {**request.document(batch), "seeds": look.seeds, "level": look.level, "most": request.seeds})
+        state = {"seeds": look.seeds, "level": look.level, "most": request.seeds}
+        directory.write_marker(out, {**request.document(batch), **state})
         run(batch)
         write_table(out, batch)
         data = read_sweep(out)
@@ -353,7 +340,7 @@ def _write_outputs(
         console.say(f"{len(broken)} cells diverged or failed, for example {example}")
     if any(row["status"] == "failed" for row in table):
         console.say("--rerun-failed tries again those that did not diverge")
-    write_done(out, SEALED)
+    write_done(out, directory.SEALED)
     if draw is not None:
         console.say(f"report: {draw(out)}")
     return 1 if broken else 0
