@@ -69,10 +69,8 @@ def ramp_tokens(count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Chart:
-    """Drawn figure. `name` is its file name in plots/; all fields except `raw` are plain text.
-
-    verdict, evidence: result of a test on the curve and its reasons, a sentence each; printed above the figure.
-    """
+    """Drawn figure. `name` is its file name in plots/; all fields except `raw` are plain text. verdict, evidence:
+    result of a test on the curve and its reasons, a sentence each; printed above the figure."""
 
     name: str
     title: str
@@ -293,10 +291,8 @@ def spread_apart(positions: Sequence[float], gap: float) -> list[float]:
 
 
 def label_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, height: float) -> None:
-    """Write names at the right end of lines: (x, y, text, colour token), moved apart if they would touch.
-
-    `height` is the axes' height in px. Call after the limits are final.
-    """
+    """Write names at the right end of lines: (x, y, text, colour token), moved apart if they would touch. `height` is
+    the axes' height in px. Call after the limits are final."""
     if not ends:
         return
     low, high = ax.get_ylim()

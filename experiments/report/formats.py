@@ -57,10 +57,8 @@ def estimate(
     plus: bool = False,
     decimals: int | None = None,
 ) -> tuple[str, str]:
-    """Return (value, "low to high") with a common number of decimals, or as powers of ten if one is 1e9 or more.
-
-    The second text is empty without an interval or for one of zero width.
-    """
+    """Return (value, "low to high") with a common number of decimals, or as powers of ten if one is 1e9 or more. The
+    second text is empty without an interval or for one of zero width."""
     if not math.isfinite(value):
         return number(value), ""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):

@@ -53,10 +53,8 @@ def check_replaceable(out: Path) -> None:
 
 
 def write_plots(run: str | Path) -> list[Path]:
-    """Write the charts of one run directory as files `plots/*.svg` and return their paths.
-
-    Raises UserError like `build_report`.
-    """
+    """Write the charts of one run directory as files `plots/*.svg` and return their paths. Raises UserError like
+    `build_report`."""
     paths = []
     for results in find_runs([Path(run)]):
         remove_leftovers(results.path / "plots")

@@ -95,9 +95,7 @@ def emc_from_curve(
     n_values: Sequence[float], train_error: np.ndarray, epsilon: float = EPSILON, *, level: float = 0.05
 ) -> EMC:
     """Return the EMC of a curve over the number of rows: [S, J] training errors at `n_values` [J], made monotone in n.
-
-    Interval and errors as for `find_crossing`.
-    """
+    Interval and errors as for `find_crossing`."""
     x, table = _check_curve(n_values, train_error, epsilon)
     if x[0] <= 0:
         raise UserError(f"numbers of rows must be positive, got {x[0]:g}")

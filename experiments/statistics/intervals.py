@@ -57,10 +57,8 @@ def t_interval(
 def paired_difference(
     ours: Mapping[Any, float], base: Mapping[Any, float], *, confidence: float = 0.95
 ) -> Interval | None:
-    """Return the t-interval of `ours − base` over the keys (seeds) that both have; None if they share none.
-
-    Pairing removes what a seed does to both (subset, order, initialisation), which is most of the spread.
-    """
+    """Return the t-interval of `ours − base` over the keys (seeds) that both have; None if they share none. Pairing
+    removes what a seed does to both (subset, order, initialisation), which is most of the spread."""
     shared = sorted(set(ours) & set(base), key=repr)
     return t_interval([ours[k] - base[k] for k in shared], confidence=confidence) if shared else None
 
@@ -105,10 +103,8 @@ def detectable_effect(differences: Sequence[float]) -> float | None:
 
 
 def paired_test(ours: Mapping[Any, float], base: Mapping[Any, float]) -> dict[str, Any] | None:
-    """Test ours − base over shared seeds: mean, interval, p, detectable effect, and each seed's difference.
-
-    If `paired_p` has no p, there is no interval either. None without a shared seed.
-    """
+    """Test ours − base over shared seeds: mean, interval, p, detectable effect, and each seed's difference. If
+    `paired_p` has no p, there is no interval either. None without a shared seed."""
     interval = paired_difference(ours, base)
     if interval is None:
         return None

@@ -52,10 +52,8 @@ class PointPairs:
 
 
 def point_pairs(curves: np.ndarray, minimum: float = 0.0) -> PointPairs:
-    """Return differences, variances and shrunken variances of `curves` [..., S, J] (finite, S ≥ 2, J ≥ 2).
-
-    minimum: smallest variance of a point, such as the binomial one of n items: v̄ is then at least twice it.
-    """
+    """Return differences, variances and shrunken variances of `curves` [..., S, J] (finite, S ≥ 2, J ≥ 2). minimum:
+    smallest variance of a point, such as the binomial one of n items: v̄ is then at least twice it."""
     seeds, points = curves.shape[-2:]
     mean = curves.mean(-2)
     centred = curves - mean[..., None, :]
@@ -83,9 +81,7 @@ def point_variances(variance: np.ndarray, seeds: int, minimum: float = 0.0) -> n
 
 def rises_and_falls(t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return for each point [..., J] the largest t of a rise to it from the left, and of a fall from it to the right.
-
-    −inf if there is no point on that side.
-    """
+    −inf if there is no point on that side."""
     points = t.shape[-1]
     before = np.triu(np.ones((points, points), dtype=bool), 1)  # [i, j] with i < j
     rise = np.where(before, t, -np.inf).max(-2)
@@ -120,10 +116,8 @@ class NullDistribution:
     def extremes(
         self, variances: np.ndarray | None = None, count: int | None = None, minimum: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return max over i < j of t_ij, and of |t_ij|, each [draws], in the first `count` draws (None: all).
-
-        minimum: as for `point_pairs`, in the units of `variances`.
-        """
+        """Return max over i < j of t_ij, and of |t_ij|, each [draws], in the first `count` draws (None: all). minimum:
+        as for `point_pairs`, in the units of `variances`."""
         sd, pair_minimum = self._sd(variances), _minimum_pair_variance(variances, minimum)
         count = count or self.draws
         rise, both = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.float32)
@@ -141,9 +135,7 @@ class NullDistribution:
         self, variances: np.ndarray | None = None, count: int | None = None, minimum: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return (t, its shift by a true difference of one sd), [pairs, draws], of the first `count` draws (None: all).
-
-        The standard deviation is that of the mean of `variances` [J] (None: all equal).
-        """
+        The standard deviation is that of the mean of `variances` [J] (None: all equal)."""
         pair_minimum = _minimum_pair_variance(variances, minimum)
         difference, variance = self._moments(self._sd(variances), slice(count), pair_minimum)
         per_unit = np.sqrt(self.seeds / variance)
@@ -156,9 +148,7 @@ class NullDistribution:
 
     def _moments(self, sd: np.ndarray, block: slice, minimum: float) -> tuple[np.ndarray, np.ndarray]:
         """Return [pairs i < j, draws]: mean difference and shrunken variance for points of the given sd [J, 1].
-
-        minimum: variance of a pair that the mean over pairs is raised to.
-        """
+        minimum: variance of a pair that the mean over pairs is raised to."""
         mean, own = self._mean[:, block] * sd, self._own[:, block] * sd**2
         variance = self._shared[:, block] * (-2 * sd[self.left] * sd[self.right])
         variance += own[self.left]

@@ -68,10 +68,8 @@ class TooFewSeeds(UserError):
 
 @dataclass(frozen=True)
 class PeakHeight:
-    """Height of a peak above the higher of its two flanks, in the units of the curve.
-
-    low: 0 if the test does not reject. high: inf if the seeds do not differ at all.
-    """
+    """Height of a peak above the higher of its two flanks, in the units of the curve. low: 0 if the test does not
+    reject. high: inf if the seeds do not differ at all."""
 
     estimate: float
     low: float
@@ -248,10 +246,8 @@ def normalise_curves(curves: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def select_finite(curves: np.ndarray) -> tuple[list[int], list[int]]:
-    """Return the rows and columns of `curves` [S, J] to test, by the policy for diverged runs in `peak_test`.
-
-    Raises UserError as `peak_test` does.
-    """
+    """Return the rows and columns of `curves` [S, J] to test, by the policy for diverged runs in `peak_test`. Raises
+    UserError as `peak_test` does."""
     if curves.ndim != 2:
         raise UserError(f"a curve must be a table [seeds, points], got an array of shape {list(curves.shape)}")
     check_points(curves.shape[1])
@@ -278,10 +274,8 @@ def check_points(count: int) -> None:
 
 @functools.lru_cache(maxsize=256)
 def detectable_sd(seeds: int, points: int, *, level: float = 0.05, draws: int = 20_000, seed: int = 0) -> float:
-    """Return the height, in standard deviations of one run, of a peak that the test finds with a power of 80 %.
-
-    The peak is the middle point, with one low point on either side and equal variances.
-    """
+    """Return the height, in standard deviations of one run, of a peak that the test finds with a power of 80 %. The
+    peak is the middle point, with one low point on either side and equal variances."""
     flat = null_distribution(seeds, points, draws, seed)
     threshold = critical_value(flat.extremes()[0], level)
     return float(_detectable_heights(flat, threshold)[(points - 1) // 2 - 1])
@@ -289,9 +283,7 @@ def detectable_sd(seeds: int, points: int, *, level: float = 0.05, draws: int = 
 
 def seeds_needed(height_sd: float, points: int, *, level: float = 0.05, maximum: int = 100) -> int | None:
     """Return the smallest number of seeds that finds a peak of `height_sd` standard deviations with a power of 80 %.
-
-    None beyond `maximum` seeds. Uses 2,000 draws for each number tried.
-    """
+    None beyond `maximum` seeds. Uses 2,000 draws for each number tried."""
 
     def enough(seeds: int) -> bool:
         return detectable_sd(seeds, points, level=level, draws=2000) <= height_sd
@@ -371,10 +363,8 @@ def _peak_height(pairs: PointPairs, triple: tuple[int, int, int] | None, thresho
 
 
 def _upper_limits(pairs: PointPairs, level: float) -> np.ndarray:
-    """Return [J − 2]: upper limits (0 or more) of the height of a peak at each inner point.
-
-    The largest is that of the highest peak at 1 − level, from exact paired t limits at level/2 each.
-    """
+    """Return [J − 2]: upper limits (0 or more) of the height of a peak at each inner point. The largest is that of the
+    highest peak at 1 − level, from exact paired t limits at level/2 each."""
     limits = pairs.difference + t_quantile(1 - level / 2, pairs.seeds - 1) * np.sqrt(pairs.variance / pairs.seeds)
     rise, fall = rises_and_falls(limits)
     return np.maximum(0.0, np.minimum(rise, fall)[1:-1])
@@ -394,10 +384,8 @@ HOLDOUT_SEEDS = 8
 
 @dataclass(frozen=True)
 class HoldoutResult:
-    """Two one-sided paired t-tests on `seeds` seeds, at a triple chosen on the first three.
-
-    triple: columns of left flank, peak and right flank. p_value: the larger of the two. confirmed: both reject.
-    """
+    """Two one-sided paired t-tests on `seeds` seeds, at a triple chosen on the first three. triple: columns of left
+    flank, peak and right flank. p_value: the larger of the two. confirmed: both reject."""
 
     triple: tuple[int, int, int]
     p_value: float
@@ -443,10 +431,8 @@ class InterimLook:
 
 
 def plan_looks(budget: int, *, level: float = 0.05) -> tuple[InterimLook, ...]:
-    """Return looks at 5 seeds, then at half as many again each time, up to `budget` seeds.
-
-    Raises UserError for a budget below 5 seeds, which is too few for the test.
-    """
+    """Return looks at 5 seeds, then at half as many again each time, up to `budget` seeds. Raises UserError for a
+    budget below 5 seeds, which is too few for the test."""
     if budget < FEWEST_SEEDS:
         raise UserError(f"--until decided: --seeds {budget} is the most to add, and a verdict needs {FEWEST_SEEDS}")
     places = [FEWEST_SEEDS]

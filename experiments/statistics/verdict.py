@@ -255,9 +255,7 @@ class _CurveFindings:
 
     def _unfitted_sentence(self) -> str | None:
         """Return a sentence if the fall after the peak coincides with training data no longer fitted; None otherwise.
-
-        Applies only if the training error fell towards the peak: along rows it rises, and the left is fitted.
-        """
+        Applies only if the training error fell towards the peak: along rows it rises, and the left is fitted."""
         curve, triple = self.curve, self.peak.triple
         if curve.train_error is None or triple is None:
             return None

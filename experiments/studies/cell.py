@@ -189,10 +189,8 @@ def train_cell(directory: Path, cell: Cell, recipe: Recipe) -> CellResult:
 
 
 def capture_result(measure: Callable[[], CellResult], directory: Path) -> tuple[CellResult, bool]:
-    """Call `measure`; return (result of the cell, True if this process can run another).
-
-    An unexpected error goes into the cell's log.txt with its traceback. Interrupted and a full disk pass through.
-    """
+    """Call `measure`; return (result of the cell, True if this process can run another). An unexpected error goes into
+    the cell's log.txt with its traceback. Interrupted and a full disk pass through."""
     started = time.monotonic()
     fit = True
     try:

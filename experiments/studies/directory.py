@@ -42,10 +42,8 @@ def _open_lock(out: Path) -> Iterator[int]:
 
 
 def await_orphans(out: Path) -> None:
-    """Wait until the workers of a killed study are gone: they notice within a second that they are orphans.
-
-    Raises UserError if one stays.
-    """
+    """Wait until the workers of a killed study are gone: they notice within a second that they are orphans. Raises
+    UserError if one stays."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + _ORPHANS_S
     with _open_lock(out) as fd:

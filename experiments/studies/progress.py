@@ -30,11 +30,8 @@ def cost_terms(cell: Cell) -> tuple[float, float, float]:
 
 
 class CostModel:
-    """Predict the seconds of cells.
-
-    A point with finished cells gets their mean. Others: seconds ≈ a + b·tokens + c·tokens·rank with a, b, c ≥ 0, fitted
-    to the relative error of the finished cells.
-    """
+    """Predict the seconds of cells. A point with finished cells gets their mean. Others: seconds ≈ a + b·tokens +
+    c·tokens·rank with a, b, c ≥ 0, fitted to the relative error of the finished cells."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, float, float]] = []
@@ -78,10 +75,8 @@ class CostModel:
 
 
 class CellProgress:
-    """Count cells by point and state, and estimate the remaining time.
-
-    cells: the plan. results: of its cells that were finished before. workers: cells at the same time.
-    """
+    """Count cells by point and state, and estimate the remaining time. cells: the plan. results: of its cells that were
+    finished before. workers: cells at the same time."""
 
     def __init__(
         self,
@@ -160,9 +155,7 @@ class CellProgress:
 
     def rows(self, limit: int = _MAX_ROWS) -> tuple[list[tuple[str, int, int, int, int]], int]:
         """Return ((point, of, done, running, failed), …) of at most `limit` points in plan order, and how many not.
-
-        With more points, running ones come first, then those partly done, failed, and waiting.
-        """
+        With more points, running ones come first, then those partly done, failed, and waiting."""
         names = list(self._counts)
         if len(names) > limit:
 

@@ -39,11 +39,8 @@ from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """Workers and their devices.
-
-    jobs: number of worker processes. devices: assigned in turn; none: each cell's own choice. own_threads: CPU threads
-    of one worker; None: its share of the cores.
-    """
+    """Workers and their devices. jobs: number of worker processes. devices: assigned in turn; none: each cell's own
+    choice. own_threads: CPU threads of one worker; None: its share of the cores."""
 
     jobs: int
     devices: tuple[str, ...] = ()
@@ -366,10 +363,8 @@ class _Queue:
         return True
 
     def _settle(self, cell: Cell, ending: str | None = None) -> None:
-        """Count the result of a cell; one without goes back to the queue, or fails if it ends every worker.
-
-        ending: what happened to the worker; None: it is well.
-        """
+        """Count the result of a cell; one without goes back to the queue, or fails if it ends every worker. ending:
+        what happened to the worker; None: it is well."""
         if self._count_result(cell):
             return
         self.deaths[cell.key] += 1
@@ -393,10 +388,8 @@ def _describe_exit(code: int | None) -> str:
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """Outcome of one cell, as its worker reports it.
-
-    kind: stopped: by a signal; disk full: the study must end. fit: this process can take another cell.
-    """
+    """Outcome of one cell, as its worker reports it. kind: stopped: by a signal; disk full: the study must end. fit:
+    this process can take another cell."""
 
     kind: Literal["done", "stopped", "disk full"]
     text: str = ""

@@ -70,10 +70,8 @@ def study_recipe(
 
 
 def locate_file(name: str, data: Path | None, key: str) -> str:
-    """Return the file for `name`: relative to `data` (None: the working directory), a path, or `sample:NAME`.
-
-    key: of the recipe, for the error message. Raises UserError if there is no such file.
-    """
+    """Return the file for `name`: relative to `data` (None: the working directory), a path, or `sample:NAME`. key: of
+    the recipe, for the error message. Raises UserError if there is no such file."""
     from flatshift.finetune.data.files import expand_files
     from flatshift.finetune.data.formats import HUB, SAMPLE
 
@@ -153,10 +151,8 @@ def run_study_cells(
 
 
 class CellBatches:
-    """Cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one).
-
-    run: how a cell is run. on_cell: called with the file of each result that was written.
-    """
+    """Cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one). run: how a cell
+    is run. on_cell: called with the file of each result that was written."""
 
     def __init__(
         self,

@@ -99,10 +99,8 @@ class Contrast:
 
 
 def arm_contrasts(study: Study, metric: str) -> list[Contrast]:
-    """Compare every arm with cold/plain, then GOT-D with random by regularizer, and GGPO with plain by warm-up.
-
-    Pairs whose differences are all exactly zero (the same runs evaluated twice) are left out.
-    """
+    """Compare every arm with cold/plain, then GOT-D with random by regularizer, and GGPO with plain by warm-up. Pairs
+    whose differences are all exactly zero (the same runs evaluated twice) are left out."""
     names = _sorted_arms(study)
     base = names[0] if ("cold", "plain") not in names else ("cold", "plain")
     parts = "what each part adds"

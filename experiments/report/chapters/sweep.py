@@ -84,10 +84,8 @@ def sweep_finding(data: SweepData, analysis: SweepAnalysis) -> str:
 
 
 def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
-    """Describe what the next larger value of each axis changes at the best setting, paired by seed.
-
-    Also on which side of the interpolation threshold that setting is.
-    """
+    """Describe what the next larger value of each axis changes at the best setting, paired by seed. Also on which side
+    of the interpolation threshold that setting is."""
     test, _ = data.error_columns()
     lowest = data.best(test)
     if lowest is None or data.design == "random":

@@ -28,10 +28,8 @@ def heat_maps(
     name: str,
     epsilon: float,
 ) -> list[Chart]:
-    """Draw the mean of each metric over the values of two axes, one map each, all with one colour scale.
-
-    The contour of train error = ε is drawn on every map if the train error is on both sides of it.
-    """
+    """Draw the mean of each metric over the values of two axes, one map each, all with one colour scale. The contour of
+    train error = ε is drawn on every map if the train error is on both sides of it."""
     import numpy as np
 
     start = 1 if x == "step" and 0 in table.values(x) else 0  # step 0, before any training

@@ -40,11 +40,8 @@ def interval_chart(
     rule: float | None = None,
     note: tuple[str, str] | None = None,
 ) -> Chart:
-    """Draw the rows from top to bottom; a text among them is a heading.
-
-    zero: draw a line at 0, the reference of differences. rule: a level marked by a dashed line. note: (text, colour)
-    below the axis.
-    """
+    """Draw the rows from top to bottom; a text among them is a heading. zero: draw a line at 0, the reference of
+    differences. rule: a level marked by a dashed line. note: (text, colour) below the axis."""
     with Canvas(width, height) as canvas:
         ax = canvas.axes(left=left, right=right, top=20, bottom=42, x=x)
         use_vertical_grid(ax)
@@ -79,10 +76,8 @@ def effect_chart(
     scale: float,
     lower_is_better: bool,
 ) -> Chart:
-    """Draw (name, {value, low, high, p_holm}, hollow) as rows, multiplied by `scale`.
-
-    Rows whose Holm-corrected p is below 0.05 are coloured (blue better, orange worse).
-    """
+    """Draw (name, {value, low, high, p_holm}, hollow) as rows, multiplied by `scale`. Rows whose Holm-corrected p is
+    below 0.05 are coloured (blue better, orange worse)."""
     rows = []
     for label, effect, hollow in effects:
         p, better = effect["p_holm"], (effect["value"] < 0) == lower_is_better

@@ -106,9 +106,7 @@ _PREFERENCE_CHARTS: tuple[tuple[str, str, _Lines, float, str], ...] = (
 
 def preference_charts(metrics: Metrics) -> list[Chart]:
     """Draw preference metrics on dev along the steps: rewards of both sides, accuracy, distance from the base model.
-
-    Empty if no stage was evaluated on preferences.
-    """
+    Empty if no stage was evaluated on preferences."""
     charts = []
     for stage in metrics.stages:
         for name, title, lines, level, caption in _PREFERENCE_CHARTS:

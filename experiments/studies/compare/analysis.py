@@ -225,10 +225,8 @@ def _sharpness_ratio(plan: ComparisonPlan, outcome: ComparisonResults, name: str
 def _bootstrap_endpoint(
     plan: ComparisonPlan, outcome: ComparisonResults, ours: str, base: str, tasks: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Compute the endpoint's 95 % percentile interval over resampled seeds × test items (the same for both sides).
-
-    None for metrics other than accuracy, which are not means over items.
-    """
+    """Compute the endpoint's 95 % percentile interval over resampled seeds × test items (the same for both sides). None
+    for metrics other than accuracy, which are not means over items."""
     if any(plan.metric(task) != "accuracy" for task in tasks):
         return None
     count = min(len(outcome.finals[ours, tasks[0]]), len(outcome.finals[base, tasks[0]])) if tasks else 0

@@ -152,10 +152,8 @@ class ComparisonPlan:
                 raise UserError(f"method {method!r} on task {task!r}: {error}") from None
 
     def read_rows(self, out: Path) -> None:
-        """Read the rows of every task, which `write_rows` writes into `out`. Raises UserError for bad rows.
-
-        Runs created from now on have rows to train on.
-        """
+        """Read the rows of every task, which `write_rows` writes into `out`. Raises UserError for bad rows. Runs
+        created from now on have rows to train on."""
         for name, own in self.study.tasks.items():
             recipe = self._recipes[self.study.baseline, name]
             inputs = [self._digests[name], own.validation, own.test, own.test_split, repr(recipe.data.columns)]
@@ -277,10 +275,8 @@ class TaskRows:
             write_text(folder / f"{split}.jsonl", "\n".join(lines) + "\n")
 
     def apply_to(self, recipe: Recipe, own: StudyTask, folder: Path, evaluated: EvaluationRows) -> Recipe:
-        """Return `recipe` on these rows, stored in `folder`: trained on a subset drawn by its seed.
-
-        There is no dev set, so the last step's adapter is used.
-        """
+        """Return `recipe` on these rows, stored in `folder`: trained on a subset drawn by its seed. There is no dev
+        set, so the last step's adapter is used."""
         train = TrainFiles(files=(str(folder / "train.jsonl"),), limit=min(own.train, len(self.train)))
         test = Files(files=(str(folder / f"{evaluated}.jsonl"),))
         data = dataclasses.replace(recipe.data, train=train, dev=Files(), test=test, holdout=0.0)
@@ -323,10 +319,8 @@ _UNTIMED_STEPS = 3
 
 @dataclass
 class ComparisonProbe:
-    """Measurements of one cell besides its metrics, a `flatshift.experiments.workflows.context.FineTuneProbe`.
-
-    final: keep its answers row by row. sharpness: σ of E[L(w+ε)] − L(w); None: not measured.
-    """
+    """Measurements of one cell besides its metrics, a `flatshift.experiments.workflows.context.FineTuneProbe`. final:
+    keep its answers row by row. sharpness: σ of E[L(w+ε)] − L(w); None: not measured."""
 
     final: bool
     sharpness: float | None
@@ -368,10 +362,8 @@ def _correct_answers(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: P
 def _measure_sharpness(
     recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData, *, sigma: float
 ) -> float:
-    """Return the mean rise of the loss (nats per target token or example) over antithetic pairs of noise.
-
-    The noise is in the full weight space: the same training rows and raw draws for every method with one seed.
-    """
+    """Return the mean rise of the loss (nats per target token or example) over antithetic pairs of noise. The noise is
+    in the full weight space: the same training rows and raw draws for every method with one seed."""
     from flatshift.finetune.compute.loss import add_reference, batch_loss
     from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.compute.precision import autocast

@@ -32,9 +32,7 @@ _EQUAL_TIME = "equal_time.json"
 
 def run_study(plan: ComparisonPlan, out: Path, *, jobs: int, console: Console) -> ComparisonResults:
     """Run cells without a result, in `jobs` processes of one thread each (1: in this one), and gather all results.
-
-    Raises UserError if `out`, locked by the caller, holds something else.
-    """
+    Raises UserError if `out`, locked by the caller, holds something else."""
     plan.check()
     plan.read_rows(out)
     claim_study(out, plan.resolved.to_yaml(), "comparison")
@@ -156,10 +154,8 @@ def step_ratios(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, f
 
 
 def _equal_steps(plan: ComparisonPlan, out: Path, outcome: ComparisonResults, pair: Pair) -> int | None:
-    """Return the steps of a method in the baseline's time; None if its step costs about the same.
-
-    The measured ratio is stored in equal_time.json, so that rerun cells do not change it.
-    """
+    """Return the steps of a method in the baseline's time; None if its step costs about the same. The measured ratio is
+    stored in equal_time.json, so that rerun cells do not change it."""
     method, task = pair
     file = out / _EQUAL_TIME
     ratios: dict[str, float] = read_json_object(file, fix="delete it") if file.is_file() else {}

@@ -58,10 +58,8 @@ Axes = dict[str, Values]
 
 
 def parse_grid(grid: Sequence[str]) -> Axes:
-    """Parse texts such as `adapter.rank=1,2` and `optimizer.lr=1e-4..1e-2:log` to {key: values}.
-
-    Raises UserError for a missing `=`, no values, a repeated key or value, or an impossible range.
-    """
+    """Parse texts such as `adapter.rank=1,2` and `optimizer.lr=1e-4..1e-2:log` to {key: values}. Raises UserError for a
+    missing `=`, no values, a repeated key or value, or an impossible range."""
     axes: Axes = {}
     for text in grid:
         key, equals, values = text.partition("=")

@@ -44,10 +44,8 @@ class Bisection:
 
 
 def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisection:
-    """Parse `data.train.limit`, searched from 8 rows to all, or `data.train.limit=lo..hi`; ε is 0.1 if None.
-
-    Raises UserError for another key, an impossible range or ε.
-    """
+    """Parse `data.train.limit`, searched from 8 rows to all, or `data.train.limit=lo..hi`; ε is 0.1 if None. Raises
+    UserError for another key, an impossible range or ε."""
     key, equals, values = text.partition("=")
     key = key.strip().replace("-", "_")
     if key != KEY:
@@ -155,10 +153,8 @@ def bisect(
 
 
 def _train_error(out: Path, cell: Cell) -> float:
-    """Return the final train error of a cell; NaN if it diverged, which fits nothing.
-
-    Raises UserError if it failed in another way, which reveals nothing about rows, or if cells do not measure it.
-    """
+    """Return the final train error of a cell; NaN if it diverged, which fits nothing. Raises UserError if it failed in
+    another way, which reveals nothing about rows, or if cells do not measure it."""
     directory = out / "cells" / cell.key
     result = read_result(directory)
     assert result is not None

@@ -112,10 +112,8 @@ def sweep(
 def _plan_cells(
     out: Path, request: _SweepRequest, console: Console, part: directory.SweepPart | None
 ) -> tuple[_SweepRequest, list[Cell]]:
-    """Return the requested sweep with its precision resolved, and its cells.
-
-    Raises UserError for a foreign directory.
-    """
+    """Return the requested sweep with its precision resolved, and its cells. Raises UserError for a foreign
+    directory."""
     directory.check_directory(out)
     directory.check_finished(out)
     lines: list[str] = []

@@ -64,11 +64,8 @@ def check_directory(out: Path) -> None:
 
 
 def claim_directory(out: Path, plan: dict[str, Any], base: Resolved) -> None:
-    """Write sweep.json, then its provenance.
-
-    A kill at any point leaves a directory that the same command recognises. Tables and emc.json of another plan are
-    removed: their content is in the cells.
-    """
+    """Write sweep.json, then its provenance. A kill at any point leaves a directory that the same command recognises.
+    Tables and emc.json of another plan are removed: their content is in the cells."""
     with disk_full_interrupts(f"writing {out / MARKER}"):
         remove_leftovers(out)
         (out / DONE).unlink(missing_ok=True)  # it describes a finished sweep
@@ -162,10 +159,8 @@ def check_parts(sources: Sequence[Path]) -> None:
 
 
 def merge_parts(out: Path, cells: Sequence[Cell], sources: Sequence[Path], console: Console) -> None:
-    """Copy the cells that `sources` have finished and `out` has not, each atomically.
-
-    Raises UserError for a damaged cell, and if cells are missing at the end; copied cells are kept.
-    """
+    """Copy the cells that `sources` have finished and `out` has not, each atomically. Raises UserError for a damaged
+    cell, and if cells are missing at the end; copied cells are kept."""
     planned = {cell.key: cell for cell in cells}
     make_directory(out / "cells")
     finished = read_results(out, cells)

@@ -145,10 +145,8 @@ class SweepBase:
         return owner
 
     def cells(self, points: Iterable[Mapping[str, Any]], seeds: int) -> Iterator[Cell]:
-        """Yield every point under every seed: the recipe's own train.seed, the next one, …
-
-        Raises UserError for a point that is not a valid run, and for two that would be the same run.
-        """
+        """Yield every point under every seed: the recipe's own train.seed, the next one, … Raises UserError for a point
+        that is not a valid run, and for two that would be the same run."""
         labels: dict[str, str] = {}
         first = self.recipe.train.seed
         for written in points:
@@ -192,9 +190,7 @@ def _check_point(recipe: Recipe, written: str) -> None:
 
 def _table_value(value: Any, written: Any) -> Any:
     """Return a value for a table; a component (`regularizer=plain,ggpo`) as its kind with its written settings.
-
-    written: in the grid; `{kind: ggpo, beta: 0}` becomes `ggpo beta=0`.
-    """
+    written: in the grid; `{kind: ggpo, beta: 0}` becomes `ggpo beta=0`."""
     if not (dataclasses.is_dataclass(value) and hasattr(value, "kind")):
         return value
     tree = parse(written, "--grid") if isinstance(written, str) else None

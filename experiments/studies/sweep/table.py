@@ -92,10 +92,8 @@ def _result_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
 
 
 def _measured_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
-    """Return final metrics: the trace's at the evaluated adapter's step, overridden by those of the evaluation.
-
-    That step is the last, or the best on dev; if it was not recorded, the trace contributes nothing.
-    """
+    """Return final metrics: the trace's at the evaluated adapter's step, overridden by those of the evaluation. That
+    step is the last, or the best on dev; if it was not recorded, the trace contributes nothing."""
     best = result.get("best_step")
     lines = trace[-1:] if best is None else [line for line in trace if line["step"] == best]
     row = {key: value for key, value in lines[-1].items() if key not in _PROGRESS} if lines else {}
