@@ -502,7 +502,7 @@ class Sweep:
         """One verdict per curve that could be tested; empty if there are too few seeds or values."""
         from flatshift.experiments.results.analysis import SweepAnalysis
 
-        judged = SweepAnalysis(self.data).judged
+        judged = SweepAnalysis(self.data).curves
         return [Verdict(one.axis, dict(one.where), one.verdict.kind, one.evidence) for one in judged]
 
     def report(self) -> Path:

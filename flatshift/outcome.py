@@ -224,7 +224,7 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
         rows.append([f"lowest {figure_name(column)}", setting(best[0]), with_interval(best[1])])
     if (floor := data.majority_error(column)) is not None:
         rows.append(["majority baseline", "always the commonest class", number(floor)])
-    judged = SweepAnalysis(data).judged
+    judged = SweepAnalysis(data).curves
     for one in judged[:_VERDICTS]:
         where = f"along {one.axis}" + (f", {setting(one.where)}" if one.where else "")
         rows.append(["verdict", where, one.verdict.kind])

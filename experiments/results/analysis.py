@@ -194,7 +194,7 @@ def analyse_curve(
 
 PANELS = 6
 """Most settings of the other axes drawn for one axis; the tables have all."""
-JUDGED = 48
+MAX_VERDICTS = 48
 """Most settings for which all get a verdict; with more, only the drawn ones do."""
 
 
@@ -262,7 +262,7 @@ class AxisAnalysis:
     settings: list[dict[str, Any]]
     """Settings that get a verdict."""
     total: int
-    """Number of all settings; `settings` are all of them, or the drawn ones if there are more than `JUDGED`."""
+    """Number of all settings; `settings` are all of them, or the drawn ones if there are more than `MAX_VERDICTS`."""
 
     @cached_property
     def drawn(self) -> list[dict[str, Any]]:
@@ -297,7 +297,7 @@ class AxisAnalysis:
         return found
 
     @property
-    def judged(self) -> list[AnalysedCurve]:
+    def curves(self) -> list[AnalysedCurve]:
         """Verdicts of the curves that could be tested."""
         return [j for j in self._found if isinstance(j, AnalysedCurve)]
 
@@ -306,18 +306,18 @@ class AxisAnalysis:
         """Distinct reasons why the others could not be tested."""
         return list(dict.fromkeys(j for j in self._found if isinstance(j, str)))
 
-    def judged_at(self, where: dict[str, Any]) -> AnalysedCurve | None:
+    def curve_at(self, where: dict[str, Any]) -> AnalysedCurve | None:
         """Return the verdict of one setting's curve."""
-        return next((j for j in self.judged if j.where == where), None)
+        return next((j for j in self.curves if j.where == where), None)
 
     def crossing_at(self, where: dict[str, Any]) -> Crossing | None:
         """Return where the mean train error of one setting crosses ε, as in its verdict if it has one.
 
         None if the axis is not a capacity axis, or if too little was measured.
         """
-        judged = self.judged_at(where)
-        if judged is not None:
-            return judged.verdict.crossing
+        analysed = self.curve_at(where)
+        if analysed is not None:
+            return analysed.verdict.crossing
         if not (is_capacity_axis(self.axis) and self.table.numeric(self.axis)):
             return None
         found = self.table.matrix(fitted_column(self.table), self.axis, where)
@@ -347,8 +347,8 @@ class SweepAnalysis:
             column = next((c for c in drawn if table.has(c)), None)
             every = plottable_settings(table, axis, column) if column is not None else []
             if every:
-                judged = every if len(every) <= JUDGED else sample_settings(table, every, PANELS)
-                found.append(AxisAnalysis(self.data, table, axis, judged, len(every)))
+                tested = every if len(every) <= MAX_VERDICTS else sample_settings(table, every, PANELS)
+                found.append(AxisAnalysis(self.data, table, axis, tested, len(every)))
         return found
 
     def crossing(self, axis: str, where: dict[str, Any]) -> Crossing | None:
@@ -357,6 +357,6 @@ class SweepAnalysis:
         return found.crossing_at(where) if found is not None else None
 
     @property
-    def judged(self) -> list[AnalysedCurve]:
+    def curves(self) -> list[AnalysedCurve]:
         """Every verdict, in page order."""
-        return [j for direction in self.directions for j in direction.judged]
+        return [j for direction in self.directions for j in direction.curves]

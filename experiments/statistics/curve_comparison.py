@@ -142,32 +142,32 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Cur
             f"curves over {ours.axis} can be compared at the same positions and seeds only; got "
             f"{list(ours.test.shape)} and {list(base.test.shape)}"
         )
-    whole = np.flatnonzero(np.isfinite(ours.test).all(1) & np.isfinite(base.test).all(1))
-    if len(whole) < FEWEST_SEEDS:
-        raise UserError(f"{len(whole)} seeds are whole in both curves; a comparison needs {FEWEST_SEEDS}")
-    mine, theirs = ours.test[whole], base.test[whole]
-    difference = mine - theirs
+    complete = np.flatnonzero(np.isfinite(ours.test).all(1) & np.isfinite(base.test).all(1))
+    if len(complete) < FEWEST_SEEDS:
+        raise UserError(f"{len(complete)} seeds are whole in both curves; a comparison needs {FEWEST_SEEDS}")
+    our_values, base_values = ours.test[complete], base.test[complete]
+    difference = our_values - base_values
     each = 1 - (1 - confidence) / difference.shape[1]
     means = difference.mean(1).tolist()
-    scale = choose_scale(base.metric, np.concatenate([mine, theirs]), base.items)
-    tests = (_try_peak_test((mine + theirs) / 2, scale), _try_peak_test(mine, scale), _try_peak_test(theirs, scale))
-    both = tests[0]
+    scale = choose_scale(base.metric, np.concatenate([our_values, base_values]), base.items)
+    means_of_both = (our_values + base_values) / 2
+    both, ours_alone, base_alone = (_try_peak_test(v, scale) for v in (means_of_both, our_values, base_values))
     triple = both.triple if both is not None else None
-    heights = [] if triple is None else [peak_heights(curve, triple) for curve in (mine, theirs)]
+    heights = [] if triple is None else [peak_heights(curve, triple) for curve in (our_values, base_values)]
     gap = (heights[0] - heights[1]).tolist() if heights else None
     return CurveComparison(
         mean=t_interval(means, confidence=confidence),
         p=paired_p(means),
         points=tuple(t_interval(column.tolist(), confidence=each) for column in difference.T),
-        tests=tests,
+        tests=(both, ours_alone, base_alone),
         triple=triple,
         peak=None if gap is None else t_interval(gap, confidence=confidence),
         peak_p=None if gap is None else paired_p(gap),
-        our_height=None if triple is None else _above_flanks(mine, triple, confidence),
-        base_height=None if triple is None else _above_flanks(theirs, triple, confidence),
-        locations=_peak_locations(scale.to(mine), scale.to(theirs), tests[1], tests[2], 1 - confidence),
-        threshold=_threshold_ratio(ours, base, whole, confidence),
-        seeds=len(whole),
+        our_height=None if triple is None else _above_flanks(our_values, triple, confidence),
+        base_height=None if triple is None else _above_flanks(base_values, triple, confidence),
+        locations=_peak_locations(scale.to(our_values), scale.to(base_values), ours_alone, base_alone, 1 - confidence),
+        threshold=_threshold_ratio(ours, base, complete, confidence),
+        seeds=len(complete),
     )
 
 
@@ -185,12 +185,12 @@ def _above_flanks(curves: np.ndarray, triple: tuple[int, int, int], confidence: 
 
 
 def _peak_locations(
-    mine: np.ndarray, theirs: np.ndarray, ours: PeakTest | None, base: PeakTest | None, level: float
+    our_values: np.ndarray, base_values: np.ndarray, ours: PeakTest | None, base: PeakTest | None, level: float
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     if ours is None or base is None or ours.triple is None or base.triple is None:
         return None
     left, right = min(ours.triple[0], base.triple[0]), max(ours.triple[2], base.triple[2])
-    before, now = (highest_between(curves, left, right, level=level / 2) for curves in (theirs, mine))
+    before, now = (highest_between(curves, left, right, level=level / 2) for curves in (base_values, our_values))
     return (before, now) if set(before) & set(base.location) and set(now) & set(ours.location) else None
 
 

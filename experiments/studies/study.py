@@ -49,20 +49,20 @@ def study_recipe(
     block: str,
     example: str,
     out: Path | None = None,
-    of: type[Recipe] = Recipe,
+    recipe_class: type[Recipe] = Recipe,
 ) -> tuple[Resolved, Branch]:
     """Return the recipe of a study with its precision resolved, and the tree for its cells, without the study's block.
 
     block: the recipe's key that makes it a study. example: how to get a recipe to start from, for the error message.
-    out: the study's directory; values resolved there earlier are kept. of: class of the recipe. Raises UserError for a
-    recipe without the block, or one that cannot be built.
+    out: the study's directory; values resolved there earlier are kept. Raises UserError for a recipe without the block,
+    or one that cannot be built.
     """
     from flatshift.experiments.recipe.auto import resolve_auto_tree
 
     tree = apply_overrides(recipe_tree(reference), overrides)
     name = Path(reference).stem
-    tree = resolve_auto_tree(tree, name=name, kept=None if out is None else out / RECIPE, of=of)
-    resolved = resolve_tree(tree, (), name=name, of=of)
+    tree = resolve_auto_tree(tree, name=name, kept=None if out is None else out / RECIPE, of=recipe_class)
+    resolved = resolve_tree(tree, (), name=name, of=recipe_class)
     assert isinstance(tree, Branch)
     if getattr(resolved.recipe, block) is None:
         raise UserError(f"recipe {resolved.name!r} has no `{block}` block; start from {example}")

@@ -69,15 +69,15 @@ def _selection_finding(selection: SelectionResults) -> str:
     """Return a sentence on how many records were selected and which domain gained most."""
     if selection.table is None:
         return ""
-    total, taken = selection.table.num_rows, selection.taken
-    if not total or not taken:
+    total, count = selection.table.num_rows, selection.taken
+    if not total or not count:
         return f"Nothing was chosen from {total:,} records."
     method = _method_name(selection)
-    sentence = f"{method} chose {taken:,} of {total:,} records ({formats.percent(taken / total)})"
+    sentence = f"{method} chose {count:,} of {total:,} records ({formats.percent(count / total)})"
     counts = selection.domains
     if len(counts) > 1:
         # Of the domains that make up at least a twentieth of the selection, the one that gained most.
-        shares = {name: (pool / total, chosen / taken) for name, (pool, chosen) in counts.items()}
+        shares = {name: (pool / total, chosen / count) for name, (pool, chosen) in counts.items()}
         large = [name for name, (_, after) in shares.items() if after >= 0.05]
         name = max(large, key=lambda n: (shares[n][1] / shares[n][0], n)) if large else None
         if name is not None and shares[name][1] > shares[name][0]:

@@ -74,11 +74,11 @@ def sweep_finding(data: SweepData, analysis: SweepAnalysis) -> str:
     setting_text, mean = formats.setting(data.whole(setting)), formats.with_interval(best)
     sentence = f"{start} {formats.figure_name(test)} is lowest at {setting_text}: {mean}"
     shortfalls = [text for direction in analysis.directions if (text := sweep_verdicts.verdict_shortfall(direction))]
-    if shortfalls and not any(j.verdict.peak is not None for j in analysis.judged):
+    if shortfalls and not any(j.verdict.peak is not None for j in analysis.curves):
         return f"{sentence}; {shortfalls[0]}."
-    judged = [d for d in analysis.directions if d.judged]
-    if judged:
-        return f"{sentence}; along {formats.axis_name(judged[0].axis)}: {_format_verdicts(judged[0])}."
+    tested = [d for d in analysis.directions if d.curves]
+    if tested:
+        return f"{sentence}; along {formats.axis_name(tested[0].axis)}: {_format_verdicts(tested[0])}."
     refused = any(d.refused for d in analysis.directions)
     return sentence + ("; too few seeds or values for a verdict." if refused else ".")
 
@@ -116,15 +116,15 @@ def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
 
 def _other_verdicts(analysis: SweepAnalysis) -> str:
     """Return the verdicts along the other axes."""
-    directions = [d for d in analysis.directions if d.judged][1:]
+    directions = [d for d in analysis.directions if d.curves][1:]
     text = "; ".join(f"along {formats.axis_name(d.axis)}: {_format_verdicts(d)}" for d in directions)
     return f"{formats.capitalise(text)}." if text else ""
 
 
 def _format_verdicts(direction: AxisAnalysis) -> str:
     """Format verdicts: `double descent` for one curve, `2 × double descent, 1 × undecided` for several."""
-    kinds = Counter(j.verdict.kind for j in direction.judged)
-    if len(direction.judged) == 1:
+    kinds = Counter(j.verdict.kind for j in direction.curves)
+    if len(direction.curves) == 1:
         return next(iter(kinds))
     return ", ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items(), key=lambda item: (-item[1], item[0])))
 
@@ -181,7 +181,7 @@ def sweep_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
 
 
 def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
-    curves = [curve for direction in _top_directions(analysis) for curve in direction.judged]
+    curves = [curve for direction in _top_directions(analysis) for curve in direction.curves]
     tables = (sweep_verdicts.verdict_table(curves, data.epsilon), sweep_verdicts.bisection_table(data))
     blocks: list[Block] = [table for table in tables if table is not None]
     notes = _progress_notes(data)
@@ -210,8 +210,8 @@ def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
 
 def _top_directions(analysis: SweepAnalysis) -> list[AxisAnalysis]:
     """Return the directions whose verdicts are at the top: all, or only the first if there are too many verdicts."""
-    directions = [direction for direction in analysis.directions if direction.judged]
-    return directions if len(analysis.judged) <= _MAX_VERDICTS else directions[:1]
+    directions = [direction for direction in analysis.directions if direction.curves]
+    return directions if len(analysis.curves) <= _MAX_VERDICTS else directions[:1]
 
 
 def _progress_notes(data: SweepData) -> list[str]:
@@ -276,7 +276,7 @@ def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -
         return None
     comparison, notes = sweep_verdicts.regularizer_table(direction)
     tables = (
-        sweep_verdicts.verdict_table(direction.judged, data.epsilon) if verdicts else None,
+        sweep_verdicts.verdict_table(direction.curves, data.epsilon) if verdicts else None,
         sweep_verdicts.emc_table(direction) if axis.endswith("limit") else None,
         comparison,
     )
@@ -321,7 +321,7 @@ def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart]:
                 title=title,
                 unit=curve_charts.metric_unit(kind),
                 limits=limits,
-                analysed=direction.judged_at(setting) if kind == kinds[0] else None,
+                analysed=direction.curve_at(setting) if kind == kinds[0] else None,
                 crossing=direction.crossing_at(setting),
                 epsilon=data.epsilon,
                 wide=len(direction.drawn) == 1 and len(kinds) == 1,

@@ -135,7 +135,7 @@ def verdict_shortfall(direction: AxisAnalysis) -> str:
     `a verdict along rank r needs 5 seeds, but rank = 16 is lower than rank = 1 by 0.26, in each of 2 seeds`: compares
     the value with the lowest mean with the first value of the axis, or with the last if the first is the lowest.
     """
-    tests = [judged.verdict.peak for judged in direction.judged]
+    tests = [curve.verdict.peak for curve in direction.curves]
     if any(test is not None for test in tests) or not (tests or direction.refused):
         return ""
     matrices = [direction.table.matrix(direction.test, direction.axis, setting) for setting in direction.settings]
@@ -165,7 +165,7 @@ def verdict_shortfall(direction: AxisAnalysis) -> str:
 
 def verdict_notes(analysis: SweepAnalysis) -> list[str]:
     """Note how many verdicts were tested, and how many would be positive by chance."""
-    curves = analysis.judged
+    curves = analysis.curves
     if not curves:
         reasons = [reason for direction in analysis.directions for reason in direction.refused]
         return [f"No verdict: {reasons[0]}."] if reasons else []
@@ -177,7 +177,7 @@ def verdict_notes(analysis: SweepAnalysis) -> list[str]:
             f"{len(curves)} verdicts were asked, {len(tested)} with a peak test at {level:.0%}: if no curve had a "
             f"peak, about {level * len(tested):.1g} would show one by chance. Nothing is corrected for their number."
         )
-    count = sum(d.total - len(d.settings) for d in analysis.directions if d.judged)
+    count = sum(d.total - len(d.settings) for d in analysis.directions if d.curves)
     if count:
         notes.append(f"{count:,} more curves were not evaluated; only those drawn are.")
     return notes

@@ -117,7 +117,7 @@ def _plan_cells(
     directory.check_directory(out)
     directory.check_finished(out)
     lines: list[str] = []
-    base = request.base.settled(kept=out / RECIPE, log=lines.append).in_steps(log=lines.append)
+    base = request.base.settled(earlier=out / RECIPE, log=lines.append).in_steps(log=lines.append)
     request = replace(request, base=base)
     lines += describe_held_out_rows(base.resolved)
     cells = list(base.plan(request.axes, request.seeds, design=request.design, points=request.points))
@@ -234,7 +234,7 @@ def _run_until_decided(
         run(batch)
         write_table(out, batch)
         data = read_sweep(out)
-        kinds = [] if data is None else [curve.verdict.kind for curve in SweepAnalysis(data).judged]
+        kinds = [] if data is None else [curve.verdict.kind for curve in SweepAnalysis(data).curves]
         # No curve yet counts as undecided.
         undecided = kinds.count("undecided") if kinds else 1
         start = f"{look.seeds} seeds, each test at {look.level:.3f}: "

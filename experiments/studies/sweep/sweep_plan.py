@@ -52,11 +52,11 @@ class SweepBase:
         name = recipe.name if isinstance(recipe, Resolved) else Path(recipe).stem
         return cls(tree, name, resolve_tree(tree, (), name=name))
 
-    def settled(self, *, kept: Path, log: Callable[[str], None]) -> SweepBase:
+    def settled(self, *, earlier: Path, log: Callable[[str], None]) -> SweepBase:
         """Return the same with its precision resolved, as `flatshift.experiments.recipe.auto.resolve_auto` does."""
         from flatshift.experiments.recipe.auto import resolve_auto_tree
 
-        tree = resolve_auto_tree(self.tree, name=self.name, kept=kept, say=log)
+        tree = resolve_auto_tree(self.tree, name=self.name, kept=earlier, say=log)
         return SweepBase(tree, self.name, resolve_tree(tree, (), name=self.name))
 
     def in_steps(self, *, log: Callable[[str], None]) -> SweepBase:
@@ -148,11 +148,11 @@ class SweepBase:
         """Yield every point under every seed: the recipe's own train.seed, the next one, … Raises UserError for a point
         that is not a valid run, and for two that would be the same run."""
         labels: dict[str, str] = {}
-        first = self.recipe.train.seed
+        first_seed = self.recipe.train.seed
         for written in points:
             components_first = sorted(written.items(), key=lambda item: item[0].count("."))  # then their settings
             overrides = [from_override(key, value, f"--grid {key}") for key, value in components_first]
-            overrides.append(from_override("train.seed", first, "--seeds"))
+            overrides.append(from_override("train.seed", first_seed, "--seeds"))
             resolved = resolve_tree(self.tree, overrides, name=self.name)
             point = {key: _table_value(get_dotted(resolved.recipe, key), value) for key, value in written.items()}
             label = point_label(written)
@@ -162,9 +162,9 @@ class SweepBase:
                     raise UserError(
                         f"--grid {key}={written[key]}: an axis takes finite numbers; write a large one, or null"
                     )
-            for seed in range(first, first + seeds):
+            for seed in range(first_seed, first_seed + seeds):
                 cell = make_cell(_with_seed(resolved, seed), point=point, seed=seed, written=written)
-                if seed == first and (other := labels.setdefault(cell.key, label)) != label:
+                if seed == first_seed and (other := labels.setdefault(cell.key, label)) != label:
                     raise UserError(
                         f"--grid: {other} and {label} are the same run (0 is 0.0, and device and threads are no "
                         "part of a result); leave one of them out"
