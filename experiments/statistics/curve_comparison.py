@@ -61,8 +61,9 @@ class CurveComparison:
     @property
     def moved(self) -> bool:
         """True if the interval of the threshold ratio excludes 1."""
-        ratio = self.threshold
-        return ratio is not None and None not in (ratio.low, ratio.high) and not ratio.low <= 1 <= ratio.high
+        if self.threshold is None or self.threshold.low is None or self.threshold.high is None:
+            return False
+        return not self.threshold.low <= 1 <= self.threshold.high
 
     @property
     def removed(self) -> bool:

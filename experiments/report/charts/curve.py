@@ -151,7 +151,8 @@ def _draw_band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str) -
     """Draw the intervals of a line where they exist."""
     bounded = [(x, p.low, p.high) for x, p in points if p.low is not None and p.high is not None]
     if bounded:
-        ax.fill_between(*zip(*bounded, strict=True), color=colour(token), alpha=0.16, linewidth=0)
+        xs, lows, highs = zip(*bounded, strict=True)
+        ax.fill_between(xs, lows, highs, color=colour(token), alpha=0.16, linewidth=0)
 
 
 def _draw_threshold(ax: Axes, scale: AxisScale, value: float, epsilon: float) -> None:

@@ -171,7 +171,7 @@ class _Sheet:
             draw_path(ax, polygons, facecolor=colour(token), alpha=0.13, linewidth=0, gid="bands")
         draw_path(ax, self.frame, edgecolor=colour("faint"), linewidth=1.0, gid="frame")
         draw_path(ax, self.rule, edgecolor=colour("muted"), linewidth=1.2, linestyle=(0, (3, 2)), gid="rule")
-        ends = {"joinstyle": "round", "capstyle": "round"}
+        ends: dict[str, Any] = {"joinstyle": "round", "capstyle": "round"}
         for token, lines in self.lines.items():
             draw_path(ax, lines, edgecolor=colour(token), linewidth=1.7, gid="lines", **ends)
 
