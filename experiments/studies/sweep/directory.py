@@ -2,9 +2,6 @@
 
 sweep.json is the plan (format 2), cells/<hash>/ are its results. A sweep may be started again with another grid: cells
 in both are not run again, the tables contain the current plan.
-
-    flatshift sweep RECIPE --grid … --part 3/8 --out part-3
-    flatshift sweep RECIPE --grid … --merge part-1 part-2 … --out whole
 """
 
 from __future__ import annotations
