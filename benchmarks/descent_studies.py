@@ -55,7 +55,7 @@ class Found:
 
     study: Study
     data: SweepData
-    judged: list[AnalysedCurve] = field(default_factory=list)
+    curves: list[AnalysedCurve] = field(default_factory=list)
     beside: list[tuple[dict[str, Any], Any, CurveComparison, Curve]] = field(default_factory=list)
     """(setting, the base's level, how it lies beside the base, its curve)."""
     missing: list[tuple[str, str]] = field(default_factory=list)
@@ -73,7 +73,7 @@ def read(study: Study, out: Path) -> Found:
         name = formats.setting(where) or "all"
         try:
             curve = analyse_curve(table, study.axis, where, test=study.test, epsilon=INTERPOLATION, planned=seeds)
-            found.judged.append(curve)
+            found.curves.append(curve)
         except UserError as error:
             found.missing.append((name, str(error)))
         for axis in (a for a in where if a.startswith("regularizer")):
@@ -93,7 +93,7 @@ def read(study: Study, out: Path) -> Found:
 def rows(bench: Benchmark, found: Found) -> None:
     """One row a judged curve, one for each beside its base, one for what could not be judged."""
     study = found.study
-    for each in found.judged:
+    for each in found.curves:
         peak, what = each.verdict.peak, f"{study.title}, {formats.setting(each.setting) or 'all'}: {each.verdict.kind}"
         if peak is None:
             bench.row(what, unit="p of a peak", reason=each.evidence[0])["evidence"] = list(each.evidence)
@@ -119,7 +119,7 @@ def _plain(interval: Interval | None) -> dict[str, float | None] | None:
 def guide(found: Found) -> list[str]:
     """The lines of docs/double-descent.md about one study, from its sweep alone."""
     study, data = found.study, found.data
-    tests = sum(each.verdict.peak is not None for each in found.judged)
+    tests = sum(each.verdict.peak is not None for each in found.curves)
     arms, cut = _arms(study)
     floor, several = data.majority_error(study.test), len(data.versions) > 1
     lines = [
@@ -133,12 +133,12 @@ def guide(found: Found) -> list[str]:
         + (f" {len(data.versions)} versions of the code made cells, which the report names." if several else ""),
         "",
     ]
-    if len(found.judged) > _LISTED and _numeric(found):
+    if len(found.curves) > _LISTED and _numeric(found):
         return [*lines, *_crossed(found), ""]
     lines += [
         "| setting | lowest | last | p of a peak | height found with 80 % power | train error 0.1 at | verdict |",
         "|---|---|---|---|---|---|---|",
-        *(_line(each) for each in found.judged),
+        *(_line(each) for each in found.curves),
     ]
     if found.beside:
         lines += ["", "| setting − base | mean difference | height at the peak, difference | threshold ÷ |"]
@@ -150,7 +150,7 @@ def guide(found: Found) -> list[str]:
     lines += [""]
     for where, base, beside, curve in found.beside:
         lines.append(f"- {formats.setting(where)} − {formats.axis_value(base)}: {beside.sentence(curve)}")
-    for each in found.judged:
+    for each in found.curves:
         lines.append(f"- {formats.setting(each.setting) or 'all'}: {each.verdict.kind}. {' '.join(each.evidence)}")
     lines += [f"- Not evaluated: {name}: {reason}." for name, reason in found.missing]
     return [*lines, ""]
@@ -160,7 +160,7 @@ def _crossed(found: Found) -> list[str]:
     """Verdicts, lowest and last figures, and differences of many settings, one numeric axis of theirs across."""
     study = found.study
     across = max(_numeric(found), key=lambda axis: (axis.endswith("lr"), len(found.data.values(axis))))
-    kinds = [(dict(each.setting), f"{each.verdict.kind}; {_lowest_and_last(each)}") for each in found.judged]
+    kinds = [(dict(each.setting), f"{each.verdict.kind}; {_lowest_and_last(each)}") for each in found.curves]
     name = study.test.replace(".", " ")
     lines = [f"Verdict; lowest {name}, and the last:", "", *_table(found.data, kinds, across), ""]
     gaps = [(where, _shown(beside.mean)) for where, _, beside, _ in found.beside]

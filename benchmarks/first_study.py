@@ -27,7 +27,7 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.experiments.studies import run_cells
-from flatshift.experiments.studies.devices import DevicePlacement
+from flatshift.experiments.studies.queue import DevicePlacement
 from flatshift.experiments.studies.warmups import ARMS, Arm, arm_cell, read_cell_result, run_warmup_study
 from flatshift.finetune.errors import UserError
 

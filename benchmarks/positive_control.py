@@ -82,7 +82,7 @@ def found(name: str, seed: int, **settings: Any) -> dict[str, Any]:
     def judge() -> dict[str, Any]:
         data = read_sweep(swept(name, seed, **settings))
         assert data is not None
-        (judged,) = SweepAnalysis(data).judged
+        (judged,) = SweepAnalysis(data).curves
         return document(judged)
 
     return dict(once(CURVES, name, judge))

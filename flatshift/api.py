@@ -483,7 +483,7 @@ class Sweep:
         """One verdict per curve that could be tested; empty if there are too few seeds or values."""
         from flatshift.experiments.results.analysis import SweepAnalysis
 
-        curves = SweepAnalysis(self.data).judged
+        curves = SweepAnalysis(self.data).curves
         return [Verdict(curve.axis, dict(curve.setting), curve.verdict.kind, curve.evidence) for curve in curves]
 
     def report(self) -> Path:

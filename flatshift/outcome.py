@@ -215,7 +215,7 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
         rows.append([f"lowest {figure_name(column)}", setting(best[0]), with_interval(best[1])])
     if (floor := data.majority_error(column)) is not None:
         rows.append(["majority baseline", "always the commonest class", number(floor)])
-    judged = SweepAnalysis(data).judged
+    judged = SweepAnalysis(data).curves
     for curve in judged[:_MAX_VERDICTS]:
         position = f"along {curve.axis}" + (f", {setting(curve.setting)}" if curve.setting else "")
         rows.append(["verdict", position, curve.verdict.kind])

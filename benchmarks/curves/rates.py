@@ -48,5 +48,5 @@ def rejections(
         if abs(share - level) > margin:
             found[n] = share < level
         else:
-            found[n] = statistics[n] > critical_value(flat.extremes(variances[n], least=least)[0], level)
+            found[n] = statistics[n] > critical_value(flat.extremes(variances[n], minimum=least)[0], level)
     return found

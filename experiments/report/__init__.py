@@ -1,9 +1,4 @@
-"""Reports: build one self-contained offline HTML page from run directories.
-
-from flatshift.experiments.report import build_report
-
-build_report([Path("runs/first")], out=Path("runs/first/report.html"))
-"""
+"""Reports: build one self-contained offline HTML page from run directories."""
 
 from __future__ import annotations
 

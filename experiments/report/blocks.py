@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flatshift.experiments.report.figure import Chart
@@ -14,7 +14,7 @@ SIDE_BY_SIDE = "Side by side"
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """Key figure: label, value, interval as text, and a note to compare it with."""
+    """Large figure at the top of a page, with its interval as text and a note to compare it with."""
 
     label: str
     value: str
@@ -41,22 +41,26 @@ class Table:
     caption: str = ""
     numeric: frozenset[int] = frozenset()
 
-    def shown(self) -> Table:
-        """Return the table without columns that are empty in every row; the first column is kept."""
-        full = [
-            place
-            for place in range(len(self.columns))
-            if not place or not self.rows or any(row[place] not in ("", "–") for row in self.rows)
+    def without_empty_columns(self) -> Table:
+        """Return the table without columns that are empty in every row; the first column stays."""
+        used = [
+            index
+            for index in range(len(self.columns))
+            if not index or not self.rows or any(row[index] not in ("", "–") for row in self.rows)
         ]
-        numeric = frozenset(new for new, old in enumerate(full) if old in self.numeric)
-        cut = [[row[place] for place in full] for row in self.rows]
-        return Table([self.columns[place] for place in full], cut, self.caption, numeric)
+        return self.select_columns(used)
+
+    def select_columns(self, indices: Sequence[int]) -> Table:
+        """Return the table with only these columns."""
+        numeric = frozenset(new for new, old in enumerate(indices) if old in self.numeric)
+        rows = [[row[index] for index in indices] for row in self.rows]
+        return replace(self, columns=[self.columns[index] for index in indices], rows=rows, numeric=numeric)
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, str]], caption: str = "", *, words: Sequence[str]) -> Table:
         """Build a table from column → text mappings with the same keys; columns not named in `words` are numeric."""
         columns = list(rows[0]) if rows else []
-        numeric = frozenset(place for place, name in enumerate(columns) if name not in words)
+        numeric = frozenset(index for index, name in enumerate(columns) if name not in words)
         return cls(columns, [[row[name] for name in columns] for row in rows], caption, numeric)
 
 
@@ -74,13 +78,10 @@ class ConfusionMatrixBlock:
 
 
 @dataclass(frozen=True)
-class SearchableTable:
+class SearchableTable(Table):
     """Table of many records with a search field."""
 
     kind: ClassVar[str] = "lookup"
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numeric: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -132,17 +133,7 @@ class PreformattedText:
     text: str
 
 
-Block = (
-    ChartGroup
-    | Table
-    | ConfusionMatrixBlock
-    | SearchableTable
-    | NameValuePairs
-    | Cards
-    | Bars
-    | Notes
-    | PreformattedText
-)
+Block = ChartGroup | Table | ConfusionMatrixBlock | NameValuePairs | Cards | Bars | Notes | PreformattedText
 
 
 @dataclass(frozen=True)
@@ -179,4 +170,4 @@ class Chapter:
     slug: str = ""
     command: str = ""
     weight: int = 0
-    details: Sequence[str] = field(default_factory=tuple)
+    details: Sequence[str] = ()

@@ -7,6 +7,7 @@ A figure is drawn once, in the light colours of `PALETTE`. `Chart.standalone` ke
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
@@ -68,11 +69,8 @@ def ramp_tokens(count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Chart:
-    """Drawn figure. `name` is its file name in plots/; all fields except `raw` are plain text.
-
-    verdict, evidence: result of a test on the curve and its reasons, one sentence each; the page prints them above the
-    figure.
-    """
+    """Drawn figure. `name` is its file name in plots/; all fields except `raw` are plain text. verdict, evidence:
+    result of a test on the curve and its reasons, a sentence each; printed above the figure."""
 
     name: str
     title: str
@@ -90,12 +88,12 @@ class Chart:
     @cached_property
     def standalone(self) -> str:
         """Return a complete SVG file in the light colours on a white background."""
-        said = " ".join(text for text in (self.verdict and f"Verdict: {self.verdict}.", *self.evidence) if text)
-        description = f"{self.caption} {said}".strip()
+        sentences = [self.caption, self.verdict and f"Verdict: {self.verdict}.", *self.evidence]
+        description = " ".join(sentence for sentence in sentences if sentence)
         root = _clean_svg(self.raw, prefix="", title=self.title, description=description)
-        ground = ET.Element(f"{_SVG}rect", {"width": "100%", "height": "100%", "fill": colour("surface")})
+        background = ET.Element(f"{_SVG}rect", {"width": "100%", "height": "100%", "fill": colour("surface")})
         # After <title> and <desc>, behind everything drawn.
-        root.insert(2, ground)
+        root.insert(2, background)
         root.set("font-family", FONT)
         ET.register_namespace("", _SVG[1:-1])
         return ET.tostring(root, encoding="unicode") + "\n"
@@ -108,13 +106,15 @@ class Chart:
             element.tag = element.tag.removeprefix(_SVG)
         text = ET.tostring(root, encoding="unicode")
         # Replace colours inside style attributes only: text that looks like a colour is kept.
-        return re.sub(r'style="[^"]*"', lambda m: _apply_theme(m.group()), text)
+        return re.sub(r'style="[^"]*"', lambda style: _COLOUR.sub(_theme_variable, style.group()), text)
 
 
-def _apply_theme(style: str) -> str:
-    return re.sub(
-        r"#[0-9a-f]{6}\b", lambda m: f"var(--{_LIGHT[m.group()]})" if m.group() in _LIGHT else m.group(), style
-    )
+_COLOUR = re.compile(r"#[0-9a-f]{6}\b")
+
+
+def _theme_variable(match: re.Match[str]) -> str:
+    token = _LIGHT.get(match.group())
+    return f"var(--{token})" if token else match.group()
 
 
 def _clean_svg(raw: str, *, prefix: str, title: str, description: str) -> ET.Element:
@@ -156,9 +156,9 @@ def _clean_svg(raw: str, *, prefix: str, title: str, description: str) -> ET.Ele
     root.set("role", "img")
     root.set("aria-labelledby", f"{prefix}title {prefix}desc")
     for position, (tag, text) in enumerate((("title", title), ("desc", description))):
-        named = ET.Element(_SVG + tag, {"id": prefix + tag})
-        named.text = text
-        root.insert(position, named)
+        element = ET.Element(_SVG + tag, {"id": prefix + tag})
+        element.text = text
+        root.insert(position, element)
     return root
 
 
@@ -276,70 +276,55 @@ class Canvas:
 def spread_apart(positions: Sequence[float], gap: float) -> list[float]:
     """Move positions apart so that neighbours are at least `gap` apart; order and centre are kept."""
     order = sorted(range(len(positions)), key=lambda i: positions[i])
-    placed = [positions[i] for i in order]
+    result = list(positions)
     for _ in range(50):
         moved = False
-        for a in range(len(placed) - 1):
-            lack = gap - (placed[a + 1] - placed[a])
+        for low, high in itertools.pairwise(order):
+            lack = gap - (result[high] - result[low])
             if lack > 1e-9 * max(abs(gap), 1e-12):
-                placed[a] -= lack / 2
-                placed[a + 1] += lack / 2
+                result[low] -= lack / 2
+                result[high] += lack / 2
                 moved = True
         if not moved:
             break
-    result = [0.0] * len(positions)
-    for i, value in zip(order, placed, strict=True):
-        result[i] = value
     return result
 
 
-def label_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, height: float, size: float = 12) -> None:
-    """Write names at the right end of lines: (x, y, text, colour token), moved apart if they would touch.
-
-    `height` is the axes' height in px. Call after the limits are final.
-    """
+def label_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, height: float) -> None:
+    """Write names at the right end of lines: (x, y, text, colour token), moved apart if they would touch. `height` is
+    the axes' height in px. Call after the limits are final."""
     if not ends:
         return
     low, high = ax.get_ylim()
     per_px = (high - low) / height
     rows = spread_apart([y for _, y, _, _ in ends], 15 * per_px)
+    style: dict[str, Any] = {"fontsize": 12, "fontweight": "bold", "va": "center", "ha": "left"}
     for (x, _, text, token), y in zip(ends, rows, strict=True):
-        ax.annotate(
-            text,
-            (x, y),
-            xytext=(7, 0),
-            textcoords="offset points",
-            color=colour(token),
-            fontsize=size,
-            fontweight="bold",
-            va="center",
-            ha="left",
-            annotation_clip=False,
-        )
+        offset: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "annotation_clip": False}
+        ax.annotate(text, (x, y), color=colour(token), **offset, **style)
 
 
-def draw_dots(
-    ax: Axes, x: Sequence[float], y: Sequence[float], *, token: str, size: float, alpha: float, gid: str
-) -> None:
-    """Draw many round points as one path of zero-length strokes with round caps (a tenth of the bytes of markers)."""
+def draw_path(ax: Axes, shapes: Sequence[Sequence[tuple[float, float]]], *, limits: bool = False, **style: Any) -> None:
+    """Draw many open lines or filled polygons as one path. limits: let them widen the limits of the axes."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
-    if not len(x):
+    if not shapes:
         return
-    vertices = [(a, b) for a, b in zip(x, y, strict=True) for _ in (0, 1)]
-    codes = [Path.MOVETO, Path.LINETO] * len(x)
-    path = Path(vertices, codes)
+    codes = [Path.MOVETO if i == 0 else Path.LINETO for shape in shapes for i in range(len(shape))]
+    path = Path([point for shape in shapes for point in shape], codes)
     path.should_simplify = False
-    ax.add_patch(
-        PathPatch(
-            path,
-            facecolor="none",
-            edgecolor=colour(token),
-            linewidth=size,
-            alpha=alpha,
-            capstyle="round",
-            joinstyle="round",
-            gid=gid,
-        )
-    )
+    patch = PathPatch(path, **{"facecolor": "none", **style})
+    if limits:
+        ax.add_patch(patch)
+    else:
+        ax.add_artist(patch)
+
+
+def draw_dots(
+    ax: Axes, points: Sequence[tuple[float, float]], *, token: str, size: float, alpha: float, gid: str
+) -> None:
+    """Draw many round points as one path of zero-length strokes with round caps (a tenth of the bytes of markers)."""
+    style: dict[str, Any] = {"edgecolor": colour(token), "linewidth": size, "alpha": alpha, "gid": gid}
+    ends = {"capstyle": "round", "joinstyle": "round"}
+    draw_path(ax, [(point, point) for point in points], limits=True, **style, **ends)

@@ -16,8 +16,7 @@ SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
-    """Format with at least `digits` significant digits and thousands separators; powers of ten below 1e-3 and above
-    1e9."""
+    """Format with at least `digits` significant digits and thousands separators; as 10ⁿ below 1e-3 and above 1e9."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -51,45 +50,50 @@ def decimals_for(half_width: float | None, value: float) -> int:
 
 
 def estimate(
-    value: float, low: float | None = None, high: float | None = None, *, plus: bool = False, places: int | None = None
+    value: float,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    plus: bool = False,
+    decimals: int | None = None,
 ) -> tuple[str, str]:
-    """Return (value, "low to high") with a common number of decimals, or as powers of ten if one is 1e9 or more.
-
-    The second text is empty without an interval or for one of zero width.
-    """
+    """Return (value, "low to high") with a common number of decimals, or as powers of ten if one is 1e9 or more. The
+    second text is empty without an interval or for one of zero width."""
     if not math.isfinite(value):
         return number(value), ""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return (signed_number if plus else number)(value), ""
     if max(abs(value), abs(low), abs(high)) >= 1e9:
-        told = [(signed_number if plus else number)(x) for x in (value, low, high)]
-        return told[0], f"{told[1]} to {told[2]}" if high > low else ""
-    places = decimals_for((high - low) / 2, value) if places is None else places
-    sign = "+" if plus else ""
-
-    def show(x: float) -> str:
+        texts = [(signed_number if plus else number)(x) for x in (value, low, high)]
+    else:
+        decimals = decimals_for((high - low) / 2, value) if decimals is None else decimals
+        sign = "+" if plus else ""
         # Adding 0.0 turns a rounded −0.00 into 0.00.
-        return f"{round(x, places) + 0.0:{sign},.{places}f}".replace("-", "−")
+        texts = [f"{round(x, decimals) + 0.0:{sign},.{decimals}f}".replace("-", "−") for x in (value, low, high)]
+    return texts[0], f"{texts[1]} to {texts[2]}" if high > low else ""
 
-    return show(value), f"{show(low)} to {show(high)}" if high > low else ""
+
+def estimate_figure(figure: Mapping[str, Any] | Interval, *, plus: bool = False) -> tuple[str, str]:
+    """Return the two texts of `estimate` for {value, low, high} or an interval; `low` and `high` may be missing."""
+    if isinstance(figure, Interval):
+        figure = asdict(figure)
+    return estimate(figure["value"], figure.get("low"), figure.get("high"), plus=plus)
 
 
-def with_interval(found: Mapping[str, Any] | Interval | None, *, plus: bool = False) -> str:
+def with_interval(figure: Mapping[str, Any] | Interval | None, *, plus: bool = False) -> str:
     """Format as `0.71 (0.68 to 0.74)`, without brackets if there is no interval; a dash for no value."""
-    if isinstance(found, Interval):
-        found = asdict(found)
-    if found is None or found["value"] is None:
+    if figure is None or (isinstance(figure, Mapping) and figure["value"] is None):
         return "–"
-    shown, interval = estimate(found["value"], found.get("low"), found.get("high"), plus=plus)
-    return f"{shown} ({interval})" if interval else shown
+    text, interval = estimate_figure(figure, plus=plus)
+    return f"{text} ({interval})" if interval else text
 
 
-def mean_and_interval(found: Mapping[str, Any] | None, scale: float = 1.0, *, plus: bool = True) -> tuple[str, str]:
+def mean_and_interval(figure: Mapping[str, Any] | None, scale: float = 1.0, *, plus: bool = True) -> tuple[str, str]:
     """Return (mean, interval) of {value, low, high}, a dash for whatever is missing; signed, as for differences."""
-    if found is None:
+    if figure is None:
         return "–", "–"
-    low, high = (None if found[k] is None else scale * found[k] for k in ("low", "high"))
-    mean, interval = estimate(scale * found["value"], low, high, plus=plus)
+    low, high = (None if figure[k] is None else scale * figure[k] for k in ("low", "high"))
+    mean, interval = estimate(scale * figure["value"], low, high, plus=plus)
     return mean, interval or "–"
 
 
@@ -118,20 +122,19 @@ def seconds(value: float | None) -> str:
         return f"{value:.1f}\u00a0s"
     if value < 60:
         return f"{value:.0f}\u00a0s"
-    minutes, rest = divmod(round(value), 60)
+    minutes, remainder = divmod(round(value), 60)
     if minutes < 60:
-        return f"{minutes}\u00a0min {rest:02d}\u00a0s"
+        return f"{minutes}\u00a0min {remainder:02d}\u00a0s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}\u00a0h {minutes:02d}\u00a0min"
 
 
 def size(value: float) -> str:
     """Format a byte count in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
+    if value < 1024:
+        return f"{value:,.0f} B"
+    power = 1 if value < 1024**2 else 2 if value < 1024**3 else 3
+    return f"{value / 1024**power:,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 def json_value(value: Any) -> str:
@@ -186,17 +189,27 @@ def axis_value(value: Any) -> str:
     return f"{value:,}".replace("-", "−") if isinstance(value, int) else str(value)
 
 
-def setting(where: Mapping[str, Any]) -> str:
+def setting(values: Mapping[str, Any]) -> str:
     """Format a setting: `{"adapter.rank": 4, "optimizer.lr": 0.001}` → `rank = 4, lr = 0.001`."""
-    return ", ".join(f"{axis.rpartition('.')[2]} = {axis_value(value)}" for axis, value in where.items())
+    return ", ".join(f"{axis.rpartition('.')[2]} = {axis_value(value)}" for axis, value in values.items())
+
+
+def title_at(title: str, values: Mapping[str, Any]) -> str:
+    """Return the title followed by the setting, if that has any value."""
+    return f"{title}, {setting(values)}" if values else title
+
+
+def capitalise(text: str) -> str:
+    """Return the text with its first letter upper case and all others unchanged."""
+    return text[:1].upper() + text[1:]
 
 
 def align_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
     """Format a table for a terminal, columns two spaces apart; columns with an index in `right` are right-aligned."""
     lines = [[escape_control_characters(text) for text in line] for line in (columns, *rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
 
-    def cell(text: str, place: int) -> str:
-        return text.rjust(widths[place]) if place in right else text.ljust(widths[place])
+    def align(text: str, index: int) -> str:
+        return text.rjust(widths[index]) if index in right else text.ljust(widths[index])
 
-    return "\n".join("  ".join(cell(text, place) for place, text in enumerate(line)).rstrip() for line in lines)
+    return "\n".join("  ".join(align(text, index) for index, text in enumerate(line)).rstrip() for line in lines)

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from flatshift.experiments.report.blocks import SIDE_BY_SIDE, Chapter
+from flatshift.experiments.report.blocks import SIDE_BY_SIDE, Chapter, ChapterPart
 from flatshift.experiments.report.figure import FONT, PALETTE, Chart
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 _TEMPLATES = Path(__file__).parent / "templates"
-
-
-@dataclass(frozen=True)
-class _Page:
-    """Values the template gets in addition to the chapters."""
-
-    title: str
-    headline: str
-    kicker: str
 
 
 def render(chapters: Sequence[Chapter]) -> str:
@@ -36,12 +26,13 @@ def render(chapters: Sequence[Chapter]) -> str:
     script = (_TEMPLATES / "theme.js").read_text(encoding="utf-8")
     # The page's Content-Security-Policy allows this one script.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    first = max(chapters, key=lambda c: c.weight)
-    one = len(chapters) == 1
-    named = [c.name for c in chapters if c.name != SIDE_BY_SIDE]
-    title = ", ".join(named[:4]) + (", …" if len(named) > 4 else "")
-    page = _Page(title, first.finding or first.name, _kicker(first) if one else f"{_count_runs(chapters)} runs")
-
+    main = max(chapters, key=lambda chapter: chapter.weight)
+    names = [chapter.name for chapter in chapters if chapter.name != SIDE_BY_SIDE]
+    single = len(chapters) == 1
+    if single:
+        kicker = main.name if main.name == main.kind else f"{main.kind} {main.name}"
+    else:
+        kicker = f"{len(names)} runs"
     numbers = count(1)
 
     def svg(chart: Chart) -> Markup:
@@ -52,10 +43,12 @@ def render(chapters: Sequence[Chapter]) -> str:
         _jinja_environment()
         .get_template("report.html.j2")
         .render(
-            page=page,
+            title=", ".join(names[:4]) + (", …" if len(names) > 4 else ""),
+            headline=main.finding or main.name,
+            kicker=kicker,
             chapters=chapters,
-            first=first,
-            one=one,
+            main=main,
+            single=single,
             svg=svg,
             digest=digest,
             style=Markup(_stylesheet()),
@@ -64,18 +57,19 @@ def render(chapters: Sequence[Chapter]) -> str:
     )
 
 
-def _count_runs(chapters: Sequence[Chapter]) -> int:
-    return sum(made.name != SIDE_BY_SIDE for made in chapters)
-
-
-def _kicker(made: Chapter) -> str:
-    return made.name if made.name == made.kind else f"{made.kind} {made.name}"
+def render_document(part: ChapterPart, document: Mapping[str, Any], *, name: str, slug: str) -> str:
+    """Return the page of one result file; `slug` is the anchor of its only chapter."""
+    finding, *details = part.findings or [""]
+    command = str(document.get("command", ""))
+    return render(
+        [Chapter(name, part.kind, finding, part.facts, part.tiles, part.sections, slug, command, details=details)]
+    )
 
 
 def _stylesheet() -> str:
     css = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
-    for name, at in (("light", 0), ("dark", 1)):
-        values = " ".join(f"--{token}: {pair[at]};" for token, pair in PALETTE.items())
+    for index, name in enumerate(("light", "dark")):
+        values = " ".join(f"--{token}: {colours[index]};" for token, colours in PALETTE.items())
         css = css.replace(f"/* {name} palette */", values)
     return css.replace("/* font */", f"font-family: {FONT};")
 

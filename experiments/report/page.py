@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flatshift.experiments.report.blocks import Chapter
-from flatshift.experiments.report.chapters import chapter, charts_of
+from flatshift.experiments.report.blocks import ChartGroup
+from flatshift.experiments.report.chapters import build_chapter
 from flatshift.experiments.report.figure import chart_style
 from flatshift.experiments.report.html import render
 from flatshift.experiments.report.side_by_side import side_by_side_chapter
@@ -23,10 +24,8 @@ def build_report(paths: Sequence[str | Path], *, out: str | Path) -> Path:
 
     paths: run directories of `train`, `select` or `sweep`, studies, or folders that hold several of these. Only files
     of the run directory contract are read; missing ones are left out of the page. Several training runs are first
-    compared side by side. The same files give the same bytes.
-
-    Raises UserError for a path that is not a run directory, for an unreadable or foreign file in it, and if `out`
-    exists and is not a page of ours.
+    compared side by side. The same files give the same bytes. Raises UserError for a path that is not a run directory,
+    for an unreadable or foreign file in it, and if `out` exists and is not a page of ours.
     """
     check_replaceable(Path(out))
     write_text(out, report_html(paths))
@@ -37,9 +36,9 @@ def report_html(paths: Sequence[str | Path]) -> str:
     """Return the page of `build_report` as text. Raises UserError like `build_report`."""
     runs = find_runs([Path(p) for p in paths])
     with chart_style():
-        beside = side_by_side_chapter(runs)
-        chapters = _with_slugs([*([beside] if beside is not None else []), *(chapter(run) for run in runs)])
-    return render(chapters)
+        chapters = [side_by_side_chapter(runs), *(build_chapter(run) for run in runs)]
+    present = [chapter for chapter in chapters if chapter is not None]
+    return render([replace(chapter, slug=f"run{number}") for number, chapter in enumerate(present, 1)])
 
 
 def check_replaceable(out: Path) -> None:
@@ -54,25 +53,18 @@ def check_replaceable(out: Path) -> None:
 
 
 def write_plots(run: str | Path) -> list[Path]:
-    """Write the charts of one run directory as files `plots/*.svg` and return their paths.
-
-    Raises UserError like `build_report`.
-    """
-    written = []
-    for found in find_runs([Path(run)]):
-        remove_leftovers(found.path / "plots")
-        seen: dict[str, int] = {}
+    """Write the charts of one run directory as files `plots/*.svg` and return their paths. Raises UserError like
+    `build_report`."""
+    paths = []
+    for results in find_runs([Path(run)]):
+        remove_leftovers(results.path / "plots")
         with chart_style():
-            charts = charts_of(chapter(found))
-        for chart in charts:
-            seen[chart.name] = seen.get(chart.name, 0) + 1
-            name = chart.name if seen[chart.name] == 1 else f"{chart.name}-{seen[chart.name]}"
-            path = found.path / "plots" / f"{name}.svg"
-            write_text(path, chart.standalone)
-            written.append(path)
-    return written
-
-
-def _with_slugs(chapters: list[Chapter]) -> list[Chapter]:
-    """Return the chapters, each with a unique anchor."""
-    return [replace(c, slug=f"run{i}") for i, c in enumerate(chapters, 1)]
+            sections = build_chapter(results).sections
+        groups = [block for section in sections for block in section.blocks if isinstance(block, ChartGroup)]
+        counts: Counter[str] = Counter()
+        for chart in [chart for group in groups for chart in group.charts]:
+            counts[chart.name] += 1
+            name = chart.name if counts[chart.name] == 1 else f"{chart.name}-{counts[chart.name]}"
+            paths.append(results.path / "plots" / f"{name}.svg")
+            write_text(paths[-1], chart.standalone)
+    return paths

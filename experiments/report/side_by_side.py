@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import SIDE_BY_SIDE, Block, Chapter, ChartGroup, Notes, Section, Table
+from flatshift.experiments.report.blocks import SIDE_BY_SIDE, Chapter, ChartGroup, Notes, Section, Table
 from flatshift.experiments.report.charts.training import overlaid_loss_chart
 from flatshift.experiments.results.predictions import Difference, metric_differences
 from flatshift.experiments.results.run import RunResults, best_split, headline_metric
@@ -23,27 +24,19 @@ def side_by_side_chapter(runs: Sequence[RunResults]) -> Chapter | None:
         return None
     names = _unique_names(trained)
     sections = [_settings_section(trained, names), *_metric_sections(trained, names), *_curve_sections(trained, names)]
-    return Chapter(
-        name=SIDE_BY_SIDE,
-        kind=f"{len(trained)} runs",
-        finding=_finding(trained, names),
-        facts=[],
-        tiles=[],
-        sections=[section for section in sections if section is not None],
-        weight=1000,
-    )
+    return Chapter(SIDE_BY_SIDE, f"{len(trained)} runs", _finding(trained, names), [], [], sections, weight=1000)
 
 
 def metric_lines(runs: Sequence[RunResults]) -> str:
-    """The figures of the split that counts, as the page has them, for a terminal; empty without any."""
+    """Return the figures of the split that counts, as the page has them, for a terminal; empty without any."""
     names = _unique_names(runs)
     split = _shared_split(runs)
     table = None if split is None else _metric_table(runs, names, split)
     if table is None:
         return ""
     columns = [str(split), *table.columns[1:]]
-    shown = formats.align_columns(columns, [list(row) for row in table.rows], right=range(2, len(columns)))
-    return "\n".join([shown, table.caption, _finding(runs, names)])
+    text = formats.align_columns(columns, table.rows, right=range(2, len(columns)))
+    return "\n".join([text, table.caption, _finding(runs, names)])
 
 
 def _unique_names(runs: Sequence[RunResults]) -> list[str]:
@@ -89,56 +82,51 @@ def _format_setting(value: Any) -> str:
 
 
 def _metric_sections(runs: Sequence[RunResults], names: Sequence[str]) -> list[Section]:
-    found = []
+    sections = []
     for split in (s for s in ("test", "dev") if sum(s in run.eval for run in runs) > 1):
-        having = [(run, name) for run, name in zip(runs, names, strict=True) if split in run.eval]
-        table = _metric_table([run for run, _ in having], [name for _, name in having], split)
+        evaluated = [(run, name) for run, name in zip(runs, names, strict=True) if split in run.eval]
+        table = _metric_table([run for run, _ in evaluated], [name for _, name in evaluated], split)
         if table is not None:
-            found.append(Section(f"Figures of {split}", [table]))
-    return found
+            sections.append(Section(f"Figures of {split}", [table]))
+    return sections
 
 
 def _metric_table(runs: Sequence[RunResults], names: Sequence[str], split: str) -> Table | None:
     """Build a row for each metric and run; runs after the first also show their difference from the first."""
-    judged = [run.judged(split) for run in runs]
-    more = [{}, *(metric_differences(one, judged[0]) for one in judged[1:])]
-    metrics = [m for m in judged[0].metrics if any(m in found for found in more)]
+    first, *others = [run.judged(split) for run in runs]
+    differences = [metric_differences(evaluation, first) for evaluation in others]
+    metrics = [metric for metric in first.metrics if any(metric in each for each in differences)]
     if not metrics:
         return None
-    rows = [
-        [
-            find_metric(metric).title if not place else "",
-            name,
-            formats.with_interval(one.metrics.get(metric)),
-            _format_difference(found.get(metric)) if place else "",
-        ]
-        for metric in metrics
-        for place, (name, one, found) in enumerate(zip(names, judged, more, strict=True))
-    ]
-    every = [one for found in more for one in found.values()]
-    return Table(["metric", "run", "value", f"minus {names[0]}"], rows, _caption(every), frozenset({2, 3}))
+    rows = []
+    for metric in metrics:
+        rows.append([find_metric(metric).title, names[0], formats.with_interval(first.metrics.get(metric)), ""])
+        for name, evaluation, each in zip(names[1:], others, differences, strict=True):
+            value = formats.with_interval(evaluation.metrics.get(metric))
+            rows.append(["", name, value, _format_difference(each.get(metric))])
+    caption = _caption([difference for each in differences for difference in each.values()])
+    return Table(["metric", "run", "value", f"minus {names[0]}"], rows, caption, frozenset({2, 3}))
 
 
-def _format_difference(found: Difference | None) -> str:
-    if found is None:
+def _format_difference(difference: Difference | None) -> str:
+    if difference is None:
         return "–"
-    shown, interval = formats.estimate(found.value, found.low, found.high, plus=True)
-    mark = "" if found.paired or not interval else " †"
-    return f"{shown} ({interval}){mark}" if interval else shown
+    text = formats.with_interval(asdict(difference), plus=True)
+    return text if difference.paired or not text.endswith(")") else f"{text} †"
 
 
-def _caption(found: Sequence[Difference]) -> str:
-    paired = {one.n for one in found if one.paired}
-    said = "95 % bootstrap intervals over rows; they say nothing about other seeds."
+def _caption(differences: Sequence[Difference]) -> str:
+    paired = {difference.n for difference in differences if difference.paired}
+    caption = "95 % bootstrap intervals over rows; they say nothing about other seeds."
     if paired:
         rows = " or ".join(f"{n:,}" for n in sorted(paired))
-        said += f" A difference is that of the same {rows} rows, drawn together."
-    if any(not one.paired for one in found):
-        said += (
+        caption += f" A difference is that of the same {rows} rows, drawn together."
+    if any(not difference.paired for difference in differences):
+        caption += (
             " † Not paired: the rows differ, or what was said of each row was not kept; the interval takes both runs "
             "as evaluated on different rows, which is too wide where they are the same."
         )
-    return said
+    return caption
 
 
 def _finding(runs: Sequence[RunResults], names: Sequence[str]) -> str:
@@ -150,30 +138,26 @@ def _finding(runs: Sequence[RunResults], names: Sequence[str]) -> str:
     lower = find_metric(metric).lower
     order = sorted(range(len(runs)), key=lambda i: runs[i].eval[split][metric]["value"] * (1 if lower else -1))
     best, other = order[0], 0 if order[0] else order[1]
-    found = metric_differences(runs[best].judged(split), runs[other].judged(split))[metric]
-    shown, interval = formats.estimate(abs(found.value), *_absolute_interval(found))
-    what = f"{split} {find_metric(metric).title}"
-    if not found.clear:
-        first, second = (f"{names[i]} has {formats.with_interval(runs[i].eval[split][metric])}" for i in (best, other))
-        return f"No run is shown to be the best in {what}: {first}, {second}, not clearly apart."
-    how = f", paired on {found.n:,} rows" if found.paired else ", not paired"
-    return f"{names[best]} beats {names[other]} in {what} by {shown} ({interval}{how})."
-
-
-def _absolute_interval(found: Difference) -> tuple[float | None, float | None]:
-    if found.low is None or found.high is None:
-        return None, None
-    return (found.low, found.high) if found.value >= 0 else (-found.high, -found.low)
+    difference = metric_differences(runs[best].judged(split), runs[other].judged(split))[metric]
+    endpoint = f"{split} {find_metric(metric).title}"
+    if not difference.clear:
+        values = [f"{names[i]} has {formats.with_interval(runs[i].eval[split][metric])}" for i in (best, other)]
+        return f"No run is shown to be the best in {endpoint}: {', '.join(values)}, not clearly apart."
+    low, high = difference.low, difference.high
+    if difference.value < 0 and low is not None and high is not None:
+        low, high = -high, -low
+    text, interval = formats.estimate(abs(difference.value), low, high)
+    basis = f"paired on {difference.n:,} rows" if difference.paired else "not paired"
+    return f"{names[best]} beats {names[other]} in {endpoint} by {text} ({interval}, {basis})."
 
 
 def _curve_sections(runs: Sequence[RunResults], names: Sequence[str]) -> list[Section]:
     stages = dict.fromkeys(stage for run in runs for stage in run.metrics.stages)
     charts = []
     for stage in stages:
+        unit = " or ".join(sorted({run.loss_unit(stage) for run in runs}))
         for split in ("train", "dev"):
-            units = {run.loss_unit(stage) for run in runs}
             curves = {n: run.metrics.series(stage, split, "loss") for n, run in zip(names, runs, strict=True)}
-            chart = overlaid_loss_chart(curves, stage=stage, split=split, unit=" or ".join(sorted(units)))
-            charts += [chart] if chart is not None else []
-    blocks: list[Block] = [ChartGroup(charts)]
-    return [Section("Curves", blocks)] if charts else []
+            charts.append(overlaid_loss_chart(curves, stage=stage, split=split, unit=unit))
+    drawn = [chart for chart in charts if chart is not None]
+    return [Section("Curves", [ChartGroup(drawn)])] if drawn else []

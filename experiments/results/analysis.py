@@ -198,7 +198,7 @@ def analyse_curve(
 
 PANELS = 6
 """Most settings of the other axes drawn for one axis; the tables have all."""
-JUDGED = 48
+MAX_VERDICTS = 48
 """Most settings for which all get a verdict; with more, only the drawn ones do."""
 
 
@@ -303,7 +303,7 @@ class AxisAnalysis:
         return curves
 
     @property
-    def judged(self) -> list[AnalysedCurve]:
+    def curves(self) -> list[AnalysedCurve]:
         """Verdicts of the curves that could be tested."""
         return [j for j in self._tested if isinstance(j, AnalysedCurve)]
 
@@ -312,18 +312,18 @@ class AxisAnalysis:
         """Distinct reasons why the others could not be tested."""
         return list(dict.fromkeys(j for j in self._tested if isinstance(j, str)))
 
-    def judged_at(self, setting: dict[str, Any]) -> AnalysedCurve | None:
+    def curve_at(self, setting: dict[str, Any]) -> AnalysedCurve | None:
         """Return the verdict of one setting's curve."""
-        return next((j for j in self.judged if j.setting == setting), None)
+        return next((j for j in self.curves if j.setting == setting), None)
 
     def crossing_at(self, setting: dict[str, Any]) -> Crossing | None:
         """Return where the mean train error of one setting crosses ε, as in its verdict if it has one.
 
         None if the axis is not a capacity axis, or if too little was measured.
         """
-        judged = self.judged_at(setting)
-        if judged is not None:
-            return judged.verdict.crossing
+        analysed = self.curve_at(setting)
+        if analysed is not None:
+            return analysed.verdict.crossing
         if not (is_capacity_axis(self.axis) and self.table.numeric(self.axis)):
             return None
         matrix = self.table.matrix(fitted_column(self.table), self.axis, setting)
@@ -353,8 +353,8 @@ class SweepAnalysis:
             column = next((c for c in columns if table.has(c)), None)
             settings = plottable_settings(table, axis, column) if column is not None else []
             if settings:
-                judged = settings if len(settings) <= JUDGED else sample_settings(table, settings, PANELS)
-                directions.append(AxisAnalysis(self.data, table, axis, judged, len(settings)))
+                tested = settings if len(settings) <= MAX_VERDICTS else sample_settings(table, settings, PANELS)
+                directions.append(AxisAnalysis(self.data, table, axis, tested, len(settings)))
         return directions
 
     def crossing(self, axis: str, setting: dict[str, Any]) -> Crossing | None:
@@ -363,6 +363,6 @@ class SweepAnalysis:
         return direction.crossing_at(setting) if direction is not None else None
 
     @property
-    def judged(self) -> list[AnalysedCurve]:
+    def curves(self) -> list[AnalysedCurve]:
         """Every verdict, in page order."""
-        return [j for direction in self.directions for j in direction.judged]
+        return [j for direction in self.directions for j in direction.curves]

@@ -11,36 +11,15 @@ here knows of files or recipes, trains a network or imports torch.
 
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.curve_comparison import CurveComparison, compare_curves
-from flatshift.experiments.statistics.emc import (
-    EMC,
-    Crossing,
-    effective_model_complexity,
-    emc_from_curve,
-    find_crossing,
-)
-from flatshift.experiments.statistics.peak import (
-    DetectableHeight,
-    HoldoutResult,
-    PeakHeight,
-    PeakTest,
-    detectable_sd,
-    holdout_test,
-    peak_test,
-    seeds_needed,
-    thin,
-)
-from flatshift.experiments.statistics.verdict import CurveVerdict, Kind, determine_verdict
+from flatshift.experiments.statistics.emc import EMC, effective_model_complexity, emc_from_curve, find_crossing
+from flatshift.experiments.statistics.peak import PeakTest, detectable_sd, holdout_test, peak_test, seeds_needed, thin
+from flatshift.experiments.statistics.verdict import CurveVerdict, determine_verdict
 
 __all__ = [
     "EMC",
-    "Crossing",
     "Curve",
     "CurveComparison",
     "CurveVerdict",
-    "DetectableHeight",
-    "HoldoutResult",
-    "Kind",
-    "PeakHeight",
     "PeakTest",
     "compare_curves",
     "detectable_sd",

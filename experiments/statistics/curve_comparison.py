@@ -1,9 +1,5 @@
 """Comparison of two curves on the same seeds: is one below the other, and is its peak lower, higher or moved?
 
-    found = compare_curves(flat, plain)        # two Curves over the same positions, row s the same seed in both
-    found.mean, found.peak, found.threshold    # intervals of flat − plain
-    found.sentence(flat)                       # moves it, removes it, neither, or undecided
-
 Finding the peak in one curve and reading the other at the same place is not a valid test: the peak was found where its
 own errors are large and positive, so any second curve seems lower there. Here the triple of points is taken from the
 mean of both curves. If both scatter alike, difference and mean are independent, and the paired t-test at the triple is
@@ -48,43 +44,41 @@ class CurveComparison:
     """Height of the peak of ours above the mean of its two flanks, minus that of base."""
     peak_p: float | None
     """Two-sided p of `peak`; None as for `p`, and without a peak."""
-    left: Interval | None
+    our_height: Interval | None
     """Height of ours at the peak, above the higher of its two flanks."""
-    was: Interval | None
-    """Height of base at the peak, above the higher of its two flanks."""
-    places: tuple[tuple[int, ...], tuple[int, ...]] | None
+    base_height: Interval | None
+    locations: tuple[tuple[int, ...], tuple[int, ...]] | None
     """Points that may hold the peak of base, and of ours.
 
     Searched between the outermost flanks of both, so that neither of two humps is missed, at half the level each. None
     unless both have a peak that is highest there.
     """
     threshold: Interval | None
-    """Position where the training error crosses ε, ours ÷ base, seed by seed; None unless every seed crosses it on the
-    axis in both curves."""
+    """Position where the training error crosses ε, ours ÷ base; None unless every seed crosses it in both curves."""
     seeds: int
     """Number of seeds that are complete in both curves."""
 
     @property
     def moved(self) -> bool:
         """True if the interval of the threshold ratio excludes 1."""
-        found = self.threshold
-        return (
-            found is not None and found.low is not None and found.high is not None and not found.low <= 1 <= found.high
-        )
+        if self.threshold is None or self.threshold.low is None or self.threshold.high is None:
+            return False
+        return not self.threshold.low <= 1 <= self.threshold.high
 
     @property
     def removed(self) -> bool:
-        """True if the peak is lower by its interval, and the upper limit of the rest is at most a fifth of it."""
+        """True if the peak is lower by its interval, and the upper limit of what is left at most a fifth of it."""
         lower = self.peak is not None and self.peak.high is not None and self.peak.high < 0
-        if not lower or self.left is None or self.was is None or self.left.high is None:
+        if not lower or self.our_height is None or self.base_height is None or self.our_height.high is None:
             return False
-        return self.left.high <= REMAINS * self.was.value
+        return self.our_height.high <= REMAINS * self.base_height.value
 
     def sentence(self, curve: Curve) -> str:
         """Describe the effect of ours on the peak of base, by the intervals; `curve` is either of the two."""
-        return " ".join([self._height(curve), *self._place(curve), self._where(curve)])
+        sentences = [self._height_sentence(curve), *self._location_sentences(curve), self._position_sentence(curve)]
+        return " ".join(sentences)
 
-    def _height(self, curve: Curve) -> str:
+    def _height_sentence(self, curve: Curve) -> str:
         both, ours, base = self.tests
         if both is None or ours is None or base is None:
             return "Whether it changes a peak cannot be said: too few seeds for the peak test."
@@ -95,92 +89,86 @@ class CurveComparison:
                 return f"Cannot be said: {' and '.join(alone)} alone has a peak, the mean of both has none ({tests})."
             height = f"{both.detectable.height:.2g} at {curve.at(both.detectable.point)}"
             return f"No peak is shown in either ({tests}; one of {height} in both would be found in 80 % of cases)."
-        assert self.peak is not None and self.left is not None
+        assert self.peak is not None and self.our_height is not None
         at, change = curve.at(self.triple[1]), _format_interval(self.peak)
-        if self.removed:
-            return (
-                f"It removes the peak at {at}: height {change}, left above its higher flank "
-                f"{_format_interval(self.left)}."
-            )
-        if not self.peak.excludes_zero:
+        if not self.removed and not self.peak.excludes_zero:
             return f"Whether it lowers the peak at {at} cannot be said: height {change}."
-        verb = "lowers" if self.peak.value < 0 else "raises"
-        rest = ", and is not shown to remove it" if verb == "lowers" else ""
+        verb = "removes" if self.removed else "lowers" if self.peak.value < 0 else "raises"
+        doubt = ", and is not shown to remove it" if verb == "lowers" else ""
         return (
-            f"It {verb} the peak at {at}{rest}: height {change}, left above its higher flank "
-            f"{_format_interval(self.left)}."
+            f"It {verb} the peak at {at}{doubt}: height {change}, left above its higher flank "
+            f"{_format_interval(self.our_height)}."
         )
 
-    def _place(self, curve: Curve) -> list[str]:
-        said = []
+    def _location_sentences(self, curve: Curve) -> list[str]:
+        sentences = []
         _, ours, base = self.tests
-        if self.places is None and ours is not None and base is not None and ours.rejected and base.rejected:
-            said.append("Whether it moves the peak cannot be said: between their flanks another point is higher.")
-        if self.places is not None:
-            before, now = (", ".join(f"{curve.values[j]:g}" for j in place) for place in self.places)
-            said.append(
+        if self.locations is not None:
+            before, now = (", ".join(f"{curve.values[j]:g}" for j in columns) for columns in self.locations)
+            sentences.append(
                 f"That it moves the peak is not shown ({curve.axis} {before}, then {now})."
-                if set(self.places[0]) & set(self.places[1])
+                if set(self.locations[0]) & set(self.locations[1])
                 else f"It moves the peak from {curve.axis} {before} to {now}."
             )
+        elif ours is not None and base is not None and ours.rejected and base.rejected:
+            sentences.append("Whether it moves the peak cannot be said: between their flanks another point is higher.")
         if self.threshold is not None:
-            does = "moves the interpolation threshold" if self.moved else "is not shown to move the threshold"
-            said.append(f"It {does}: position × {_format_interval(self.threshold)}.")
+            verb = "moves the interpolation threshold" if self.moved else "is not shown to move the threshold"
+            sentences.append(f"It {verb}: position × {_format_interval(self.threshold)}.")
         elif not curve.training:
-            said.append("The threshold cannot be compared: not every seed crosses it on the axis.")
-        return said
+            sentences.append("The threshold cannot be compared: not every seed crosses it on the axis.")
+        return sentences
 
-    def _where(self, curve: Curve) -> str:
+    def _position_sentence(self, curve: Curve) -> str:
         """Return the positions at which ours is lower or higher than base, by simultaneous intervals."""
+        differences = list(zip(curve.values, self.points, strict=True))
         sides = {
-            "lower": [at for at, d in zip(curve.values, self.points, strict=True) if d.high is not None and d.high < 0],
-            "higher": [at for at, d in zip(curve.values, self.points, strict=True) if d.low is not None and d.low > 0],
+            "lower": [f"{at:g}" for at, d in differences if d.excludes_zero and d.value < 0],
+            "higher": [f"{at:g}" for at, d in differences if d.excludes_zero and d.value > 0],
         }
-        found = [f"{side} at {curve.axis} {', '.join(f'{at:g}' for at in ats)}" for side, ats in sides.items() if ats]
-        if not found:
+        parts = [f"{side} at {curve.axis} {', '.join(positions)}" for side, positions in sides.items() if positions]
+        if not parts:
             return f"At no {curve.axis} alone is it shown to be lower or higher (all intervals at once)."
-        return f"It is {' and '.join(found)} (all intervals at once)."
+        return f"It is {' and '.join(parts)} (all intervals at once)."
 
 
 def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> CurveComparison:
     """Compare `ours` with `base`: held-out metrics at the same positions, row s the same seed in both.
 
-    Seeds with a value that is not finite anywhere in either curve are left out.
-
-    Raises:
-        UserError: other positions, another number of seeds, or fewer than three complete seeds.
+    Seeds with a value that is not finite anywhere in either curve are left out. Raises UserError for other positions,
+    another number of seeds, or fewer than three complete seeds.
     """
     if list(ours.values) != list(base.values) or ours.test.shape != base.test.shape:
         raise UserError(
             f"curves over {ours.axis} can be compared at the same positions and seeds only; got "
             f"{list(ours.test.shape)} and {list(base.test.shape)}"
         )
-    whole = np.flatnonzero(np.isfinite(ours.test).all(1) & np.isfinite(base.test).all(1))
-    if len(whole) < FEWEST_SEEDS:
-        raise UserError(f"{len(whole)} seeds are whole in both curves; a comparison needs {FEWEST_SEEDS}")
-    mine, theirs = ours.test[whole], base.test[whole]
-    difference = mine - theirs
+    complete = np.flatnonzero(np.isfinite(ours.test).all(1) & np.isfinite(base.test).all(1))
+    if len(complete) < FEWEST_SEEDS:
+        raise UserError(f"{len(complete)} seeds are whole in both curves; a comparison needs {FEWEST_SEEDS}")
+    our_values, base_values = ours.test[complete], base.test[complete]
+    difference = our_values - base_values
     each = 1 - (1 - confidence) / difference.shape[1]
     means = difference.mean(1).tolist()
-    scale = choose_scale(base.metric, np.concatenate([mine, theirs]), base.items)
-    tests = (_try_peak_test((mine + theirs) / 2, scale), _try_peak_test(mine, scale), _try_peak_test(theirs, scale))
-    both = tests[0]
+    scale = choose_scale(base.metric, np.concatenate([our_values, base_values]), base.items)
+    means_of_both = (our_values + base_values) / 2
+    both, ours_alone, base_alone = (_try_peak_test(v, scale) for v in (means_of_both, our_values, base_values))
     triple = both.triple if both is not None else None
-    heights = [] if triple is None else [peak_heights(curve, triple) for curve in (mine, theirs)]
+    heights = [] if triple is None else [peak_heights(curve, triple) for curve in (our_values, base_values)]
     gap = (heights[0] - heights[1]).tolist() if heights else None
     return CurveComparison(
         mean=t_interval(means, confidence=confidence),
         p=paired_p(means),
         points=tuple(t_interval(column.tolist(), confidence=each) for column in difference.T),
-        tests=tests,
+        tests=(both, ours_alone, base_alone),
         triple=triple,
         peak=None if gap is None else t_interval(gap, confidence=confidence),
         peak_p=None if gap is None else paired_p(gap),
-        left=None if triple is None else _above_flanks(mine, triple, confidence),
-        was=None if triple is None else _above_flanks(theirs, triple, confidence),
-        places=_peak_locations(scale.to(mine), scale.to(theirs), tests[1], tests[2], 1 - confidence),
-        threshold=_threshold_ratio(ours, base, whole, confidence),
-        seeds=len(whole),
+        our_height=None if triple is None else _above_flanks(our_values, triple, confidence),
+        base_height=None if triple is None else _above_flanks(base_values, triple, confidence),
+        locations=_peak_locations(scale.to(our_values), scale.to(base_values), ours_alone, base_alone, 1 - confidence),
+        threshold=_threshold_ratio(ours, base, complete, confidence),
+        seeds=len(complete),
     )
 
 
@@ -198,12 +186,12 @@ def _above_flanks(curves: np.ndarray, triple: tuple[int, int, int], confidence: 
 
 
 def _peak_locations(
-    mine: np.ndarray, theirs: np.ndarray, ours: PeakTest | None, base: PeakTest | None, level: float
+    our_values: np.ndarray, base_values: np.ndarray, ours: PeakTest | None, base: PeakTest | None, level: float
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     if ours is None or base is None or ours.triple is None or base.triple is None:
         return None
     left, right = min(ours.triple[0], base.triple[0]), max(ours.triple[2], base.triple[2])
-    before, now = (highest_between(curves, left, right, level=level / 2) for curves in (theirs, mine))
+    before, now = (highest_between(curves, left, right, level=level / 2) for curves in (base_values, our_values))
     return (before, now) if set(before) & set(base.location) and set(now) & set(ours.location) else None
 
 
@@ -215,8 +203,8 @@ def _try_peak_test(curves: np.ndarray, scale: MetricScale) -> PeakTest | None:
         return None
 
 
-def _format_interval(found: Interval) -> str:
-    return f"{found.value:.3g}" + ("" if found.low is None else f" ({found.low:.3g} to {found.high:.3g})")
+def _format_interval(interval: Interval) -> str:
+    return f"{interval.value:.3g}" + ("" if interval.low is None else f" ({interval.low:.3g} to {interval.high:.3g})")
 
 
 def _threshold_ratio(ours: Curve, base: Curve, whole: np.ndarray, confidence: float) -> Interval | None:
@@ -225,14 +213,13 @@ def _threshold_ratio(ours: Curve, base: Curve, whole: np.ndarray, confidence: fl
         return None
     logs = []
     for seed in whole:
-        found = []
-        for curve in (ours, base):
-            assert curve.train_error is not None
-            row = curve.train_error[seed : seed + 1]
-            found.append(find_crossing(curve.values, row, curve.epsilon).value if np.isfinite(row).all() else None)
-        if found[0] is None or found[1] is None:
+        rows = [(curve, curve.train_error[seed : seed + 1]) for curve in (ours, base) if curve.train_error is not None]
+        if not all(np.isfinite(row).all() for _, row in rows):
             return None
-        logs.append(math.log(found[0] / found[1]))
+        our_value, base_value = (find_crossing(curve.values, row, curve.epsilon).value for curve, row in rows)
+        if our_value is None or base_value is None:
+            return None
+        logs.append(math.log(our_value / base_value))
     ratio = t_interval(logs, confidence=confidence)
     low, high = (None if end is None else math.exp(end) for end in (ratio.low, ratio.high))
     return Interval(math.exp(ratio.value), low, high, ratio.n)

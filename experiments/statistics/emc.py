@@ -22,38 +22,36 @@ EPSILON = 0.1
 
 @dataclass(frozen=True)
 class Crossing:
-    """Crossing of ε by the mean training error along an axis."""
+    """Crossing of ε by the mean training error along an axis.
+
+    value: position on the axis, interpolated between points (on a log axis if all positions are positive); None: not on
+    it. low, high: interval over seeds; None: open, beyond the axis, or there is one seed only. rising: the error rises
+    along the axis (as with more rows) or falls (as with more rank or steps). fitted: points with a mean training error
+    of at most ε; `some` without a `value`: it falls and rises again, and its monotone fit stays on one side.
+    """
 
     value: float | None
-    """Position on the axis, interpolated between points (on a log axis if all positions are positive); None: not on
-    it."""
     low: float | None
-    """Lower end of the interval over seeds; None: open, it extends before the first point, or there is one seed
-    only."""
     high: float | None
-    """Upper end; None as for `low`."""
     rising: bool
-    """True if the error rises along the axis (as with more rows); False if it falls (as with more rank or steps)."""
     fitted: Literal["some", "all", "none"]
-    """Points with a mean training error of at most ε. `some` without a `value`: the error falls and rises again, and
-    its monotone fit stays on one side."""
 
 
 @dataclass(frozen=True)
 class EMC:
-    """Largest n that is fitted to a mean training error of at most ε."""
+    """Largest n that is fitted to a mean training error of at most ε.
+
+    value: rows; None if the answer is outside the tested range. low, high: interval over seeds; None: open. side:
+    `before`: even the smallest n is not fitted; `beyond`: the largest n still is. points: (n, mean training error) of
+    every n that was evaluated, ascending.
+    """
 
     value: float | None
-    """Rows; None if the answer is outside the tested range."""
     low: float | None
-    """Lower end of the interval over seeds; None: open."""
     high: float | None
-    """Upper end; None: open."""
     side: Side
-    """`before`: even the smallest n is not fitted; `beyond`: the largest n still is."""
     epsilon: float
     points: tuple[tuple[float, float], ...]
-    """(n, mean training error) of every n that was evaluated, ascending."""
 
     def __str__(self) -> str:
         first, last = self.points[0][0], self.points[-1][0]
@@ -61,8 +59,8 @@ class EMC:
             return f"below {first:g} rows"
         if self.side == "beyond" or self.value is None:
             return f"at least {last:g} rows"
-        low = "below " + f"{first:g}" if self.low is None else f"{self.low:.3g}"
-        high = "above " + f"{last:g}" if self.high is None else f"{self.high:.3g}"
+        low = f"below {first:g}" if self.low is None else f"{self.low:.3g}"
+        high = f"above {last:g}" if self.high is None else f"{self.high:.3g}"
         return f"{self.value:.3g} rows ({low} to {high})"
 
 
@@ -74,10 +72,7 @@ def find_crossing(
     The direction (rising or falling error) is that of the monotone fit closer to the means. Interval: one-sided t
     limits of the mean at each point, followed from the fitted end while the upper limit is at most ε, and from the
     other end while the lower limit is above it; stopping at the first failure needs no correction for the number of
-    points.
-
-    Raises:
-        UserError: values that do not ascend, a table of another width, no finite row, or ε not in (0, 1).
+    points. Raises UserError for values that do not ascend, a table of another width, no finite row, or ε not in (0, 1).
     """
     x, table = _check_curve(values, train_error, epsilon)
     mean = table.mean(0)
@@ -86,33 +81,28 @@ def find_crossing(
     position = np.log(x) if x[0] > 0 else x
     back = (lambda p: float(np.exp(p))) if x[0] > 0 else float
     if rising:
-        found, low, high = _crossing_with_interval(position, table, epsilon, level)
+        value, low, high = _crossing_with_interval(position, table, epsilon, level)
     else:
-        found, high, low = _crossing_with_interval(-position[::-1], table[:, ::-1], epsilon, level)
-        found, low, high = (None if p is None else -p for p in (found, low, high))
-    fitted: Literal["some", "all", "none"] = (
-        "all" if (mean <= epsilon).all() else "none" if (mean > epsilon).all() else "some"
+        value, high, low = _crossing_with_interval(-position[::-1], table[:, ::-1], epsilon, level)
+        value, low, high = (None if p is None else -p for p in (value, low, high))
+    value, low, high = (None if p is None else back(p) for p in (value, low, high))
+    return Crossing(
+        value, low, high, rising, "all" if (mean <= epsilon).all() else "none" if (mean > epsilon).all() else "some"
     )
-    ends = [None if p is None else back(p) for p in (found, low, high)]
-    return Crossing(ends[0], ends[1], ends[2], rising, fitted)
 
 
 def emc_from_curve(
     n_values: Sequence[float], train_error: np.ndarray, epsilon: float = EPSILON, *, level: float = 0.05
 ) -> EMC:
     """Return the EMC of a curve over the number of rows: [S, J] training errors at `n_values` [J], made monotone in n.
-
-    Interval and errors as for `find_crossing`.
-    """
+    Interval and errors as for `find_crossing`."""
     x, table = _check_curve(n_values, train_error, epsilon)
     if x[0] <= 0:
         raise UserError(f"numbers of rows must be positive, got {x[0]:g}")
-    found, low, high = _crossing_with_interval(np.log(x), table, epsilon, level)
+    ends = _crossing_with_interval(np.log(x), table, epsilon, level)
+    value, low, high = (None if p is None else math.exp(p) for p in ends)
     mean = table.mean(0)
-    side: Side = "inside"
-    if found is None:
-        side = "before" if _isotonic(mean)[0] > epsilon else "beyond"
-    value, low, high = (None if p is None else math.exp(p) for p in (found, low, high))
+    side: Side = "inside" if value is not None else "before" if _isotonic(mean)[0] > epsilon else "beyond"
     return EMC(value, low, high, side, epsilon, tuple(zip(x.tolist(), mean.tolist(), strict=True)))
 
 
@@ -127,15 +117,12 @@ def effective_model_complexity(
 ) -> EMC:
     """Find the EMC by bisection over n between `low` and `high`; every n is evaluated with all seeds.
 
-    Args:
-        train_error: the training error at n rows under a seed, `train_error(n, seed)`; a run that diverged may return
-            NaN or infinity and counts as an error of 1 (it has fitted nothing).
-        resolution: stop when the smallest n that is not fitted is at most (1 + resolution) × the largest that is.
+    train_error: the training error at n rows under a seed, `train_error(n, seed)`; a run that diverged may return NaN
+    or infinity and counts as an error of 1 (it has fitted nothing). resolution: stop when the smallest n that is not
+    fitted is at most (1 + resolution) × the largest that is.
 
-    Assumes that the mean error rises with n; the points are returned so that this can be checked.
-
-    Raises:
-        UserError: an empty range, no seeds, or ε or resolution out of bounds.
+    Assumes that the mean error rises with n; the points are returned so that this can be checked. Raises UserError for
+    an empty range, no seeds, or ε or resolution out of bounds.
     """
     if not 1 <= low < high:
         raise UserError(f"effective model complexity: needs 1 <= low < high, got {low} and {high}")
@@ -162,9 +149,6 @@ def effective_model_complexity(
     return emc_from_curve(order, np.array([tried[n] for n in order]).T, epsilon)
 
 
-# --------------------------------------------------------------------------------------------- parts
-
-
 def _check_epsilon(epsilon: float) -> None:
     if not 0 < epsilon < 1:
         raise UserError(f"epsilon must be between 0 and 1, got {epsilon}")
@@ -187,22 +171,19 @@ def _check_curve(values: Sequence[float], errors: np.ndarray, epsilon: float) ->
 def _crossing_with_interval(
     position: np.ndarray, table: np.ndarray, epsilon: float, level: float
 ) -> tuple[float | None, float | None, float | None]:
-    """Return (crossing, low, high) of errors [S, J] that rise along `position`; None for ends that are not on the
-    axis."""
+    """Return (crossing, low, high) of errors [S, J] that rise along `position`; None for ends not on the axis."""
     mean = table.mean(0)
-    found = _interpolate_crossing(position, _isotonic(mean), epsilon)
+    value = _interpolate_crossing(position, _isotonic(mean), epsilon)
     n = len(table)
     if n < 2:
-        return found, None, None
+        return value, None, None
     half = t_quantile(1 - level / 2, n - 1) * table.std(0, ddof=1) / math.sqrt(n)
     upper = np.maximum.accumulate(mean + half)  # from the left, up to the first failure
     lower = np.minimum.accumulate((mean - half)[::-1])[::-1]  # from the right
     low, high = _interpolate_crossing(position, upper, epsilon), _interpolate_crossing(position, lower, epsilon)
-    if low is not None and found is not None:
-        low = min(low, found)  # the monotone fit may leave the limits if the means do not ascend
-    if high is not None and found is not None:
-        high = max(high, found)
-    return found, low, high
+    if value is not None:  # the monotone fit may leave the limits if the means do not ascend
+        low, high = None if low is None else min(low, value), None if high is None else max(high, value)
+    return value, low, high
 
 
 def _interpolate_crossing(position: np.ndarray, rising: np.ndarray, epsilon: float) -> float | None:
@@ -220,7 +201,7 @@ def _isotonic(y: np.ndarray) -> np.ndarray:
     for value in y:
         mean, size = float(value), 1
         while blocks and blocks[-1][0] > mean:
-            other, count = blocks.pop()
-            mean, size = (mean * size + other * count) / (size + count), size + count
+            previous, count = blocks.pop()
+            mean, size = (mean * size + previous * count) / (size + count), size + count
         blocks.append((mean, size))
     return np.concatenate([np.full(size, mean) for mean, size in blocks])

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.curve import Curve, CurveShape
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.experiments.statistics.peak import PeakTest, checked_peak_test
 from flatshift.experiments.statistics.scale import choose_scale
-from flatshift.experiments.statistics.shape import build_shape
 from flatshift.finetune.errors import UserError
 
 SPIKE = 2.0
@@ -24,20 +23,20 @@ ALONG_STEPS = ("step", "steps")
 
 @dataclass(frozen=True)
 class Instability:
-    """Findings on the training side of a curve."""
+    """Findings on the training side of a curve.
+
+    peak: of the training loss; None if not measured, with too few seeds or points, or without seed differences. spike:
+    the training peak has a gradient spike, or sharpness above its threshold. lasting: the training loss rises
+    significantly along the steps and does not come back, by at least a fifth of its fall before.
+    """
 
     peak: PeakTest | None
-    """Peak test of the training loss; None if not measured, with too few seeds or points, or without seed
-    differences."""
     spike: bool = False
-    """True for a training peak with a gradient spike or with sharpness above its threshold."""
     lasting: bool = False
-    """True for a significant rise along the steps that does not come back, of at least a fifth of the fall before
-    it."""
     evidence: list[str] = field(default_factory=list)
 
     @property
-    def found(self) -> bool:
+    def has_peak(self) -> bool:
         """True if the training loss has a peak."""
         return self.peak is not None and self.peak.rejected
 
@@ -62,40 +61,33 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
         return Instability(None, evidence=[f"Training loss cannot be evaluated: {error}."])
     lasting, rise = _lasting_rise(curve, peak, level)
     if peak.triple is None:
-        at = curve.at(peak.detectable.point)
-        return Instability(
-            peak,
-            lasting=lasting,
-            evidence=[
-                f"Training loss has no peak by the same test (p = {peak.p_value:.2g}); one of "
-                f"{peak.detectable.height:.3g} at {at}, where runs scatter most, would be found in 80 % of cases.",
-                *rise,
-            ],
+        sentence = (
+            f"Training loss has no peak by the same test (p = {peak.p_value:.2g}); one of {peak.detectable.height:.3g} "
+            f"at {curve.at(peak.detectable.point)}, where runs scatter most, would be found in 80 % of cases."
         )
+        return Instability(peak, lasting=lasting, evidence=[sentence, *rise])
     i, j, l = peak.triple
-    judged = scale.to(np.delete(curve.train_loss, list(peak.diverged), axis=0)).mean(0)
-    mean = {k: scale.back(float(judged[k])) for k in (i, j, l)}
+    means = scale.to(np.delete(curve.train_loss, list(peak.diverged), axis=0)).mean(0)
+    mean = {k: scale.back(float(means[k])) for k in (i, j, l)}
     evidence = [
         f"Training loss has a peak too: {mean[i]:.3g} at {curve.at(i)}, {mean[j]:.3g} at {curve.at(j)}, {mean[l]:.3g} "
         f"at {curve.at(l)} (p = {peak.p_value:.2g})."
     ]
-    gradient, sharp = _gradient_finding(curve, peak.triple, level), _sharpness_finding(curve, peak.triple, level)
-    if gradient is None and sharp is None:
+    findings = (_gradient_finding(curve, peak.triple, level), _sharpness_finding(curve, peak.triple, level))
+    recorded = [finding for finding in findings if finding is not None]
+    if not recorded:
         evidence.append(
             "Neither gradient norms nor sharpness were recorded there: record one to tell instability apart."
         )
-    for finding in (gradient, sharp):
-        if finding is not None:
-            evidence.append(finding[1])
-    spike = any(finding is not None and finding[0] for finding in (gradient, sharp))
-    return Instability(peak, spike, lasting, [*evidence, *rise])
+    evidence += [sentence for _, sentence in recorded]
+    return Instability(peak, any(spike for spike, _ in recorded), lasting, [*evidence, *rise])
 
 
 def _lasting_rise(curve: Curve, peak: PeakTest, level: float) -> tuple[bool, list[str]]:
     """Return (unstable, sentences) for a training loss that rises along the steps and does not come back."""
     if curve.axis not in ALONG_STEPS or curve.train_loss is None:
         return False, []
-    shape = build_shape(replace(curve, test=curve.train_loss, metric="training loss", items=None), peak)
+    shape = CurveShape(replace(curve, test=curve.train_loss, metric="training loss", items=None), peak)
     sentence = shape.overfitting(level)
     if sentence is None:
         return False, []
@@ -118,18 +110,17 @@ def _gradient_finding(curve: Curve, triple: tuple[int, int, int], level: float) 
         pair = pair[np.isfinite(pair).all(1) & (pair > 0).all(1)]
         if len(pair) < 2:
             continue
-        ratios = np.log(pair[:, 1] / pair[:, 0])
-        found = t_interval(ratios.tolist(), confidence=1 - 2 * level / len(between))
-        assert found.low is not None and found.high is not None
-        if best is None or found.value > best[0]:
-            best = (found.value, found.low, found.high, j)
+        ratio = t_interval(np.log(pair[:, 1] / pair[:, 0]).tolist(), confidence=1 - 2 * level / len(between))
+        assert ratio.low is not None and ratio.high is not None
+        if best is None or ratio.value > best[0]:
+            best = (ratio.value, ratio.low, ratio.high, j)
     if best is None:
         return None
     # `exp` overflows above 709.
-    ratio, low, high = (math.exp(min(value, 700.0)) for value in best[:3])
-    spike = ratio >= SPIKE and low > 1
+    value, low, high = (math.exp(min(exponent, 700.0)) for exponent in best[:3])
+    spike = value >= SPIKE and low > 1
     return spike, (
-        f"The gradient norm at {curve.at(best[3])} is {ratio:.3g} × that at {curve.at(flank)} ({low:.3g} to "
+        f"The gradient norm at {curve.at(best[3])} is {value:.3g} × that at {curve.at(flank)} ({low:.3g} to "
         f"{high:.3g}): {'a spike' if spike else 'no spike'}."
     )
 
@@ -138,16 +129,16 @@ def _sharpness_finding(curve: Curve, triple: tuple[int, int, int], level: float)
     """Return (above its threshold, sentence); None if not recorded between the flanks."""
     if curve.sharpness is None:
         return None
-    around = range(triple[0], triple[2] + 1)
+    columns = range(triple[0], triple[2] + 1)
     best: tuple[float, float, int] | None = None
-    for j in around:
+    for j in columns:
         values = curve.sharpness[np.isfinite(curve.sharpness[:, j]), j]
         if len(values) < 2:
             continue
-        found = t_interval(values.tolist(), confidence=1 - 2 * level / len(around))
-        assert found.low is not None
-        if best is None or found.low > best[1]:
-            best = (found.value, found.low, j)
+        interval = t_interval(values.tolist(), confidence=1 - 2 * level / len(columns))
+        assert interval.low is not None
+        if best is None or interval.low > best[1]:
+            best = (interval.value, interval.low, j)
     if best is None:
         return None
     value, low, j = best

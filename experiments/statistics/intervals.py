@@ -46,10 +46,9 @@ def t_interval(
         raise ValueError("t_interval needs at least one value")
     if not all(math.isfinite(v) for v in values):
         raise ValueError("t_interval needs finite values")
-    mean = math.fsum(values) / n
+    mean, sd = _mean_and_sd(values)
     if n == 1:
         return Interval(mean, None, None, 1)
-    sd = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
     half = t_quantile(0.5 + confidence / 2, n - 1) * sd / math.sqrt(n)
     low, high = bounds or (-math.inf, math.inf)
     return Interval(mean, max(mean - half, low), min(mean + half, high), n)
@@ -58,10 +57,8 @@ def t_interval(
 def paired_difference(
     ours: Mapping[Any, float], base: Mapping[Any, float], *, confidence: float = 0.95
 ) -> Interval | None:
-    """Return the t-interval of `ours − base` over the keys (seeds) that both have; None if they share none.
-
-    Pairing removes what a seed does to both (subset, order, initialisation), which is most of the spread.
-    """
+    """Return the t-interval of `ours − base` over the keys (seeds) that both have; None if they share none. Pairing
+    removes what a seed does to both (subset, order, initialisation), which is most of the spread."""
     shared = sorted(set(ours) & set(base), key=repr)
     return t_interval([ours[k] - base[k] for k in shared], confidence=confidence) if shared else None
 
@@ -77,23 +74,22 @@ def paired_p(differences: Sequence[float]) -> float | None:
     n = len(differences)
     if n < 2:
         return None
-    mean = math.fsum(differences) / n
-    sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
-    if not _has_spread(differences, sd):
+    mean, sd = _mean_and_sd(differences)
+    if not sd > 1e-9 * max(abs(d) for d in differences):  # no spread beyond rounding errors
         return 1.0 if mean == 0 else None
     return float(2 * stdtr(n - 1, -abs(mean) / (sd / math.sqrt(n))))
 
 
-def _has_spread(differences: Sequence[float], sd: float) -> bool:
-    """Return True if `sd` exceeds the rounding error of the differences."""
-    return sd > 1e-9 * max(abs(d) for d in differences)
+def _mean_and_sd(values: Sequence[float]) -> tuple[float, float]:
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1))
 
 
 def holm_adjust(p_values: Mapping[str, float]) -> dict[str, float]:
     """Return Holm's step-down adjusted p-values (1979) by name."""
     adjusted, running = {}, 0.0
-    for place, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        running = max(running, min(1.0, (len(p_values) - place) * p))
+    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        running = max(running, min(1.0, (len(p_values) - rank) * p))
         adjusted[name] = running
     return adjusted
 
@@ -103,28 +99,20 @@ def detectable_effect(differences: Sequence[float]) -> float | None:
     n = len(differences)
     if n < 2:
         return None
-    mean = math.fsum(differences) / n
-    sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
-    return (t_quantile(0.975, n - 1) + t_quantile(0.80, n - 1)) * sd / math.sqrt(n)
+    return (t_quantile(0.975, n - 1) + t_quantile(0.80, n - 1)) * _mean_and_sd(differences)[1] / math.sqrt(n)
 
 
 def paired_test(ours: Mapping[Any, float], base: Mapping[Any, float]) -> dict[str, Any] | None:
-    """Test ours − base over shared seeds: mean, interval, p, detectable effect, and each seed's difference.
-
-    If `paired_p` has no p, there is no interval either. None without a shared seed.
-    """
-    found = paired_difference(ours, base)
-    if found is None:
+    """Test ours − base over shared seeds: mean, interval, p, detectable effect, and each seed's difference. If
+    `paired_p` has no p, there is no interval either. None without a shared seed."""
+    interval = paired_difference(ours, base)
+    if interval is None:
         return None
     by_seed = {str(s): ours[s] - base[s] for s in sorted(set(ours) & set(base))}
     differences = list(by_seed.values())
-    result = {
-        **asdict(found),
-        "p": paired_p(differences),
-        "detectable": detectable_effect(differences),
-        "by_seed": by_seed,
-    }
-    if result["p"] is None:  # one difference, or several equal ones: no width to estimate
+    p, detectable = paired_p(differences), detectable_effect(differences)
+    result = {**asdict(interval), "p": p, "detectable": detectable, "by_seed": by_seed}
+    if p is None:  # one difference, or several equal ones: no width to estimate
         result |= {"low": None, "high": None, "detectable": None}
     return result
 
@@ -134,9 +122,8 @@ def seed_item_bootstrap(
 ) -> dict[str, float | int]:
     """Return the 95 % percentile interval of the mean of the tables' means, over resampled seeds × test rows.
 
-    Args:
-        differences: for each task (S, n) ours − base, item by item; all with the same seeds in the same order. Each
-            task's rows are resampled once for both sides and all seeds, as they are the same rows.
+    differences: for each task (S, n) ours − base, item by item; all with the same seeds in the same order. Each task's
+    rows are resampled once for both sides and all seeds, as they are the same rows.
     """
     import numpy as np
 

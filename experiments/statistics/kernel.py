@@ -31,33 +31,33 @@ class KernelFit:
     effective: float
     """Σ e/(e + λ): number of the rows' labels that the fit can choose freely."""
 
-    def columns(self, some: slice) -> KernelFit:
+    def columns(self, selected: slice) -> KernelFit:
         """Return the fit of only these columns of labels; each column is fitted separately."""
-        return KernelFit(self.train[:, some], self.test[:, some], self.left_out[:, some], self.effective)
+        return KernelFit(self.train[:, selected], self.test[:, selected], self.left_out[:, selected], self.effective)
 
 
-def kernel_fits(kernel: np.ndarray, cross: np.ndarray, wanted: np.ndarray, ridges: Sequence[float]) -> list[KernelFit]:
-    """Fit wanted [N, C] by the kernel [N, N] for each λ of `ridges`, by one eigendecomposition; cross [M, N]."""
+def kernel_fits(kernel: np.ndarray, cross: np.ndarray, targets: np.ndarray, ridges: Sequence[float]) -> list[KernelFit]:
+    """Fit targets [N, C] by the kernel [N, N] for each λ of `ridges`, by one eigendecomposition; cross [M, N]."""
     values, vectors = np.linalg.eigh(kernel)
-    kept = values > NOISE * max(values[-1], 0.0)
-    inside, outside = vectors.T @ wanted, cross @ vectors
+    significant = values > NOISE * max(values[-1], 0.0)
+    projections, features = vectors.T @ targets, cross @ vectors
     fits = []
     for ridge in ridges:
-        gains = np.divide(1.0, values + ridge, out=np.zeros_like(values), where=kept)
+        gains = np.divide(1.0, values + ridge, out=np.zeros_like(values), where=significant)
         shares = values * gains
-        fitted = vectors @ (shares[:, None] * inside)
-        full = np.where(kept, gains, 1.0 / ridge if ridge else np.inf)
+        fitted = vectors @ (shares[:, None] * projections)
+        full = np.where(significant, gains, 1.0 / ridge if ridge else np.inf)
         if np.isfinite(full).all():
             inverse = np.einsum("ij,j,ij->i", vectors, full, vectors)
-            left_out = wanted - (vectors @ (full[:, None] * inside)) / inverse[:, None]
+            left_out = targets - (vectors @ (full[:, None] * projections)) / inverse[:, None]
         else:  # singular kernel: dependent rows by their residual, independent ones as above
             hat = np.einsum("ij,j,ij->i", vectors, shares, vectors)
             inverse = np.einsum("ij,j,ij->i", vectors, gains, vectors)
             apart = (1 - hat > INDEPENDENT)[:, None]
             with np.errstate(divide="ignore", invalid="ignore"):
-                own = (vectors @ (gains[:, None] * inside)) / inverse[:, None]
-                left_out = wanted - np.where(apart, (wanted - fitted) / (1 - hat)[:, None], np.nan_to_num(own))
-        fits.append(KernelFit(fitted, outside @ (gains[:, None] * inside), left_out, float(shares.sum())))
+                own = (vectors @ (gains[:, None] * projections)) / inverse[:, None]
+                left_out = targets - np.where(apart, (targets - fitted) / (1 - hat)[:, None], np.nan_to_num(own))
+        fits.append(KernelFit(fitted, features @ (gains[:, None] * projections), left_out, float(shares.sum())))
     return fits
 
 

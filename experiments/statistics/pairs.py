@@ -28,16 +28,16 @@ nine-fold variance at one point and five seeds a weight of 4 gives up to .057, o
 
 @dataclass(frozen=True)
 class PointPairs:
-    """Statistics over seeds for each pair of points."""
+    """Statistics over `seeds` seeds for each pair of points, each [..., J, J].
+
+    difference, variance: mean and sample variance over seeds of y_j − y_i. shrunken: (4 v̄ + (S − 1) v_ij) / (S + 3)
+    with v̄ the mean variance over all pairs.
+    """
 
     seeds: int
-    """S."""
     difference: np.ndarray
-    """[..., J, J]: mean over seeds of y_j − y_i."""
     variance: np.ndarray
-    """[..., J, J]: sample variance over seeds of y_j − y_i."""
     shrunken: np.ndarray
-    """[..., J, J]: (4 v̄ + (S − 1) v_ij) / (S + 3) with v̄ the mean over all pairs."""
 
     @property
     def error(self) -> np.ndarray:
@@ -51,43 +51,37 @@ class PointPairs:
         return np.divide(self.difference, error, out=np.zeros_like(error), where=error > 0)
 
 
-def point_pairs(curves: np.ndarray, least: float = 0.0) -> PointPairs:
-    """Return differences, variances and shrunken variances of `curves` [..., S, J] (finite, S ≥ 2, J ≥ 2).
-
-    least: smallest variance of a point, such as the binomial one of n items: v̄ is then at least twice it.
-    """
+def point_pairs(curves: np.ndarray, minimum: float = 0.0) -> PointPairs:
+    """Return differences, variances and shrunken variances of `curves` [..., S, J] (finite, S ≥ 2, J ≥ 2). minimum:
+    smallest variance of a point, such as the binomial one of n items: v̄ is then at least twice it."""
     seeds, points = curves.shape[-2:]
     mean = curves.mean(-2)
     centred = curves - mean[..., None, :]
     covariance = np.swapaxes(centred, -1, -2) @ centred / (seeds - 1)
     diagonal = np.diagonal(covariance, axis1=-2, axis2=-1)
     variance = np.maximum(diagonal[..., :, None] + diagonal[..., None, :] - 2 * covariance, 0.0)
-    pooled = variance.sum((-2, -1)) / (points * (points - 1))
-    pooled = np.maximum(pooled, 2 * least)
+    pooled = np.maximum(variance.sum((-2, -1)) / (points * (points - 1)), 2 * minimum)
     shrunken = (PRIOR * pooled[..., None, None] + (seeds - 1) * variance) / (seeds - 1 + PRIOR)
     shrunken[..., np.arange(points), np.arange(points)] = 0.0
     return PointPairs(seeds, mean[..., None, :] - mean[..., :, None], variance, shrunken)
 
 
-def point_variances(variance: np.ndarray, seeds: int, least: float = 0.0) -> np.ndarray:
-    """Return the shrunken variance of each point about its seed's curve, [..., J], from pair variances [..., J, J], J ≥
-    3.
+def point_variances(variance: np.ndarray, seeds: int, minimum: float = 0.0) -> np.ndarray:
+    """Return the shrunken variance of each point about its seed's curve, [..., J], from those of pairs (J ≥ 3).
 
     With independent errors v_ij = σ_i² + σ_j², so Σ_j v_ij = (J − 2) σ_i² + Σ σ²; negative solutions count as 0. The
-    mean that they are shrunk towards is at least `least`.
+    mean that they are shrunk towards is at least `minimum`.
     """
     points = variance.shape[-1]
     total = variance.sum((-2, -1)) / (2 * (points - 1))
     single = np.maximum((variance.sum(-1) - total[..., None]) / (points - 2), 0.0)
-    usual = np.maximum(single.mean(-1, keepdims=True), least)
+    usual = np.maximum(single.mean(-1, keepdims=True), minimum)
     return (PRIOR_OF_POINTS * usual + (seeds - 1) * single) / (seeds - 1 + PRIOR_OF_POINTS)
 
 
 def rises_and_falls(t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return for each point [..., J] the largest t of a rise to it from the left, and of a fall from it to the right.
-
-    −inf if there is no point on that side.
-    """
+    −inf if there is no point on that side."""
     points = t.shape[-1]
     before = np.triu(np.ones((points, points), dtype=bool), 1)  # [i, j] with i < j
     rise = np.where(before, t, -np.inf).max(-2)
@@ -114,39 +108,36 @@ class NullDistribution:
             mean = z.mean(1)
             z -= mean[:, None, :]
             covariance = np.swapaxes(z, 1, 2) @ z / np.float32(seeds - 1)
-            here = slice(start, start + len(z))
-            self._mean[:, here] = mean.T
-            self._own[:, here] = np.diagonal(covariance, axis1=1, axis2=2).T
-            self._shared[:, here] = covariance[:, self.left, self.right].T
+            block = slice(start, start + len(z))
+            self._mean[:, block] = mean.T
+            self._own[:, block] = np.diagonal(covariance, axis1=1, axis2=2).T
+            self._shared[:, block] = covariance[:, self.left, self.right].T
 
     def extremes(
-        self, variances: np.ndarray | None = None, first: int | None = None, least: float = 0.0
+        self, variances: np.ndarray | None = None, count: int | None = None, minimum: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return max over i < j of t_ij, and of |t_ij|, each [draws], in the `first` draws (None: all).
-
-        least: as for `point_pairs`, in the units of `variances`.
-        """
-        sd, known = self._sd(variances), _least_pair_variance(variances, least)
-        count = first or self.draws
+        """Return max over i < j of t_ij, and of |t_ij|, each [draws], in the first `count` draws (None: all). minimum:
+        as for `point_pairs`, in the units of `variances`."""
+        sd, pair_minimum = self._sd(variances), _minimum_pair_variance(variances, minimum)
+        count = count or self.draws
         rise, both = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.float32)
         for start in range(0, count, _BLOCK):
-            here = slice(start, min(start + _BLOCK, count))
-            t, variance = self._moments(sd, here, known)
+            block = slice(start, min(start + _BLOCK, count))
+            t, variance = self._moments(sd, block, pair_minimum)
             t /= np.sqrt(variance, out=variance)
-            np.max(t, axis=0, out=rise[here])
-            np.maximum(rise[here], -t.min(0), out=both[here])
+            np.max(t, axis=0, out=rise[block])
+            np.maximum(rise[block], -t.min(0), out=both[block])
         rise *= math.sqrt(self.seeds)
         both *= math.sqrt(self.seeds)
         return rise, both
 
     def with_unit_shift(
-        self, variances: np.ndarray | None = None, first: int | None = None, least: float = 0.0
+        self, variances: np.ndarray | None = None, count: int | None = None, minimum: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (t, its shift by a true difference of one standard deviation), [pairs, draws], of the `first` draws.
-
-        The standard deviation is that of the mean of `variances` [J] (None: all equal).
-        """
-        difference, variance = self._moments(self._sd(variances), slice(first), _least_pair_variance(variances, least))
+        """Return (t, its shift by a true difference of one sd), [pairs, draws], of the first `count` draws (None: all).
+        The standard deviation is that of the mean of `variances` [J] (None: all equal)."""
+        pair_minimum = _minimum_pair_variance(variances, minimum)
+        difference, variance = self._moments(self._sd(variances), slice(count), pair_minimum)
         per_unit = np.sqrt(self.seeds / variance)
         return difference * per_unit, per_unit
 
@@ -155,16 +146,14 @@ class NullDistribution:
         ones = np.ones(self.points) if variances is None else np.asarray(variances)
         return np.sqrt(ones / ones.mean()).astype(np.float32)[:, None]
 
-    def _moments(self, sd: np.ndarray, here: slice, least: float) -> tuple[np.ndarray, np.ndarray]:
+    def _moments(self, sd: np.ndarray, block: slice, minimum: float) -> tuple[np.ndarray, np.ndarray]:
         """Return [pairs i < j, draws]: mean difference and shrunken variance for points of the given sd [J, 1].
-
-        least: variance of a pair that the mean over pairs is raised to.
-        """
-        mean, own = self._mean[:, here] * sd, self._own[:, here] * sd**2
-        variance = self._shared[:, here] * (-2 * sd[self.left] * sd[self.right])
+        minimum: variance of a pair that the mean over pairs is raised to."""
+        mean, own = self._mean[:, block] * sd, self._own[:, block] * sd**2
+        variance = self._shared[:, block] * (-2 * sd[self.left] * sd[self.right])
         variance += own[self.left]
         variance += own[self.right]
-        pooled = np.maximum(variance.mean(0), np.float32(least))
+        pooled = np.maximum(variance.mean(0), np.float32(minimum))
         variance *= (self.seeds - 1) / (self.seeds - 1 + PRIOR)
         variance += pooled * (PRIOR / (self.seeds - 1 + PRIOR))
         difference = mean[self.right]
@@ -172,9 +161,9 @@ class NullDistribution:
         return difference, variance
 
 
-def _least_pair_variance(variances: np.ndarray | None, least: float) -> float:
+def _minimum_pair_variance(variances: np.ndarray | None, minimum: float) -> float:
     """Return the least variance of a pair in units of the mean of `variances`, as in `NullDistribution._sd`."""
-    return 0.0 if variances is None or not least else 2 * least / float(np.mean(variances))
+    return 0.0 if variances is None or not minimum else 2 * minimum / float(np.mean(variances))
 
 
 @functools.lru_cache(maxsize=8)
@@ -189,10 +178,9 @@ def p_value(statistic: float, draws: np.ndarray) -> float:
 
 
 def critical_value(draws: np.ndarray, level: float) -> float:
-    """Return the value that a statistic must exceed for a p-value of at most `level`; inf with too few draws for
-    that."""
+    """Return the value that a statistic must exceed for a p-value of at most `level`; inf with too few draws."""
     allowed = math.floor(level * (len(draws) + 1)) - 1
     if allowed < 0:
         return math.inf
-    place = len(draws) - 1 - allowed
-    return float(np.partition(draws, place)[place])
+    index = len(draws) - 1 - allowed
+    return float(np.partition(draws, index)[index])

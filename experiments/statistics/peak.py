@@ -1,8 +1,5 @@
 """Peak test of a curve that is valid with few seeds, with the location, height and detectable height of the peak.
 
-    test = peak_test(errors)          # [seeds, points], one run per seed at every point of the axis
-    test.rejected, test.location, test.height, test.detectable
-
 H0: the mean curve is quasi-convex (flat, monotone or U-shaped). T = max over i < j < l of min(t_ij, t_jl), with t_ij
 the seed-paired t of the rise from i to j and t_jl that of the fall from j to l, both with shrunken variances. T is
 compared with the quantile of max over i < j of t_ij on flat Gaussian curves with the points' own shrunken variances: a
@@ -52,50 +49,47 @@ _POWER_DRAWS = 2000
 class TooFewSeeds(UserError):
     """Error for too few seeds with finite values at all points."""
 
-    def __init__(self, got: int, of: int) -> None:
-        self.got, self.of = got, of
+    def __init__(self, complete: int, total: int) -> None:
+        self.complete, self.total = complete, total
         super().__init__(
-            f"the peak test needs at least {FEWEST_SEEDS} seeds with finite values at all points, got {got} of {of}: "
-            f"sweep with --seeds {of + FEWEST_SEEDS - got}"
+            f"the peak test needs at least {FEWEST_SEEDS} seeds with finite values at all points, got {complete} of "
+            f"{total}: sweep with --seeds {total + FEWEST_SEEDS - complete}"
         )
 
-    def told(self, planned: int | None) -> str:
+    def message_for(self, planned: int | None) -> str:
         """Return the message for a plan of `planned` seeds with missing cells: the missing seeds may be enough."""
-        if planned is None or self.got + planned - self.of < FEWEST_SEEDS:
+        if planned is None or self.complete + planned - self.total < FEWEST_SEEDS:
             return str(self)
         return (
-            f"{self.got} of {planned} seeds are finished so far at all points, and the peak test needs {FEWEST_SEEDS}; "
-            "continue with the same command"
+            f"{self.complete} of {planned} seeds are finished so far at all points, and the peak test needs "
+            f"{FEWEST_SEEDS}; continue with the same command"
         )
 
 
 @dataclass(frozen=True)
 class PeakHeight:
-    """Height of a peak above the higher of its two flanks, in the units of the curve."""
+    """Height of a peak above the higher of its two flanks, in the units of the curve. low: 0 if the test does not
+    reject. high: inf if the seeds do not differ at all."""
 
     estimate: float
     low: float
-    """0 if the test does not reject."""
     high: float
-    """inf if the seeds do not differ at all."""
 
 
 @dataclass(frozen=True)
 class DetectableHeight:
     """Height of a one-point peak found with a power of 80 % by this number of seeds and points.
 
-    Uses the variances of the curve's own points, at the noisiest inner point: runs scatter most where an interpolation
-    peak is expected.
+    Uses the variances of the curve's own points, at the noisiest inner point, the column `point`: runs scatter most
+    where an interpolation peak is expected. height: in the units of the curve; inf if the seeds do not differ at all.
+    sd: in standard deviations of one run about its seed's curve, pooled over points. even: height if all points
+    scattered alike.
     """
 
     height: float
-    """In the units of the curve; inf if the seeds do not differ at all."""
     sd: float
-    """In standard deviations of one run about its seed's curve, pooled over points."""
     point: int
-    """Column of the noisiest inner point."""
     even: float
-    """In the units of the curve, if all points scattered alike."""
 
 
 @dataclass(frozen=True)
@@ -112,19 +106,16 @@ class PeakTest:
     location: tuple[int, ...]
     """Points that may have the highest mean between the two flanks; () if not rejected."""
     height: PeakHeight
-    """Height of the highest peak, with a two-sided interval at 1 − `level`."""
+    """Of the highest peak, with a two-sided interval at 1 − `level`."""
     ceiling: float
     """One-sided upper limit of the highest peak's height at 1 − `level`: any existing peak is lower."""
     detectable: DetectableHeight
     sd: float
-    """Standard deviation of one run about its seed's curve, pooled over points; on the transformed scale if there is
-    one."""
+    """Standard deviation of one run about its seed's curve, pooled over points, on the test's scale."""
     hump: float
     """Estimated height in standard deviations of one run, as if all points scattered alike."""
     seeds: int
-    """Number of seeds tested."""
     points: tuple[int, ...]
-    """Columns tested."""
     diverged: tuple[int, ...]
     """Rows (seeds) left out for values that are not finite."""
     level: float
@@ -139,13 +130,12 @@ def peak_test(
 ) -> PeakTest:
     """Test the mean of seed-paired curves for a peak.
 
-    Args:
-        curves: [S, J]; row s is one seed at all points, so that subset, label noise and order are shared along a row
-            and differ between rows. At most 10 points, named beforehand (`thin` picks them without looking at y).
-        level: false alarms among curves without a peak, and 1 − coverage of `location` and `height`.
-        draws: flat curves behind the critical value; seed: of those draws.
-        scale: transformation before means are taken, from `scale_of` (None: plain). Heights are in the units of the
-            values, above the higher of the flanks; if no peak is found, above the lowest points on both sides.
+    curves: [S, J]; row s is one seed at all points, so that subset, label noise and order are shared along a row and
+    differ between rows. At most 10 points, named beforehand (`thin` picks them without looking at y). level: false
+    alarms among curves without a peak, and 1 − coverage of `location` and `height`. draws: flat curves behind the
+    critical value; seed: of those draws. scale: transformation before means are taken, from `scale_of` (None: plain).
+    Heights are in the units of the values, above the higher of the flanks; if no peak is found, above the lowest points
+    on both sides.
 
     Diverged runs: a point without a finite value in more than half of the seeds is left out, then every seed that lacks
     one at a remaining point. Complete curves are left, so pairing and the error rate hold; the statement is about runs
@@ -158,29 +148,26 @@ def peak_test(
     Height: the lower limit is min(μ_j − μ_i, μ_j − μ_l) of the found triple by the same all-pairs bounds (0 if they
     reach below it). The upper limit is max over triples of min(u_ij, u_jl) with u the exact limits of the paired t: if
     a peak of height H exists, both its differences are at least H, and only if one of these two limits fails can the
-    maximum be below H, so two limits share the error and the number of triples does not matter.
-
-    Raises:
-        UserError: not a table [seeds, points], more than 10 points, or fewer than 5 seeds or 3 points with values.
+    maximum be below H, so two limits share the error and the number of triples does not matter. Raises UserError for
+    anything but a table [seeds, points], more than 10 points, or fewer than 5 seeds or 3 points with values.
     """
     table = np.asarray(curves, dtype=np.float64)
     if not 0 < level < 0.5:
         raise UserError(f"peak_test: level must be between 0 and 0.5, got {level}")
     rows, points = select_finite(table)
-    diverged = tuple(sorted(set(range(len(table))) - set(rows)))
     scale = scale or MetricScale()
-    kept = scale.to(table[np.ix_(rows, points)])
-    seeds, count = kept.shape
-    moved, unit = normalise_curves(kept)
-    least = scale.least(unit)
-    pairs = point_pairs(moved, least)
+    values = scale.to(table[np.ix_(rows, points)])
+    seeds, count = values.shape
+    moved, unit = normalise_curves(values)
+    minimum = scale.least(unit)
+    pairs = point_pairs(moved, minimum)
     flat = null_distribution(seeds, count, draws, seed)
     spread = math.sqrt(float(pairs.variance.sum()) / (2 * count * (count - 1)))
-    if spread * unit <= 8 * np.finfo(float).eps * float(np.abs(kept).max()):
+    if spread * unit <= 8 * np.finfo(float).eps * float(np.abs(values).max()):
         spread = 0.0  # seeds differ by rounding only
     t = pairs.t if spread else np.zeros((count, count))
-    variances = point_variances(pairs.variance, seeds, least) if spread else None
-    rising, both = flat.extremes(variances, least=least)
+    variances = point_variances(pairs.variance, seeds, minimum) if spread else None
+    rising, both = flat.extremes(variances, minimum=minimum)
     threshold = critical_value(rising, level)
     rise, fall = rises_and_falls(t)
     middle = int(np.argmax(np.minimum(rise, fall)))
@@ -188,29 +175,24 @@ def peak_test(
     rejected = statistic > threshold
     triple = _find_flanks(t, middle) if rejected else None
     location = () if triple is None else _location_set(t, triple[0], triple[2], critical_value(both, level))
-    height = (
-        _peak_height(pairs, triple, critical_value(both, level / 2), level)
-        if spread
-        else PeakHeight(0.0, 0.0, math.inf)
-    )
-    found_at = _detectable_heights(flat, threshold, variances, min(_POWER_DRAWS, draws), least)
-    worst = int(np.argmax(found_at))
+    estimate, low = _peak_height(pairs, triple, critical_value(both, level / 2)) if spread else (0.0, 0.0)
+    detectable = _detectable_heights(flat, threshold, variances, min(_POWER_DRAWS, draws), minimum)
+    worst = int(np.argmax(detectable))
+    worst_sd = float(detectable[worst])
     even = detectable_sd(seeds, count, level=level, draws=draws, seed=seed)
     sd = spread * unit if spread else math.inf  # seeds without any difference detect nothing, however high
-    means = kept.mean(0)
+    means = values.mean(0)
     flanks = _flank_levels(means)  # of the inner points
-
-    def above(place: int, tall: float) -> float:
-        return scale.above(float(flanks[place - 1]), tall)
-
-    at = max(1, min(middle, count - 2))
+    peak = max(1, min(middle, count - 2))
     if triple is not None:
-        flanks[at - 1] = max(means[triple[0]], means[triple[2]])
+        flanks[peak - 1] = max(means[triple[0]], means[triple[2]])
 
-    def tallest(at_level: float) -> float:
-        if not spread:
-            return math.inf
-        return max(above(j, float(limit) * unit) for j, limit in enumerate(_upper_limits(pairs, at_level), start=1))
+    def above(point: int, height: float) -> float:
+        return scale.above(float(flanks[point - 1]), height)
+
+    def upper_limit(limit_level: float) -> float:
+        limits = _upper_limits(pairs, limit_level).tolist()
+        return max(above(j, limit * unit) for j, limit in enumerate(limits, start=1)) if spread else math.inf
 
     return PeakTest(
         statistic=statistic,
@@ -219,19 +201,16 @@ def peak_test(
         rejected=rejected,
         triple=None if triple is None else (points[triple[0]], points[triple[1]], points[triple[2]]),
         location=tuple(points[j] for j in location),
-        height=PeakHeight(above(at, height.estimate * unit), above(at, height.low * unit), tallest(level / 2)),
-        ceiling=tallest(level),
+        height=PeakHeight(above(peak, estimate * unit), above(peak, low * unit), upper_limit(level / 2)),
+        ceiling=upper_limit(level),
         detectable=DetectableHeight(
-            above(worst + 1, float(found_at[worst]) * sd),
-            float(found_at[worst]),
-            points[worst + 1],
-            above(worst + 1, even * sd),
+            above(worst + 1, worst_sd * sd), worst_sd, points[worst + 1], above(worst + 1, even * sd)
         ),
         sd=spread * unit,
-        hump=height.estimate * even / (spread * float(found_at[worst])) if spread else 0.0,
+        hump=estimate * even / (spread * worst_sd) if spread else 0.0,
         seeds=seeds,
         points=tuple(points),
-        diverged=diverged,
+        diverged=tuple(sorted(set(range(len(table))) - set(rows))),
         level=level,
     )
 
@@ -259,19 +238,16 @@ def checked_peak_test(curves: np.ndarray, *, level: float, draws: int, seed: int
     return test
 
 
-def normalise_curves(kept: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return (curves [S, J] minus their first points, in units of the largest; that unit), so that squares stay
-    finite."""
-    moved = kept - kept[:, :1]
-    scale = float(np.abs(moved).max()) or 1.0
-    return moved / scale, scale
+def normalise_curves(curves: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return (curves [S, J] minus their first points in units of the largest, that unit): squares stay finite."""
+    moved = curves - curves[:, :1]
+    unit = float(np.abs(moved).max()) or 1.0
+    return moved / unit, unit
 
 
 def select_finite(curves: np.ndarray) -> tuple[list[int], list[int]]:
-    """Return the rows and columns of `curves` [S, J] to test, by the policy for diverged runs in `peak_test`.
-
-    Raises UserError as `peak_test` does.
-    """
+    """Return the rows and columns of `curves` [S, J] to test, by the policy for diverged runs in `peak_test`. Raises
+    UserError as `peak_test` does."""
     if curves.ndim != 2:
         raise UserError(f"a curve must be a table [seeds, points], got an array of shape {list(curves.shape)}")
     check_points(curves.shape[1])
@@ -298,28 +274,23 @@ def check_points(count: int) -> None:
 
 @functools.lru_cache(maxsize=256)
 def detectable_sd(seeds: int, points: int, *, level: float = 0.05, draws: int = 20_000, seed: int = 0) -> float:
-    """Return the height, in standard deviations of one run, of a peak that the test finds with a power of 80 %.
-
-    The peak is the middle point, with one low point on either side (as between a valley and a second descent) and equal
-    variances.
-    """
+    """Return the height, in standard deviations of one run, of a peak that the test finds with a power of 80 %. The
+    peak is the middle point, with one low point on either side and equal variances."""
     flat = null_distribution(seeds, points, draws, seed)
     threshold = critical_value(flat.extremes()[0], level)
     return float(_detectable_heights(flat, threshold)[(points - 1) // 2 - 1])
 
 
-def seeds_needed(height_sd: float, points: int, *, level: float = 0.05, most: int = 100) -> int | None:
+def seeds_needed(height_sd: float, points: int, *, level: float = 0.05, maximum: int = 100) -> int | None:
     """Return the smallest number of seeds that finds a peak of `height_sd` standard deviations with a power of 80 %.
-
-    `height_sd` is in standard deviations of one run. None beyond `most` seeds. Uses 2,000 draws for each number tried.
-    """
+    None beyond `maximum` seeds. Uses 2,000 draws for each number tried."""
 
     def enough(seeds: int) -> bool:
         return detectable_sd(seeds, points, level=level, draws=2000) <= height_sd
 
-    if not height_sd > 0 or not enough(most):
+    if not height_sd > 0 or not enough(maximum):
         return None
-    low, high = FEWEST_SEEDS - 1, most  # invariant: `high` is enough
+    low, high = FEWEST_SEEDS - 1, maximum  # invariant: `high` is enough
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
@@ -348,23 +319,20 @@ def thin(values: Sequence[float], at_most: int = MOST_POINTS) -> tuple[int, ...]
     return tuple(chosen)
 
 
-# --------------------------------------------------------------------------------------------- parts
-
-
 def _detectable_heights(
     flat: NullDistribution,
     threshold: float,
     variances: np.ndarray | None = None,
-    first: int | None = None,
-    least: float = 0.0,
+    count: int | None = None,
+    minimum: float = 0.0,
 ) -> np.ndarray:
     """Return [J − 2]: for each inner point, the height of a peak there that is found with a power of 80 %.
 
-    In standard deviations of the mean of `variances` [J] (None: all equal), from the `first` draws; the two neighbours
-    are its flanks. For each flat draw the smallest sufficient height follows from the t's: a rise by h moves t_ij by
-    h√S/√ṽ_ij.
+    In standard deviations of the mean of `variances` [J] (None: all equal), from the first `count` draws; the two
+    neighbours are its flanks. For each flat draw the smallest sufficient height follows from the t's: a rise by h moves
+    t_ij by h√S/√ṽ_ij.
     """
-    t, per_unit = flat.with_unit_shift(variances, first, least)
+    t, per_unit = flat.with_unit_shift(variances, count, minimum)
     steps = np.flatnonzero(flat.right == flat.left + 1)  # from each point to the next, in order
     up = (threshold - t[steps[:-1]]) / per_unit[steps[:-1]]
     down = (threshold + t[steps[1:]]) / per_unit[steps[1:]]  # a fall from the peak is minus the rise
@@ -383,22 +351,20 @@ def _location_set(t: np.ndarray, left: int, right: int, threshold: float) -> tup
     return tuple(j for j in between if max(t[j, k] for k in between) <= threshold)
 
 
-def _peak_height(pairs: PointPairs, triple: tuple[int, int, int] | None, threshold: float, level: float) -> PeakHeight:
-    high = float(_upper_limits(pairs, level / 2).max())
+def _peak_height(pairs: PointPairs, triple: tuple[int, int, int] | None, threshold: float) -> tuple[float, float]:
+    """Return (estimate, lower limit) of the height of the highest peak."""
     if triple is None:
         rise, fall = rises_and_falls(pairs.difference)
-        return PeakHeight(max(0.0, float(np.minimum(rise, fall).max())), 0.0, high)
+        return max(0.0, float(np.minimum(rise, fall).max())), 0.0
     i, j, l = triple
     differences = np.array([pairs.difference[i, j], pairs.difference[l, j]])
     errors = np.array([pairs.error[i, j], pairs.error[l, j]])
-    return PeakHeight(float(differences.min()), max(0.0, float((differences - threshold * errors).min())), high)
+    return float(differences.min()), max(0.0, float((differences - threshold * errors).min()))
 
 
 def _upper_limits(pairs: PointPairs, level: float) -> np.ndarray:
-    """Return [J − 2]: upper limits (0 or more) of the height of a peak at each inner point.
-
-    The largest is that of the highest peak at 1 − level, from exact paired t limits at level/2 each.
-    """
+    """Return [J − 2]: upper limits (0 or more) of the height of a peak at each inner point. The largest is that of the
+    highest peak at 1 − level, from exact paired t limits at level/2 each."""
     limits = pairs.difference + t_quantile(1 - level / 2, pairs.seeds - 1) * np.sqrt(pairs.variance / pairs.seeds)
     rise, fall = rises_and_falls(limits)
     return np.maximum(0.0, np.minimum(rise, fall)[1:-1])
@@ -418,16 +384,13 @@ HOLDOUT_SEEDS = 8
 
 @dataclass(frozen=True)
 class HoldoutResult:
-    """Two one-sided paired t-tests at a triple chosen on other seeds."""
+    """Two one-sided paired t-tests on `seeds` seeds, at a triple chosen on the first three. triple: columns of left
+    flank, peak and right flank. p_value: the larger of the two. confirmed: both reject."""
 
     triple: tuple[int, int, int]
-    """Columns of left flank, peak and right flank, chosen on the first three seeds."""
     p_value: float
-    """Larger of the two p-values: the curve must fall on both sides."""
     confirmed: bool
-    """True if both tests reject at the level."""
     seeds: int
-    """Number of seeds in the tests."""
 
 
 def holdout_test(curves: np.ndarray, *, level: float = 0.05) -> HoldoutResult:
@@ -443,12 +406,10 @@ def holdout_test(curves: np.ndarray, *, level: float = 0.05) -> HoldoutResult:
     rows, points = select_finite(table)
     if len(rows) < HOLDOUT_SEEDS:
         raise UserError(f"the check on other seeds needs at least {HOLDOUT_SEEDS} seeds with values, got {len(rows)}")
-    kept = table[np.ix_(rows, points)]
-    t = point_pairs(kept[:_CHOOSING]).t
-    rise, fall = rises_and_falls(t)
-    j = int(np.argmax(np.minimum(rise, fall)))
-    i, l = int(np.argmax(t[:j, j])), j + 1 + int(np.argmax(t[j + 1 :, j]))
-    others = kept[_CHOOSING:]
+    values = table[np.ix_(rows, points)]
+    t = point_pairs(values[:_CHOOSING]).t
+    i, j, l = _find_flanks(t, int(np.argmax(np.minimum(*rises_and_falls(t)))))
+    others = values[_CHOOSING:]
     n = len(others)
     sides = np.stack([others[:, j] - others[:, i], others[:, j] - others[:, l]])
     mean, sd = sides.mean(1), sides.std(1, ddof=1)
@@ -456,9 +417,6 @@ def holdout_test(curves: np.ndarray, *, level: float = 0.05) -> HoldoutResult:
     p = float(stdtr(n - 1, -statistic).max())
     confirmed = bool((statistic > t_quantile(1 - level, n - 1)).all())
     return HoldoutResult((points[i], points[j], points[l]), p, confirmed, n)
-
-
-# ----------------------------------------------------------------------------------- seeds added until a verdict stands
 
 
 _GROWTH = 1.5
@@ -473,10 +431,8 @@ class InterimLook:
 
 
 def plan_looks(budget: int, *, level: float = 0.05) -> tuple[InterimLook, ...]:
-    """Return looks at 5 seeds, then at half as many again each time, up to `budget` seeds.
-
-    Raises UserError for a budget below 5 seeds, which is too few for the test.
-    """
+    """Return looks at 5 seeds, then at half as many again each time, up to `budget` seeds. Raises UserError for a
+    budget below 5 seeds, which is too few for the test."""
     if budget < FEWEST_SEEDS:
         raise UserError(f"--until decided: --seeds {budget} is the most to add, and a verdict needs {FEWEST_SEEDS}")
     places = [FEWEST_SEEDS]

@@ -80,14 +80,14 @@ def choose_scale(metric: str, values: np.ndarray, items: int | None = None) -> M
     the plain scale), and for the offset of the logarithm.
     """
     finite = np.isfinite(values)
-    held = values[finite]
+    measured = values[finite]
     name = metric.lower()
-    if not held.size or name.startswith("log") or held.min() < 0:
+    if not measured.size or name.startswith("log") or measured.min() < 0:
         return MetricScale()
     if any(word in name for word in _LOSSES):
         tops = np.where(finite, values, -np.inf).max(1)
         start = _STARTED * float(np.median(tops[np.isfinite(tops)]))
         return MetricScale("log", start) if start > 0 else MetricScale()
-    if "error" in name and held.max() <= 1:
+    if "error" in name and measured.max() <= 1:
         return MetricScale("arcsine", items=items)
     return MetricScale()

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.curve import Curve, CurveShape, capitalise
 from flatshift.experiments.statistics.emc import Crossing, find_crossing
 from flatshift.experiments.statistics.instability import Instability, find_instability
 from flatshift.experiments.statistics.intervals import t_interval
@@ -26,7 +26,6 @@ from flatshift.experiments.statistics.peak import (
     holdout_test,
     seeds_needed,
 )
-from flatshift.experiments.statistics.shape import CurveShape, build_shape
 from flatshift.finetune.errors import UserError
 
 Kind = Literal["double descent", "instability", "overfitting", "mixed", "monotone", "undecided"]
@@ -36,25 +35,27 @@ TOLERANCE = 0.2
 
 @dataclass(frozen=True)
 class CurveVerdict:
-    """Verdict on a curve and the evidence for it."""
+    """Verdict on a curve and the evidence for it.
+
+    evidence: sentences with the numbers that led to `kind`, what was missing, and what would decide. peak, train_peak:
+    of the test error and the training loss; None if not measured, with too few seeds or points, or seeds that do not
+    differ. crossing: of ε by the mean training error. holdout: confirmation on other seeds, from eight on, if the peak
+    test rejects. seeds_needed: to find a peak as high as the largest hump with a power of 80 %; None beyond 100, or if
+    not computed.
+    """
 
     kind: Kind
     evidence: tuple[str, ...]
-    """Sentences with the numbers that led to `kind`, what was missing, and what would decide."""
     peak: PeakTest | None = None
-    """Peak test of the test error; None with too few seeds or points, or seeds that do not differ."""
     train_peak: PeakTest | None = None
-    """Peak test of the training loss; None if not measured, with too few seeds or points, or seeds that do not
-    differ."""
-    threshold: float | None = None
-    """Position where the mean training error crosses ε on the axis; None: not on it, or not measured."""
     crossing: Crossing | None = None
-    """The same with its interval."""
     holdout: HoldoutResult | None = None
-    """Confirmation on other seeds; only from eight seeds on, if the peak test rejects."""
     seeds_needed: int | None = None
-    """Number of seeds that find a peak as high as the largest hump with a power of 80 %; None beyond 100, or if not
-    computed."""
+
+    @property
+    def threshold(self) -> float | None:
+        """Return the position where the mean training error crosses ε; None: not on the axis, or not measured."""
+        return None if self.crossing is None else self.crossing.value
 
 
 def determine_verdict(
@@ -72,16 +73,11 @@ def determine_verdict(
     - monotone: the test error falls significantly from the first to the last point, never rises significantly, and
       every peak above `delta` is excluded.
 
-    A curve of the training loss itself (`Curve.training`) can be instability, monotone or undecided only.
-
-    Args:
-        level: of each test.
-        delta: height of a peak that would matter, in units of the test error; None: a fifth of the whole fall.
-        draws, seed: as for `peak_test`.
-
-    Raises:
-        UserError: more than 10 points (`Curve.thinned` chooses them), or level, delta or ε out of bounds. Too few seeds
-            or points, and seeds that do not differ, are no error: the verdict is undecided, with the reason.
+    A curve of the training loss itself (`Curve.training`) can be instability, monotone or undecided only. level: of
+    each test. delta: height of a peak that would matter, in units of the test error; None: a fifth of the whole fall.
+    draws, seed: as for `peak_test`. Raises UserError for more than 10 points (`Curve.thinned` chooses them), or level,
+    delta or ε out of bounds. Too few seeds or points, and seeds that do not differ, are no error: the verdict is
+    undecided, with the reason.
     """
     check_points(len(curve.values))
     if not 0 < level < 0.5:
@@ -91,28 +87,27 @@ def determine_verdict(
     try:
         peak = checked_peak_test(curve.test, level=level, draws=draws, seed=seed, scale=curve.scale)
     except UserError as error:
-        threshold = _find_threshold(curve, np.flatnonzero(~np.isfinite(curve.test).all(1)), range(len(curve.values)))
-        why = error.told(curve.planned) if isinstance(error, TooFewSeeds) else str(error)
-        said = [_capitalise(why) + ".", curve.lost_sentence(), _no_peak_reason(curve, threshold)]
-        value = None if threshold is None else threshold.value
-        return CurveVerdict("undecided", tuple(filter(None, said)), threshold=value, crossing=threshold)
+        crossing = _find_threshold(curve, np.flatnonzero(~np.isfinite(curve.test).all(1)), range(len(curve.values)))
+        reason = error.message_for(curve.planned) if isinstance(error, TooFewSeeds) else str(error)
+        sentences = [capitalise(reason) + ".", curve.lost_sentence(), _no_peak_reason(curve, crossing)]
+        return CurveVerdict("undecided", tuple(filter(None, sentences)), crossing=crossing)
     bump = find_instability(curve, level=level, draws=draws, seed=seed)
-    threshold = _find_threshold(curve, peak.diverged, peak.points)
-    judged = _CurveFindings(curve, peak, build_shape(curve, peak), bump, threshold, level)
+    crossing = _find_threshold(curve, peak.diverged, peak.points)
+    findings = _CurveFindings(curve, peak, CurveShape(curve, peak), bump, crossing, level)
     if curve.training:
-        kind, evidence = judged.of_training(delta)
+        kind, evidence = findings.decide_training(delta)
     else:
-        kind, evidence = judged.with_peak() if peak.rejected else judged.without_peak(delta)
+        kind, evidence = findings.decide_with_peak() if peak.rejected else findings.decide_without_peak(delta)
     holdout = None
     if peak.rejected and peak.seeds >= HOLDOUT_SEEDS:
         holdout = holdout_test(curve.scale.to(curve.test), level=level)
-        found = "confirm it" if holdout.confirmed else "do not confirm it"
+        verb = "confirm it" if holdout.confirmed else "do not confirm it"
         evidence.append(
-            f"Chosen on 3 seeds and tested on the other {holdout.seeds}, two paired t-tests {found} "
+            f"Chosen on 3 seeds and tested on the other {holdout.seeds}, two paired t-tests {verb} "
             f"(p = {holdout.p_value:.2g})."
         )
-    if (said_scale := curve.scale.sentence()) is not None:
-        evidence.append(said_scale)
+    if (scale_sentence := curve.scale.sentence()) is not None:
+        evidence.append(scale_sentence)
     if (lost := curve.lost_sentence()) is not None:
         points = [curve.at(j) for j in range(len(curve.values)) if j not in peak.points]
         evidence.append(lost)
@@ -120,21 +115,11 @@ def determine_verdict(
             evidence.append(f"Left out, since most seeds have no value there: {', '.join(points)}.")
         if peak.diverged:
             evidence.append(f"The verdict is about the other {peak.seeds} seeds.")
-    return CurveVerdict(
-        kind,
-        tuple(evidence),
-        peak,
-        bump.peak,
-        None if threshold is None else threshold.value,
-        threshold,
-        holdout,
-        judged.seeds_needed,
-    )
+    return CurveVerdict(kind, tuple(evidence), peak, bump.peak, crossing, holdout, findings.seeds_needed)
 
 
 def _find_threshold(curve: Curve, diverged: Sequence[int] | np.ndarray, points: Sequence[int]) -> Crossing | None:
-    """Find the threshold on the seeds and points of the peak test; None if the training error was not measured
-    there."""
+    """Find the threshold on the seeds and points of the peak test; None if not measured there."""
     if curve.train_error is None or len(points) < 2:
         return None
     errors = np.delete(curve.train_error, list(diverged), axis=0)[:, list(points)]
@@ -143,17 +128,15 @@ def _find_threshold(curve: Curve, diverged: Sequence[int] | np.ndarray, points: 
     return find_crossing([curve.values[j] for j in points], errors, curve.epsilon)
 
 
-def _no_peak_reason(curve: Curve, found: Crossing | None) -> str | None:
+def _no_peak_reason(curve: Curve, crossing: Crossing | None) -> str | None:
     """Return a sentence if the axis cannot show an interpolation peak, else None."""
-    if found is None or found.value is not None or found.fitted == "some" or curve.training:
+    if crossing is None or crossing.value is not None or crossing.fitted == "some" or curve.training:
         return None
-    cannot = f"so this axis cannot show a peak of interpolation; it needs values of {curve.axis}"
-    if found.fitted == "all":
-        return (
-            f"Every point has a mean {curve.fit} of at most {curve.epsilon:g}, the smallest value included, "
-            f"{cannot} at which training data are not fitted."
-        )
-    return f"No point has a mean {curve.fit} of at most {curve.epsilon:g}, {cannot} at which it is reached."
+    limit = f"point has a mean {curve.fit} of at most {curve.epsilon:g}"
+    reason = f"so this axis cannot show a peak of interpolation; it needs values of {curve.axis} at which"
+    if crossing.fitted == "all":
+        return f"Every {limit}, the smallest value included, {reason} training data are not fitted."
+    return f"No {limit}, {reason} it is reached."
 
 
 @dataclass
@@ -164,11 +147,11 @@ class _CurveFindings:
     peak: PeakTest
     shape: CurveShape
     bump: Instability
-    threshold: Crossing | None
+    crossing: Crossing | None
     level: float
     seeds_needed: int | None = None
 
-    def with_peak(self) -> tuple[Kind, list[str]]:
+    def decide_with_peak(self) -> tuple[Kind, list[str]]:
         """Return the verdict for a test error with a peak."""
         evidence = [self._peak_sentence()]
         assert self.peak.triple is not None
@@ -179,16 +162,14 @@ class _CurveFindings:
             else f"No significant fall to the left of the peak: a first descent needs smaller values of "
             f"{self.curve.axis}, or more seeds."
         )
-        inside, where = self._threshold_sentence()
-        evidence.append(where)
+        at_peak, sentence = self._threshold_sentence()
         unfitted = self._unfitted_sentence()
-        evidence.extend([*self.bump.evidence, *([unfitted] if unfitted else [])])
-        classic = descent is not None and inside and unfitted is None
+        evidence += filter(None, [sentence, *self.bump.evidence, unfitted])
+        classic = descent is not None and at_peak and unfitted is None
         rise = self.shape.rise_after(self.peak.triple[2])
-        if classic and self.bump.found:
-            return "mixed", [*evidence, "The peak is where interpolation predicts it, but the training loss peaks too."]
-        if classic and self.bump.lasting:
-            return "mixed", [*evidence, "The peak is where interpolation predicts it, but training was unstable too."]
+        if classic and (self.bump.has_peak or self.bump.lasting):
+            training = "the training loss peaks too" if self.bump.has_peak else "training was unstable too"
+            return "mixed", [*evidence, f"The peak is where interpolation predicts it, but {training}."]
         if classic and rise is not None:
             return "mixed", [*evidence, rise.sentence("after its second descent rises again")]
         if classic and self.bump.peak is not None:
@@ -197,37 +178,31 @@ class _CurveFindings:
             return "instability", evidence
         return "undecided", [*evidence, "A peak, but not every finding that a name for it needs."]
 
-    def without_peak(self, delta: float | None) -> tuple[Kind, list[str]]:
+    def decide_without_peak(self, delta: float | None) -> tuple[Kind, list[str]]:
         """Return the verdict for a test error without a peak that these seeds can show."""
         overfit = self.shape.overfitting(self.level)
         evidence = [] if overfit is None else [overfit]
         last = [*self.bump.evidence, *self._nothing_sentences()]
-        open_end = [*last, *self._hump_sentences()]
-        if self.bump.spike:
-            return ("mixed" if overfit else "instability"), [*evidence, *last]
-        if self.bump.lasting:  # data that are not fitted any more are not overfitted
-            return "instability", [*evidence, *last]
-        if self.bump.found:
-            return "undecided", [*evidence, *open_end]
+        humps = self._hump_sentences()
+        if self.bump.unstable:  # data that are not fitted any more after a lasting rise are not overfitted
+            return ("mixed" if overfit and self.bump.spike else "instability"), [*evidence, *last]
+        if self.bump.has_peak:
+            return "undecided", [*evidence, *last, *humps]
         if overfit:
             return "overfitting", [*evidence, *last]
-        monotone, found = self._fall(delta)
-        return ("monotone", [*found, *last]) if monotone else ("undecided", [*found, *open_end])
+        monotone, sentences = self._fall(delta)
+        return ("monotone", [*sentences, *last]) if monotone else ("undecided", [*sentences, *last, *humps])
 
-    def of_training(self, delta: float | None) -> tuple[Kind, list[str]]:
+    def decide_training(self, delta: float | None) -> tuple[Kind, list[str]]:
         """Return the verdict for a curve of the training loss itself."""
         evidence = list(self.bump.evidence)
         if self.bump.unstable:
             return "instability", evidence
-        if self.bump.found:
-            return "undecided", [
-                *evidence,
-                "A bump of the training loss, but no spike that says it was unstable.",
-            ]
-        monotone, found = self._fall(delta)
-        if monotone:
-            return "monotone", [*evidence, *found]
-        return "undecided", [*evidence, *found, *self._hump_sentences()]
+        if self.bump.has_peak:
+            return "undecided", [*evidence, "A bump of the training loss, but no spike that says it was unstable."]
+        monotone, sentences = self._fall(delta)
+        evidence += sentences
+        return ("monotone", evidence) if monotone else ("undecided", [*evidence, *self._hump_sentences()])
 
     def _fall(self, delta: float | None) -> tuple[bool, list[str]]:
         """Return (True if the curve falls and every peak that matters is excluded, sentences)."""
@@ -235,59 +210,52 @@ class _CurveFindings:
         if fall is None or self.shape.largest_rise() is not None:
             return False, []
         allowed = TOLERANCE * fall.size if delta is None else delta
-        if self.peak.no_peak_above(allowed):
-            return True, [
-                fall.sentence("falls"),
-                f"No peak that matters: any above {self.curve.amount(self.peak.ceiling)} is excluded (one-sided "
-                f"{1 - self.level:.0%} limit), and only {self.curve.amount(allowed)} or more would matter.",
-            ]
-        return False, [
-            fall.sentence("falls"),
-            f"A peak of up to {self.curve.amount(self.peak.ceiling)} is not excluded; called monotone below "
-            f"{self.curve.amount(allowed)}.",
-        ]
+        monotone = self.peak.no_peak_above(allowed)
+        ceiling, limit = self.curve.amount(self.peak.ceiling), self.curve.amount(allowed)
+        sentence = (
+            f"No peak that matters: any above {ceiling} is excluded (one-sided {1 - self.level:.0%} limit), and only "
+            f"{limit} or more would matter."
+            if monotone
+            else f"A peak of up to {ceiling} is not excluded; called monotone below {limit}."
+        )
+        return monotone, [fall.sentence("falls"), sentence]
 
     def _peak_sentence(self) -> str:
         curve, peak = self.curve, self.peak
         assert peak.triple is not None
         i, j, l = peak.triple
         mean = self.shape.mean
-        where = " to ".join(
-            dict.fromkeys([f"{curve.values[peak.location[0]]:g}", f"{curve.values[peak.location[-1]]:g}"])
-        )
+        location = " to ".join(dict.fromkeys(f"{curve.values[peak.location[end]]:g}" for end in (0, -1)))
         return (
-            f"{_capitalise(curve.metric)} has a peak at {curve.at(j)}: {curve.amount(mean[i])} at {curve.at(i)}, "
+            f"{capitalise(curve.metric)} has a peak at {curve.at(j)}: {curve.amount(mean[i])} at {curve.at(i)}, "
             f"{curve.amount(mean[j])} at {curve.at(j)}, {curve.amount(mean[l])} at {curve.at(l)}; height "
             f"{curve.amount(peak.height.estimate)} ({peak.height.low:.3g} to {peak.height.high:.3g}), located at "
-            f"{curve.axis} {where} (T = {peak.statistic:.3g}, critical {peak.critical:.3g}, p = {peak.p_value:.2g}, "
+            f"{curve.axis} {location} (T = {peak.statistic:.3g}, critical {peak.critical:.3g}, p = {peak.p_value:.2g}, "
             f"{peak.seeds} seeds)."
         )
 
     def _threshold_sentence(self) -> tuple[bool, str]:
         """Return (True if the interpolation threshold is at the peak, sentence)."""
-        curve, found = self.curve, self.threshold
-        if found is None:
+        curve, crossing = self.curve, self.crossing
+        if crossing is None:
             return False, "Training error was not measured, so the interpolation threshold is unknown."
-        if found.value is None:
-            return False, _no_peak_reason(curve, found) or (
+        if crossing.value is None:
+            return False, _no_peak_reason(curve, crossing) or (
                 f"Mean {curve.fit} is at most {curve.epsilon:g} at some points only, in no order: no one threshold."
             )
         points = self.peak.points
         first, last = points.index(self.peak.location[0]), points.index(self.peak.location[-1])
         low, high = curve.values[points[max(first - 1, 0)]], curve.values[points[min(last + 1, len(points) - 1)]]
-        inside = low <= found.value <= high
-        span = "" if found.low is None or found.high is None else f" ({found.low:.3g} to {found.high:.3g})"
-        return inside, (
-            f"Mean {curve.fit} crosses {curve.epsilon:g} at {curve.axis} {found.value:.3g}{span}, "
-            f"{'inside' if inside else 'outside'} the peak's location with its neighbours ({low:g} to {high:g})."
+        at_peak = low <= crossing.value <= high
+        span = "" if crossing.low is None or crossing.high is None else f" ({crossing.low:.3g} to {crossing.high:.3g})"
+        return at_peak, (
+            f"Mean {curve.fit} crosses {curve.epsilon:g} at {curve.axis} {crossing.value:.3g}{span}, "
+            f"{'inside' if at_peak else 'outside'} the peak's location with its neighbours ({low:g} to {high:g})."
         )
 
     def _unfitted_sentence(self) -> str | None:
         """Return a sentence if the fall after the peak coincides with training data no longer fitted; None otherwise.
-
-        Applies only if the training error fell towards the peak: along rows it rises, and the fitted part is on the
-        left.
-        """
+        Applies only if the training error fell towards the peak: along rows it rises, and the left is fitted."""
         curve, triple = self.curve, self.peak.triple
         if curve.train_error is None or triple is None:
             return None
@@ -300,7 +268,7 @@ class _CurveFindings:
         if not (first > top and right > curve.epsilon and rise.low is not None and rise.low > 0):
             return None
         return (
-            f"{_capitalise(curve.fit)} rises again from {top:.3g} at {curve.at(j)} to {right:.3g} at {curve.at(l)} (by "
+            f"{capitalise(curve.fit)} rises again from {top:.3g} at {curve.at(j)} to {right:.3g} at {curve.at(l)} (by "
             f"at least {rise.low:.2g}): data are fitted less there, so that fall is no second descent of what "
             "interpolates."
         )
@@ -313,31 +281,30 @@ class _CurveFindings:
 
     def _open_end_sentence(self) -> str | None:
         """Return a sentence if the right end is not fitted again, though points before it are; None otherwise."""
-        curve, found, points = self.curve, self.threshold, self.peak.points
-        if found is None or found.rising or found.fitted != "some":
+        curve, points = self.curve, self.peak.points
+        if self.crossing is None or self.crossing.rising or self.crossing.fitted != "some":
             return None
         errors = self._train_errors(points)
         mean = errors.mean(0)
         if len(errors) < 2 or mean[-1] <= curve.epsilon:
             return None
         last = t_interval(errors[:, -1].tolist(), confidence=1 - 2 * self.level)
-        said = f"Mean {curve.fit} is above {curve.epsilon:g} again at {curve.at(points[-1])}: {mean[-1]:.3g}"
+        sentence = f"Mean {curve.fit} is above {curve.epsilon:g} again at {curve.at(points[-1])}: {mean[-1]:.3g}"
         if last.low is not None and last.low > curve.epsilon:
-            return f"{said} (at least {last.low:.3g}). The axis does not end with fitted data."
-        return f"{said} (not significantly). That the axis ends with fitted data is not shown."
+            return f"{sentence} (at least {last.low:.3g}). The axis does not end with fitted data."
+        return f"{sentence} (not significantly). That the axis ends with fitted data is not shown."
 
     def _nothing_sentences(self) -> list[str]:
         """Describe the missing peak, the smallest one that would be found, and if the axis can show one at all."""
-        curve, peak = self.curve, self.peak
-        found = peak.detectable
-        cannot = _no_peak_reason(curve, self.threshold) or self._open_end_sentence()
+        curve, peak, detectable = self.curve, self.peak, self.peak.detectable
+        reason = _no_peak_reason(curve, self.crossing) or self._open_end_sentence()
         return [
             f"No peak of {curve.metric} at the {peak.level:.0%} level (T = {peak.statistic:.3g}, critical "
             f"{peak.critical:.3g}, p = {peak.p_value:.2g}). {peak.seeds} seeds and {len(peak.points)} points find a "
-            f"peak of {curve.amount(found.height)} ({found.sd:.2g} standard deviations of one run) at "
-            f"{curve.at(found.point)}, where runs scatter most, in 80 % of cases; of {curve.amount(found.even)} if all "
-            "points scattered alike.",
-            *([cannot] if cannot else []),
+            f"peak of {curve.amount(detectable.height)} ({detectable.sd:.2g} standard deviations of one run) at "
+            f"{curve.at(detectable.point)}, where runs scatter most, in 80 % of cases; of "
+            f"{curve.amount(detectable.even)} if all points scattered alike.",
+            *([reason] if reason else []),
         ]
 
     def _hump_sentences(self) -> list[str]:
@@ -352,7 +319,3 @@ class _CurveFindings:
         if self.seeds_needed > peak.seeds:
             return [f"{hump}; if that is its true height, {self.seeds_needed} seeds would show it."]
         return [f"{hump}."]
-
-
-def _capitalise(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]

@@ -1,8 +1,5 @@
 """One cell of a study: its key, its run, and its result.
 
-    cell = cell_of(load_recipe("warmup"), point={"adapter.rank": 4}, seed=0)
-    run_cell(out / "cells" / cell.key, cell, threads=1)
-
 A cell is a recipe and a key: the hash of everything its result depends on. It trains as `flatshift train` does. Its
 `result.json` is written last and atomically: a directory without one is unfinished and is run again.
 """
@@ -38,18 +35,19 @@ _DONE = Path("stages", "fine-tune", "done.json")
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a study."""
+    """One run of a study.
+
+    key: hash that names its directory. point: settings varied by the study, dotted key → value as named in tables.
+    written: dotted key → value as written, which rebuild the same cell; empty if it is not from a grid. probe: factory
+    of a probe that measures more than a run's own metrics; picklable.
+    """
 
     key: str
-    """Hash that names its directory."""
     point: dict[str, Any]
-    """Settings varied by the study: dotted key → value, as named in tables."""
     seed: int
     resolved: Resolved
-    laid: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key → value as written, which rebuild the same cell; empty if it is not from a grid."""
+    written: Mapping[str, Any] = field(default_factory=dict)
     probe: Callable[[], FineTuneProbe] | None = None
-    """Factory of a probe that measures more than a run's own metrics; picklable, for worker processes."""
 
     @property
     def label(self) -> str:
@@ -64,22 +62,24 @@ def point_label(point: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class CellResult:
-    """Outcome of a cell (`flatshift.experiments.results.cells` defines each status)."""
+    """Outcome of a cell (`flatshift.experiments.results.cells` defines each status).
+
+    reason: for missing metrics; None when done. metrics: its eval.json, {split: {metric: {"value", …}}}; empty unless
+    done. seconds: wall time. figures: results of its probe. checks: findings of `data.checks` in its rows, kind →
+    sentence.
+    """
 
     status: Status
     reason: str | None = None
-    """Reason for missing metrics; None when done."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Contents of its eval.json: {split: {metric: {"value", …}}}; empty unless done."""
     seconds: float = 0.0
-    """Wall time."""
     figures: dict[str, Any] | None = None
-    """Results of its probe; None without one."""
     checks: dict[str, str] = field(default_factory=dict)
-    """Findings of `data.checks` in its rows: kind → sentence."""
 
 
-def make_cell(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mapping[str, Any] | None = None) -> Cell:
+def make_cell(
+    resolved: Resolved, *, point: dict[str, Any], seed: int, written: Mapping[str, Any] | None = None
+) -> Cell:
     """Return the cell of a resolved recipe, with a key over everything its result depends on.
 
     That is every value except the sweep block, device and threads (`train.precision: auto` counts as its resolved
@@ -91,23 +91,23 @@ def make_cell(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Map
 
     resolved = resolve_auto(resolved)
     if resolved.recipe.eval.train_limit is None:
-        judged = dataclasses.replace(resolved.recipe.eval, train_limit=TRAINING_ROWS)
-        resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, eval=judged))
+        evaluation = dataclasses.replace(resolved.recipe.eval, train_limit=TRAINING_ROWS)
+        resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, eval=evaluation))
     digests = [file_digest(path) for path in list_input_files(resolved.recipe)]
     digests += _backbone_digests(resolved.recipe.backbone)
     digests += settings_digests(resolved.recipe)
-    return Cell(recipe_key(resolved.recipe, digests), point, seed, resolved, laid or {})
+    return Cell(recipe_key(resolved.recipe, digests), point, seed, resolved, written or {})
 
 
 def settings_digests(recipe: Recipe) -> list[list[str]]:
     """Return [setting, digest] of files that settings refer to: a chat template, initial adapters."""
-    found = []
+    digests = []
     if (template := recipe.task.input_format.template_record()) is not None:
-        found.append(["template", template["sha256"]])
+        digests.append(["template", template["sha256"]])
     for setting in ("start", "under"):
         if (name := getattr(recipe.adapter, setting)) is not None:
-            found.append([setting, _adapter_digest(name, f"adapter.{setting}")])
-    return found
+            digests.append([setting, _adapter_digest(name, f"adapter.{setting}")])
+    return digests
 
 
 @functools.cache
@@ -123,10 +123,10 @@ def _backbone_digests(name: str) -> list[list[str]]:
 
 
 @functools.cache
-def _adapter_digest(name: str, where: str) -> str:
+def _adapter_digest(name: str, key: str) -> str:
     from flatshift.finetune.adapters.saved import SavedAdapter
 
-    return SavedAdapter.find(name, context=where).digest()
+    return SavedAdapter.find(name, context=key).digest()
 
 
 @functools.cache
@@ -137,23 +137,17 @@ def file_digest(path: str) -> list[str]:
     return [entry["sha256"] for entry in describe_files([path])]
 
 
-def without_cache(recipe: Recipe) -> Recipe:
-    """Return a cell's recipe, where `data.cache: auto` does not cache rows drawn by its seed: other cells rarely reuse
-    them."""
-    data = recipe.data
-    if data.cache != "auto" or not (data.label_noise or data.train.limit):
-        return recipe
-    return dataclasses.replace(recipe, data=dataclasses.replace(data, cache=None))
-
-
 def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:
     """Train and evaluate one cell in `directory` and write its result.json last; a failure is a result with its reason.
 
     threads: of this process, where the recipe does not say.
-    Returns whether this process is fit for another cell: not after an error that nobody foresaw (a device that failed
+    Returns True if this process is fit for another cell: not after an error that nobody foresaw (a device that failed
     keeps failing). Raises Interrupted for a full disk or a signal, and leaves no result then.
     """
-    recipe = without_cache(cell.resolved.recipe)
+    recipe = cell.resolved.recipe
+    data = recipe.data
+    if data.cache == "auto" and (data.label_noise or data.train.limit):  # drawn by the seed: few other cells reuse them
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(data, cache=None))
     if threads is not None and recipe.train.threads is None:
         recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, threads=threads))
     with disk_full_interrupts(f"running cell {cell.key}"):
@@ -176,6 +170,7 @@ def train_cell(directory: Path, cell: Cell, recipe: Recipe) -> CellResult:
     from flatshift.experiments.workflows.context import run_context
     from flatshift.experiments.workflows.run_parts import remove_weights
     from flatshift.experiments.workflows.train import execute_parts
+    from flatshift.finetune.train.divergence import Diverged
 
     check_rules(recipe, CELL_RULES)
     rows = prepare_data(recipe)
@@ -185,24 +180,16 @@ def train_cell(directory: Path, cell: Cell, recipe: Recipe) -> CellResult:
     with run_context(recipe, run, Console(quiet=True, log=run.log), cell=True, probe=probe) as context:
         metrics = execute_parts(context, rows)
     remove_weights(directory)
-    _check_losses(metrics)
-    figures = None if probe is None else probe.figures()
-    return CellResult("done", metrics=metrics, figures=figures, checks={one.kind: str(one) for one in rows.checks})
-
-
-def _check_losses(metrics: Mapping[str, Any]) -> None:
-    from flatshift.finetune.train.divergence import Diverged
-
     for split, figures in metrics.items():
         if "loss" in figures and figures["loss"]["value"] is None:
             raise Diverged(f"the trained adapter's loss on the {split} rows is not a finite number")
+    checks = {finding.kind: str(finding) for finding in rows.checks}
+    return CellResult("done", metrics=metrics, figures=None if probe is None else probe.figures(), checks=checks)
 
 
 def capture_result(measure: Callable[[], CellResult], directory: Path) -> tuple[CellResult, bool]:
-    """Call `measure`; return (result of the cell, True if this process can run another).
-
-    An unexpected error goes into the cell's log.txt with its traceback. Interrupted and a full disk pass through.
-    """
+    """Call `measure`; return (result of the cell, True if this process can run another). An unexpected error goes into
+    the cell's log.txt with its traceback. Interrupted and a full disk pass through."""
     started = time.monotonic()
     fit = True
     try:
@@ -216,9 +203,8 @@ def capture_result(measure: Callable[[], CellResult], directory: Path) -> tuple[
         result = CellResult("diverged" if isinstance(error, Diverged) else "failed", str(error))
     except Exception as error:
         fit = False
-        result = CellResult(
-            "failed", f"{'out of memory' if is_out_of_memory(error) else type(error).__name__}: {error}"
-        )
+        name = "out of memory" if is_out_of_memory(error) else type(error).__name__
+        result = CellResult("failed", f"{name}: {error}")
         directory.mkdir(parents=True, exist_ok=True)
         RunDirectory(directory).log(traceback.format_exc())
     gc.collect()  # a PEFT model refers to itself: without this, each cell's weights outlive it
@@ -228,42 +214,28 @@ def capture_result(measure: Callable[[], CellResult], directory: Path) -> tuple[
 def finish_cell(directory: Path, cell: Cell, result: CellResult) -> None:
     """Write a cell's result.json, creating `directory` if necessary; the cell is never run again after that."""
     directory.mkdir(parents=True, exist_ok=True)
-    found = dataclasses.asdict(result)
-    for name in ("figures", "checks"):
-        if not found[name]:
-            del found[name]
-    write_sealed(
-        directory / RESULT,
-        {
-            "cell": cell.key,
-            "point": cell.point,
-            "seed": cell.seed,
-            **found,
-            "seconds": round(result.seconds, 2),
-            "best_step": _best_step(directory),
-            "flatshift": flatshift_version(),
-            "code": source_digest(),
-        },
-        siblings=_record_files(directory),
-    )
+    outcome = {k: v for k, v in dataclasses.asdict(result).items() if v or k not in ("figures", "checks")}
+    try:  # the evaluated adapter's step: the best on dev; none without a dev set, or if training did not end
+        best_step = json.loads((directory / _DONE).read_bytes()).get("best_step")
+    except FileNotFoundError:
+        best_step = None
+    document = {
+        "cell": cell.key,
+        "point": cell.point,
+        "seed": cell.seed,
+        **outcome,
+        "seconds": round(result.seconds, 2),
+        "best_step": best_step,
+        "flatshift": flatshift_version(),
+        "code": source_digest(),
+    }
+    # Files of the cell that its metrics come from, except its result.
+    records = [path for pattern in ("*.json*", "*.yaml") for path in directory.glob(pattern) if path.name != RESULT]
+    records = [path for path in records if path.is_file() and not path.name.startswith(".")]
+    write_sealed(directory / RESULT, document, siblings=records)
 
 
 def drop_result(directory: Path) -> None:
     """Delete the result of a cell, wherever it is kept, before the cell runs again."""
     for path in result_files(directory):
         path.unlink(missing_ok=True)
-
-
-def _record_files(directory: Path) -> list[Path]:
-    """Return the files of a cell's directory that its metrics come from, except its result."""
-    found = [file for end in ("*.json*", "*.yaml") for file in directory.glob(end) if file.name != RESULT]
-    return [file for file in found if file.is_file() and not file.name.startswith(".")]
-
-
-def _best_step(directory: Path) -> int | None:
-    """Return the step of the evaluated adapter: the best on dev; None without a dev set, or if training did not end."""
-    try:
-        done = json.loads((directory / _DONE).read_bytes())
-    except FileNotFoundError:
-        return None
-    return done.get("best_step")

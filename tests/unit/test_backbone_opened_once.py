@@ -17,7 +17,7 @@ from flatshift.experiments.recipe import Resolved, load_recipe
 from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import make_cell, run_cell
-from flatshift.experiments.studies.compare.measures import ComparisonProbe
+from flatshift.experiments.studies.compare.comparison_plan import ComparisonProbe
 from flatshift.experiments.workflows.build import evaluate_splits, load_model
 from flatshift.experiments.workflows.train import train
 from flatshift.finetune.errors import UserError

@@ -413,7 +413,7 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
     for method, share in (("plain", 0.8), ("ggpo", 0.93)):
         outcome.trials[method, "easy"] = []
         setting = outcome.chosen[method, "easy"] = TrialSetting(1e-2)
-        outcome.edge[method, "easy"] = False
+        outcome.on_edge[method, "easy"] = False
         finals = []
         for seed in range(6):
             cell = plan.run("final", method, "easy", seed, setting).cell

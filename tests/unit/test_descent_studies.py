@@ -99,7 +99,7 @@ def test_a_peak_along_rank_is_named(tmp_path: Path) -> None:
     fitted = {1: 0.3, 2: 0.2, 4: 0.08, 8: 0.0, 16: 0.0}
     _fake(tmp_path / "rank", "rank", list(peak), lambda rank, step: (fitted[rank], 1 / rank, peak[rank], 1.0))
     found = read(BY_NAME["rank"], tmp_path / "rank")
-    (judged,) = found.judged
+    (judged,) = found.curves
     assert judged.verdict.kind == "double descent", judged.evidence
     assert not found.missing
     text = "\n".join(guide(found))
@@ -115,7 +115,7 @@ def test_the_training_bump_is_read_from_the_training_loss_and_nothing_is_passed_
     bench = Benchmark("descent_studies")
     _fake(tmp_path / "whole", "bump", ["plain", "ggpo"], curve)
     found = read(BY_NAME["bump"], tmp_path / "whole")
-    plain, ggpo = sorted(found.judged, key=lambda each: each.setting["regularizer"], reverse=True)
+    plain, ggpo = sorted(found.curves, key=lambda each: each.setting["regularizer"], reverse=True)
     assert plain.verdict.peak.rejected and not ggpo.verdict.peak.rejected
     ((where, base, beside, _),) = found.beside
     assert (where["regularizer"], base) == ("ggpo", "plain")
@@ -134,7 +134,7 @@ def test_seeds_and_settings_that_diverged_are_spoken_of(tmp_path: Path) -> None:
     bench = Benchmark("descent_studies")
     _fake(tmp_path / "one", "bump", ["plain", "ggpo"], curve, seeds=6, lost=(("plain", 1),))
     found = read(BY_NAME["bump"], tmp_path / "one")
-    (plain,) = [each for each in found.judged if each.setting["regularizer"] == "plain"]
+    (plain,) = [each for each in found.curves if each.setting["regularizer"] == "plain"]
     assert plain.verdict.peak.diverged == (1,) and plain.verdict.peak.seeds == 5
     assert "1 of 6 seeds diverged at step 4 to 8." in "\n".join(guide(found))
     whole = tuple(("plain", seed) for seed in range(5))
@@ -154,7 +154,7 @@ def test_seeds_and_settings_that_diverged_are_spoken_of(tmp_path: Path) -> None:
 def test_below_five_seeds_a_study_says_how_many_it_needs(tmp_path: Path) -> None:
     _fake(tmp_path / "few", "rank", [1, 2, 4, 8], lambda rank, step: (0.5, 1 / rank, 1 / rank, 1.0), seeds=3)
     found = read(BY_NAME["rank"], tmp_path / "few")
-    (judged,) = found.judged
+    (judged,) = found.curves
     assert judged.verdict.kind == "undecided" and "sweep with --seeds 5" in "\n".join(guide(found))
     rows(bench := Benchmark("descent_studies"), found)
     assert "--seeds 5" in bench.rows[0]["reason"]
@@ -188,8 +188,8 @@ def test_a_study_is_judged_anew_from_committed_cells_without_running_any(tmp_pat
     rebuild(study, file, table, tmp_path / "out")
     found = read(study, tmp_path / "out")
     assert found.data.done == len(names) and not found.missing
-    assert len(found.judged) == len(names) // found.data.seeds
-    assert len(found.judged[0].curve.values) == 10  # every recorded step is judged
+    assert len(found.curves) == len(names) // found.data.seeds
+    assert len(found.curves[0].curve.values) == 10  # every recorded step is judged
     text = "\n".join(guide(found))
     assert "| setting | lr = 0.001 | lr = 0.003 | lr = 0.01 | lr = 0.03 |" in text and "- regularizer" not in text
     assert text.count("\n| rank = 64, regularizer = ggpo |") == 2, "its verdicts, and its differences to plain"

@@ -44,7 +44,7 @@ def test_a_claim_lapses_when_its_own_reader_saw_no_sign_of_life_for_so_long(tmp_
     (claim,) = tmp_path.iterdir()
     for _ in range(5):  # alive, whatever the time of the file says
         clock.now += 59.0
-        assert ours._renewed("cell", claim)
+        assert ours._renew_claim("cell", claim)
         os.utime(claim, (0, 0))
         assert not theirs.take("cell")
     clock.now += 59.0
@@ -111,6 +111,6 @@ def test_waiting_for_a_name_says_for_whom(tmp_path):
         assert ours.take("plan")
         told: list[str] = []
         threading.Timer(0.5, ours.release, ["plan"]).start()
-        with theirs.exclusive("plan", waits=told.append):
+        with theirs.exclusive("plan", on_wait=told.append):
             assert not ours.take("plan")
         assert told == [f"process {os.getpid()} on {os.uname().nodename}"]

@@ -233,7 +233,7 @@ def test_cells_are_settled_when_they_are_planned(monkeypatch, tmp_path):
 
     auto._choose_precision.cache_clear()
     said: list[str] = []
-    base = SweepBase.of("double-descent", []).settled(kept=tmp_path / "nothing.yaml", say=said.append)
+    base = SweepBase.of("double-descent", []).settled(earlier=tmp_path / "nothing.yaml", log=said.append)
     cells = list(base.cells([{"adapter.rank": 1}], 2))
     auto._choose_precision.cache_clear()
     assert said == [f"precision: fp32 (auto: {WIDE})"]

@@ -101,7 +101,9 @@ def test_choices_that_are_not_on_the_page_are_counted_and_their_file_is_named(tm
 
 
 def test_empty_columns_are_left_out() -> None:
-    table = Table(["a", "b", "c", "d"], [["", "–", "1", ""], ["", "", "2", "x"]], numeric=frozenset({2, 3})).shown()
+    table = Table(
+        ["a", "b", "c", "d"], [["", "–", "1", ""], ["", "", "2", "x"]], numeric=frozenset({2, 3})
+    ).without_empty_columns()
     assert (table.columns, table.rows, table.numeric) == (["a", "c", "d"], [["", "1", ""], ["", "2", "x"]], {1, 2})
 
 

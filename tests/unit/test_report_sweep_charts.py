@@ -10,7 +10,7 @@ import pytest
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.chapters.sweep import sweep_sections
 from flatshift.experiments.report.charts import heat_map
-from flatshift.experiments.report.charts.capacity import capacity_charts
+from flatshift.experiments.report.charts.curve import capacity_charts
 from flatshift.experiments.report.charts.facets import LineSeries, Panel, axis_scale, facet_chart
 from flatshift.experiments.results.analysis import SweepAnalysis, main_axis, plotted_axes
 from flatshift.experiments.results.table import SweepTable

@@ -34,7 +34,7 @@ def test_the_page_of_a_laboratory(laboratory, tmp_path):
 def test_a_planted_peak_is_found_shaded_and_put_into_words(laboratory):
     data = read_run(laboratory).sweep
     analysis = SweepAnalysis(data)
-    judged = [j for j in analysis.judged if j.axis == "adapter.rank"]
+    judged = [j for j in analysis.curves if j.axis == "adapter.rank"]
     assert len(judged) == 2 and all(j.verdict.peak.rejected and 8 in j.location for j in judged)
     direction = next(d for d in analysis.directions if d.axis == "adapter.rank")
     lines = train_test_series(data, "error")
@@ -45,7 +45,7 @@ def test_a_planted_peak_is_found_shaded_and_put_into_words(laboratory):
     assert any("80 %" in sentence for sentence in chart.evidence)
     assert 'id="location"' not in curve_chart(data, "adapter.rank", where, lines, **shared).raw
     said = words(sweep_sections(data, analysis))
-    asked = len(analysis.judged)
+    asked = len(analysis.curves)
     assert asked > 2 and f"{asked} verdicts were asked" in said
     assert judged[0].verdict.kind in sweep_finding(data, analysis)
 
@@ -53,7 +53,7 @@ def test_a_planted_peak_is_found_shaded_and_put_into_words(laboratory):
 def test_a_curve_without_a_peak_gets_no_location(tmp_path):
     report_runs.laboratory(tmp_path / "s", rates=(0.002,), kinds=("plain",), seeds=8, bump=0.0)
     data = read_run(tmp_path / "s").sweep
-    (judged,) = [j for j in SweepAnalysis(data).judged if j.axis == "adapter.rank"]
+    (judged,) = [j for j in SweepAnalysis(data).curves if j.axis == "adapter.rank"]
     assert not judged.verdict.peak.rejected and judged.location == ()
     assert judged.verdict.kind not in ("double descent", "instability", "mixed")
 
@@ -122,7 +122,7 @@ def test_too_few_seeds_are_said(tmp_path):
     report_runs.sweep(tmp_path / "s", seeds=2)
     data = read_run(tmp_path / "s").sweep
     analysis = SweepAnalysis(data)
-    (judged,) = analysis.judged
+    (judged,) = analysis.curves
     assert judged.verdict.kind == "undecided" and data.trace is None
     said = sweep_finding(data, analysis)
     assert (

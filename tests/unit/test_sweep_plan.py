@@ -170,8 +170,8 @@ def test_a_kind_with_settings_may_be_written_on_the_command_line() -> None:
     assert axes["adapter.targets"] == ["[q,k]", "[v]"]
     cells = list(plan_cells("double-descent", [], axes, 1))
     assert [c.point["regularizer"] for c in cells][::2] == ["plain", "ggpo beta=0", "ggpo beta=0.5"]
-    assert cells[2].laid == {"regularizer": "{kind: ggpo, beta: 0}", "adapter.targets": "[q,k]"}
-    (again,) = SweepBase.of("double-descent", []).cells([cells[2].laid], 1)
+    assert cells[2].written == {"regularizer": "{kind: ggpo, beta: 0}", "adapter.targets": "[q,k]"}
+    (again,) = SweepBase.of("double-descent", []).cells([cells[2].written], 1)
     assert again == cells[2]
 
 
@@ -305,7 +305,7 @@ def test_tables(tmp_path: Path) -> None:
         finish_cell(
             directory, cell, CellResult("failed" if failed else "done", "boom" if failed else None, metrics, 1.5)
         )
-    rows = write_table(tmp_path, cells, more={cells[0].key: {"emc": 44.5}})
+    rows = write_table(tmp_path, cells, columns={cells[0].key: {"emc": 44.5}})
     assert [row["cell"] for row in rows] == [cell.key for cell in cells[:3]], "cells without a result are left out"
     table = pq.read_table(tmp_path / "cells.parquet").to_pydict()
     assert table["adapter.rank"] == [1, 1, 2] and table["adapter.targets"] == ["all-linear", "all-linear", "q, k"]
@@ -345,7 +345,7 @@ def test_row_takes_the_trace_of_the_judged_step(tmp_path: Path) -> None:
 def test_columns_fill_what_rows_lack() -> None:
     columns = ColumnTable()
     columns.add({"a": 1})
-    columns.add({"b": 2.5}, {"b": 3, "c": "x"})
+    columns.add({"b": 3, "c": "x"})
     columns.add({"a": 2.5, "c": 4})
     assert columns.table().to_pydict() == {"a": [1.0, None, 2.5], "b": [None, 3, None], "c": [None, "x", "4"]}
 

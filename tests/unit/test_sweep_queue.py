@@ -19,9 +19,9 @@ from flatshift.experiments.results.cells import RESULT, read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import run_cells
 from flatshift.experiments.studies.cell import CellResult, finish_cell
-from flatshift.experiments.studies.devices import DevicePlacement, choose_devices, uses_cuda, with_device
 from flatshift.experiments.studies.directory import await_orphans, read_results, stale_results, study_lock
 from flatshift.experiments.studies.progress import CellProgress, CostModel, cost_terms
+from flatshift.experiments.studies.queue import DevicePlacement, choose_devices, uses_cuda, with_device
 from flatshift.experiments.studies.sweep import sweep
 from flatshift.experiments.studies.sweep.directory import check_directory, claim_directory, write_marker
 from flatshift.finetune.errors import Interrupted, UserError

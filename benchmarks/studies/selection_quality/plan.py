@@ -61,7 +61,7 @@ class Plan:
             UserError: no such block, an unknown name, a missing file, settings that cannot serve.
         """
         self.resolved, self._tree = study_recipe(
-            reference, overrides, block="quality", example=str(RECIPE), out=out, of=StudyRecipe
+            reference, overrides, block="quality", example=str(RECIPE), out=out, recipe_class=StudyRecipe
         )
         recipe = self.resolved.recipe
         assert isinstance(recipe, StudyRecipe) and recipe.quality is not None

@@ -7,21 +7,10 @@ kind. To add one, write a module here and list it in `PARTS`.
 from __future__ import annotations
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import (
-    Bars,
-    Chapter,
-    ChartGroup,
-    NameValuePairs,
-    PreformattedText,
-    Section,
-    Table,
-)
+from flatshift.experiments.report.blocks import Bars, Chapter, NameValuePairs, PreformattedText, Section, Table
 from flatshift.experiments.report.chapters import (
-    checks,
     comparison,
     evaluation,
-    forecast,
-    hygiene,
     predictions,
     run,
     selection,
@@ -30,11 +19,10 @@ from flatshift.experiments.report.chapters import (
     sweep,
     tokenizer,
 )
-from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.results.run import RunResults, read_object
 
 PARTS = (
-    forecast.part,
+    sweep.forecast_part,
     comparison.part,
     evaluation.part,
     tokenizer.part,
@@ -43,40 +31,26 @@ PARTS = (
     predictions.part,
     sharpness.part,
     selection.part,
-    checks.part,
-    hygiene.part,
     sweep.part,
 )
 """In page order; of several chapters on a page, the one with the earliest kind gives the headline."""
 
 
-def chapter(run: RunResults) -> Chapter:
+def build_chapter(run: RunResults) -> Chapter:
     """Build the chapter of one run directory."""
-    found = [(place, part) for place, of in enumerate(PARTS) if (part := of(run)) is not None]
-    kinds = [part.kind for _, part in found if part.kind]
-    said = [sentence for _, part in found for sentence in part.findings if sentence]
+    parts = [(index, part) for index, build_part in enumerate(PARTS) if (part := build_part(run)) is not None]
+    finding, *details = [sentence for _, part in parts for sentence in part.findings if sentence] or [""]
     return Chapter(
         name=run.name,
-        kind=" with ".join(kinds) or "run",
-        finding=said[0] if said else "",
-        details=said[1:],
-        facts=[*_run_facts(run), *(fact for _, part in found for fact in part.facts)],
-        tiles=[tile for _, part in found for tile in part.tiles][:8],
-        sections=[*(section for _, part in found for section in part.sections), *_provenance_sections(run)],
+        kind=" with ".join(part.kind for _, part in parts if part.kind) or "run",
+        finding=finding,
+        details=details,
+        facts=[*_run_facts(run), *(fact for _, part in parts for fact in part.facts)],
+        tiles=[tile for _, part in parts for tile in part.tiles][:8],
+        sections=[*(section for _, part in parts for section in part.sections), *_provenance_sections(run)],
         command=run.command,
-        weight=max((len(PARTS) - place for place, part in found if part.kind), default=0),
+        weight=max((len(PARTS) - index for index, part in parts if part.kind), default=0),
     )
-
-
-def charts_of(made: Chapter) -> list[Chart]:
-    """Return every chart of a chapter in page order."""
-    return [
-        c
-        for section in made.sections
-        for block in section.blocks
-        if isinstance(block, ChartGroup)
-        for c in block.charts
-    ]
 
 
 def _run_facts(run: RunResults) -> list[tuple[str, str]]:
@@ -84,14 +58,9 @@ def _run_facts(run: RunResults) -> list[tuple[str, str]]:
     version = versions.get("flatshift") if isinstance(versions, dict) else None
     regularizer = run.recipe.get("regularizer")
     trained = bool(run.metrics.lines or run.eval or run.sweep)
+    created = str(run.environment.get("created") or run.manifest.get("created") or "")
     facts = [
-        (
-            "made",
-            str(run.environment.get("created") or run.manifest.get("created") or "")
-            .replace("T", " ")
-            .replace("+00:00", "Z")
-            .replace("Z", " UTC"),
-        ),
+        ("made", created.replace("T", " ").replace("+00:00", "Z").replace("Z", " UTC")),
         ("recipe", _recipe_name(run)),
         ("backbone", str(run.recipe.get("backbone") or "") if trained else ""),
         ("regularizer", str(regularizer.get("kind") or "") if trained and isinstance(regularizer, dict) else ""),
@@ -123,7 +92,6 @@ def _provenance_sections(run: RunResults) -> list[Section]:
         bars = [(name, formats.seconds(s), s / longest) for name, s in run.stage_seconds.items()]
         sections.append(Section("Time", [Bars(bars)], "Wall time of each part, with its evaluations and checkpoints."))
     inputs = run.manifest.get("inputs")
-    folded: list[Section] = []
     if isinstance(inputs, list) and inputs:
         rows = [
             {
@@ -135,18 +103,18 @@ def _provenance_sections(run: RunResults) -> list[Section]:
             for i in inputs
             if isinstance(i, dict)
         ]
-        folded.append(Section("Inputs", [Table.of(rows, words=("file", "SHA-256"))], folded=True))
+        sections.append(Section("Inputs", [Table.of(rows, words=("file", "SHA-256"))], folded=True))
     if run.environment:
         pairs = []
         for key, value in run.environment.items():
             if key == "memory" and isinstance(value, int):
                 value = formats.size(value)
             if isinstance(value, list | dict):  # `resumed` is a list of what differed at each resume
-                parts = value if isinstance(value, list) else [value]
-                value = "; ".join(", ".join(f"{k} {v}" for k, v in part.items() if v is not None) for part in parts)
+                changes = value if isinstance(value, list) else [value]
+                value = "; ".join(", ".join(f"{k} {v}" for k, v in each.items() if v is not None) for each in changes)
             if value not in (None, ""):
                 pairs.append((key, str(value)))
-        folded.append(Section("Environment", [NameValuePairs(pairs)], folded=True))
+        sections.append(Section("Environment", [NameValuePairs(pairs)], folded=True))
     if run.recipe_text:
-        folded.append(Section("Recipe, resolved", [PreformattedText(run.recipe_text.strip())], folded=True))
-    return sections + folded
+        sections.append(Section("Recipe, resolved", [PreformattedText(run.recipe_text.strip())], folded=True))
+    return sections

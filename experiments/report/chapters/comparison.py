@@ -6,19 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import (
-    Block,
-    Chapter,
-    ChapterPart,
-    ChartGroup,
-    KeyFigure,
-    Notes,
-    Section,
-    Table,
-)
+from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
 from flatshift.experiments.report.charts.intervals import effect_chart
 from flatshift.experiments.report.figure import Chart
-from flatshift.experiments.report.html import render
+from flatshift.experiments.report.html import render_document
 from flatshift.experiments.results.run import RunResults
 from flatshift.finetune.evaluate.metrics import find_metric
 
@@ -32,18 +23,7 @@ def part(run: RunResults) -> ChapterPart | None:
 
 def page(document: Document) -> str:
     """Return the whole page as HTML; the template escapes everything from files and settings."""
-    made = _part(document)
-    chapter = Chapter(
-        name=str(document["recipe"]),
-        kind=made.kind,
-        finding=made.findings[0],
-        facts=made.facts,
-        tiles=made.tiles,
-        sections=made.sections,
-        slug="comparison",
-        command=str(document.get("command", "")),
-    )
-    return render([chapter])
+    return render_document(_part(document), document, name=str(document["recipe"]), slug="comparison")
 
 
 def _part(document: Document) -> ChapterPart:
@@ -53,12 +33,9 @@ def _part(document: Document) -> ChapterPart:
     base = document["baseline"]
     if not ranked:
         finding = "No informative task: the primary endpoint cannot be computed."
-    elif clear:
-        finding = (
-            f"After Holm's correction {_join_names(clear)} {'differs' if len(clear) == 1 else 'differ'} from {base}."
-        )
     else:
-        finding = f"After Holm's correction no method differs from {base}."
+        names = " and ".join(filter(None, [", ".join(clear[:-1]), *clear[-1:]])) or "no method"
+        finding = f"After Holm's correction {names} {'differ' if len(clear) > 1 else 'differs'} from {base}."
     facts = [
         ("tasks", ", ".join(document["tasks"])),
         ("informative", ", ".join(document["informative"]) or "none"),
@@ -87,21 +64,20 @@ def _part(document: Document) -> ChapterPart:
 def summary_lines(document: Document) -> list[str]:
     """Return the primary endpoint as lines for a terminal."""
     lines, metric = [], document["metric"]
-    what, unit = find_metric(metric).title, _difference_unit(metric)
+    endpoint, unit = find_metric(metric).title, _difference_unit(metric)
     for name, m in ranked_methods(document):
         mean, interval = formats.mean_and_interval(m["primary"], _display_factor(metric))
-        p = m["primary"]["p_holm"]
-        shown = "–" if p is None else f"{p:.3g}"
+        p = "–" if m["primary"]["p_holm"] is None else f"{m['primary']['p_holm']:.3g}"
         kind = "confirmatory" if m["confirmatory"] else "exploratory"
-        lines.append(f"{name}: {what} {mean} {unit} [{interval}], p (Holm) {shown}, {m['primary']['n']} seeds, {kind}")
+        lines.append(f"{name}: {endpoint} {mean} {unit} [{interval}], p (Holm) {p}, {m['primary']['n']} seeds, {kind}")
     return lines or ["no informative task: no primary endpoint"]
 
 
 def ranked_methods(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Return the methods that have a primary endpoint: confirmatory first, then by effect."""
-    found = [(name, m) for name, m in document["methods"].items() if m["primary"] is not None]
+    methods = [(name, m) for name, m in document["methods"].items() if m["primary"] is not None]
     sign = 1 if find_metric(document["metric"]).lower else -1
-    return sorted(found, key=lambda item: (not item[1]["confirmatory"], sign * item[1]["primary"]["value"]))
+    return sorted(methods, key=lambda item: (not item[1]["confirmatory"], sign * item[1]["primary"]["value"]))
 
 
 def _display_factor(metric: str) -> float:
@@ -112,10 +88,6 @@ def _display_factor(metric: str) -> float:
 def _difference_unit(metric: str) -> str:
     """Return the unit of a difference."""
     return "points" if find_metric(metric).shown_as_share else find_metric(metric).unit
-
-
-def _join_names(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _multiply(value: float | None, scale: float) -> float | None:
@@ -138,7 +110,8 @@ def _primary_blocks(document: Document) -> list[Block]:
     for name, m in ranked:
         primary = m["primary"]
         mean, interval = formats.mean_and_interval(primary, scale)
-        boot = primary.get("bootstrap")
+        bounds = primary.get("bootstrap")
+        bootstrap = {"value": primary["value"], **bounds} if bounds else None
         rows.append(
             {
                 "method": name,
@@ -147,9 +120,7 @@ def _primary_blocks(document: Document) -> list[Block]:
                 "tasks": ", ".join(primary["tasks"]),
                 unit: mean,
                 "95 % t": interval,
-                "95 % bootstrap": formats.mean_and_interval({"value": primary["value"], **boot}, scale)[1]
-                if boot
-                else "–",
+                "95 % bootstrap": formats.mean_and_interval(bootstrap, scale)[1],
                 "p": formats.number(primary["p"]),
                 "p (Holm)": formats.number(primary["p_holm"]),
                 "detectable": formats.number(_multiply(primary["detectable"], scale)),
@@ -166,10 +137,10 @@ def _primary_blocks(document: Document) -> list[Block]:
     if document["controls"]:
         body = []
         for control in document["controls"]:
-            mean, interval = formats.mean_and_interval(control["difference"], scale)
-            found = control["difference"]
+            difference = control["difference"]
+            mean, interval = formats.mean_and_interval(difference, scale)
             contrast = f"{control['method']} − {control['control']}"
-            p = formats.number(found["p"]) if found else "–"
+            p = formats.number(difference["p"]) if difference else "–"
             body.append({"contrast": contrast, unit: mean, "95 % t": interval, "p": p})
         caption = "Effect of the idea itself: method compared with its control, same seeds and tasks; not corrected."
         blocks.append(Table.of(body, caption, words=("contrast",)))
@@ -193,73 +164,51 @@ def forest_plot(document: Document) -> Chart:
 
 
 def _task_section(document: Document, task: str) -> Section:
-    found = document["tasks"][task]
-    metric, scale, classes = find_metric(found["metric"]), _display_factor(found["metric"]), found["floor"] is not None
+    result, base = document["tasks"][task], document["baseline"]
+    scale, classes = _display_factor(result["metric"]), result["floor"] is not None
+    metric = find_metric(result["metric"])
     rows = []
-    for name, m in found["methods"].items():
+    for name, m in result["methods"].items():
         difference = formats.mean_and_interval(m["difference"], scale)
         row = [name, *formats.mean_and_interval(m["mean"], scale, plus=False), *difference]
         row.append(formats.number(m["difference"]["p"]) if m["difference"] else "–")
         row.append(formats.number(_multiply(m["f1_macro"], 100.0)) if classes else "–")
         row += [formats.number(m["loss"]), formats.number(m["sharpness"])]
         rows.append(row)
-    sizes = found["rows"]
-    lead = f"{sizes['train']} labelled rows a run, {found['steps']} steps. "
+    lead = f"{result['rows']['train']} labelled rows a run, {result['steps']} steps. "
     if classes:
-        verdict = "informative" if found["informative"] else "not informative, left out of the endpoint"
+        verdict = "informative" if result["informative"] else "not informative, left out of the endpoint"
         lead += (
-            f"Majority baseline {formats.number(_multiply(found['floor'], 100.0))} %; the accuracy of the tuned "
-            f"{document['baseline']} is {formats.number(found['margin_se'])} standard errors above it: {verdict}."
+            f"Majority baseline {formats.number(_multiply(result['floor'], 100.0))} %; the accuracy of the tuned "
+            f"{base} is {formats.number(result['margin_se'])} standard errors above it: {verdict}."
         )
     else:
-        lead += f"{metric.title[:1].upper()}{metric.title[1:]}: {'lower' if metric.lower else 'higher'} is better"
-        lead += "." if found["counts"] else "; not part of the primary endpoint."
-    table = Table(
-        [
-            "method",
-            f"{metric.title}, {'%' if metric.shown_as_share else metric.unit}",
-            "95 % t",
-            f"− {document['baseline']}",
-            "95 % t",
-            "p",
-            "macro F1, %",
-            "test loss",
-            "sharpness",
-        ],
-        rows,
-        "Secondary: p-values are not corrected. Sharpness: E[L(w+ε)] − L(w) on training rows, nats.",
-        frozenset(range(1, 9)),
-    )
+        lead += f"{formats.capitalise(metric.title)}: {'lower' if metric.lower else 'higher'} is better"
+        lead += "." if result["counts"] else "; not part of the primary endpoint."
+    unit = "%" if metric.shown_as_share else metric.unit
+    columns = ["method", f"{metric.title}, {unit}", "95 % t", f"− {base}", "95 % t", "p", "macro F1, %", "test loss"]
+    caption = "Secondary: p-values are not corrected. Sharpness: E[L(w+ε)] − L(w) on training rows, nats."
+    table = Table([*columns, "sharpness"], rows, caption, frozenset(range(1, 9)))
     return Section(f"Task {task}", [table], lead)
 
 
 def _cost_table(document: Document) -> Block:
     rows = []
     for name, m in document["methods"].items():
-        sharp = m["sharpness"]
-        equal = m["equal_time"]
-        rows.append(
-            [
-                name,
-                formats.number(m["step_ratio"]),
-                *(
-                    formats.mean_and_interval(equal, _display_factor(document["metric"]))
-                    if equal
-                    else ("as above", "–")
-                ),
-                formats.number(sharp["ratio"]) if sharp else "–",
-                f"{formats.number(sharp['low'])} to {formats.number(sharp['high'])}" if sharp and sharp["low"] else "–",
-                m["note"],
-            ]
-        )
+        sharp, equal = m["sharpness"], m["equal_time"]
+        cells = ("as above", "–")
+        if equal:
+            cells = formats.mean_and_interval(equal, _display_factor(document["metric"]))
+        ratio = formats.number(sharp["ratio"]) if sharp else "–"
+        bounds = f"{formats.number(sharp['low'])} to {formats.number(sharp['high'])}" if sharp and sharp["low"] else "–"
+        rows.append([name, formats.number(m["step_ratio"]), *cells, ratio, bounds, m["note"]])
     equal_time = f"equal time, {_difference_unit(document['metric'])}"
-    return Table(
-        ["method", "step time ÷", equal_time, "95 % t", "sharpness ÷", "95 % t", "what it is"],
-        rows,
+    columns = ["method", "step time ÷", equal_time, "95 % t", "sharpness ÷", "95 % t", "what it is"]
+    caption = (
         "Equal time: the endpoint again with as many steps as the baseline's time allows; `as above` where a step "
-        "costs about the same.",
-        frozenset(range(1, 6)),
+        "costs about the same."
     )
+    return Table(columns, rows, caption, frozenset(range(1, 6)))
 
 
 def _trial_table(document: Document) -> Block:

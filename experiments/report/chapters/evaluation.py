@@ -6,19 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import (
-    Block,
-    Chapter,
-    ChapterPart,
-    ChartGroup,
-    KeyFigure,
-    Notes,
-    Section,
-    Table,
-)
+from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
 from flatshift.experiments.report.charts.intervals import IntervalRow, interval_chart
 from flatshift.experiments.report.figure import WIDE, Chart
-from flatshift.experiments.report.html import render
+from flatshift.experiments.report.html import render_document
 from flatshift.experiments.results.run import RunResults
 from flatshift.finetune.evaluate.metrics import find_metric, sort_for_headline
 
@@ -32,19 +23,8 @@ def part(run: RunResults) -> ChapterPart | None:
 
 def page(document: Document) -> str:
     """Return the whole page as HTML; the template escapes everything from files and settings."""
-    made = _part(document)
-    chapter = Chapter(
-        name=", ".join(subject["name"] for subject in document["subjects"]),
-        kind=made.kind,
-        finding=made.findings[0] if made.findings else "",
-        details=made.findings[1:],
-        facts=made.facts,
-        tiles=made.tiles,
-        sections=made.sections,
-        slug="evaluation",
-        command=str(document.get("command", "")),
-    )
-    return render([chapter])
+    name = ", ".join(subject["name"] for subject in document["subjects"])
+    return render_document(_part(document), document, name=name, slug="evaluation")
 
 
 def _part(document: Document) -> ChapterPart:
@@ -71,22 +51,23 @@ def _headline_metric(metrics: Mapping[str, Any]) -> str | None:
 
 def _findings(document: Document) -> list[str]:
     """Return a sentence on each difference: better, worse or not clear."""
-    said = []
+    sentences = []
     for name, splits in document["differences"].items():
         for split, metrics in splits.items():
             metric = _headline_metric(metrics)
             if metric is None:
                 continue
-            found = metrics[metric]
-            low, high = found["low"], found["high"]
-            title = find_metric(metric).title
-            shown = formats.with_interval(found, plus=True)
-            if low is None or low <= 0 <= high:
-                said.append(f"{name}: no clear difference in {title} on {split}, {shown}.")
-            else:
-                better = (found["value"] < 0) == find_metric(metric).lower
-                said.append(f"{name}: {'better' if better else 'worse'} in {title} on {split}, {shown}.")
-    return said
+            cell = metrics[metric]
+            verdict = "no clear difference"
+            if _is_clear(cell):
+                verdict = "better" if (cell["value"] < 0) == find_metric(metric).lower else "worse"
+            change = formats.with_interval(cell, plus=True)
+            sentences.append(f"{name}: {verdict} in {find_metric(metric).title} on {split}, {change}.")
+    return sentences
+
+
+def _is_clear(cell: Mapping[str, Any]) -> bool:
+    return cell["low"] is not None and not cell["low"] <= 0 <= cell["high"]
 
 
 def _tiles(document: Document) -> list[KeyFigure]:
@@ -95,7 +76,7 @@ def _tiles(document: Document) -> list[KeyFigure]:
     for name, splits in document["figures"].items():
         metric = _headline_metric(splits[split])
         if metric is not None:
-            value, interval = formats.estimate(*(splits[split][metric][k] for k in ("value", "low", "high")))
+            value, interval = formats.estimate_figure(splits[split][metric])
             tiles.append(KeyFigure(f"{find_metric(metric).title}, {split}", value, interval, name))
     return tiles[:6]
 
@@ -116,31 +97,29 @@ def _metric_blocks(document: Document, split: str) -> list[Block]:
     return [Table(columns, rows, caption, frozenset(range(1, len(columns))))]
 
 
-def _few_shot_section(asked: Document) -> Section:
+def _few_shot_section(few_shot: Document) -> Section:
     """Describe the prompt, and how accuracy changes with the score and the draw of worked examples."""
-    scores = list(
-        dict.fromkeys(s for parts in asked["subjects"].values() for found in parts.values() for s in found["by_score"])
-    )
+    results = [(name, *item) for name, splits in few_shot["subjects"].items() for item in splits.items()]
+    scores = list(dict.fromkeys(score for _, _, result in results for score in result["by_score"]))
     rows = []
-    for name, parts in asked["subjects"].items():
-        for split, found in parts.items():
-            seeds = ", ".join(formats.number(value) for value in found["by_seed"])
-            cells = [formats.number(found["by_score"].get(score)) for score in scores]
-            rows.append([name, split, *cells, seeds, f"{found['shots_dropped']:,}"])
+    for name, split, result in results:
+        seeds = ", ".join(formats.number(value) for value in result["by_seed"])
+        cells = [formats.number(result["by_score"].get(score)) for score in scores]
+        rows.append([name, split, *cells, seeds, f"{result['shots_dropped']:,}"])
     head = ["evaluated", "split", *(f"accuracy by {score}" for score in scores), "by seed", "examples left out"]
     blocks: list[Block] = [Table(head, rows, numeric=frozenset(range(2, len(head))))]
     tests = [
         [name, split, f"{test['only_ours']:,}", f"{test['only_theirs']:,}", formats.number(test["p"])]
-        for name, parts in asked["mcnemar"].items()
-        for split, test in parts.items()
+        for name, splits in few_shot["mcnemar"].items()
+        for split, test in splits.items()
     ]
     if tests:
         head = ["McNemar", "split", "right: only the first", "only the second", "p"]
         blocks.append(Table(head, tests, numeric=frozenset([2, 3, 4])))
-    blocks.append(Notes([f"Prompt {asked['prompt']}: {asked['text']}"]))
+    blocks.append(Notes([f"Prompt {few_shot['prompt']}: {few_shot['text']}"]))
     lead = (
-        f"{asked['shots']} worked examples before each row; figures above rank by {asked['score']}. The other scores "
-        "are for information: choosing the best of them after looking takes rows of its own."
+        f"{few_shot['shots']} worked examples before each row; figures above rank by {few_shot['score']}. The other "
+        "scores are for information: choosing the best of them after looking takes rows of its own."
     )
     return Section("How it was asked", blocks, lead)
 
@@ -179,53 +158,47 @@ def _group_label(grouped: Document, group: str) -> str:
 
 def _change_section(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, str]]) -> Section:
     """Chart the change in each group by family; groups not trained on are marked, as they may be forgotten."""
-    found = grouped["differences"][name][split]
-    metric = next(m for m in map(_headline_metric, found.values()) if m is not None)
-    about = find_metric(metric)
-    chart = _change_chart(grouped, name, split, ordered, metric)
+    groups = grouped["differences"][name][split]
+    name_of_metric = next(m for m in map(_headline_metric, groups.values()) if m is not None)
+    metric = find_metric(name_of_metric)
+    chart = _change_chart(grouped, name, split, ordered, name_of_metric)
     macro = grouped["macro_differences"][name][split]
-    rows = [[kind, formats.with_interval(metrics.get(metric), plus=True)] for kind, metrics in macro.items()]
-    blocks: list[Block] = [
-        ChartGroup([chart]),
-        Table(["mean over", f"change in {about.title}"], rows, numeric=frozenset([1])),
-    ]
+    rows = [[kind, formats.with_interval(metrics.get(name_of_metric), plus=True)] for kind, metrics in macro.items()]
+    table = Table(["mean over", f"change in {metric.title}"], rows, numeric=frozenset([1]))
+    blocks: list[Block] = [ChartGroup([chart]), table]
     if grouped["trained"]:
-        lost = [
-            group
+        worse = [
+            _group_label(grouped, group)
             for _, group in ordered
             if group not in grouped["trained"]
-            and (cell := found[group].get(metric)) is not None
+            and (cell := groups[group].get(name_of_metric)) is not None
             and cell["low"] is not None
-            and (cell["low"] > 0 if about.lower else cell["high"] < 0)
+            and (cell["low"] > 0 if metric.lower else cell["high"] < 0)
         ]
-        others = len(ordered) - len(grouped["trained"])
-        told = ", ".join(_group_label(grouped, group) for group in lost) or "none"
-        blocks.append(
-            Notes([f"Forgotten: of {others} groups that were not trained on, {len(lost)} are clearly worse: {told}."])
+        note = (
+            f"Forgotten: of {len(ordered) - len(grouped['trained'])} groups that were not trained on, {len(worse)} are "
+            f"clearly worse: {', '.join(worse) or 'none'}."
         )
-    lead = f"{about.title.capitalize()} of the one less that of the other over the same rows" + (
-        "; below 0 is better." if about.lower else "; above 0 is better."
-    )
+        blocks.append(Notes([note]))
+    lead = f"{metric.title.capitalize()} of the one less that of the other over the same rows"
+    lead += "; below 0 is better." if metric.lower else "; above 0 is better."
     return Section(f"{name}: the map by {grouped['column']}, {split}", blocks, lead)
 
 
 def _change_chart(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, str]], metric: str) -> Chart:
-    found, rows, family = grouped["differences"][name][split], list[IntervalRow | str](), ""
+    groups, rows, heading = grouped["differences"][name][split], list[IntervalRow | str](), ""
     lower = find_metric(metric).lower
-    for of, group in ordered:
-        if of != family:
-            rows.append(of)
-            family = of
-        cell = found[group].get(metric)
+    for family, group in ordered:
+        if family != heading:
+            rows.append(family)
+            heading = family
+        cell = groups[group].get(metric)
         if cell is None or cell["value"] is None:
             continue
-        clear = cell["low"] is not None and not cell["low"] <= 0 <= cell["high"]
-        token = ("blue" if (cell["value"] < 0) == lower else "orange") if clear else "muted"
+        token = ("blue" if (cell["value"] < 0) == lower else "orange") if _is_clear(cell) else "muted"
         hollow = bool(grouped["trained"]) and group not in grouped["trained"]
-        said = formats.signed_number(cell["value"])
-        rows.append(
-            IntervalRow(_group_label(grouped, group), cell["value"], cell["low"], cell["high"], said, token, hollow)
-        )
+        label, text = _group_label(grouped, group), formats.signed_number(cell["value"])
+        rows.append(IntervalRow(label, cell["value"], cell["low"], cell["high"], text, token, hollow))
     return interval_chart(
         f"map-{split}",
         rows,

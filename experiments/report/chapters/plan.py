@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Bars, Chapter, KeyFigure, Notes, PreformattedText, Section, Table
-from flatshift.experiments.report.html import render
+from flatshift.experiments.report.blocks import Bars, ChapterPart, KeyFigure, Notes, PreformattedText, Section, Table
+from flatshift.experiments.report.html import render_document
 from flatshift.finetune.figures import format_bytes, format_duration
 from flatshift.finetune.planner.layouts import CAUSES
 
@@ -18,19 +18,15 @@ _MOST, _NEAREST = 30, 10
 def page(document: Mapping[str, Any]) -> str:
     """Return the whole page as HTML; the template escapes everything from files and settings."""
     best, fits = document["layouts"][document["best"]], document["fits"]
-    what = f"{document['model']} on {document['cluster']}"
-    room = document["usable_gib"]
+    usable = document["usable_gib"]
     if fits:
         finding = f"It fits: {best['name']} holds {best['allocated_gib']:g} GiB on the fullest device"
-        finding += "." if room is None else f", of {room:g} that may be used."
+        finding += "." if usable is None else f", of {usable:g} that may be used."
     else:
         finding = f"It does not fit: the nearest mesh, {best['name']}, is short of {best['short_gib']:g} GiB a device."
+    memory = _cause_bars(_coexisting_bytes(best), format_bytes)
     sections = [
-        Section(
-            "Memory by cause",
-            [_cause_bars(_coexisting_bytes(best), format_bytes)],
-            f"Of the fullest rank of {best['name']}.",
-        ),
+        Section("Memory by cause", [memory], f"Of the fullest rank of {best['name']}."),
         Section("Time by cause", [_cause_bars(best["seconds"], format_duration)], f"Of a step on {best['name']}."),
         _mesh_section(document["layouts"], document["best"]),
         Section("How far to trust this", [Notes(document["notes"])]),
@@ -38,11 +34,8 @@ def page(document: Mapping[str, Any]) -> str:
     if document["recipe"]:
         sections.insert(2, Section("For the recipe", [PreformattedText(document["recipe"])]))
     facts = [("backbone", f"{document['frozen']:,} frozen values"), ("adapter", f"{document['trained']:,} trained")]
-    chapter = Chapter(
-        name=what, kind="plan", finding=finding, facts=facts, tiles=_tiles(document, best), sections=sections,
-        slug="plan", command=str(document.get("command", "")),
-    )  # fmt: skip
-    return render([chapter])
+    part = ChapterPart("plan", [finding], _tiles(document, best), sections, facts)
+    return render_document(part, document, name=f"{document['model']} on {document['cluster']}", slug="plan")
 
 
 def _coexisting_bytes(best: Mapping[str, Any]) -> dict[str, int]:
@@ -53,17 +46,16 @@ def _coexisting_bytes(best: Mapping[str, Any]) -> dict[str, int]:
     return {name: value for name, value in causes.items() if name not in absent}
 
 
-def _cause_bars(values: Mapping[str, float], said: Any) -> Bars:
-    kept = sorted(((value, name) for name, value in values.items() if value > 0), reverse=True)
-    longest = kept[0][0] if kept else 1.0
-    return Bars([(CAUSES[name], said(value), value / longest) for value, name in kept])
+def _cause_bars(values: Mapping[str, float], format_value: Callable[[float], str]) -> Bars:
+    causes = sorted(((value, name) for name, value in values.items() if value > 0), reverse=True)
+    return Bars([(CAUSES[name], format_value(value), value / causes[0][0]) for value, name in causes])
 
 
 def _tiles(document: Mapping[str, Any], best: Mapping[str, Any]) -> list[KeyFigure]:
     low, high = best["nvidia_smi_gib"]
-    shown = f"nvidia-smi shows {low:g} to {high:g}" if document["kind"] == "cuda" else ""
+    note = f"nvidia-smi shows {low:g} to {high:g}" if document["kind"] == "cuda" else ""
     tiles = [
-        KeyFigure("fullest device", f"{best['allocated_gib']:g} GiB", note=shown),
+        KeyFigure("fullest device", f"{best['allocated_gib']:g} GiB", note=note),
         KeyFigure("a step", format_duration(best["update_s"]), note=f"{best['tokens_per_s']:,.0f} tokens/s"),
         KeyFigure("MFU", formats.percent(best["mfu"]), note="of the devices' bf16 peak"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from flatshift.experiments.report import formats
@@ -16,19 +17,14 @@ from flatshift.experiments.report.blocks import (
     Section,
     Table,
 )
-from flatshift.experiments.report.charts.training import (
-    evaluation_charts,
-    loss_charts,
-    preference_charts,
-    small_multiples,
-)
+from flatshift.experiments.report.charts import training as training_charts
 from flatshift.experiments.results.predictions import RunEvaluation, metric_differences
 from flatshift.experiments.results.run import RunResults, best_split, headline_metric
 from flatshift.finetune.evaluate.metrics import find_metric, tile_metrics
 from flatshift.finetune.figures import compare_plan, format_bytes, format_throughput
 from flatshift.finetune.run_directory import SPIKE
 
-_FIRST = ("lr-", "grad-norm-")
+_UNFOLDED = ("lr-", "grad-norm-")
 """Per-step charts that are shown unfolded; the others open on demand."""
 
 
@@ -36,11 +32,11 @@ def part(run: RunResults) -> ChapterPart | None:
     """Return the part for a directory of `flatshift train`."""
     if not (run.metrics.lines or run.eval or run.stages):
         return None
-    sections = [*evaluation_sections(run), *data_sections(run), *training_sections(run)]
-    return ChapterPart("training run", [train_finding(run)], training_tiles(run), sections)
+    sections = [*_evaluation_sections(run), *_data_sections(run), *training_sections(run)]
+    return ChapterPart("training run", [_finding(run)], _tiles(run), sections)
 
 
-def train_finding(run: RunResults) -> str:
+def _finding(run: RunResults) -> str:
     """Return a sentence on the headline metric, compared with the majority baseline if there is one."""
     split = best_split(run.eval)
     if split is None:
@@ -50,119 +46,99 @@ def train_finding(run: RunResults) -> str:
     if metric is None:
         return ""
     cell = run.eval[split][metric]
-    value = formats.with_interval(cell)
-    sentence = f"{split.capitalize()} {find_metric(metric).title} is {value}"
+    sentence = f"{split.capitalize()} {find_metric(metric).title} is {formats.with_interval(cell)}"
     floor = run.eval[split].get("majority_floor", {}).get("value")
     if metric == "accuracy" and floor is not None:
         low, high = cell.get("low"), cell.get("high")
+        side = "which is not clearly different from"
         if low is not None and low > floor:
-            sentence += f", above the majority baseline of {formats.number(floor)}"
+            side = "above"
         elif high is not None and high < floor:
-            sentence += f", below the majority baseline of {formats.number(floor)}"
-        else:
-            sentence += f", which is not clearly different from the majority baseline of {formats.number(floor)}"
+            side = "below"
+        sentence += f", {side} the majority baseline of {formats.number(floor)}"
     return sentence + "."
 
 
-def training_tiles(run: RunResults) -> list[KeyFigure]:
+def _tiles(run: RunResults) -> list[KeyFigure]:
     tiles = []
     split = best_split(run.eval)
     if split is not None:
         cells = run.eval[split]
-        shown = tile_metrics(cells)
-        for metric in shown[:2]:
-            value, interval = formats.estimate(
-                cells[metric]["value"], cells[metric].get("low"), cells[metric].get("high")
-            )
-            note = f"{cells[metric]['n']:,} items" if cells[metric].get("n") else ""
-            floor = cells.get(find_metric(metric).floor or "", {}).get("value")
-            if floor is not None:
-                named = find_metric(find_metric(metric).floor or "").title
-                note = ", ".join(filter(None, [f"{named} {formats.number(floor)}", note]))
-            tiles.append(KeyFigure(f"{split} {find_metric(metric).title}", value, interval, note))
+        for metric in tile_metrics(cells)[:2]:
+            notes = [f"{cells[metric]['n']:,} items"] if cells[metric].get("n") else []
+            floor = find_metric(metric).floor or ""
+            if (value := cells.get(floor, {}).get("value")) is not None:
+                notes.insert(0, f"{find_metric(floor).title} {formats.number(value)}")
+            estimate = formats.estimate_figure(cells[metric])
+            tiles.append(KeyFigure(f"{split} {find_metric(metric).title}", *estimate, ", ".join(notes)))
     before, after = run.shift
     split = best_split(before)
     for metric in ("perplexity", "pseudo_perplexity"):
-        if not (split and metric in before[split] and metric in after.get(split, {})):
-            continue
-        cell = after[split][metric]
-        value, interval = formats.estimate(cell["value"], cell.get("low"), cell.get("high"))
-        cold = before[split][metric]
-        shown_cold = formats.estimate(cold["value"], cold.get("low"), cold.get("high"))[0]
-        name = f"target {find_metric(metric).title} after warm-up"
-        tiles.append(KeyFigure(name, value, interval, f"base model without adapter {shown_cold}"))
+        if split and metric in before[split] and metric in after.get(split, {}):
+            note = f"base model without adapter {formats.estimate_figure(before[split][metric])[0]}"
+            name = f"target {find_metric(metric).title} after warm-up"
+            tiles.append(KeyFigure(name, *formats.estimate_figure(after[split][metric]), note))
     for stage, done in run.stages.items():
         if done.get("steps") and stage != "warm-up":
-            asked, attempts = done.get("target_steps", 0), done.get("attempts", 1)
-            notes = [f"stopped early, {asked:,} asked for"] if done.get("stopped_early") else []
-            note = ", ".join([*notes, *([f"in {attempts} attempts"] if attempts > 1 else [])])
+            notes, attempts = [], done.get("attempts", 1)
             if done.get("best_dev_loss") is not None:
                 figures = [("accuracy", done.get("best_accuracy")), ("loss", done["best_dev_loss"])]
-                best = ", ".join(
-                    f"{name} {formats.number(float(value))}" for name, value in figures if value is not None
-                )
-                note = f"best on dev after {done.get('best_step')} ({best})" + (f", {note}" if note else "")
-            tiles.append(KeyFigure(f"{stage} steps", formats.number(int(done["steps"])), "", note))
+                best = [f"{name} {formats.number(float(value))}" for name, value in figures if value is not None]
+                notes.append(f"best on dev after {done.get('best_step')} ({', '.join(best)})")
+            if done.get("stopped_early"):
+                notes.append(f"stopped early, {done.get('target_steps', 0):,} asked for")
+            if attempts > 1:
+                notes.append(f"in {attempts} attempts")
+            tiles.append(KeyFigure(f"{stage} steps", formats.number(int(done["steps"])), "", ", ".join(notes)))
     return tiles
 
 
-def evaluation_sections(run: RunResults) -> list[Section]:
-    found = []
+def _evaluation_sections(run: RunResults) -> list[Section]:
+    sections = []
     if run.eval:
-        found.append(
-            Section(
-                "Evaluation",
-                [
-                    ChartGroup(evaluation_charts(run.eval, loss_unit=run.loss_unit("fine-tune"))),
-                    _metric_table(run.eval),
-                ],
-            )
-        )
+        charts = training_charts.evaluation_charts(run.eval, loss_unit=run.loss_unit("fine-tune"))
+        sections.append(Section("Evaluation", [ChartGroup(charts), _metric_table(run.eval)]))
     for split, cold in run.cold.items():
         table = _baseline_comparison(run, split, cold)
-        found += [Section("Compared with the base model without adapter", [table])] if table is not None else []
+        sections += [Section("Compared with the base model without adapter", [table])] if table is not None else []
     before, after = run.shift
-    if before and after:
-        rows = []
-        for split in before:
-            for metric in ("perplexity", "bits_per_byte", "pseudo_perplexity"):
-                if metric in before[split] and metric in after.get(split, {}):
-                    pair = [before[split][metric], after[split][metric]]
-                    cells = [formats.with_interval(c) for c in pair]
-                    change = pair[1]["value"] / pair[0]["value"] - 1
-                    rows.append(
-                        {
-                            "split": split,
-                            "metric": find_metric(metric).title,
-                            "base model without adapter": cells[0],
-                            "after warm-up": cells[1],
-                            "change": ("+" if change > 0 else "") + formats.percent(change),
-                        }
-                    )
+    rows = []
+    for split in before:
+        for metric in ("perplexity", "bits_per_byte", "pseudo_perplexity"):
+            if metric in before[split] and metric in after.get(split, {}):
+                base, warm = before[split][metric], after[split][metric]
+                change = warm["value"] / base["value"] - 1
+                rows.append(
+                    {
+                        "split": split,
+                        "metric": find_metric(metric).title,
+                        "base model without adapter": formats.with_interval(base),
+                        "after warm-up": formats.with_interval(warm),
+                        "change": ("+" if change > 0 else "") + formats.percent(change),
+                    }
+                )
+    if rows:
         lead = "How far the warm-up moved the backbone towards the target's own texts, labels unseen."
         caption = "Both are evaluated on the same rows; bootstrap intervals are of each, not of the difference."
-        table = Table.of(rows, caption, words=("split", "metric"))
-        if rows:
-            found.append(Section("The warm-up's shift", [table], lead))
-    return found
+        sections.append(Section("The warm-up's shift", [Table.of(rows, caption, words=("split", "metric"))], lead))
+    return sections
 
 
 def _baseline_comparison(run: RunResults, split: str, cold: RunEvaluation) -> Table | None:
     """Tabulate what the adapter changed, on the rows that the base model was evaluated on too."""
-    changed = {name: one for name, one in metric_differences(run.judged(split), cold).items() if one.paired}
-    if not changed:
+    differences = metric_differences(run.judged(split), cold)
+    paired = {name: difference for name, difference in differences.items() if difference.paired}
+    if not paired:
         return None
-    rows = []
-    for name, one in changed.items():
-        shown, interval = formats.estimate(one.value, one.low, one.high, plus=True)
-        rows.append(
-            {
-                "metric": find_metric(name).title,
-                "backbone": formats.with_interval(cold.metrics[name]),
-                "with the adapter, minus that": f"{shown} ({interval})" if interval else shown,
-            }
-        )
-    count = max(one.n for one in changed.values())
+    rows = [
+        {
+            "metric": find_metric(name).title,
+            "backbone": formats.with_interval(cold.metrics[name]),
+            "with the adapter, minus that": formats.with_interval(asdict(difference), plus=True),
+        }
+        for name, difference in paired.items()
+    ]
+    count = max(difference.n for difference in paired.values())
     caption = (
         f"The first {count:,} rows of {split}; the difference is paired: both are asked about the same draws of rows."
     )
@@ -173,13 +149,11 @@ def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
     """Tabulate metrics (rows) by split (columns); a baseline is below its metric."""
     rows = []
     for metric in dict.fromkeys(m for cells in tree.values() for m in cells if not find_metric(m).is_floor):
-        cells = [tree[split].get(metric) for split in tree]
-        shown = [formats.with_interval(cell) for cell in cells]
-        rows.append([find_metric(metric).title, *shown])
-        floors = [tree[split].get(find_metric(metric).floor or "") for split in tree]
-        if any(floors):
-            named = find_metric(find_metric(metric).floor or "").title
-            rows.append([named, *(formats.number(float(f["value"])) if f else "–" for f in floors)])
+        rows.append([find_metric(metric).title, *(formats.with_interval(cells.get(metric)) for cells in tree.values())])
+        floor = find_metric(metric).floor or ""
+        if any(cells.get(floor) for cells in tree.values()):
+            values = [float(cells[floor]["value"]) if cells.get(floor) else None for cells in tree.values()]
+            rows.append([find_metric(floor).title, *map(formats.number, values)])
     counts = [max((int(c.get("n") or 0) for c in cells.values()), default=0) for cells in tree.values()]
     rows.append(["items", *(formats.number(n) if n else "–" for n in counts)])
     note = "Bootstrap intervals over items; they say nothing about other seeds."
@@ -187,7 +161,10 @@ def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
 
 
 def training_sections(run: RunResults) -> list[Section]:
-    curves, small = loss_charts(run.metrics, loss_unit=run.loss_unit), small_multiples(run.metrics)
+    curves, small = (
+        training_charts.loss_charts(run.metrics, loss_unit=run.loss_unit),
+        training_charts.small_multiples(run.metrics),
+    )
     if not curves:
         return []
     notes = []
@@ -200,20 +177,18 @@ def training_sections(run: RunResults) -> list[Section]:
             f"The run was resumed or went back: {len(attempts)} attempts; where steps overlap, the last one is shown."
         )
     blocks: list[Block] = [ChartGroup(curves)]
-    if rewards := preference_charts(run.metrics):
+    if rewards := training_charts.preference_charts(run.metrics):
         blocks.append(ChartGroup(rewards))
-    first = [chart for chart in small if chart.name.startswith(_FIRST)]
-    if first:
-        blocks.append(ChartGroup(first, small=True))
+    unfolded = [chart for chart in small if chart.name.startswith(_UNFOLDED)]
+    if unfolded:
+        blocks.append(ChartGroup(unfolded, small=True))
     if notes:
         blocks.append(Notes(notes))
-    found = [Section("Training", blocks)]
-    found += _plan_sections(run)
-    if rest := [chart for chart in small if chart not in first]:
-        found.append(
-            Section("Counters of the regularizer and the machine", [ChartGroup(rest, small=True)], folded=True)
-        )
-    return found
+    sections = [Section("Training", blocks), *_plan_sections(run)]
+    if folded := [chart for chart in small if chart not in unfolded]:
+        group = ChartGroup(folded, small=True)
+        sections.append(Section("Counters of the regularizer and the machine", [group], folded=True))
+    return sections
 
 
 def _plan_sections(run: RunResults) -> list[Section]:
@@ -223,8 +198,8 @@ def _plan_sections(run: RunResults) -> list[Section]:
         plan = done.get("plan")
         if not isinstance(plan, dict) or not isinstance(plan.get("bytes"), dict):
             continue
-        most = max(plan["bytes"].values(), default=0) or 1
-        blocks.append(Bars([(f"{stage}: {cause}", format_bytes(n), n / most) for cause, n in plan["bytes"].items()]))
+        largest = max(plan["bytes"].values(), default=0) or 1
+        blocks.append(Bars([(f"{stage}: {cause}", format_bytes(n), n / largest) for cause, n in plan["bytes"].items()]))
         if text := compare_plan(plan):
             blocks.append(Notes([f"{stage}: {text}."]))
     lead = (
@@ -234,38 +209,37 @@ def _plan_sections(run: RunResults) -> list[Section]:
     return [Section("Predicted and measured", blocks, lead)] if blocks else []
 
 
-def data_sections(run: RunResults) -> list[Section]:
+def _data_sections(run: RunResults) -> list[Section]:
     """Return the classes and the findings of the data check before step 1."""
     checks = run.manifest.get("checks")
     if not isinstance(checks, dict):
         return []
     blocks: list[Block] = []
-    if found := checks.get("findings"):
-        rows = [{"found": str(one["text"]), "examples": "; ".join(one["examples"][:3])} for one in found]
-        blocks.append(Table.of(rows, words=("found", "examples")))
+    if findings := checks.get("findings"):
+        rows = [[str(finding["text"]), "; ".join(finding["examples"][:3])] for finding in findings]
+        blocks.append(Table(["found", "examples"], rows))
     if counts := checks.get("classes"):
-        blocks.append(
-            SearchableTable(["class", "training rows"], [[n, f"{c:,}"] for n, c in counts.items()], frozenset({1}))
-        )
-    lead = "What the check of the rows found before step 1 (data.checks)." if found else ""
+        rows = [[name, f"{count:,}"] for name, count in counts.items()]
+        blocks.append(SearchableTable(["class", "training rows"], rows, numeric=frozenset({1})))
+    lead = "What the check of the rows found before step 1 (data.checks)." if findings else ""
     return [Section("Rows", blocks, lead)] if blocks else []
 
 
 def _incident_notes(run: RunResults) -> list[str]:
     """Return sentences on skipped steps, on rollbacks after loss spikes, and on each stage's throughput."""
-    found = []
+    notes = []
     for stage, done in run.stages.items():
         if done.get("skipped"):
-            found.append(f"{stage}: {done['skipped']} steps were skipped, as their loss or gradient was not finite.")
+            notes.append(f"{stage}: {done['skipped']} steps were skipped, as their loss or gradient was not finite.")
         for line in run.metrics.lines:
             if line["split"] == SPIKE and line["stage"] == stage and isinstance(line.get("rewound_to"), int):
-                gone = ", ".join(f"{first} to {stop - 1}" for first, stop in line.get("left_out") or [])
-                found.append(
+                skipped = ", ".join(f"{start} to {stop - 1}" for start, stop in line.get("left_out") or [])
+                notes.append(
                     f"{stage}: after a loss spike in step {line['step']} it rolled back to step "
-                    f"{line['rewound_to']}; batches {gone} are left out."
+                    f"{line['rewound_to']}; batches {skipped} are left out."
                 )
         rates = done.get("rates")
         if isinstance(rates, dict) and (text := format_throughput(rates)):
             hfu = f", HFU {100 * rates['hfu']:.0f} %" if "hfu" in rates else ""
-            found.append(f"{stage}: {text}{hfu} (of the last attempt, without its first step).")
-    return found
+            notes.append(f"{stage}: {text}{hfu} (of the last attempt, without its first step).")
+    return notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -11,26 +12,10 @@ import numpy as np
 
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
-from flatshift.experiments.report.chapters.sweep_verdicts import (
-    bisection_table,
-    emc_table,
-    format_crossing,
-    regularizer_table,
-    verdict_notes,
-    verdict_shortfall,
-    verdict_table,
-)
-from flatshift.experiments.report.charts.capacity import capacity_charts
-from flatshift.experiments.report.charts.curve import (
-    Series,
-    curve_chart,
-    metric_unit,
-    scatter_chart,
-    train_test_series,
-    y_limits,
-)
-from flatshift.experiments.report.charts.dynamics import dynamics_charts
-from flatshift.experiments.report.charts.facets import LineSeries, Panel, facet_chart
+from flatshift.experiments.report.chapters import sweep_verdicts
+from flatshift.experiments.report.charts import curve as curve_charts
+from flatshift.experiments.report.charts.curve import Series
+from flatshift.experiments.report.charts.facets import LineSeries, Panel, dynamics_charts, facet_chart
 from flatshift.experiments.report.charts.heat_map import heat_maps
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.results.analysis import (
@@ -42,22 +27,16 @@ from flatshift.experiments.results.analysis import (
     sample_settings,
     undrawn_note,
 )
-from flatshift.experiments.results.run import RunResults
-from flatshift.experiments.results.sweep import STEP, CoupledAxis, FailedCell, SweepData
+from flatshift.experiments.results.cells import FORECAST
+from flatshift.experiments.results.run import RunResults, read_object
+from flatshift.experiments.results.sweep import STEP, FailedCell, SweepData
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.finetune.evaluate.metrics import find_metric
 
-_TOGETHER = 12
-"""Most verdicts in one table at the top."""
-_PAIRED_MAPS = 4
-"""Most pairs of axes for which maps are drawn."""
-_PAIRS = 6
-"""Most values of a paired axis listed at the top; the table of all settings has all."""
-_LOST = 8
-"""Most settings whose diverged seeds are counted at the top."""
-_ROWS = 200
-"""Most settings in a table of the page; points.csv has every cell."""
-_FAILURES = 50
+_MAX_VERDICTS, _MAX_PAIRS, _MAX_LOST = 12, 6, 8
+"""At the top: verdicts in one table, values of a paired axis, and settings whose diverged seeds are counted."""
+_MAX_MAP_AXES, _MAX_ROWS, _MAX_FAILURES = 4, 200, 50
+"""Pairs of axes with maps, and rows in the tables of settings (points.csv has all) and of failed cells."""
 
 
 def part(run: RunResults) -> ChapterPart | None:
@@ -65,8 +44,21 @@ def part(run: RunResults) -> ChapterPart | None:
     if run.sweep is None:
         return None
     analysis = SweepAnalysis(run.sweep)
-    findings = [sweep_finding(run.sweep, analysis), next_value_effects(run.sweep, analysis), other_verdicts(analysis)]
+    findings = [sweep_finding(run.sweep, analysis), next_value_effects(run.sweep, analysis), _other_verdicts(analysis)]
     return ChapterPart("sweep", findings, sweep_tiles(run.sweep, analysis), sweep_sections(run.sweep, analysis))
+
+
+def forecast_part(run: RunResults) -> ChapterPart | None:
+    """Return the sentences of forecast.json, if the directory has one; its curves are drawn like those of a sweep."""
+    forecast = read_object(run.path / FORECAST)
+    if not forecast:
+        return None
+    note = (
+        "Everything below that looks measured is computed: the model is linearised where it starts and solved in "
+        "closed form; each seed on this page is a draw of rows and of starting values, not a training run. Weight "
+        "decay is the ridge, in units of the kernel's mean eigenvalue."
+    )
+    return ChapterPart("forecast", forecast_sentences(forecast), sections=[Section("What this is", [Notes([note])])])
 
 
 def sweep_finding(data: SweepData, analysis: SweepAnalysis) -> str:
@@ -76,64 +68,62 @@ def sweep_finding(data: SweepData, analysis: SweepAnalysis) -> str:
     lowest = data.best(test)
     if axis is None or lowest is None:
         return f"{data.done:,} of {len(data):,} cells are finished; there is no curve to draw yet."
-    where, best = lowest
-    mean = formats.with_interval(best)
-    whole = data.done == len(data)
-    begin = "Mean" if whole else f"With {data.done:,} of {len(data):,} cells finished, mean"
-    sentence = f"{begin} {formats.figure_name(test)} is lowest at {formats.setting(data.whole(where))}: {mean}"
-    lacking = [said for direction in analysis.directions if (said := verdict_shortfall(direction))]
-    if lacking and not any(j.verdict.peak is not None for j in analysis.judged):
-        return f"{sentence}; {lacking[0]}."
-    judged = [d for d in analysis.directions if d.judged]
-    if judged:
-        return f"{sentence}; along {formats.axis_name(judged[0].axis)}: {_format_verdicts(judged[0])}."
+    setting, best = lowest
+    start = "Mean" if data.done == len(data) else f"With {data.done:,} of {len(data):,} cells finished, mean"
+    setting_text, mean = formats.setting(data.whole(setting)), formats.with_interval(best)
+    sentence = f"{start} {formats.figure_name(test)} is lowest at {setting_text}: {mean}"
+    shortfalls = [text for direction in analysis.directions if (text := sweep_verdicts.verdict_shortfall(direction))]
+    if shortfalls and not any(j.verdict.peak is not None for j in analysis.curves):
+        return f"{sentence}; {shortfalls[0]}."
+    tested = [d for d in analysis.directions if d.curves]
+    if tested:
+        return f"{sentence}; along {formats.axis_name(tested[0].axis)}: {_format_verdicts(tested[0])}."
     refused = any(d.refused for d in analysis.directions)
     return sentence + ("; too few seeds or values for a verdict." if refused else ".")
 
 
 def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
-    """Describe what the next larger value of each axis changes at the best setting, paired by seed, and on which side
+    """Describe what the next larger value of each axis changes at the best setting, paired by seed. Also on which side
     of the interpolation threshold that setting is."""
     test, _ = data.error_columns()
     lowest = data.best(test)
     if lowest is None or data.design == "random":
         return ""
-    where, said = lowest[0], []
-    for axis in (axis for axis in data.axes if data.numeric(axis) and axis in where):
-        found = data.matrix(test, axis, {key: value for key, value in where.items() if key != axis})
-        here = found.values.index(where[axis])
-        if here + 1 == len(found.values):
-            more = "more was not tried" if data.done == len(data) else "as far as cells are finished"
-            said.append(f"{formats.axis_name(axis)} ends at {formats.axis_value(where[axis])}, {more}")
+    setting, parts = lowest[0], []
+    for axis in (axis for axis in data.axes if data.numeric(axis) and axis in setting):
+        matrix = data.matrix(test, axis, {key: value for key, value in setting.items() if key != axis})
+        column = matrix.values.index(setting[axis])
+        name, value = formats.axis_name(axis), formats.axis_value(setting[axis])
+        if column + 1 == len(matrix.values):
+            reason = "more was not tried" if data.done == len(data) else "as far as cells are finished"
+            parts.append(f"{name} ends at {value}, {reason}")
             continue
-        change = found.y[:, here + 1] - found.y[:, here]
+        change = matrix.y[:, column + 1] - matrix.y[:, column]
         change = change[np.isfinite(change)]
         if len(change):
-            by_how_much = formats.with_interval(t_interval(change.tolist()))
-            said.append(
-                f"{formats.axis_name(axis)} {formats.axis_value(where[axis])} → "
-                f"{formats.axis_value(found.values[here + 1])} changes it by {by_how_much}"
-            )
+            following = formats.axis_value(matrix.values[column + 1])
+            interval = formats.with_interval(t_interval(change.tolist()))
+            parts.append(f"{name} {value} → {following} changes it by {interval}")
     main = main_axis(data)
-    crossing = analysis.crossing(main, {k: v for k, v in where.items() if k != main}) if main is not None else None
-    if said and crossing is not None and main is not None and crossing.value is not None:
-        side = "before" if (where[main] < crossing.value) != crossing.rising else "past"
-        words = f"{formats.axis_name(main)} {format_crossing(crossing)}"
-        said.append(f"that is {side} the point where training rows become fitted ({words})")
-    return f"One more from there: {'; '.join(said)}." if said else ""
+    crossing = analysis.crossing(main, {k: v for k, v in setting.items() if k != main}) if main is not None else None
+    if parts and crossing is not None and main is not None and crossing.value is not None:
+        side = "before" if (setting[main] < crossing.value) != crossing.rising else "past"
+        position = f"{formats.axis_name(main)} {sweep_verdicts.format_crossing(crossing)}"
+        parts.append(f"that is {side} the point where training rows become fitted ({position})")
+    return f"One more from there: {'; '.join(parts)}." if parts else ""
 
 
-def other_verdicts(analysis: SweepAnalysis) -> str:
+def _other_verdicts(analysis: SweepAnalysis) -> str:
     """Return the verdicts along the other axes."""
-    judged = [d for d in analysis.directions if d.judged][1:]
-    said = "; ".join(f"along {formats.axis_name(d.axis)}: {_format_verdicts(d)}" for d in judged)
-    return f"{said[:1].upper()}{said[1:]}." if said else ""
+    directions = [d for d in analysis.directions if d.curves][1:]
+    text = "; ".join(f"along {formats.axis_name(d.axis)}: {_format_verdicts(d)}" for d in directions)
+    return f"{formats.capitalise(text)}." if text else ""
 
 
 def _format_verdicts(direction: AxisAnalysis) -> str:
     """Format verdicts: `double descent` for one curve, `2 × double descent, 1 × undecided` for several."""
-    kinds = Counter(j.verdict.kind for j in direction.judged)
-    if len(direction.judged) == 1:
+    kinds = Counter(j.verdict.kind for j in direction.curves)
+    if len(direction.curves) == 1:
         return next(iter(kinds))
     return ", ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items(), key=lambda item: (-item[1], item[0])))
 
@@ -145,13 +135,11 @@ def sweep_tiles(data: SweepData, analysis: SweepAnalysis) -> list[KeyFigure]:
     tiles = []
     lowest = data.best(test)
     if axis is not None and lowest is not None:
-        where, best = lowest
-        at = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.whole(where).items())
+        setting, best = lowest
+        settings = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.whole(setting).items())
         split, _, metric = test.partition(".")
-        shown, interval = formats.estimate(best.value, best.low, best.high)
-        tiles.append(
-            KeyFigure(f"lowest {split} {find_metric(metric).title}", shown, interval, f"at {at}; {best.n} runs")
-        )
+        name = f"lowest {split} {find_metric(metric).title}"
+        tiles.append(KeyFigure(name, *formats.estimate_figure(best), f"at {settings}; {best.n} runs"))
         floor = data.majority_error(test)
         if floor is not None:
             note = f"{split} error of always the commonest class"
@@ -159,9 +147,9 @@ def sweep_tiles(data: SweepData, analysis: SweepAnalysis) -> list[KeyFigure]:
         crossing = analysis.crossing(axis, {}) if len(data.axes) == 1 else None
         if crossing is not None:
             note = f"{axis} at which train error crosses {data.epsilon:g}"
-            tiles.append(KeyFigure("interpolation threshold", format_crossing(crossing), "", note))
-    fewest, most = data.seeds_each()
-    note = f"{fewest} to {most} seeds" if fewest < most else f"{most} seed{'s' * (most != 1)} each"
+            tiles.append(KeyFigure("interpolation threshold", sweep_verdicts.format_crossing(crossing), "", note))
+    low, high = data.seeds_each()
+    note = f"{low} to {high} seeds" if low < high else f"{high} seed{'s' * (high != 1)} each"
     note += f", {len(data.failed)} failed" if data.failed else ""
     total = data.planned if data.planned is not None else len(data)
     tiles.append(KeyFigure("cells finished", f"{data.done:,} / {max(total, len(data)):,}", "", note))
@@ -177,44 +165,43 @@ def sweep_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
     sections += _map_sections(data)
     axis = main_axis(data)
     if axis is not None and data.design != "random":
-        folds, said = capacity_charts(data, axis, analysis)
-        if folds:
+        charts, note = curve_charts.capacity_charts(data, axis, analysis)
+        if charts:
             lead = (
                 "The same errors over what the adapter uses instead of over what it is allowed. Where a line turns "
                 f"back on itself, {axis} is more than one axis of capacity, and a peak along it may be no more than "
-                f"the turn.{said}"
+                f"the turn.{note}"
             )
-            sections.append(Section("Effective parameters", [ChartGroup(folds)], lead))
+            sections.append(Section("Effective parameters", [ChartGroup(charts)], lead))
         sections += _memorisation_sections(data, analysis)
-    along = dynamics_charts(data)
-    if along:
-        sections.append(Section("Training dynamics", [ChartGroup(along)]))
-    return [s for s in [*sections, *sweep_tables(data)] if s.blocks]
+    if charts := dynamics_charts(data):
+        sections.append(Section("Training dynamics", [ChartGroup(charts)]))
+    return [section for section in [*sections, *_table_sections(data)] if section.blocks]
 
 
 def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
-    blocks: list[Block] = []
-    table = verdict_table([j for direction in _top_directions(analysis) for j in direction.judged], data.epsilon)
-    if table is not None:
-        blocks.append(table)
-    searched = bisection_table(data)
-    if searched is not None:
-        blocks.append(searched)
+    curves = [curve for direction in _top_directions(analysis) for curve in direction.curves]
+    tables = (sweep_verdicts.verdict_table(curves, data.epsilon), sweep_verdicts.bisection_table(data))
+    blocks: list[Block] = [table for table in tables if table is not None]
     notes = _progress_notes(data)
     if data.fixed:
         fixed = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.fixed.items())
         notes.append(f"The same in every cell: {fixed}.")
-    notes += [_coupled_axis_note(one) for one in data.together]
+    for coupled in data.together:  # axes of a paired design that move with the plotted one
+        pairs = [f"{formats.axis_value(v)}: {formats.axis_value(own)}" for v, own in coupled.values.items()]
+        listed = ", ".join(pairs[:_MAX_PAIRS]) + (", …" if len(pairs) > _MAX_PAIRS else "")
+        notes.append(
+            f"Paired: {coupled.axis} moves with {coupled.leader} ({listed}); what is seen may come from either."
+        )
     notes += _threshold_notes(analysis)
-    notes += verdict_notes(analysis)
+    notes += sweep_verdicts.verdict_notes(analysis)
     notes += _failed_seed_notes(data)
     notes += [f"Cell {f.cell} failed: {f.reason}" for f in data.failed[:3]]
     if len(data.failed) > 3:
         notes.append(f"{len(data.failed) - 3:,} more cells failed; their reasons are listed at the end.")
     if len(data.versions) > 1:
-        notes.append(
-            "Cells were made by different code: " + ", ".join(f"{v} ({n:,} cells)" for v, n in data.versions) + "."
-        )
+        versions = ", ".join(f"{version} ({count:,} cells)" for version, count in data.versions)
+        notes.append(f"Cells were made by different code: {versions}.")
     if notes:
         blocks.append(Notes(notes))
     return Section("Sweep", blocks)
@@ -222,26 +209,19 @@ def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
 
 def _top_directions(analysis: SweepAnalysis) -> list[AxisAnalysis]:
     """Return the directions whose verdicts are at the top: all, or only the first if there are too many verdicts."""
-    found = [direction for direction in analysis.directions if direction.judged]
-    return found if len(analysis.judged) <= _TOGETHER else found[:1]
+    directions = [direction for direction in analysis.directions if direction.curves]
+    return directions if len(analysis.curves) <= _MAX_VERDICTS else directions[:1]
 
 
 def _progress_notes(data: SweepData) -> list[str]:
     """Describe the cells that an unfinished sweep still lacks."""
     if not data.unfinished:
         return []
-    said = f"{data.unfinished:,} of {data.planned or len(data):,} cells have no result yet; this page shows the others"
+    note = f"{data.unfinished:,} of {data.planned or len(data):,} cells have no result yet; this page shows the others"
     if data.seconds:
         mean = statistics.fmean(data.seconds)
-        said += f". At {formats.seconds(mean)} a cell they take {formats.seconds(mean * data.unfinished)} one by one"
-    return [said + ". `flatshift sweep` with the same arguments continues."]
-
-
-def _coupled_axis_note(one: CoupledAxis) -> str:
-    """Note that an axis of a paired design moves with the plotted one."""
-    pairs = [f"{formats.axis_value(v)}: {formats.axis_value(other)}" for v, other in one.values.items()]
-    shown = ", ".join(pairs[:_PAIRS]) + (", …" if len(pairs) > _PAIRS else "")
-    return f"Paired: {one.axis} moves with {one.leader} ({shown}); what is seen may come from either."
+        note += f". At {formats.seconds(mean)} a cell they take {formats.seconds(mean * data.unfinished)} one by one"
+    return [note + ". `flatshift sweep` with the same arguments continues."]
 
 
 def _failed_seed_notes(data: SweepData) -> list[str]:
@@ -249,15 +229,15 @@ def _failed_seed_notes(data: SweepData) -> list[str]:
     lost: dict[tuple[Any, ...], list[FailedCell]] = {}
     for failure in data.failed:
         lost.setdefault(tuple(failure.setting.items()), []).append(failure)
-    said = []
-    for setting, failures in list(lost.items())[:_LOST]:
-        where = dict(setting)
-        does = "diverged" if all(f.diverged for f in failures) else "failed"
-        at = f" at {formats.setting(where)}" if where else ""
-        said.append(f"{len(failures)} of {len(data.rows(where))} seeds {does}{at}.")
-    if len(lost) > _LOST:
-        said.append(f"At {len(lost) - _LOST:,} more settings seeds diverged or failed.")
-    return said
+    notes = []
+    for items, failures in list(lost.items())[:_MAX_LOST]:
+        setting = dict(items)
+        verb = "diverged" if all(failure.diverged for failure in failures) else "failed"
+        at = f" at {formats.setting(setting)}" if setting else ""
+        notes.append(f"{len(failures)} of {len(data.rows(setting))} seeds {verb}{at}.")
+    if len(lost) > _MAX_LOST:
+        notes.append(f"At {len(lost) - _MAX_LOST:,} more settings seeds diverged or failed.")
+    return notes
 
 
 def _threshold_notes(analysis: SweepAnalysis) -> list[str]:
@@ -267,68 +247,39 @@ def _threshold_notes(analysis: SweepAnalysis) -> list[str]:
     if direction is None:
         return []
     sides: dict[str, list[str]] = {"none": [], "all": []}
-    for where in direction.settings:
-        crossing = direction.crossing_at(where)
+    for setting in direction.settings:
+        crossing = direction.crossing_at(setting)
         if crossing is not None and crossing.fitted != "some":
-            sides[crossing.fitted].append(formats.setting(where))
-    said = []
+            sides[crossing.fitted].append(formats.setting(setting))
+    notes = []
     for side, names in sides.items():
         if not names:
             continue
         at = "" if len(names) == len(direction.settings) else f" ({'; '.join(names)})"
-        if len(names) > _LOST and at:
+        if len(names) > _MAX_LOST and at:
             at = f" ({len(names)} of {len(direction.settings)} settings)"
-        said.append(
+        notes.append(
             f"Train error stays above {data.epsilon:g}: nothing interpolates, so this axis shows no peak there{at}."
             if side == "none"
             else f"Train error is at most {data.epsilon:g} from the smallest {axis} on: every value interpolates, so "
             f"this axis cannot show an interpolation peak; take more rows, more label noise or fewer steps{at}."
         )
-    return said
+    return notes
 
 
 def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -> Section | None:
     """Build the charts of error and loss along one axis. verdicts: add their table as well."""
     axis, table = direction.axis, direction.table
-    named = formats.axis_name(axis)
-    first = data.error_columns()[0].partition(".")[2]
-    kinds = [kind for kind in dict.fromkeys((first, "error", "loss")) if train_test_series(table, kind)]
-    charts: list[Chart] = []
-    for kind in kinds:
-        lines = train_test_series(table, kind)
-        words = f"{' and '.join(line.name for line in lines).capitalize()} {find_metric(kind).title} along {named}"
-        if len(direction.drawn) > 1 and (kind != kinds[0] or not is_capacity_axis(axis)):
-            name = f"sweep-{axis.rpartition('.')[2].replace('_', '-')}-{kind}"
-            made = _faceted_chart(direction, lines, name, words, metric_unit(kind))
-            charts += [made] if made is not None else []
-            continue
-        limits = _shared_y_limits(direction, lines, kind)
-        for number, where in enumerate(direction.drawn):
-            chart = curve_chart(
-                table,
-                axis,
-                where,
-                lines,
-                name=f"sweep-{axis.rpartition('.')[2].replace('_', '-')}-{kind}-{number}",
-                title=words + (f", {formats.setting(where)}" if where else ""),
-                unit=metric_unit(kind),
-                limits=limits,
-                analysed=direction.judged_at(where) if kind == kinds[0] else None,
-                crossing=direction.crossing_at(where),
-                epsilon=data.epsilon,
-                wide=len(direction.drawn) == 1 and len(kinds) == 1,
-            )
-            charts += [chart] if chart is not None else []
+    charts = _axis_charts(data, direction)
     if not charts:
         return None
-    blocks: list[Block] = [ChartGroup(charts)]
-    if verdicts and (judged := verdict_table(direction.judged, data.epsilon)) is not None:
-        blocks.append(judged)
-    if axis.endswith("limit"):
-        found = emc_table(direction)
-        blocks += [found] if found is not None else []
-    against, notes = regularizer_table(direction)
-    blocks += [against] if against is not None else []
+    comparison, notes = sweep_verdicts.regularizer_table(direction)
+    tables = (
+        sweep_verdicts.verdict_table(direction.curves, data.epsilon) if verdicts else None,
+        sweep_verdicts.emc_table(direction) if axis.endswith("limit") else None,
+        comparison,
+    )
+    blocks: list[Block] = [ChartGroup(charts), *(table for table in tables if table is not None)]
     if direction.total > len(direction.drawn):
         notes.append(
             f"{len(direction.drawn)} of {direction.total:,} settings of the other axes are drawn, evenly chosen; "
@@ -342,28 +293,56 @@ def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -
     notes += [f"Not evaluated: {reason}." for reason in direction.refused[:3]]
     if notes:
         blocks.append(Notes(notes))
-    return Section(f"{direction.kind}: along {named}", blocks)
+    return Section(f"{direction.kind}: along {formats.axis_name(axis)}", blocks)
+
+
+def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart]:
+    axis, table = direction.axis, direction.table
+    main = data.error_columns()[0].partition(".")[2]
+    kinds = [kind for kind in dict.fromkeys((main, "error", "loss")) if curve_charts.train_test_series(table, kind)]
+    charts: list[Chart | None] = []
+    for kind in kinds:
+        lines = curve_charts.train_test_series(table, kind)
+        names = " and ".join(line.name for line in lines).capitalize()
+        title = f"{names} {find_metric(kind).title} along {formats.axis_name(axis)}"
+        name = f"sweep-{axis.rpartition('.')[2].replace('_', '-')}-{kind}"
+        if len(direction.drawn) > 1 and (kind != kinds[0] or not is_capacity_axis(axis)):
+            charts.append(_faceted_chart(direction, lines, name, title, curve_charts.metric_unit(kind)))
+            continue
+        limits = _shared_y_limits(direction, lines, kind)
+        for number, setting in enumerate(direction.drawn):
+            chart = curve_charts.curve_chart(
+                table,
+                axis,
+                setting,
+                lines,
+                name=f"{name}-{number}",
+                title=title,
+                unit=curve_charts.metric_unit(kind),
+                limits=limits,
+                analysed=direction.curve_at(setting) if kind == kinds[0] else None,
+                crossing=direction.crossing_at(setting),
+                epsilon=data.epsilon,
+                wide=len(direction.drawn) == 1 and len(kinds) == 1,
+            )
+            charts.append(chart)
+    return [chart for chart in charts if chart is not None]
 
 
 def _shared_y_limits(direction: AxisAnalysis, lines: Sequence[Series], kind: str) -> tuple[float, float] | None:
     """Return one y range for all settings, so that their charts are comparable."""
-    curves = [direction.table.curve(line.column, direction.axis, w) for line in lines for w in direction.drawn]
+    curves = [direction.table.curve(line.column, direction.axis, s) for line in lines for s in direction.drawn]
     curves = [[(v, p) for v, p in c if not (direction.axis == STEP and v == 0)] for c in curves]
-    return y_limits([c for c in curves if c], zero=kind == "error") if any(curves) else None
+    return curve_charts.y_limits([c for c in curves if c], zero=kind == "error") if any(curves) else None
 
 
 def _faceted_chart(direction: AxisAnalysis, lines: Sequence[Series], name: str, title: str, y: str) -> Chart | None:
     """Draw a small panel for each chosen setting."""
-    panels = [
-        Panel(
-            formats.setting(where),
-            [
-                LineSeries(line.name, line.token, direction.table.curve(line.column, direction.axis, where))
-                for line in lines
-            ],
-        )
-        for where in direction.drawn
-    ]
+    panels = []
+    for setting in direction.drawn:
+        curves = [direction.table.curve(line.column, direction.axis, setting) for line in lines]
+        series = [LineSeries(line.name, line.token, curve) for line, curve in zip(lines, curves, strict=True)]
+        panels.append(Panel(formats.setting(setting), series))
     return facet_chart(
         panels,
         direction.axis,
@@ -380,12 +359,12 @@ def _random_cell_sections(data: SweepData) -> list[Section]:
     if data.design != "random":
         return []
     kind = data.error_columns()[0].partition(".")[2]
-    lines = train_test_series(data, kind)
+    lines = curve_charts.train_test_series(data, kind)
     charts = [
-        scatter_chart(data, axis, lines, name=f"sweep-cells-{number}", unit=metric_unit(kind))
+        curve_charts.scatter_chart(data, axis, lines, name=f"sweep-cells-{number}", unit=curve_charts.metric_unit(kind))
         for number, axis in enumerate(a for a in data.axes if data.numeric(a))
     ]
-    drawn = [c for c in charts if c is not None]
+    drawn = [chart for chart in charts if chart is not None]
     return [Section("Cells", [ChartGroup(drawn)])] if drawn else []
 
 
@@ -394,44 +373,33 @@ def _map_sections(data: SweepData) -> list[Section]:
     if data.design == "random":
         return []
     charts: list[Chart] = []
-    said = ""
-    axis = main_axis(data)
-    test, train = data.error_columns()
+    note = ""
+    axis, columns, epsilon = main_axis(data), data.error_columns(), data.epsilon
     if data.trace is not None and axis is not None and len(data.levels(axis)) > 1:
-        rest = [a for a in data.axes if a != axis]
-        every = data.trace.settings(rest)
-        drawn = sample_settings(data.trace, every, PANELS)
-        said = undrawn_note(drawn, every)
-        for number, where in enumerate(drawn):
-            charts += heat_maps(
-                data.trace,
-                STEP,
-                axis,
-                where,
-                (test, train),
-                name=f"sweep-map-steps-{number}",
-                epsilon=data.epsilon,
-            )
-    pairs = [(x, y) for i, x in enumerate(data.axes) for y in data.axes[i + 1 :]]
+        settings = data.trace.settings([other for other in data.axes if other != axis])
+        drawn = sample_settings(data.trace, settings, PANELS)
+        note = undrawn_note(drawn, settings)
+        for number, setting in enumerate(drawn):
+            name = f"sweep-map-steps-{number}"
+            charts += heat_maps(data.trace, STEP, axis, setting, columns, name=name, epsilon=epsilon)
+    pairs = list(itertools.combinations(data.axes, 2))
     pairs = [(x, y) for x, y in pairs if len(data.axes) == 2 or (data.numeric(x) and data.numeric(y))]
-    for x, y in pairs[:_PAIRED_MAPS]:
+    for x, y in pairs[:_MAX_MAP_AXES]:
         if y == axis or not data.numeric(x):
             x, y = y, x
-        rest = [a for a in data.axes if a not in (x, y)]
-        for number, where in enumerate(sample_settings(data, data.settings(rest), 1 if len(pairs) > 1 else PANELS)):
-            names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
-            charts += heat_maps(
-                data, x, y, where, (test, train), name=f"sweep-map-{names}-{number}", epsilon=data.epsilon
-            )
+        settings = data.settings([other for other in data.axes if other not in (x, y)])
+        names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
+        for number, setting in enumerate(sample_settings(data, settings, 1 if len(pairs) > 1 else PANELS)):
+            charts += heat_maps(data, x, y, setting, columns, name=f"sweep-map-{names}-{number}", epsilon=epsilon)
     if not charts:
         return []
-    lead = f"The line is the interpolation threshold, a mean train error of {data.epsilon:g}.{said}"
+    lead = f"The line is the interpolation threshold, a mean train error of {epsilon:g}.{note}"
     return [Section("Maps", [ChartGroup(charts)], lead)]
 
 
 def _memorisation_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
     """Draw train error on clean and on noisy labels: learning compared with memorisation."""
-    split = [
+    series = [
         Series("train.error_clean", "blue", "clean"),
         Series("train.error_noisy", "orange", "noisy"),
         Series("train.memorised", "purple", "memorised"),
@@ -439,26 +407,18 @@ def _memorisation_sections(data: SweepData, analysis: SweepAnalysis) -> list[Sec
     ]
     charts = []
     for direction in analysis.directions:
-        lines = [line for line in split if direction.table.has(line.column)]
+        lines = [line for line in series if direction.table.has(line.column)]
         name = f"sweep-memorised-{direction.axis.rpartition('.')[2]}"
         title = f"Clean and noisy labels along {formats.axis_name(direction.axis)}"
         unit = "share of the clean or of the noisy rows"
         if lines and len(direction.drawn) > 1:
             charts.append(_faceted_chart(direction, lines, name, title, unit))
         elif lines:
-            (where,) = direction.drawn
-            crossing = direction.crossing_at(where)
+            (setting,) = direction.drawn
+            curve, crossing = (direction.table, direction.axis, setting, lines), direction.crossing_at(setting)
             charts.append(
-                curve_chart(
-                    direction.table,
-                    direction.axis,
-                    where,
-                    lines,
-                    name=name,
-                    title=title + (f", {formats.setting(where)}" if where else ""),
-                    unit=unit,
-                    crossing=crossing,
-                    epsilon=data.epsilon,
+                curve_charts.curve_chart(
+                    *curve, name=name, title=title, unit=unit, crossing=crossing, epsilon=data.epsilon
                 )
             )
     drawn = [chart for chart in charts if chart is not None]
@@ -471,46 +431,81 @@ def _memorisation_sections(data: SweepData, analysis: SweepAnalysis) -> list[Sec
     return [Section("Memorised labels", [ChartGroup(drawn)], lead)]
 
 
-def sweep_tables(data: SweepData) -> list[Section]:
+def _table_sections(data: SweepData) -> list[Section]:
     """Tabulate all settings, failed cells, and the code versions that produced them."""
     sections = []
-    columns = dict.fromkeys([*data.error_columns(), f"{data.judged('loss')}.loss", "train.loss"])
-    shown = [c for c in columns if data.has(c)]
-    if data.axes and shown:
-        means = {c: {tuple(w.values()): p for w, p in data.means(c)} for c in shown}
+    candidates = dict.fromkeys([*data.error_columns(), f"{data.judged('loss')}.loss", "train.loss"])
+    columns = [column for column in candidates if data.has(column)]
+    if data.axes and columns:
+        means = [{tuple(s.values()): mean for s, mean in data.means(column)} for column in columns]
         settings = data.settings()
         rows = []
-        for where in settings[:_ROWS]:
-            points = [means[c].get(tuple(where.values())) for c in shown]
-            cells = [formats.with_interval(p) for p in points]
-            runs = str(max((p.n for p in points if p), default=0))
-            rows.append([*map(formats.axis_value, data.whole(where).values()), *cells, runs])
-        keys = [*data.axes, *(one.axis for one in data.together)]
-        names = [*keys, *(formats.figure_name(c) for c in shown), "runs"]
+        for setting in settings[:_MAX_ROWS]:
+            points = [by_setting.get(tuple(setting.values())) for by_setting in means]
+            runs = str(max((point.n for point in points if point), default=0))
+            values = map(formats.axis_value, data.whole(setting).values())
+            rows.append([*values, *map(formats.with_interval, points), runs])
+        keys = [*data.axes, *(coupled.axis for coupled in data.together)]
+        names = [*keys, *map(formats.figure_name, columns), "runs"]
         caption = "Mean over seeds with its 95 % t-interval."
-        if len(settings) > _ROWS:
-            caption += f" The first {_ROWS} of {len(settings):,} settings; cells.parquet has all cells."
+        if len(settings) > _MAX_ROWS:
+            caption += f" The first {_MAX_ROWS} of {len(settings):,} settings; cells.parquet has all cells."
         numeric = frozenset(range(len(keys), len(names)))
         sections.append(Section("All settings", [Table(names, rows, caption, numeric)], folded=len(rows) > 24))
     if data.failed:
-        lines = [[f.cell, formats.setting(f.setting), str(f.seed), f.reason] for f in data.failed[:_FAILURES]]
-        caption = f"{len(data.failed):,} cells failed" + (
-            f"; the first {_FAILURES} are listed, cells.parquet has all." if len(data.failed) > _FAILURES else "."
-        )
-        sections.append(
-            Section("Failed cells", [Table(["cell", "setting", "seed", "reason"], lines, caption)], folded=True)
-        )
-    about = [["flatshift " + version, f"{count:,}"] for version, count in data.versions]
+        rows = [[f.cell, formats.setting(f.setting), str(f.seed), f.reason] for f in data.failed[:_MAX_FAILURES]]
+        more = f"; the first {_MAX_FAILURES} are listed, cells.parquet has all" if len(data.failed) > len(rows) else ""
+        table = Table(["cell", "setting", "seed", "reason"], rows, f"{len(data.failed):,} cells failed{more}.")
+        sections.append(Section("Failed cells", [table], folded=True))
     contents = {
         "cells.parquet": "one row per cell",
         "points.csv": "the same, for spreadsheets",
         "curves.parquet": "one row per cell and recorded step",
     }
     blocks: list[Block] = []
-    if about:
-        blocks.append(Table(["made by", "cells"], about, numeric=frozenset({1})))
+    if data.versions:
+        rows = [["flatshift " + version, f"{count:,}"] for version, count in data.versions]
+        blocks.append(Table(["made by", "cells"], rows, numeric=frozenset({1})))
     if data.files:
         blocks.append(Notes([f"{name} next to this page: {contents[name]}." for name in data.files]))
     if blocks:
         sections.append(Section("Code and tables", blocks, folded=True))
     return sections
+
+
+def forecast_sentences(forecast: Mapping[str, Any]) -> list[str]:
+    """Return the forecast as sentences."""
+    metric, n = forecast["metric"], forecast["rows"][-1]
+
+    def format_value(value: float) -> str:
+        return f"{100 * value:.1f} %" if metric == "error" else f"{value:.3g}"
+
+    best, end, left_out = (format_value(forecast[name]) for name in ("best", "end", "left_out"))
+    sentences = [
+        f"Predicted, nothing was trained: test {metric} {best} with {n:,} rows at rank {forecast['rank']} and the best "
+        f"ridge ({forecast['best_decay']:g} of the kernel's mean eigenvalue), {end} trained to the end; leave-one-out "
+        f"on the training rows says {left_out}."
+    ]
+    more = forecast["more"]
+    if more is not None and more["low"] is not None:
+        points, unit = (100, " points") if metric == "error" else (1, "")
+        sentences.append(
+            f"{forecast['more_rows']:,} more labels: {points * more['value']:+.2g}{unit} (80 % interval "
+            f"{points * more['low']:+.2g} to {points * more['high']:+.2g}, over {forecast['draws']} draws)."
+        )
+    sentences.append(f"The fit uses {forecast['effective']:.0f} effective parameters at that ridge.")
+    if forecast["threshold_rank"] is not None:
+        sentences.append(
+            f"Training labels can just be fitted at rank {forecast['threshold_rank']:.3g}: expect a peak there."
+        )
+    elif forecast["threshold_note"]:
+        sentences.append(f"No peak can show along rank: {forecast['threshold_note']}.")
+    if len(forecast["ranks"]) > 1:
+        sentences.append(
+            f"Take rank {forecast['best_rank']}: of those with the lowest predicted {metric} at the best ridge, as far "
+            "as the draws can tell, the one that trains soonest."
+        )
+    sentences.append(
+        "It holds as far as training stays near its start: compare it with one run of the recipe before relying on it."
+    )
+    return sentences

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -19,20 +18,14 @@ from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, P
 from flatshift.finetune.errors import UserError
 
 
-def verdict_table(judged: Sequence[AnalysedCurve], epsilon: float) -> Table | None:
+def verdict_table(curves: Sequence[AnalysedCurve], epsilon: float) -> Table | None:
     """Build one row per curve with a verdict; None without any."""
-    if not judged:
+    if not curves:
         return None
-    rows = [_verdict_row(j) for j in judged]
-    table = Table(
-        [
-            "along", "setting", "verdict", "peak test p", "peak at", "height", "found with 80 % power", "threshold",
-            "training loss p",
-        ],
-        rows,
-        numeric=frozenset({3, 5, 6, 7, 8}),
-    ).shown()  # fmt: skip
-    of_columns = {
+    columns = ["along", "setting", "verdict", "peak test p", "peak at", "height", "found with 80 % power"]
+    columns += ["threshold", "training loss p"]
+    table = Table(columns, [_verdict_row(curve) for curve in curves], numeric=frozenset({3, 5, 6, 7, 8}))
+    explanations = {
         "height": "Height: above the higher flank, with its 95 % interval, in the units of the curve; no peak was "
         "found where none is given.",
         "found with 80 % power": "Found with 80 % power: at the inner point where runs scatter most.",
@@ -43,37 +36,37 @@ def verdict_table(judged: Sequence[AnalysedCurve], epsilon: float) -> Table | No
         "One verdict per curve of the mean held-out figure; curves of more than 10 points are evaluated at 10 of them, "
         "evenly spread on a log axis."
     )
-    return _with_caption(table, of_columns, caption)
+    return _with_caption(table, explanations, caption)
 
 
-def _verdict_row(judged: AnalysedCurve) -> list[str]:
-    peak, train = judged.verdict.peak, judged.verdict.train_peak
-    row = [judged.axis.rpartition(".")[2], formats.setting(judged.setting) or "–", judged.verdict.kind]
-    row += _peak_cells(peak, judged) if peak is not None else ["–"] * 4
-    return [*row, format_crossing(judged.verdict.crossing), "–" if train is None else _format_p(train)]
+def _verdict_row(curve: AnalysedCurve) -> list[str]:
+    peak, train = curve.verdict.peak, curve.verdict.train_peak
+    row = [curve.axis.rpartition(".")[2], formats.setting(curve.setting) or "–", curve.verdict.kind]
+    row += _peak_cells(peak, curve) if peak is not None else ["–"] * 4
+    return [*row, format_crossing(curve.verdict.crossing), "–" if train is None else _format_p(train)]
 
 
-def format_crossing(found: Crossing | None) -> str:
+def format_crossing(crossing: Crossing | None) -> str:
     """Format the threshold: the point where the mean train error crosses it, or on which side every point is."""
-    if found is None:
+    if crossing is None:
         return "–"
-    if found.value is None:
-        return {"all": "all points fitted", "none": "no point fitted"}.get(found.fitted, "–")
-    return formats.number(float(found.value))
+    if crossing.value is None:
+        return {"all": "all points fitted", "none": "no point fitted"}.get(crossing.fitted, "–")
+    return formats.number(float(crossing.value))
 
 
 def _format_p(test: PeakTest) -> str:
     return f"{test.p_value:.2g}" if test.p_value >= 1e-4 else "< 0.0001"
 
 
-def _peak_cells(peak: PeakTest, judged: AnalysedCurve) -> list[str]:
-    p = _format_p(peak)
-    if not peak.rejected:
-        return [p, "–", "–", formats.number(peak.detectable.height, 2)]
-    low, high = peak.height.low, peak.height.high
-    shown, interval = formats.estimate(peak.height.estimate, low, high if math.isfinite(high) else None)
-    at = ", ".join(_format_position(v) for v in judged.location)
-    return [p, at, f"{shown} ({interval})" if interval else shown, formats.number(peak.detectable.height, 2)]
+def _peak_cells(peak: PeakTest, curve: AnalysedCurve) -> list[str]:
+    location = height = "–"
+    if peak.rejected:
+        location = ", ".join(_format_position(v) for v in curve.location)
+        height = formats.with_interval(
+            {"value": peak.height.estimate, "low": peak.height.low, "high": peak.height.high}
+        )
+    return [_format_p(peak), location, height, formats.number(peak.detectable.height, 2)]
 
 
 def _format_position(value: float) -> str:
@@ -87,54 +80,53 @@ def regularizer_table(direction: AxisAnalysis) -> tuple[Table | None, list[str]]
     the unregularized value if there is one (`plain`, or a strength of 0). The table is None if no pair has enough
     seeds; both are empty without such an axis.
     """
-    rows, said, drawn = [], [], direction.drawn
+    rows, sentences, epsilon = [], [], direction.data.epsilon
     for axis in (a for a in direction.table.axes if a == "regularizer" or a.startswith("regularizer.")):
         levels = direction.table.values(axis)
         base = "plain" if "plain" in levels else levels[0]
-        for where in direction.settings:
-            if where.get(axis, base) == base:
+        for setting in direction.settings:
+            if setting.get(axis, base) == base:
                 continue
+            names, pair = [formats.setting(setting), formats.axis_value(base)], (setting, {**setting, axis: base})
+            drawn = setting in direction.drawn
             try:
-                curve, found = compare_settings(
-                    direction.table, direction.axis, where, {**where, axis: base}, test=direction.test,
-                    epsilon=direction.data.epsilon,
-                )  # fmt: skip
+                curve, comparison = compare_settings(
+                    direction.table, direction.axis, *pair, test=direction.test, epsilon=epsilon
+                )
             except UserError as error:  # one of the two lacks seeds or values
-                if where in drawn:
-                    said.append(f"{formats.setting(where)} vs. {formats.axis_value(base)}: cannot be said, {error}.")
+                if drawn:
+                    sentences.append(f"{' vs. '.join(names)}: cannot be said, {error}.")
                 continue
-            rows.append([formats.setting(where), formats.axis_value(base), *_comparison_cells(curve, found)])
-            if where in drawn or found.peak is not None or found.moved:
-                said.append(f"{formats.setting(where)} vs. {formats.axis_value(base)}: {found.sentence(curve)}")
+            rows.append([*names, *_comparison_cells(curve, comparison)])
+            if drawn or comparison.peak is not None or comparison.moved:
+                sentences.append(f"{' vs. '.join(names)}: {comparison.sentence(curve)}")
     if not rows:
-        return None, said
-    table = Table(
-        ["setting", "vs.", "mean difference", "p", "peak at", "peak's height, difference", "p", "threshold ÷"],
-        rows,
-        numeric=frozenset({2, 3, 5, 6, 7}),
-    ).shown()
-    of_columns = {
+        return None, sentences
+    columns = ["setting", "vs.", "mean difference", "p", "peak at", "peak's height, difference", "p", "threshold ÷"]
+    table = Table(columns, rows, numeric=frozenset({2, 3, 5, 6, 7}))
+    explanations = {
         "mean difference": f"{direction.test.replace('.', ' ').replace('_', ' ')} minus the other's, on the same "
         "seeds, with 95 % intervals.",
         "peak at": "Peak: the one that the peak test finds in the mean of both curves; its height is taken above the "
         "mean of its flanks, so that neither curve chose the place.",
-        "threshold ÷": f"Threshold: where the train error crosses {direction.data.epsilon:g}, as a ratio of positions.",
+        "threshold ÷": f"Threshold: where the train error crosses {epsilon:g}, as a ratio of positions.",
         "p": "No p is corrected for the number of rows.",
     }
-    return _with_caption(table, of_columns), said
+    return _with_caption(table, explanations), sentences
 
 
-def _with_caption(table: Table, of_columns: Mapping[str, str], first: str = "") -> Table:
-    """Return the table with a caption that explains only the columns it has."""
-    told = [sentence for column, sentence in of_columns.items() if column in table.columns]
-    return dataclasses.replace(table, caption=" ".join(filter(None, [first, *told])))
+def _with_caption(table: Table, explanations: Mapping[str, str], start: str = "") -> Table:
+    """Return the table without empty columns, and a caption that explains those it has."""
+    table = table.without_empty_columns()
+    sentences = [sentence for column, sentence in explanations.items() if column in table.columns]
+    return dataclasses.replace(table, caption=" ".join(filter(None, [start, *sentences])))
 
 
-def _comparison_cells(curve: Curve, found: CurveComparison) -> list[str]:
-    at = "–" if found.triple is None else _format_position(curve.values[found.triple[1]])
-    p, peak_p = ("–" if value is None else f"{value:.2g}" for value in (found.p, found.peak_p))
-    mean, peak = (formats.with_interval(interval, plus=True) for interval in (found.mean, found.peak))
-    return [mean, p, at, peak, peak_p, formats.with_interval(found.threshold)]
+def _comparison_cells(curve: Curve, comparison: CurveComparison) -> list[str]:
+    at = "–" if comparison.triple is None else _format_position(curve.values[comparison.triple[1]])
+    p, peak_p = ("–" if value is None else f"{value:.2g}" for value in (comparison.p, comparison.peak_p))
+    mean, peak = (formats.with_interval(interval, plus=True) for interval in (comparison.mean, comparison.peak))
+    return [mean, p, at, peak, peak_p, formats.with_interval(comparison.threshold)]
 
 
 def verdict_shortfall(direction: AxisAnalysis) -> str:
@@ -143,53 +135,55 @@ def verdict_shortfall(direction: AxisAnalysis) -> str:
     `a verdict along rank r needs 5 seeds, but rank = 16 is lower than rank = 1 by 0.26, in each of 2 seeds`: compares
     the value with the lowest mean with the first value of the axis, or with the last if the first is the lowest.
     """
-    tests = [judged.verdict.peak for judged in direction.judged]
+    tests = [curve.verdict.peak for curve in direction.curves]
     if any(test is not None for test in tests) or not (tests or direction.refused):
         return ""
-    found = [direction.table.matrix(direction.test, direction.axis, where) for where in direction.settings]
-    found = [one for one in found if len(one.values) > 1 and np.isfinite(one.y).any(axis=0).all()]
-    if not found:
+    matrices = [direction.table.matrix(direction.test, direction.axis, setting) for setting in direction.settings]
+    matrices = [m for m in matrices if len(m.values) > 1 and np.isfinite(m.y).any(axis=0).all()]
+    if not matrices:
         return ""
-    most = max(int(np.isfinite(one.y).all(axis=1).sum()) for one in found)
-    lacks = [f"{FEWEST_SEEDS} seeds"] if most < FEWEST_SEEDS else []
-    lacks += [f"{FEWEST_POINTS} values"] if max(len(one.values) for one in found) < FEWEST_POINTS else []
-    if not lacks:
+    seeds = max(int(np.isfinite(m.y).all(axis=1).sum()) for m in matrices)
+    missing = [f"{FEWEST_SEEDS} seeds"] if seeds < FEWEST_SEEDS else []
+    missing += [f"{FEWEST_POINTS} values"] if max(len(m.values) for m in matrices) < FEWEST_POINTS else []
+    if not missing:
         return ""
-    shown = min(found, key=lambda one: float(np.nanmean(one.y, axis=0).min()))
-    values, best = shown.values, int(np.nanmean(shown.y, axis=0).argmin())
-    other = 0 if best else len(values) - 1
-    apart, name = shown.y[:, other] - shown.y[:, best], direction.axis.rpartition(".")[2]
-    apart = apart[np.isfinite(apart)]
-    if not len(apart) or apart.mean() <= 0:
-        return f"a verdict along {formats.axis_name(direction.axis)} needs {' and '.join(lacks)}"
-    low, high = (f"{name} = {formats.axis_value(values[place])}" for place in (best, other))
+    need = f"a verdict along {formats.axis_name(direction.axis)} needs {' and '.join(missing)}"
+    lowest = min(matrices, key=lambda m: float(np.nanmean(m.y, axis=0).min()))
+    best = int(np.nanmean(lowest.y, axis=0).argmin())
+    reference = 0 if best else len(lowest.values) - 1
+    differences = lowest.y[:, reference] - lowest.y[:, best]
+    differences = differences[np.isfinite(differences)]
+    if not len(differences) or differences.mean() <= 0:
+        return need
+    name = direction.axis.rpartition(".")[2]
+    low, high = (f"{name} = {formats.axis_value(lowest.values[j])}" for j in (best, reference))
     unit = " nats" if direction.test.endswith("loss") else ""
-    each = "in each of" if (apart > 0).all() else "in the mean of"
-    how = f"{each} {len(apart)} seeds" if len(apart) > 1 else "in one seed"
-    return (
-        f"a verdict along {formats.axis_name(direction.axis)} needs {' and '.join(lacks)}, but {low} is lower than "
-        f"{high} by {formats.number(float(apart.mean()), 2)}{unit}, {how}"
-    )
+    share = "in each of" if (differences > 0).all() else "in the mean of"
+    basis = f"{share} {len(differences)} seeds" if len(differences) > 1 else "in one seed"
+    return f"{need}, but {low} is lower than {high} by {formats.number(float(differences.mean()), 2)}{unit}, {basis}"
 
 
 def verdict_notes(analysis: SweepAnalysis) -> list[str]:
     """Note how many verdicts were tested, and how many would be positive by chance."""
-    judged = analysis.judged
-    if not judged:
-        reasons = list(dict.fromkeys(r for d in analysis.directions for r in d.refused))
+    curves = analysis.curves
+    if not curves:
+        reasons = [reason for direction in analysis.directions for reason in direction.refused]
         return [f"No verdict: {reasons[0]}."] if reasons else []
-    tested = [j.verdict.peak for j in judged if j.verdict.peak is not None]
+    tested = [curve.verdict.peak for curve in curves if curve.verdict.peak is not None]
     notes = []
     if len(tested) > 1:
         level = tested[0].level
         notes.append(
-            f"{len(judged)} verdicts were asked, {len(tested)} with a peak test at {level:.0%}: if no curve had a "
+            f"{len(curves)} verdicts were asked, {len(tested)} with a peak test at {level:.0%}: if no curve had a "
             f"peak, about {level * len(tested):.1g} would show one by chance. Nothing is corrected for their number."
         )
-    cut = sum(d.total - len(d.settings) for d in analysis.directions if d.judged)
-    if cut:
-        notes.append(f"{cut:,} more curves were not evaluated; only those drawn are.")
+    count = sum(d.total - len(d.settings) for d in analysis.directions if d.curves)
+    if count:
+        notes.append(f"{count:,} more curves were not evaluated; only those drawn are.")
     return notes
+
+
+_COMPLEXITY = "effective model complexity (training examples)"
 
 
 def emc_table(direction: AxisAnalysis) -> Table | None:
@@ -197,23 +191,21 @@ def emc_table(direction: AxisAnalysis) -> Table | None:
     if not direction.table.has("train.error"):
         return None
     rows = []
-    for where in direction.settings:
-        found = direction.table.matrix("train.error", direction.axis, where)
+    for setting in direction.settings:
+        matrix = direction.table.matrix("train.error", direction.axis, setting)
         try:  # a diverged run fits nothing, as in a bisection
-            emc = emc_from_curve(found.values, np.where(found.diverged, 1.0, found.y), direction.data.epsilon)
+            emc = emc_from_curve(matrix.values, np.where(matrix.diverged, 1.0, matrix.y), direction.data.epsilon)
         except UserError:  # too few sizes, or no seed that finished at all of them
             continue
-        said = _format_complexity(emc.value, emc.low, emc.high, emc.side, (emc.points[0][0], emc.points[-1][0]))
-        rows.append([formats.setting(where) or "all cells", said, str(len(found.seeds))])
+        text = _format_complexity(emc.value, emc.low, emc.high, emc.side, (emc.points[0][0], emc.points[-1][0]))
+        rows.append([formats.setting(setting) or "all cells", text, str(len(matrix.seeds))])
     if not rows:
         return None
-    return Table(
-        ["setting", "effective model complexity (training examples)", "seeds"],
-        rows,
+    caption = (
         "Effective model complexity: the most training examples that are still fitted to a mean train error of "
-        f"{direction.data.epsilon:g}, with its 95 % interval over seeds, from the sample-wise curve.",
-        frozenset({2}),
+        f"{direction.data.epsilon:g}, with its 95 % interval over seeds, from the sample-wise curve."
     )
+    return Table(["setting", _COMPLEXITY, "seeds"], rows, caption, frozenset({2}))
 
 
 def bisection_table(data: SweepData) -> Table | None:
@@ -223,27 +215,24 @@ def bisection_table(data: SweepData) -> Table | None:
     rows = []
     for p in data.searched:
         tried = [t["rows"] for t in p["tried"]]
-        said = _format_complexity(p["emc"], p["low"], p["high"], p["side"], (tried[0], tried[-1]))
-        rows.append([formats.setting(p["point"]) or "the recipe", said, ", ".join(f"{n:,}" for n in tried)])
-    return Table(
-        ["setting", "effective model complexity (training examples)", "sizes tried"],
-        rows,
+        text = _format_complexity(p["emc"], p["low"], p["high"], p["side"], (tried[0], tried[-1]))
+        rows.append([formats.setting(p["point"]) or "the recipe", text, ", ".join(f"{n:,}" for n in tried)])
+    caption = (
         "Effective model complexity by bisection: the most training examples that are still fitted to a mean train "
-        f"error of {data.epsilon:g}, with its 95 % interval over seeds; from emc.json.",
+        f"error of {data.epsilon:g}, with its 95 % interval over seeds; from emc.json."
     )
+    return Table(["setting", _COMPLEXITY, "sizes tried"], rows, caption)
 
 
 def _format_complexity(
     value: float | None, low: float | None, high: float | None, side: str, tried: tuple[float, float]
 ) -> str:
     """Format as `464 (411 to 518)`; open sides end at the fewest and the most rows that were tried."""
-    first, last = (f"{round(n):,}" for n in tried)
+    smallest, largest = (f"{round(n):,}" for n in tried)
     if side == "before":
-        return f"below {first}"
+        return f"below {smallest}"
     if value is None:
-        return f"at least {last}"
-    ends = [
-        f"below {first}" if low is None else f"{round(low):,}",
-        f"above {last}" if high is None else f"{round(high):,}",
-    ]
-    return f"{round(value):,} ({ends[0]} to {ends[1]})"
+        return f"at least {largest}"
+    start = f"below {smallest}" if low is None else f"{round(low):,}"
+    end = f"above {largest}" if high is None else f"{round(high):,}"
+    return f"{round(value):,} ({start} to {end})"

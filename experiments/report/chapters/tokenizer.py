@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Bars, Block, Chapter, ChapterPart, KeyFigure, Notes, Section, Table
-from flatshift.experiments.report.html import render
+from flatshift.experiments.report.blocks import Bars, Block, ChapterPart, KeyFigure, Notes, Section, Table
+from flatshift.experiments.report.html import render_document
 from flatshift.experiments.results.run import RunResults
 
 Document = Mapping[str, Any]
@@ -30,25 +30,17 @@ def part(run: RunResults) -> ChapterPart | None:
 
 def page(document: Document) -> str:
     """Return the whole page as HTML; the template escapes everything from files and settings."""
-    made = _part(document)
-    chapter = Chapter(
-        name=", ".join(document["tokenizers"]), kind=made.kind, finding=made.findings[0], facts=made.facts,
-        tiles=made.tiles, sections=made.sections, slug="tokenizers", command=str(document.get("command", "")),
-    )  # fmt: skip
-    return render([chapter])
+    return render_document(_part(document), document, name=", ".join(document["tokenizers"]), slug="tokenizers")
 
 
 def _part(document: Document) -> ChapterPart:
-    found = document["tokenizers"]
-    best = max(found, key=lambda name: found[name]["all"]["bytes_per_token"] or 0.0)
-    finding = f"{best} needs {formats.number(found[best]['all']['tokens_per_word'])} tokens a word on these texts"
-    tokens = [formats.number(one["all"]["bytes_per_token"]) for one in found.values()]
-    alike = tokens.count(formats.number(found[best]["all"]["bytes_per_token"])) > 1
-    finding += "." if len(found) == 1 else ", as many a byte as others." if alike else ", the fewest a byte."
-    tiles = [
-        KeyFigure("bytes per token", formats.number(figures["all"]["bytes_per_token"]), note=name)
-        for name, figures in found.items()
-    ]
+    tokenizers = document["tokenizers"]
+    best = max(tokenizers, key=lambda name: tokenizers[name]["all"]["bytes_per_token"] or 0.0)
+    finding = f"{best} needs {formats.number(tokenizers[best]['all']['tokens_per_word'])} tokens a word on these texts"
+    sizes = {name: formats.number(figures["all"]["bytes_per_token"]) for name, figures in tokenizers.items()}
+    alike = list(sizes.values()).count(sizes[best]) > 1
+    finding += "." if len(sizes) == 1 else ", as many a byte as others." if alike else ", the fewest a byte."
+    tiles = [KeyFigure("bytes per token", size, note=name) for name, size in sizes.items()]
     head = ["tokenizer", "vocabulary", "of it used", *(title for _, title in _FIGURES)]
     rows = [
         [
@@ -57,20 +49,20 @@ def _part(document: Document) -> ChapterPart:
             formats.percent(figures["used"] / figures["vocabulary"]),
             *_metric_cells(figures["all"]),
         ]
-        for name, figures in found.items()
+        for name, figures in tokenizers.items()
     ]
     sections = [Section("All texts", [Table(head, rows, numeric=frozenset(range(1, len(head))))])]
     if document.get("models"):
         sections.insert(0, _model_section(document))
         finding = _best_finding(document["models"])
     if document["group_by"]:
-        sections += [_group_section(document, name) for name in found]
+        sections += [_group_section(document, name) for name in tokenizers]
     scripts: list[Block] = []
-    for name, figures in found.items():
+    for name, figures in tokenizers.items():
         total = figures["vocabulary"]
-        shown = list(figures["scripts"].items())[:12]
-        longest = max((count for _, count in shown), default=1)
-        scripts.append(Bars([(f"{name}: {script}", formats.percent(n / total), n / longest) for script, n in shown]))
+        counts = list(figures["scripts"].items())[:12]
+        longest = max((count for _, count in counts), default=1)
+        scripts.append(Bars([(f"{name}: {script}", formats.percent(n / total), n / longest) for script, n in counts]))
     sections.append(Section("Vocabulary by script", scripts, "Tokens that have a letter of it.", folded=True))
     notes = [
         *document["notes"],
@@ -82,8 +74,9 @@ def _part(document: Document) -> ChapterPart:
 
 def _best_finding(models: Document) -> str:
     ranked = sorted(models, key=lambda name: models[name]["bits_per_byte"]["value"])
-    told = f"{ranked[0]} has the fewest bits per byte: {formats.number(models[ranked[0]]['bits_per_byte']['value'])}"
-    return told + (f", before {ranked[1]}." if len(ranked) > 1 else ".")
+    fewest = formats.number(models[ranked[0]]["bits_per_byte"]["value"])
+    second = f", before {ranked[1]}" if len(ranked) > 1 else ""
+    return f"{ranked[0]} has the fewest bits per byte: {fewest}{second}."
 
 
 def _model_section(document: Document) -> Section:
@@ -92,18 +85,11 @@ def _model_section(document: Document) -> Section:
     first = next(iter(models))
     head = ["scheme", "bits per byte", f"compared with {first}", "p", "tokens seen"]
     rows = []
-    for name, found in models.items():
-        beside = found["beside"]
-        p = beside["p"] if beside else None
-        rows.append(
-            [
-                name,
-                formats.with_interval(found["bits_per_byte"]),
-                formats.with_interval(beside) if beside else "–",
-                "–" if p is None else formats.number(p),
-                f"{found['tokens']:,.0f}",
-            ]
-        )
+    for name, model in models.items():
+        difference = model["beside"]
+        p = formats.number(difference["p"]) if difference else "–"
+        cells = [formats.with_interval(model["bits_per_byte"]), formats.with_interval(difference), p]
+        rows.append([name, *cells, f"{model['tokens']:,.0f}"])
     caption = (
         f"{trained['seeds']} decoders each, of {trained['parameters']:,} parameters, trained on the same "
         f"{trained['bytes']:,} bytes of {trained['documents']:,} documents; evaluated on {trained['held_out']:,} "

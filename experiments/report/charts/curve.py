@@ -1,4 +1,4 @@
-"""Curves of a sweep along one axis: train and held-out metrics with intervals, threshold and peak location."""
+"""Curves of a sweep along one axis, with intervals, threshold and peak location, and over measured capacity."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from typing import TYPE_CHECKING, Any
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.charts.facets import AxisScale, axis_scale
 from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, draw_dots, label_ends
+from flatshift.experiments.results.analysis import (
+    PANELS,
+    AnalysedCurve,
+    SweepAnalysis,
+    plottable_settings,
+    sample_settings,
+    undrawn_note,
+)
 from flatshift.experiments.results.sweep import INTERPOLATION, SweepData
 from flatshift.experiments.results.table import Setting, SweepTable
+from flatshift.experiments.statistics.emc import Crossing
 from flatshift.experiments.statistics.intervals import Interval
 from flatshift.finetune.evaluate.metrics import find_metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from flatshift.experiments.results.analysis import AnalysedCurve
-    from flatshift.experiments.statistics.emc import Crossing
 
 _SINGLE_RUNS = 400
 """Most single runs drawn as dots in a chart; more would hide the lines."""
@@ -36,8 +42,8 @@ class Series:
 
 def train_test_series(table: SweepTable, kind: str) -> list[Series]:
     """Return the train and the held-out line (test, else dev) of a metric, as far as `table` has them."""
-    held = "test" if table.has(f"test.{kind}") else "dev"
-    lines = [Series(f"train.{kind}", "blue", "train"), Series(f"{held}.{kind}", "orange", held)]
+    split = "test" if table.has(f"test.{kind}") else "dev"
+    lines = [Series(f"train.{kind}", "blue", "train"), Series(f"{split}.{kind}", "orange", split)]
     return [line for line in lines if table.has(line.column)]
 
 
@@ -49,7 +55,7 @@ def metric_unit(kind: str) -> str:
 def curve_chart(
     table: SweepTable,
     axis: str,
-    where: Setting,
+    setting: Setting,
     lines: Sequence[Series],
     *,
     name: str,
@@ -63,79 +69,67 @@ def curve_chart(
 ) -> Chart | None:
     """Draw means over seeds along `axis` with t-intervals and single runs; None if nothing was measured.
 
-    analysed: its peak location is shaded, and its verdict goes above the chart. crossing: a dashed line where the mean
-    train error crosses epsilon. limits: of the y axis.
+    title: the setting is added. analysed: its peak location is shaded, and its verdict goes above the chart. crossing:
+    a dashed line where the mean train error crosses epsilon. limits: of the y axis.
     """
-    curves = {line: table.curve(line.column, axis, where) for line in lines}
-    curves = {line: curve for line, curve in curves.items() if curve}
-    if not curves:
-        return None
-    shown = {v for curve in curves.values() for v, _ in curve}
+    curves = {line: curve for line in lines if (curve := table.curve(line.column, axis, setting))}
+    measured = {v for curve in curves.values() for v, _ in curve}
     # Step 0, before any training, would rule out a log axis.
-    values = [v for v in table.values(axis) if v in shown and not (axis == "step" and v == 0)]
+    values = [v for v in table.values(axis) if v in measured and not (axis == "step" and v == 0)]
     if not values:
         return None
-    place = axis_scale(axis, values)
+    scale = axis_scale(axis, values)
     width = WIDE if wide else 540
     with Canvas(width, 360 if wide else 300) as canvas:
-        ax = canvas.axes(y=unit, x=place.title, right=104)
+        ax = canvas.axes(y=unit, x=scale.title, right=104)
         threshold = crossing.value if crossing is not None else None
-        said = []
-        if analysed is not None:
-            said += _shade_peak(ax, analysed, place)
+        shaded = analysed is not None and _shade_peak(ax, analysed, scale)
         if threshold is not None:
-            _draw_threshold(ax, place, threshold, epsilon)
+            _draw_threshold(ax, scale, threshold, epsilon)
         ends = []
         for line, curve in curves.items():
-            points = [(place.at[v], p) for v, p in curve if v in place.at]
+            points = [(scale.at[v], p) for v, p in curve if v in scale.at]
             if not points:
                 continue
-            draw_band(ax, points, line.token)
-            ax.plot(
-                [x for x, _ in points],
-                [p.value for _, p in points],
-                color=colour(line.token),
-                marker="o",
-                markersize=5.5,
-                markeredgecolor=colour("surface"),
-            )
-            if table.seeds > 1 and len(table.rows(where)) <= _SINGLE_RUNS:
-                xs, ys = table.points(line.column, axis, where)
-                kept = [(place.at[x], y) for x, y in zip(xs, ys, strict=True) if x in place.at]
-                draw_dots(
-                    ax, [x for x, _ in kept], [y for _, y in kept], token=line.token, size=2.6, alpha=0.5, gid="runs"
-                )
+            _draw_band(ax, points, line.token)
+            dots: dict[str, Any] = {"marker": "o", "markersize": 5.5, "markeredgecolor": colour("surface")}
+            ax.plot([x for x, _ in points], [p.value for _, p in points], color=colour(line.token), **dots)
+            if table.seeds > 1 and len(table.rows(setting)) <= _SINGLE_RUNS:
+                xs, ys = table.points(line.column, axis, setting)
+                runs = [(scale.at[x], y) for x, y in zip(xs, ys, strict=True) if x in scale.at]
+                draw_dots(ax, runs, token=line.token, size=2.6, alpha=0.5, gid="runs")
             last = points[-1][1].value
-            _, most = find_metric(line.column.partition(".")[2]).bounds or (0.0, math.inf)
-            figure = f"{last:.2f}" if math.isfinite(most) else formats.number(last, 2)
+            _, upper = find_metric(line.column.partition(".")[2]).bounds or (0.0, math.inf)
+            figure = f"{last:.2f}" if math.isfinite(upper) else formats.number(last, 2)
             ends.append((points[-1][0], last, f"{line.name} {figure}", line.token))
-        place.draw(ax, width - 152)
-        low, high = limits if limits is not None else y_limits(curves.values(), zero="error" in unit)
-        ax.set_ylim(low, high)
+        scale.draw(ax, width - 152)
+        ax.set_ylim(*(limits if limits is not None else y_limits(curves.values(), zero="error" in unit)))
         label_ends(ax, ends, height=canvas.height - 74)
         counts = [p.n for curve in curves.values() for _, p in curve]
         caption = _caption(axis, min(counts), max(counts), threshold, epsilon)
+        caption += " Shaded: where the peak test puts the peak." if shaded else ""
         kind, evidence = (analysed.verdict.kind, analysed.evidence) if analysed is not None else ("", ())
-        return canvas.chart(name, title=title, caption=" ".join([caption, *said]), verdict=kind, evidence=evidence)
+        title = formats.title_at(title, setting)
+        return canvas.chart(name, title=title, caption=caption, verdict=kind, evidence=evidence)
 
 
 def scatter_chart(data: SweepData, axis: str, lines: Sequence[Series], *, name: str, unit: str) -> Chart | None:
     """Draw single cells along one axis of a random design, where no two cells share a setting and no mean exists."""
-    found = [(line, *data.points(line.column, axis, {})) for line in lines]
-    found = [(line, xs, ys) for line, xs, ys in found if xs]
-    if not found:
+    points = {line: list(zip(*data.points(line.column, axis, {}), strict=True)) for line in lines}
+    points = {line: pairs for line, pairs in points.items() if pairs}
+    if not points:
         return None
-    place = axis_scale(axis, sorted({x for _, xs, _ in found for x in xs}))
+    scale = axis_scale(axis, sorted({x for pairs in points.values() for x, _ in pairs}))
     with Canvas(540, 300) as canvas:
-        ax = canvas.axes(y=unit, x=place.title)
-        x = 48.0
-        for line, xs, ys in found:
-            draw_dots(ax, [place.at[v] for v in xs], ys, token=line.token, size=4, alpha=0.45, gid=line.name)
-            canvas.text(x, 275, f"● {line.name}", colour=line.token, weight="bold")
-            x += 30 + 7 * len(line.name)
-        place.draw(ax, 476)
-        every = [y for _, _, ys in found for y in ys]
-        ax.set_ylim(*_pad_limits(min([0.0, *every]) if "error" in unit else min(every), max(every)))
+        ax = canvas.axes(y=unit, x=scale.title)
+        left = 48.0
+        for line, pairs in points.items():
+            draw_dots(ax, [(scale.at[x], y) for x, y in pairs], token=line.token, size=4, alpha=0.45, gid=line.name)
+            canvas.text(left, 275, f"● {line.name}", colour=line.token, weight="bold")
+            left += 30 + 7 * len(line.name)
+        scale.draw(ax, 476)
+        ys = [y for pairs in points.values() for _, y in pairs]
+        ax.set_ylim(*_pad_limits(min([0.0, *ys]) if "error" in unit else min(ys), max(ys)))
         caption = "Every dot is a cell; the other axes vary with it at random, so this shows a range, not a curve."
         return canvas.chart(name, title=f"Cells over {formats.axis_name(axis)}", caption=caption)
 
@@ -153,18 +147,18 @@ def _pad_limits(low: float, high: float) -> tuple[float, float]:
     return low - pad, high + pad
 
 
-def draw_band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str, alpha: float = 0.16) -> None:
+def _draw_band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str) -> None:
     """Draw the intervals of a line where they exist."""
-    bounded = [(x, p) for x, p in points if p.low is not None and p.high is not None]
+    bounded = [(x, p.low, p.high) for x, p in points if p.low is not None and p.high is not None]
     if bounded:
-        lows, highs = [p.low or 0.0 for _, p in bounded], [p.high or 0.0 for _, p in bounded]
-        ax.fill_between([x for x, _ in bounded], lows, highs, color=colour(token), alpha=alpha, linewidth=0)
+        xs, lows, highs = zip(*bounded, strict=True)
+        ax.fill_between(xs, lows, highs, color=colour(token), alpha=0.16, linewidth=0)
 
 
-def _draw_threshold(ax: Axes, place: AxisScale, value: float, epsilon: float) -> None:
+def _draw_threshold(ax: Axes, scale: AxisScale, value: float, epsilon: float) -> None:
     """Draw the interpolation threshold as a labelled vertical line."""
-    x, (first, last) = place.place(value), (min(place.at.values()), max(place.at.values()))
-    left = x < first + 0.3 * (last - first)  # near the y axis the label would not fit on the left
+    x, (low, high) = scale.position(value), (min(scale.at.values()), max(scale.at.values()))
+    left = x < low + 0.3 * (high - low)  # near the y axis the label would not fit on the left
     ax.axvline(x, color=colour("muted"), linewidth=1.3, linestyle=(0, (3, 2)), gid="threshold")
     ax.annotate(
         f"train error = {epsilon:g}",
@@ -178,28 +172,148 @@ def _draw_threshold(ax: Axes, place: AxisScale, value: float, epsilon: float) ->
     )
 
 
-def _shade_peak(ax: Axes, analysed: AnalysedCurve, place: AxisScale) -> list[str]:
-    """Shade the peak's location set, halfway to the neighbours; return the sentence for the caption."""
-    inside = [v for v in analysed.location if v in place.at]
-    if not inside:
-        return []
-    every = sorted(place.at.values())
-
-    def edge(x: float, step: int) -> float:
-        other = every.index(x) + step
-        return (x + every[other]) / 2 if 0 <= other < len(every) else x
-
-    xs = sorted(place.at[v] for v in inside)
-    ax.axvspan(edge(xs[0], -1), edge(xs[-1], 1), color=colour("amber"), alpha=0.14, linewidth=0, gid="location")
-    return ["Shaded: where the peak test puts the peak."]
+def _shade_peak(ax: Axes, analysed: AnalysedCurve, scale: AxisScale) -> bool:
+    """Shade the peak's location set, halfway to the neighbours; return True if it has points on the axis."""
+    location = sorted(scale.at[v] for v in analysed.location if v in scale.at)
+    if not location:
+        return False
+    xs = sorted(scale.at.values())
+    start, end = xs.index(location[0]), xs.index(location[-1])
+    left, right = (xs[max(start - 1, 0)] + xs[start]) / 2, (xs[end] + xs[min(end + 1, len(xs) - 1)]) / 2
+    ax.axvspan(left, right, color=colour("amber"), alpha=0.14, linewidth=0, gid="location")
+    return True
 
 
-def _caption(axis: str, fewest: int, most: int, threshold: float | None, epsilon: float) -> str:
-    if most < 2:
+def _caption(axis: str, minimum: int, maximum: int, threshold: float | None, epsilon: float) -> str:
+    if maximum < 2:
         caption = "One seed: no interval can be given."
     else:
-        runs = f"{most}" if fewest == most else f"{fewest} to {most}"
+        runs = f"{maximum}" if minimum == maximum else f"{minimum} to {maximum}"
         caption = f"Lines: means over {runs} seeds; bands: 95 % t-intervals, pointwise; small dots: single runs."
     if threshold is not None:
         caption += f" Dashed: {axis} = {formats.number(threshold)}, where the mean train error crosses {epsilon:g}."
     return caption
+
+
+@dataclass(frozen=True)
+class CapacityMeasure:
+    """Measure of the capacity an adapter uses, with its unit in the name."""
+
+    column: str
+    name: str
+    definition: str
+
+
+_CAPACITIES = (
+    CapacityMeasure(
+        "effective_params",
+        "effective parameters",
+        "Effective parameters: Σ p·(d_in + d_out − p) over the adapted layers, p the participation ratio of sBA.",
+    ),
+    CapacityMeasure(
+        "participation",
+        "participation ratio of sBA (directions)",
+        "Participation ratio: (Σs²)²/Σs⁴ of the singular values of sBA, mean over the adapted layers.",
+    ),
+    CapacityMeasure(
+        "stable_rank",
+        "stable rank of sBA (directions)",
+        "Stable rank: ‖sBA‖_F²/‖sBA‖₂², mean over the adapted layers.",
+    ),
+)
+
+
+def capacity_charts(data: SweepData, axis: str, analysis: SweepAnalysis) -> tuple[list[Chart], str]:
+    """Return (charts of the metrics over each capacity measure and of the first along `axis`, note on settings)."""
+    measures = [measure for measure in _CAPACITIES if data.has(measure.column)]
+    kind = data.error_columns()[0].partition(".")[2]
+    lines = train_test_series(data, kind)
+    if not measures or not lines:
+        return [], ""
+    charts = []
+    settings = plottable_settings(data, axis, measures[0].column)
+    drawn = sample_settings(data, settings, PANELS)
+    for number, setting in enumerate(drawn, 1):
+        # The other measures mostly show the same; one setting is enough to see that.
+        for capacity in measures if number == 1 else measures[:1]:
+            charts.append(_metric_over_capacity_chart(data, axis, setting, capacity, lines, kind, number))
+            if capacity is measures[0]:
+                along = curve_chart(
+                    data,
+                    axis,
+                    setting,
+                    [Series(capacity.column, "purple", "mean")],
+                    name=f"sweep-capacity-along-{number}",
+                    title=f"{capacity.name.capitalize()} along {formats.axis_name(axis)}",
+                    unit=capacity.name,
+                    crossing=analysis.crossing(axis, setting),
+                    epsilon=data.epsilon,
+                )
+                charts.append(along)
+    return [chart for chart in charts if chart is not None], undrawn_note(drawn, settings)
+
+
+def _metric_over_capacity_chart(
+    data: SweepData,
+    axis: str,
+    setting: dict[str, Any],
+    capacity: CapacityMeasure,
+    lines: Sequence[Series],
+    kind: str,
+    number: int,
+) -> Chart | None:
+    """Draw metrics over mean capacity, points joined in the order of `axis`, intervals in both directions."""
+    across = dict(data.curve(capacity.column, axis, setting))
+    curves = {line: [(v, p) for v, p in data.curve(line.column, axis, setting) if v in across] for line in lines}
+    curves = {line: curve for line, curve in curves.items() if len(curve) > 1}
+    if not curves:
+        return None
+    sizes = [p.value for p in across.values()]
+    log = min(sizes) > 0 and max(sizes) / min(sizes) >= 8
+    with Canvas(540, 320) as canvas:
+        ax = canvas.axes(y=metric_unit(kind), x=capacity.name + (" (log scale)" if log else ""), right=104)
+        if log:
+            _set_log_axis(ax, min(sizes) / 1.25, max(sizes) * 1.25)
+        ends = []
+        for line, curve in curves.items():
+            xs, ys = [across[v].value for v, _ in curve], [p.value for _, p in curve]
+            ax.plot(xs, ys, color=colour(line.token), linewidth=1.3, alpha=0.6)
+            for v, p in curve:
+                _draw_intervals(ax, across[v], p, line.token)
+            ax.plot(xs, ys, "o", color=colour(line.token), markersize=6, markeredgecolor=colour("surface"))
+            if line is list(curves)[-1]:
+                style: dict[str, Any] = {"ha": "center", "fontsize": 10, "color": colour("muted")}
+                for (v, _), x, y in zip(curve, xs, ys, strict=True):
+                    ax.annotate(formats.axis_value(v), (x, y), xytext=(0, 7), textcoords="offset points", **style)
+            far = max(range(len(xs)), key=lambda i: xs[i])
+            ends.append((xs[far], ys[far], line.name, line.token))
+        ax.set_ylim(*y_limits(curves.values(), zero=kind == "error"))
+        label_ends(ax, ends, height=canvas.height - 74)
+        caption = (
+            f"Points joined in the order of {axis}, whose value is next to the held-out ones; bars: 95 % "
+            f"t-intervals over seeds, both ways. {capacity.definition}"
+        )
+        name = f"sweep-capacity-{capacity.column.replace('_', '-')}-{number}"
+        title = formats.title_at(f"{kind.capitalize()} over {capacity.name.partition(' (')[0]}", setting)
+        return canvas.chart(name, title=title, caption=caption)
+
+
+def _set_log_axis(ax: Axes, low: float, high: float) -> None:
+    """Set a logarithmic x axis from `low` to `high` whose ticks are plain numbers."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+    ax.set_xscale("log")
+    ax.set_xlim(low, high)
+    few = math.log10(high / low) < 2
+    ticks = LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8).tick_values(low, high)
+    ax.xaxis.set_major_locator(FixedLocator([t for t in ticks if low <= t <= high]))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.axis_value(float(f"{value:.3g}"))))
+
+
+def _draw_intervals(ax: Axes, x: Interval, y: Interval, token: str) -> None:
+    """Draw the horizontal and vertical interval of one point."""
+    if x.low is not None and x.high is not None:
+        ax.plot([x.low, x.high], [y.value] * 2, color=colour(token), linewidth=2.2, alpha=0.4)
+    if y.low is not None and y.high is not None:
+        ax.plot([x.value] * 2, [y.low, y.high], color=colour(token), linewidth=2.2, alpha=0.4)

@@ -22,100 +22,75 @@ def heat_maps(
     table: SweepTable,
     x: str,
     y: str,
-    where: Setting,
+    setting: Setting,
     columns: Sequence[str],
     *,
     name: str,
     epsilon: float,
-    wide: bool = False,
 ) -> list[Chart]:
-    """Draw the mean of each metric over the values of two axes, one map each, all with one colour scale.
-
-    The contour of train error = ε is drawn on every map if the train error is on both sides of it.
-    """
+    """Draw the mean of each metric over the values of two axes, one map each, all with one colour scale. The contour of
+    train error = ε is drawn on every map if the train error is on both sides of it."""
     import numpy as np
 
-    xs, ys = [v for v in table.values(x) if not (x == "step" and v == 0)], table.values(y)
-    first = len(table.values(x)) - len(xs)
-    grids = {c: table.grid(c, x, y, where)[:, first:] for c in columns if table.has(c)}
-    grids = {c: g for c, g in grids.items() if np.isfinite(g).sum() > 1}
+    start = 1 if x == "step" and 0 in table.values(x) else 0  # step 0, before any training
+    values = (table.values(x)[start:], table.values(y))
+    grids = {column: table.grid(column, x, y, setting)[:, start:] for column in columns if table.has(column)}
+    grids = {column: grid for column, grid in grids.items() if np.isfinite(grid).sum() > 1}
     if not grids:
         return []
-    finite = np.concatenate([g[np.isfinite(g)] for g in grids.values()])
-    low, high = float(finite.min()), float(finite.max())
-    fitted = table.grid("train.error", x, y, where)[:, first:] if table.has("train.error") else None
-    return [
-        _heat_map(
-            grid,
-            xs,
-            ys,
-            (x, y),
-            (low, high),
-            fitted,
-            epsilon,
-            where,
-            column,
-            f"{name}-{column.replace('.', '-')}",
-            wide,
-        )
-        for column, grid in grids.items()
-    ]
+    finite = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
+    limits = float(finite.min()), float(finite.max())
+    fitted = table.grid("train.error", x, y, setting)[:, start:] if table.has("train.error") else None
+    charts = []
+    for column, grid in grids.items():
+        with Canvas(540, max(300, 84 + (40 if len(values[1]) <= 8 else 22) * len(values[1]))) as canvas:
+            caption = _draw_map(canvas, grid, values, (x, y), limits, fitted, epsilon, column)
+            title = f"{formats.figure_name(column).capitalize()} over {formats.axis_name(x)} and {formats.axis_name(y)}"
+            chart = f"{name}-{column.replace('.', '-')}"
+            charts.append(canvas.chart(chart, title=formats.title_at(title, setting), caption=caption))
+    return charts
 
 
-def _heat_map(
+def _draw_map(
+    canvas: Canvas,
     grid: np.ndarray,
-    xs: list[Any],
-    ys: list[Any],
+    values: tuple[list[Any], list[Any]],
     axes: tuple[str, str],
     limits: tuple[float, float],
     fitted: np.ndarray | None,
     epsilon: float,
-    where: Setting,
     column: str,
-    name: str,
-    wide: bool,
-) -> Chart:
+) -> str:
+    """Draw one map with its axes and its colour scale; return the caption."""
     import numpy as np
 
-    width = 1112 if wide else 540
-    height = max(300, 84 + (40 if len(ys) <= 8 else 22) * len(ys))
-    left, right = 30 + 7.2 * max(len(formats.axis_value(v)) for v in ys), 74
-    with Canvas(width, height) as canvas:
-        ax = canvas.axes(
-            left=left, right=right, top=30, bottom=48, y=formats.axis_name(axes[1]), x=formats.axis_name(axes[0])
-        )
-        ax.grid(visible=False)
-        for spine in ax.spines.values():
-            spine.set_visible(False)
-        share = _scale_values(grid, limits)
-        _draw_cells(ax, share)
-        written = len(xs) <= (18 if wide else 9) and len(ys) <= 12
-        if written:
-            _write_values(ax, grid, lowest="train" not in column)
-        drawn = fitted is not None and _draw_contour(ax, fitted, epsilon)
-        ax.set_xlim(0, len(xs))
-        ax.set_ylim(0, len(ys))
-        room = (width - left - right) / max(len(xs), 1)
-        every = max(1, math.ceil((7.2 * max(len(formats.axis_value(v)) for v in xs) + 6) / room))
-        ax.set_xticks([i + 0.5 for i in range(len(xs))][::every], [formats.axis_value(v) for v in xs][::every])
-        ax.set_yticks([j + 0.5 for j in range(len(ys))], [formats.axis_value(v) for v in ys])
-        ax.tick_params(bottom=False)
-        _draw_colour_bar(canvas, limits, width - right + 18, 48, height - 30)
-        caption = f"Mean {formats.figure_name(column)} over seeds; stronger colour is higher"
-        caption += "; the frame marks the lowest mean." if written and "train" not in column else "."
-        if drawn:
-            caption += f" Line: train error = {epsilon:g}, between the means of neighbouring cells."
-        if np.isnan(grid).any():
-            caption += " Empty: no finished cell."
-        title = f"{formats.figure_name(column).capitalize()} over {formats.axis_name(axes[0])} and "
-        title += formats.axis_name(axes[1])
-        return canvas.chart(name, title=title + (f", {formats.setting(where)}" if where else ""), caption=caption)
-
-
-def _scale_values(grid: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
-    """Scale values to 0–1 between the lowest and the highest."""
+    rows, columns = grid.shape
+    x_labels, y_labels = ([formats.axis_value(value) for value in each] for each in values)
+    left, right = 30 + 7.2 * max(map(len, y_labels)), 74
+    x_title, y_title = map(formats.axis_name, axes)
+    ax = canvas.axes(left=left, right=right, top=30, bottom=48, y=y_title, x=x_title)
+    ax.grid(visible=False)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
     low, high = limits
-    return (grid - low) / (high - low) if high > low else grid * 0.0
+    _draw_cells(ax, (grid - low) / (high - low) if high > low else grid * 0.0)
+    written = columns <= 9 and rows <= 12
+    if written:
+        _write_values(ax, grid, lowest="train" not in column)
+    contour = fitted is not None and _draw_contour(ax, fitted, epsilon)
+    ax.set_xlim(0, columns)
+    ax.set_ylim(0, rows)
+    cell_width = (canvas.width - left - right) / max(columns, 1)
+    step = max(1, math.ceil((7.2 * max(map(len, x_labels)) + 6) / cell_width))
+    ax.set_xticks([i + 0.5 for i in range(columns)][::step], x_labels[::step])
+    ax.set_yticks([j + 0.5 for j in range(rows)], y_labels)
+    ax.tick_params(bottom=False)
+    _draw_colour_bar(canvas, limits, canvas.width - right + 18, 48, canvas.height - 30)
+    caption = f"Mean {formats.figure_name(column)} over seeds; stronger colour is higher"
+    caption += "; the frame marks the lowest mean." if written and "train" not in column else "."
+    if contour:
+        caption += f" Line: train error = {epsilon:g}, between the means of neighbouring cells."
+    return caption + (" Empty: no finished cell." if np.isnan(grid).any() else "")
 
 
 def _shade_alpha(level: int) -> float:
@@ -150,19 +125,12 @@ def _write_values(ax: Axes, grid: np.ndarray, *, lowest: bool) -> None:
         if not math.isfinite(value):
             continue
         framed = best == (j, i)
-        ax.annotate(
-            formats.number(float(value), 2 if abs(value) < 1 else 3),
-            (i + 0.5, j + 0.5),
-            ha="center",
-            va="center",
-            fontsize=10.5,
-            fontweight="bold" if framed else "normal",
-            color=colour("ink"),
-        )
+        text = formats.number(float(value), 2 if abs(value) < 1 else 3)
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 10.5, "color": colour("ink")}
+        ax.annotate(text, (i + 0.5, j + 0.5), fontweight="bold" if framed else "normal", **style)
         if framed:
-            frame = Rectangle((i + 0.02, j + 0.03), 0.96, 0.94, facecolor="none", edgecolor=colour("ink"))
-            frame.set_linewidth(1.6)
-            ax.add_patch(frame)
+            edge: dict[str, Any] = {"facecolor": "none", "edgecolor": colour("ink"), "linewidth": 1.6}
+            ax.add_patch(Rectangle((i + 0.02, j + 0.03), 0.96, 0.94, **edge))
 
 
 def _draw_contour(ax: Axes, fitted: np.ndarray, epsilon: float) -> bool:
@@ -177,10 +145,8 @@ def _draw_contour(ax: Axes, fitted: np.ndarray, epsilon: float) -> bool:
     high, wide = fitted.shape
     at_x = np.concatenate([[0.0], np.arange(wide) + 0.5, [wide]])
     at_y = np.concatenate([[0.0], np.arange(high) + 0.5, [high]])
-    drawn = ax.contour(
-        at_x, at_y, np.ma.masked_invalid(padded), levels=[epsilon], colors=[colour("ink")], linewidths=2.0
-    )
-    drawn.set_gid("epsilon")
+    style: dict[str, Any] = {"colors": [colour("ink")], "linewidths": 2.0}
+    ax.contour(at_x, at_y, np.ma.masked_invalid(padded), levels=[epsilon], **style).set_gid("epsilon")
     return True
 
 
@@ -188,18 +154,14 @@ def _draw_colour_bar(canvas: Canvas, limits: tuple[float, float], x: float, bott
     """Draw the colour scale next to a map, from `bottom` to `top` px."""
     from matplotlib.patches import Rectangle
 
-    ax = canvas.figure.add_axes(
-        (x / canvas.width, bottom / canvas.height, 12 / canvas.width, (top - bottom) / canvas.height)
-    )
+    width, height = canvas.width, canvas.height
+    ax = canvas.figure.add_axes((x / width, bottom / height, 12 / width, (top - bottom) / height))
     for level in range(_LEVELS):
-        ax.add_patch(
-            Rectangle(
-                (0, level / _LEVELS), 1, 1 / _LEVELS, facecolor=colour("orange"), alpha=_shade_alpha(level), linewidth=0
-            )
-        )
+        style: dict[str, Any] = {"facecolor": colour("orange"), "alpha": _shade_alpha(level), "linewidth": 0}
+        ax.add_patch(Rectangle((0, level / _LEVELS), 1, 1 / _LEVELS, **style))
     ax.set_axis_off()
     low, high = limits
-    places = formats.decimals_for((high - low) / 4 or None, high)
+    decimals = formats.decimals_for((high - low) / 4 or None, high)
     for share in (0.0, 0.5, 1.0):
-        value = f"{low + share * (high - low) + 0.0:.{places}f}".replace("-", "−")
+        value = f"{low + share * (high - low) + 0.0:.{decimals}f}".replace("-", "−")
         canvas.text(x + 15, bottom + share * (top - bottom), value, colour="muted", size=10.5)

@@ -13,22 +13,20 @@ from flatshift.experiments.report.formats import mean_and_interval
 
 @dataclass(frozen=True)
 class IntervalRow:
-    """One value with its interval."""
+    """One value with its interval and a text at its right. singles: drawn as small dots below it."""
 
     name: str
     value: float
     low: float | None
     high: float | None
-    said: str
-    """Text at its right."""
+    text: str
     token: str
     hollow: bool = False
     singles: Sequence[float] = ()
-    """Single values, drawn as small dots below it."""
 
 
 def interval_chart(
-    key: str,
+    name: str,
     rows: Sequence[IntervalRow | str],
     *,
     title: str,
@@ -42,11 +40,8 @@ def interval_chart(
     rule: float | None = None,
     note: tuple[str, str] | None = None,
 ) -> Chart:
-    """Draw the rows from top to bottom; a text among them is a heading.
-
-    zero: draw a line at 0, the reference of differences. rule: a level marked by a dashed line. note: (text, colour)
-    below the axis.
-    """
+    """Draw the rows from top to bottom; a text among them is a heading. zero: draw a line at 0, the reference of
+    differences. rule: a level marked by a dashed line. note: (text, colour) below the axis."""
     with Canvas(width, height) as canvas:
         ax = canvas.axes(left=left, right=right, top=20, bottom=42, x=x)
         use_vertical_grid(ax)
@@ -67,11 +62,11 @@ def interval_chart(
         if note is not None:
             weight = "normal" if note[1] == "muted" else "bold"
             canvas.text(left, height - 9, note[0], colour=note[1], weight=weight)
-        return canvas.chart(key, title=title, caption=caption)
+        return canvas.chart(name, title=title, caption=caption)
 
 
 def effect_chart(
-    key: str,
+    name: str,
     effects: Sequence[tuple[str, Mapping[str, Any], bool]],
     *,
     title: str,
@@ -81,23 +76,18 @@ def effect_chart(
     scale: float,
     lower_is_better: bool,
 ) -> Chart:
-    """Draw (name, {value, low, high, p_holm}, hollow) as rows, multiplied by `scale`.
-
-    Rows whose Holm-corrected p is below 0.05 are coloured (blue better, orange worse).
-    """
+    """Draw (name, {value, low, high, p_holm}, hollow) as rows, multiplied by `scale`. Rows whose Holm-corrected p is
+    below 0.05 are coloured (blue better, orange worse)."""
     rows = []
-    for name, found, hollow in effects:
-        p, better = found["p_holm"], (found["value"] < 0) == lower_is_better
+    for label, effect, hollow in effects:
+        p, better = effect["p_holm"], (effect["value"] < 0) == lower_is_better
         token = "muted" if p is None or p >= 0.05 else "blue" if better else "orange"
-        low, high = (None if found[k] is None else scale * found[k] for k in ("low", "high"))
-        rows.append(
-            IntervalRow(name, scale * found["value"], low, high, mean_and_interval(found, scale)[0], token, hollow)
-        )
+        low, high = (None if effect[end] is None else scale * effect[end] for end in ("low", "high"))
+        text = mean_and_interval(effect, scale)[0]
+        rows.append(IntervalRow(label, scale * effect["value"], low, high, text, token, hollow))
     note = ("← better" if lower_is_better else "better →", "blue")
-    return interval_chart(
-        key, rows, title=title, caption=caption, x=x, width=WIDE, height=70 + 27 * len(rows), left=left, right=90,
-        zero=True, note=note,
-    )  # fmt: skip
+    size: dict[str, Any] = {"width": WIDE, "height": 70 + 27 * len(rows), "left": left, "right": 90}
+    return interval_chart(name, rows, title=title, caption=caption, x=x, zero=True, note=note, **size)
 
 
 def use_vertical_grid(ax: Any) -> None:
@@ -115,15 +105,13 @@ def draw_row(ax: Any, row: IntervalRow, y: float) -> None:
     ax.plot([row.value], [y], "o", markersize=8, markerfacecolor=face, markeredgecolor=token, markeredgewidth=2)
     if row.singles:
         ax.plot(list(row.singles), [y + 0.3] * len(row.singles), "o", markersize=3, color=token, alpha=0.7)
-    annotate_row(ax, y, row.said, row.token, fontweight="bold")
+    annotate_row(ax, y, row.text, row.token, fontweight="bold")
 
 
 def annotate_row(ax: Any, y: float, text: str, token: str, **style: Any) -> None:
     """Write a text at the right end of row `y`."""
-    ax.annotate(
-        text, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points", va="center",
-        color=colour(token), **style,
-    )  # fmt: skip
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (8, 0), "textcoords": "offset points"}
+    ax.annotate(text, (1, y), va="center", color=colour(token), **place, **style)
 
 
 def label_rows(ax: Any, labels: Sequence[str]) -> None:

@@ -1,5 +1,4 @@
-"""Plan of a comparison: turn a recipe's `comparison` block into cells, each a resolved recipe with a key, and reject
-bad input.
+"""Plan of a comparison: its cells, each a resolved recipe with a key, their rows, and what is measured besides metrics.
 
 A task's file marks its rows by `split`. They are written to separate files once, next to the cells, so that a cell is
 an ordinary recipe: `flatshift train` of its recipe.resolved.yaml is the same run.
@@ -10,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from flatshift.experiments.recipe import Resolved, from_override, recipe_key
 from flatshift.experiments.recipe.auto import resolve_auto
@@ -21,7 +23,6 @@ from flatshift.experiments.recipe.resolve import resolve_tree
 from flatshift.experiments.recipe.schema import Comparison, Recipe, StudyTask, short_hash
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.studies.cell import Cell, file_digest, settings_digests
-from flatshift.experiments.studies.compare.measures import ComparisonProbe
 from flatshift.experiments.studies.compare.tuning import TrialSetting, first_trials
 from flatshift.experiments.studies.study import filter_by_flag, locate_file, study_recipe
 from flatshift.finetune.atomic import remove_leftovers, write_text
@@ -30,7 +31,18 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed
 from flatshift.regularizers.config import RegularizerConfig
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatshift.experiments.data.splits import PreparedData
+    from flatshift.finetune.parallel.engine import Engine
+
 Kind = Literal["trial", "final", "equal-time"]
+EvaluationRows = Literal["validation", "test"]
+Result = dict[str, Any]
+"""Output of `run_result` for a run."""
+Pair = tuple[str, str]
+"""Method and task."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,7 @@ class ComparisonRun:
     cell: Cell
 
     @property
-    def judged(self) -> Judged:
+    def evaluation_rows(self) -> EvaluationRows:
         """Rows it is evaluated on: trials never see test rows."""
         return "validation" if self.kind == "trial" else "test"
 
@@ -66,15 +78,10 @@ class ComparisonPlan:
     ) -> None:
         """Plan the comparison.
 
-        Args:
-            reference: recipe file or shipped name with a `comparison` block.
-            out: directory of the study, whose earlier choice for `train.precision: auto` is kept.
-            data: directory that tasks' files are relative to; None: the working directory.
-            methods: only these and the baseline; empty: all.
-            tasks: only these; empty: all.
-
-        Raises:
-            UserError: no such block, an unknown name, a missing file, a method that cannot be built.
+        reference: recipe file or shipped name with a `comparison` block. out: directory of the study, whose earlier
+        choice for `train.precision: auto` is kept. data: directory that tasks' files are relative to; None: the working
+        directory. methods, tasks: only these, and the baseline; empty: all. Raises UserError for no such block, an
+        unknown name, a missing file, or a method that cannot be built.
         """
         self.resolved, self._tree = study_recipe(
             reference, overrides, block="comparison", example="`flatshift recipes copy flat-comparison`", out=out
@@ -97,7 +104,7 @@ class ComparisonPlan:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """All (method, task) to run, task by task."""
+        """Every (method, task) to run, task by task."""
         return [(m, t) for t in self.study.tasks for m in self.study.methods if t in self.study.runs_on(m)]
 
     def classifies(self, task: str) -> bool:
@@ -119,8 +126,7 @@ class ComparisonPlan:
         return self._recipes[self.study.baseline, task].train.steps
 
     def check(self) -> None:
-        """Raise UserError for runs that cannot work here, as `flatshift train` does, so that they do not become failed
-        cells."""
+        """Raise UserError for runs that cannot work here, as `flatshift train` does."""
         from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
         from flatshift.finetune.train.stage import check_metric
         from flatshift.regularizers import build
@@ -144,14 +150,12 @@ class ComparisonPlan:
                 raise UserError(f"method {method!r} on task {task!r}: {error}") from None
 
     def read_rows(self, out: Path) -> None:
-        """Read the rows of every task, which `write_rows` writes into `out`. Raises UserError for bad rows.
-
-        Runs created from now on have rows to train on.
-        """
+        """Read the rows of every task, which `write_rows` writes into `out`. Raises UserError for bad rows. Runs
+        created from now on have rows to train on."""
         for name, own in self.study.tasks.items():
             recipe = self._recipes[self.study.baseline, name]
-            made = [self._digests[name], own.validation, own.test, own.test_split, repr(recipe.data.columns)]
-            folder = out.absolute() / "rows" / f"{name}-{short_hash(made)}"
+            inputs = [self._digests[name], own.validation, own.test, own.test_split, repr(recipe.data.columns)]
+            folder = out.absolute() / "rows" / f"{name}-{short_hash(inputs)}"
             self._rows[name] = read_task_rows(self.files[name], recipe, own), folder
 
     def rows(self, task: str) -> TaskRows:
@@ -174,12 +178,12 @@ class ComparisonPlan:
         resolved = self._resolved(method, task, setting, changes)
         recipe, study, own = resolved.recipe, self.study, self.study.tasks[task]
         sharpness = study.sharpness_sigma if kind == "final" and seed < study.sharpness_seeds else None
-        judged: Judged = "validation" if kind == "trial" else "test"
+        evaluated: EvaluationRows = "validation" if kind == "trial" else "test"
         rows = (own.train, own.validation, own.test, own.test_split)
-        key = recipe_key(recipe, [rows, judged, sharpness, self._digests[task], *_extra_digests(recipe)])
+        key = recipe_key(recipe, [rows, evaluated, sharpness, self._digests[task], *_extra_digests(recipe)])
         if task in self._rows:
-            there, folder = self._rows[task]
-            resolved = dataclasses.replace(resolved, recipe=there.lay(recipe, own, folder, judged))
+            task_rows, folder = self._rows[task]
+            resolved = dataclasses.replace(resolved, recipe=task_rows.apply_to(recipe, own, folder, evaluated))
         point = {"kind": kind, "method": method, "task": task, **setting.overrides()}
         if steps is not None:
             point["train.steps"] = steps
@@ -196,84 +200,71 @@ class ComparisonPlan:
         self, method: str, task: str, setting: TrialSetting | None, changes: Mapping[str, Any] | None
     ) -> Resolved:
         """Return the recipe of a method on a task: the base, then the task, the method, the setting, the changes."""
-        laid: list[Branch] = []
-        for where, keys in (
+        overrides: list[Branch] = []
+        for origin, keys in (
             (f"--comparison.tasks.{task}.set", self.study.tasks[task].set),
             (f"--comparison.methods.{method}.set", self.study.methods[method].set),
             (f"--comparison.methods.{method}", setting.overrides() if setting else {}),
             ("--", changes or {}),
         ):
-            laid += [from_override(key, value, where) for key, value in keys.items()]
-        return resolve_auto(resolve_tree(self._tree, laid, name=self.resolved.name))
-
-
-Result = dict[str, Any]
-"""Output of `found_of` for a cell."""
-Pair = tuple[str, str]
+            overrides += [from_override(key, value, origin) for key, value in keys.items()]
+        return resolve_auto(resolve_tree(self._tree, overrides, name=self.resolved.name))
 
 
 @dataclass
 class ComparisonResults:
-    """All results of a comparison."""
+    """All results of a comparison.
+
+    chosen: settings of the final runs. on_edge: the best learning rate is still on an edge of those tried. finals:
+    ordered by seed. step_ratio: CPU time of a method's step ÷ the baseline's, median over tasks and seeds.
+    """
 
     trials: dict[Pair, list[tuple[ComparisonRun, Result]]] = field(default_factory=dict)
     chosen: dict[Pair, TrialSetting] = field(default_factory=dict)
-    """Setting of the final runs of (method, task)."""
-    edge: dict[Pair, bool] = field(default_factory=dict)
-    """True if the best learning rate is still on an edge of those tried."""
+    on_edge: dict[Pair, bool] = field(default_factory=dict)
     finals: dict[Pair, list[Result]] = field(default_factory=dict)
-    """Ordered by seed."""
     step_ratio: dict[str, float] = field(default_factory=dict)
-    """CPU time of a method's step ÷ the baseline's: median over tasks and seeds."""
     equal_time: dict[Pair, list[Result]] = field(default_factory=dict)
 
 
 def _extra_digests(recipe: Recipe) -> list[Any]:
     """Return digests of the files a recipe reads besides its task's rows; usually none."""
-    found: list[Any] = settings_digests(recipe)
+    digests: list[Any] = settings_digests(recipe)
     if recipe.select is not None:
         from flatshift.experiments.workflows.run_parts import list_input_files
 
-        found += [file_digest(path) for path in list_input_files(recipe)]
-    return found
+        digests += [file_digest(path) for path in list_input_files(recipe)]
+    return digests
 
 
 def _restrict_comparison(study: Comparison, methods: Sequence[str], tasks: Sequence[str]) -> Comparison:
     """Return the comparison restricted to some methods (the baseline stays) and tasks."""
     if not study.tasks or len(study.methods) < 2:
         raise UserError("comparison.tasks and comparison.methods must name at least one task and two methods")
-    kept_tasks = {name: study.tasks[name] for name in filter_by_flag("--tasks", tasks, study.tasks)}
-    wanted = filter_by_flag("--methods", methods, study.methods)
-    kept = {}
+    own_tasks = {name: study.tasks[name] for name in filter_by_flag("--tasks", tasks, study.tasks)}
+    names = {*filter_by_flag("--methods", methods, study.methods), study.baseline}
+    own_methods = {}
     for name, method in study.methods.items():
-        if name not in wanted and name != study.baseline:
-            continue
-        on = tuple(task for task in method.tasks if task in kept_tasks)
-        if method.tasks and not on:
-            continue
-        kept[name] = dataclasses.replace(method, tasks=on)
-    if len(kept) < 2:
+        runs_on = tuple(task for task in method.tasks if task in own_tasks)
+        if name in names and (runs_on or not method.tasks):
+            own_methods[name] = dataclasses.replace(method, tasks=runs_on)
+    if len(own_methods) < 2:
         raise UserError(f"nothing to compare with {study.baseline!r}: name another method with --methods")
-    controls = {control: of for control, of in study.controls.items() if control in kept and of in kept}
-    return dataclasses.replace(study, tasks=kept_tasks, methods=kept, controls=controls)
-
-
-# ----------------------------------------------------------------------------------------------------------------- rows
+    controls = {c: method for c, method in study.controls.items() if c in own_methods and method in own_methods}
+    return dataclasses.replace(study, tasks=own_tasks, methods=own_methods, controls=controls)
 
 
 _SPLIT = "split"
-Judged = Literal["validation", "test"]
 
 
 @dataclass(frozen=True)
 class TaskRows:
-    """Records of one task."""
+    """Records of one task. classes: of its training and validation rows; None for a task without classes."""
 
     train: list[dict[str, Any]]
     validation: list[dict[str, Any]]
     test: list[dict[str, Any]]
     classes: tuple[str, ...] | None
-    """Classes of all training rows, validation rows included; None for a task without classes."""
 
     def write(self, folder: Path) -> None:
         """Write one file per split."""
@@ -281,20 +272,12 @@ class TaskRows:
             lines = [json.dumps(record, ensure_ascii=False, default=str) for record in getattr(self, split)]
             write_text(folder / f"{split}.jsonl", "\n".join(lines) + "\n")
 
-    def lay(self, recipe: Recipe, own: StudyTask, folder: Path, judged: Judged) -> Recipe:
-        """Return `recipe` on these rows, stored in `folder`: trained on a subset drawn by its seed, evaluated on
-        `judged`.
-
-        There is no dev set, so the last step's adapter is used.
-        """
+    def apply_to(self, recipe: Recipe, own: StudyTask, folder: Path, evaluated: EvaluationRows) -> Recipe:
+        """Return `recipe` on these rows, stored in `folder`: trained on a subset drawn by its seed. There is no dev
+        set, so the last step's adapter is used."""
         train = TrainFiles(files=(str(folder / "train.jsonl"),), limit=min(own.train, len(self.train)))
-        data = dataclasses.replace(
-            recipe.data,
-            train=train,
-            dev=Files(),
-            test=Files(files=(str(folder / f"{judged}.jsonl"),)),
-            holdout=0.0,
-        )
+        test = Files(files=(str(folder / f"{evaluated}.jsonl"),))
+        data = dataclasses.replace(recipe.data, train=train, dev=Files(), test=test, holdout=0.0)
         task = recipe.task
         if task.has_classes and task.traits.is_sequence_level:
             task = task.replace(labels=self.classes)
@@ -310,29 +293,99 @@ def read_task_rows(file: str, recipe: Recipe, own: StudyTask) -> TaskRows:
     from flatshift.finetune.data.rows import limit_rows, read_rows
 
     task, data = recipe.task, recipe.data
-    found = list(
-        read_rows(
-            [file],
-            columns=data.columns,
-            required=task.columns(),
-            label=task.read_label,
-            bad_rows=data.bad_rows,
-            skipped=[],
-        )
-    )
-    train = [row for row in found if row.values.get(_SPLIT) == "train"]
-    tested = [row for row in found if row.values.get(_SPLIT) == own.test_split]
-    if not train or not tested:
-        there = ", ".join(sorted({str(row.values.get(_SPLIT)) for row in found}))
-        raise UserError(f"{file}: the column 'split' must mark 'train' and {own.test_split!r} rows; it has {there}")
+    options: dict[str, Any] = {"required": task.columns(), "label": task.read_label, "bad_rows": data.bad_rows}
+    rows = list(read_rows([file], columns=data.columns, skipped=[], **options))
+    train = [row for row in rows if row.values.get(_SPLIT) == "train"]
+    test = [row for row in rows if row.values.get(_SPLIT) == own.test_split]
+    if not train or not test:
+        splits = ", ".join(sorted({str(row.values.get(_SPLIT)) for row in rows}))
+        raise UserError(f"{file}: the column 'split' must mark 'train' and {own.test_split!r} rows; it has {splits}")
     if own.validation >= len(train):
         raise UserError(f"{file}: {own.validation} validation rows leave nothing of {len(train)} rows to train on")
-    chosen = limit_rows(range(len(train)), own.validation, seed=derive_seed(0, "comparison", "validation"))
-    apart = set(chosen)
-    limited = limit_rows(tested, min(own.test, len(tested)), seed=derive_seed(0, "comparison", "test rows"))
+    validation = limit_rows(range(len(train)), own.validation, seed=derive_seed(0, "comparison", "validation"))
+    limited = limit_rows(test, min(own.test, len(test)), seed=derive_seed(0, "comparison", "test rows"))
     return TaskRows(
-        [row.record for i, row in enumerate(train) if i not in apart],
-        [train[i].record for i in chosen],
+        [train[i].record for i in sorted(set(range(len(train))).difference(validation))],
+        [train[i].record for i in validation],
         [row.record for row in limited],
         task.class_names(train),
     )
+
+
+_PAIRS, _ROWS = 3, 48
+"""Pairs of noise and training rows behind the sharpness of a cell."""
+_UNTIMED_STEPS = 3
+
+
+@dataclass
+class ComparisonProbe:
+    """Measurements of one cell besides its metrics, a `flatshift.experiments.workflows.context.FineTuneProbe`. final:
+    keep its answers row by row. sharpness: σ of E[L(w+ε)] − L(w); None: not measured."""
+
+    final: bool
+    sharpness: float | None
+    _start: float = field(default_factory=time.process_time)
+    _steps: list[float] = field(default_factory=list)
+    _measured: dict[str, Any] = field(default_factory=dict)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Record the CPU time."""
+        self._steps.append(time.process_time())
+
+    def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> None:
+        """Measure the trained adapter."""
+        if self.final and recipe.task.one_class:
+            self._measured["items"] = _correct_answers(recipe, engine, tokenizer, prepared)
+        if self.sharpness is not None and prepared.units is None:  # a regression's head is now in its targets' units
+            self._measured["sharpness"] = _measure_sharpness(recipe, engine, tokenizer, prepared, sigma=self.sharpness)
+
+    def figures(self) -> dict[str, Any]:
+        """Return CPU seconds of the cell and of a step (median; None for too few steps), and the measurements."""
+        seconds = np.diff(self._steps)[_UNTIMED_STEPS:]
+        step = float(np.median(seconds)) if len(seconds) else None
+        return {"cpu_s": round(time.process_time() - self._start, 3), "step_cpu_s": step, **self._measured}
+
+
+def _correct_answers(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> str:
+    """Return right (1) or wrong (0) for every evaluation row."""
+    from flatshift.finetune.compute.numerics import evaluation_mode
+    from flatshift.finetune.data.eval_batching import EvalBatching
+    from flatshift.finetune.evaluate.evaluator import head_scores
+
+    batching = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
+    with evaluation_mode(engine.eval_model):
+        _, logits = head_scores(engine.eval_model, prepared.test, batching, task=recipe.task)
+    answers = zip(logits.argmax(-1).tolist(), prepared.test, strict=True)
+    return "".join("1" if predicted == example.labels else "0" for predicted, example in answers)
+
+
+def _measure_sharpness(
+    recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData, *, sigma: float
+) -> float:
+    """Return the mean rise of the loss (nats per target token or example) over antithetic pairs of noise. The noise is
+    in the full weight space: the same training rows and raw draws for every method with one seed."""
+    from flatshift.finetune.compute.loss import add_reference, batch_loss
+    from flatshift.finetune.compute.numerics import evaluation_mode
+    from flatshift.finetune.compute.precision import autocast
+    from flatshift.finetune.data.eval_batching import EvalBatching
+    from flatshift.regularizers.sharpness import FullSpace, LossFunction, expected_rise
+
+    rows = [prepared.train[i] for i in range(min(_ROWS, len(prepared.train)))]
+    batches = list(EvalBatching.of(tokenizer, batch_size=recipe.eval.batch_size).batches(rows, recipe.task))
+    count = sum(micro.supervised for micro in batches)
+    if recipe.task.has_reference:  # log-probabilities of the unperturbed weights
+        with autocast(recipe.train, engine.device):
+            moved = [micro.to(engine.device) for micro in batches]
+            batches = add_reference(engine.model, moved, task=recipe.task)
+
+    def terms() -> Iterator[Tensor]:
+        for micro in batches:
+            with autocast(recipe.train, engine.device):
+                yield batch_loss(engine.model, micro.to(engine.device), task=recipe.task) / count
+
+    objective = LossFunction(engine.model, terms)
+    seed = derive_seed(recipe.train.seed, "sharpness") % 2**62
+    with evaluation_mode(engine.model):
+        options: dict[str, Any] = {"base": objective.value(), "draws": _PAIRS, "seed": seed, "confidence": 0.95}
+        (estimate,) = expected_rise(FullSpace(engine.model), objective, [sigma], **options)
+    return float(estimate.value)

@@ -12,24 +12,15 @@ from typing import Any
 
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.compare import tuning
 from flatshift.experiments.studies.compare.analysis import analyse
 from flatshift.experiments.studies.compare.comparison_plan import (
     ComparisonPlan,
     ComparisonResults,
     ComparisonRun,
+    Kind,
     Pair,
     Result,
-)
-from flatshift.experiments.studies.compare.tuning import (
-    FAILED,
-    TrialScore,
-    TrialSetting,
-    best_trial,
-    first_trials,
-    is_on_edge,
-    mean_score,
-    next_trial,
-    select_finalists,
 )
 from flatshift.experiments.studies.study import CellBatches, claim_study, run_study_cells
 from flatshift.finetune.atomic import read_json_object, write_json
@@ -41,9 +32,7 @@ _EQUAL_TIME = "equal_time.json"
 
 def run_study(plan: ComparisonPlan, out: Path, *, jobs: int, console: Console) -> ComparisonResults:
     """Run cells without a result, in `jobs` processes of one thread each (1: in this one), and gather all results.
-
-    Raises UserError if `out`, locked by the caller, holds something else.
-    """
+    Raises UserError if `out`, locked by the caller, holds something else."""
     plan.check()
     plan.read_rows(out)
     claim_study(out, plan.resolved.to_yaml(), "comparison")
@@ -52,16 +41,15 @@ def run_study(plan: ComparisonPlan, out: Path, *, jobs: int, console: Console) -
     outcome = ComparisonResults()
     _tune_methods(plan, batches, outcome)
     study = plan.study
-    finals = {
-        pair: [plan.run("final", *pair, seed, outcome.chosen[pair]) for seed in study.seeds_of(pair[0])]
-        for pair in plan.pairs
-    }
+
+    def runs(kind: Kind, pair: Pair, steps: int | None = None) -> list[ComparisonRun]:
+        return [plan.run(kind, *pair, seed, outcome.chosen[pair], steps=steps) for seed in study.seeds_of(pair[0])]
+
+    finals = {pair: runs("final", pair) for pair in plan.pairs}
     outcome.finals = _run_groups(batches, finals, "final runs")
     outcome.step_ratio = step_ratios(plan, outcome)
     shorter = {
-        pair: [
-            plan.run("equal-time", *pair, seed, outcome.chosen[pair], steps=steps) for seed in study.seeds_of(pair[0])
-        ]
+        pair: runs("equal-time", pair, steps)
         for pair in plan.pairs
         if (steps := _equal_steps(plan, out, outcome, pair)) is not None
     }
@@ -71,61 +59,57 @@ def run_study(plan: ComparisonPlan, out: Path, *, jobs: int, console: Console) -
 
 def run_result(batches: CellBatches, run: ComparisonRun) -> Result:
     """Return the outcome of a run: metrics on the evaluation rows together with those of `ComparisonProbe`."""
-    found = batches.result(run.cell)
-    about = {"kind": run.kind, "method": run.method, "task": run.task, "seed": run.seed, "steps": run.steps}
-    about |= {"setting": run.setting.overrides(), "judged": run.judged}
-    if "point" not in found:  # format from before cells were run directories
-        return {**found, **about}
-    judged = found["metrics"].get("test", {})
-    metrics = {name: figure["value"] for name, figure in judged.items()}
-    none = {"items": None, "sharpness": None, "step_cpu_s": None, "cpu_s": 0.0}
-    return (
-        {**about, "status": found["status"], "reason": found["reason"], "metrics": metrics}
-        | none
-        | (found.get("figures") or {})
-    )
+    result = batches.result(run.cell)
+    metadata = {"kind": run.kind, "method": run.method, "task": run.task, "seed": run.seed, "steps": run.steps}
+    metadata |= {"setting": run.setting.overrides(), "judged": run.evaluation_rows}
+    if "point" not in result:  # format from before cells were run directories
+        return {**result, **metadata}
+    metrics = {name: figure["value"] for name, figure in result["metrics"].get("test", {}).items()}
+    outcome = {"status": result["status"], "reason": result["reason"], "metrics": metrics}
+    unmeasured = {"items": None, "sharpness": None, "step_cpu_s": None, "cpu_s": 0.0}
+    return metadata | outcome | unmeasured | (result.get("figures") or {})
 
 
 def _run_groups(
-    batches: CellBatches, runs: Mapping[Pair, Sequence[ComparisonRun]], what: str
+    batches: CellBatches, groups: Mapping[Pair, Sequence[ComparisonRun]], title: str
 ) -> dict[Pair, list[Result]]:
-    batches.run([run.cell for some in runs.values() for run in some], what)
-    return {pair: [run_result(batches, run) for run in some] for pair, some in runs.items()}
+    batches.run([run.cell for runs in groups.values() for run in runs], title)
+    return {pair: [run_result(batches, run) for run in runs] for pair, runs in groups.items()}
 
 
 def _tune_methods(plan: ComparisonPlan, batches: CellBatches, outcome: ComparisonResults) -> None:
     study = plan.study
 
-    def trial(pair: Pair, setting: TrialSetting) -> ComparisonRun:
+    def trial(pair: Pair, setting: tuning.TrialSetting) -> ComparisonRun:
         return plan.run("trial", *pair, study.tuning_seeds[0], setting)
 
     grids = {
-        pair: {setting: trial(pair, setting) for setting in first_trials(study, study.methods[pair[0]])}
+        pair: {setting: trial(pair, setting) for setting in tuning.first_trials(study, study.methods[pair[0]])}
         for pair in plan.pairs
     }
     batches.run([run.cell for grid in grids.values() for run in grid.values()], "first trials")
     for turn in range(study.rounds):
         new = {}
         for pair, grid in grids.items():
-            setting = next_trial(_score_grid(batches, plan, grid))
+            setting = tuning.next_trial(_score_grid(batches, plan, grid))
             new[pair] = grid[setting] = trial(pair, setting)
         batches.run([run.cell for run in new.values()], f"further trials, round {turn + 1}")
-    last = {
+    finalists = {
         pair: {
             setting: [plan.run("trial", *pair, seed, setting) for seed in study.tuning_seeds]
-            for setting in select_finalists(_score_grid(batches, plan, grid), study.finalists)
+            for setting in tuning.select_finalists(_score_grid(batches, plan, grid), study.finalists)
         }
         for pair, grid in grids.items()
     }
-    batches.run([run.cell for some in last.values() for seeds in some.values() for run in seeds[1:]], "finalists")
+    further = {pair: [run for runs in settings.values() for run in runs[1:]] for pair, settings in finalists.items()}
+    batches.run([run.cell for runs in further.values() for run in runs], "finalists")
     for pair, grid in grids.items():
         means = {
-            setting: mean_score([score_trial(run_result(batches, run), plan.metric(pair[1])) for run in seeds])
-            for setting, seeds in last[pair].items()
+            setting: tuning.mean_score([score_trial(run_result(batches, run), plan.metric(pair[1])) for run in runs])
+            for setting, runs in finalists[pair].items()
         }
-        best = best_trial(means)
-        ran = [*grid.values(), *(run for seeds in last[pair].values() for run in seeds[1:])]
-        outcome.trials[pair] = [(run, run_result(batches, run)) for run in ran]
+        best = tuning.best_trial(means)
+        outcome.trials[pair] = [(run, run_result(batches, run)) for run in [*grid.values(), *further[pair]]]
         if best is None:
             reason = next(r["reason"] for _, r in outcome.trials[pair] if r["status"] != "done")
             raise UserError(
@@ -133,30 +117,30 @@ def _tune_methods(plan: ComparisonPlan, batches: CellBatches, outcome: Compariso
                 f"example: {reason}"
             )
         outcome.chosen[pair] = best
-        outcome.edge[pair] = is_on_edge(grid, best)
+        outcome.on_edge[pair] = tuning.is_on_edge(grid, best)
 
 
 def _score_grid(
-    batches: CellBatches, plan: ComparisonPlan, grid: Mapping[TrialSetting, ComparisonRun]
-) -> dict[TrialSetting, TrialScore]:
+    batches: CellBatches, plan: ComparisonPlan, grid: Mapping[tuning.TrialSetting, ComparisonRun]
+) -> dict[tuning.TrialSetting, tuning.TrialScore]:
     return {setting: score_trial(run_result(batches, run), plan.metric(run.task)) for setting, run in grid.items()}
 
 
-def score_trial(result: Result, metric: str) -> TrialScore:
+def score_trial(result: Result, metric: str) -> tuning.TrialScore:
     """Return the score of a trial by `metric`; an undefined value (a correlation of equal numbers) counts as failed."""
     if result["status"] != "done":
-        return FAILED
+        return tuning.FAILED
     metrics = result["metrics"]
     value = metrics[metric]
     if value is None:
-        return FAILED
-    return TrialScore(-value if find_metric(metric).lower else value, metrics["loss"])
+        return tuning.FAILED
+    return tuning.TrialScore(-value if find_metric(metric).lower else value, metrics["loss"])
 
 
 def step_ratios(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, float]:
     """Return the median ratio of a step's CPU time to the baseline's on the same task and seed, by method."""
     base = plan.study.baseline
-    found = {}
+    medians = {}
     for method in plan.study.methods:
         ratios = [
             ours["step_cpu_s"] / peer["step_cpu_s"]
@@ -165,29 +149,24 @@ def step_ratios(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, f
             if ours.get("step_cpu_s") and peer.get("step_cpu_s")
         ]
         if ratios:
-            found[method] = median(ratios)
-    return found
+            medians[method] = median(ratios)
+    return medians
 
 
 def _equal_steps(plan: ComparisonPlan, out: Path, outcome: ComparisonResults, pair: Pair) -> int | None:
-    """Return the steps of a method in the baseline's time; None if its step costs about the same.
-
-    The measured ratio is stored in equal_time.json, so that rerun cells do not change it.
-    """
+    """Return the steps of a method in the baseline's time; None if its step costs about the same. The measured ratio is
+    stored in equal_time.json, so that rerun cells do not change it."""
     method, task = pair
     file = out / _EQUAL_TIME
-    kept: dict[str, float] = read_json_object(file, fix="delete it") if file.is_file() else {}
+    ratios: dict[str, float] = read_json_object(file, fix="delete it") if file.is_file() else {}
     if method not in outcome.step_ratio:
         return None
-    if method not in kept:
-        kept[method] = round(outcome.step_ratio[method], 2)
-        write_json(file, kept)
-    if kept[method] <= plan.study.equal_time_above:
+    if method not in ratios:
+        ratios[method] = round(outcome.step_ratio[method], 2)
+        write_json(file, ratios)
+    if ratios[method] <= plan.study.equal_time_above:
         return None
-    return max(1, round(plan.steps(task) / kept[method]))
-
-
-# ---------------------------------------------------------------------------------------------------------- the command
+    return max(1, round(plan.steps(task) / ratios[method]))
 
 
 DOCUMENT = "comparison.json"
@@ -207,15 +186,9 @@ def compare(
 ) -> dict[str, Any]:
     """Run the comparison of `recipe` into `out` and return the contents of comparison.json.
 
-    Args:
-        recipe: file or shipped name with a `comparison` block.
-        data: directory of the tasks' files.
-        methods, tasks: only these (the baseline always); empty: all.
-        jobs: worker processes, one thread each.
-        page: draws report.html of the document.
-
-    Raises:
-        UserError: bad input, before any cell runs. Interrupted: stopped; the same call resumes.
+    recipe: file or shipped name with a `comparison` block. data: directory of the tasks' files. methods, tasks: only
+    these (the baseline always); empty: all. jobs: worker processes, one thread each. page: draws report.html of the
+    document. Raises UserError for bad input, before any cell runs; Interrupted when stopped: the same call resumes.
     """
 
     def measure(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
@@ -224,14 +197,6 @@ def compare(
     def plan() -> ComparisonPlan:
         return ComparisonPlan(recipe, overrides, data=data, out=out, methods=methods, tasks=tasks)
 
-    return run_study_cells(
-        f"flatshift compare {recipe}",
-        out,
-        DOCUMENT,
-        plan=plan,
-        measure=measure,
-        page=page,
-        jobs=jobs,
-        quiet=quiet,
-        kept=(_EQUAL_TIME,),
-    )
+    options: dict[str, Any] = {"jobs": jobs, "quiet": quiet, "inputs": (_EQUAL_TIME,)}
+    command = f"flatshift compare {recipe}"
+    return run_study_cells(command, out, DOCUMENT, plan=plan, measure=measure, page=page, **options)

@@ -19,11 +19,10 @@ from flatshift.experiments.recipe.schema import Comparison, StudyMethod
 
 @dataclass(frozen=True)
 class TrialSetting:
-    """Settings of one trial."""
+    """Settings of one trial; knobs: (dotted key, value) of the method's own."""
 
     lr: float
     knobs: tuple[tuple[str, Any], ...] = ()
-    """(dotted key, value) of the method's own knobs."""
 
     def overrides(self) -> dict[str, Any]:
         """Return dotted key → value."""
@@ -32,12 +31,10 @@ class TrialSetting:
 
 @dataclass(frozen=True)
 class TrialScore:
-    """Validation score of a trial; −inf for a diverged one."""
+    """Validation score of a trial: the metric, or minus it if lower is better; ties are broken by the lower loss."""
 
     value: float
-    """Higher is better: the metric, or minus it if lower is better."""
     loss: float
-    """Breaks ties: lower is better."""
 
 
 FAILED = TrialScore(-math.inf, math.inf)
@@ -51,28 +48,25 @@ def first_trials(study: Comparison, method: StudyMethod) -> list[TrialSetting]:
 
 def best_trial(scores: Mapping[TrialSetting, TrialScore]) -> TrialSetting | None:
     """Return the best trial: highest value, then lowest loss, then lowest learning rate; None if all diverged."""
-    alive = {setting: score for setting, score in scores.items() if score.value > -math.inf}
-    if not alive:
-        return None
-    return min(alive, key=lambda s: (-alive[s].value, alive[s].loss, s.lr))
+    finished = [setting for setting, score in scores.items() if score.value > -math.inf]
+    return min(finished, key=lambda s: (-scores[s].value, scores[s].loss, s.lr), default=None)
 
 
 def select_finalists(scores: Mapping[TrialSetting, TrialScore], count: int) -> list[TrialSetting]:
     """Return the best `count` trials, best first; fewer if not enough converged."""
-    left, found = dict(scores), list[TrialSetting]()
-    while len(found) < count and (best := best_trial(left)) is not None:
-        found.append(best)
-        del left[best]
-    return found
+    remaining, finalists = dict(scores), list[TrialSetting]()
+    while len(finalists) < count and (best := best_trial(remaining)) is not None:
+        finalists.append(best)
+        del remaining[best]
+    return finalists
 
 
 def mean_score(scores: Sequence[TrialScore]) -> TrialScore:
     """Combine one setting's scores under several seeds: the mean of each, or FAILED if any run diverged."""
     if any(score.value == -math.inf for score in scores):
         return FAILED
-    return TrialScore(
-        *(math.fsum(each) / len(scores) for each in zip(*((s.value, s.loss) for s in scores), strict=True))
-    )
+    value, loss = (math.fsum(getattr(score, name) for score in scores) / len(scores) for name in ("value", "loss"))
+    return TrialScore(value, loss)
 
 
 def is_on_edge(tried: Collection[TrialSetting], best: TrialSetting) -> bool:
@@ -84,29 +78,23 @@ def is_on_edge(tried: Collection[TrialSetting], best: TrialSetting) -> bool:
 def next_trial(scores: Mapping[TrialSetting, TrialScore]) -> TrialSetting:
     """Return the setting of one more, new trial: beyond the edge, or between the best and a neighbour."""
     best = best_trial(scores)
-    if best is None:  # everything diverged: well below all that was tried
-        knobs = next(iter(scores)).knobs
-        rates = _tried_rates(scores, knobs)
-        return TrialSetting(_round_rate(rates[0] * rates[0] / rates[1]), knobs)
-    rates = _tried_rates(scores, best.knobs)
-    place = rates.index(best.lr)
-    if place == 0:
-        return TrialSetting(_round_rate(rates[0] * rates[0] / rates[1]), best.knobs)
-    if place == len(rates) - 1:
-        return TrialSetting(_round_rate(rates[-1] * rates[-1] / rates[-2]), best.knobs)
+    knobs = next(iter(scores)).knobs if best is None else best.knobs
+    rates = _tried_rates(scores, knobs)
+    if best is None or best.lr == rates[0]:  # below all that was tried; so too if everything diverged
+        rate = rates[0] * rates[0] / rates[1]
+    elif best.lr == rates[-1]:
+        rate = rates[-1] * rates[-1] / rates[-2]
+    else:
 
-    def rank(lr: float) -> tuple[float, float]:
-        score = scores[TrialSetting(lr, best.knobs)]
-        return (-score.value, score.loss)
+        def rank(lr: float) -> tuple[float, float]:
+            score = scores[TrialSetting(lr, knobs)]
+            return (-score.value, score.loss)
 
-    neighbour = min((rates[place - 1], rates[place + 1]), key=rank)
-    return TrialSetting(_round_rate(math.sqrt(best.lr * neighbour)), best.knobs)
+        index = rates.index(best.lr)
+        rate = math.sqrt(best.lr * min((rates[index - 1], rates[index + 1]), key=rank))
+    # Three digits: a rate is readable and identifies the same cell on every machine.
+    return TrialSetting(float(f"{rate:.3g}"), knobs)
 
 
 def _tried_rates(tried: Collection[TrialSetting], knobs: Sequence[tuple[str, Any]]) -> list[float]:
     return sorted(setting.lr for setting in tried if setting.knobs == knobs)
-
-
-def _round_rate(rate: float) -> float:
-    """Round to three digits, so that a rate is readable and identifies the same cell on every machine."""
-    return float(f"{rate:.3g}")

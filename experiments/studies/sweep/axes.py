@@ -1,8 +1,4 @@
-"""Points of a sweep: all combinations of its axes, their values in parallel, or random draws.
-
-axes = parse_grid(["adapter.rank=1,4,16", "optimizer.lr=1e-4..1e-2:log"])
-points_of(axes, "random", count=20, seed=0)   # 20 different {"adapter.rank": …, "optimizer.lr": …}
-"""
+"""Points of a sweep: all combinations of its axes, their values in parallel, or random draws."""
 
 from __future__ import annotations
 
@@ -26,21 +22,20 @@ _LIKE_A_RANGE = re.compile(rf"^{_NUMBER}\s*\.\.")
 """Start of a range; a path such as `../rows.jsonl` does not match."""
 _DIGITS = 6
 """Significant digits of a drawn number, so that the printed value is the exact one."""
-_FARTHEST = 2.0**62
-"""Largest end of a range: whole numbers up to there can be drawn."""
-_VAIN = 1000
+_MAX_END = 2.0**62
+"""Of a range: whole numbers up to there can be drawn."""
+_MAX_REPEATS = 1000
 """Draws in a row without a new point after which a range counts as used up."""
 
 
 @dataclass(frozen=True)
 class ValueRange:
-    """Numbers from `low` to `high`, ends included, drawn evenly on a linear or logarithmic scale."""
+    """Numbers from `low` to `high`, ends included, drawn evenly on a linear or logarithmic scale; `whole` ones only."""
 
     low: float
     high: float
     log: bool = False
     whole: bool = False
-    """True to draw whole numbers."""
 
     def __str__(self) -> str:
         return f"{self.low:.12g}..{self.high:.12g}{':log' if self.log else ''}"
@@ -63,10 +58,8 @@ Axes = dict[str, Values]
 
 
 def parse_grid(grid: Sequence[str]) -> Axes:
-    """Parse texts such as `adapter.rank=1,2` and `optimizer.lr=1e-4..1e-2:log` to {key: values}.
-
-    Raises UserError for a missing `=`, no values, a repeated key or value, or an impossible range.
-    """
+    """Parse texts such as `adapter.rank=1,2` and `optimizer.lr=1e-4..1e-2:log` to {key: values}. Raises UserError for a
+    missing `=`, no values, a repeated key or value, or an impossible range."""
     axes: Axes = {}
     for text in grid:
         key, equals, values = text.partition("=")
@@ -81,24 +74,24 @@ def parse_grid(grid: Sequence[str]) -> Axes:
 
 def _split_values(values: str) -> list[str]:
     """Split `1,{kind: ggpo, beta: 0}` at its commas, except those in brackets."""
-    found, depth = [""], 0
+    items, depth = [""], 0
     for character in values:
         depth += (character in "[{") - (character in "]}")
         if character == "," and depth <= 0:
-            found.append("")
+            items.append("")
         else:
-            found[-1] += character
-    return [value.strip() for value in found]
+            items[-1] += character
+    return [item.strip() for item in items]
 
 
-def axis_values(key: str, given: Sequence[Any]) -> Values:
+def axis_values(key: str, items: Sequence[Any]) -> Values:
     """Return the values of one axis as written: a list, or the range given by a single text."""
-    if len(given) == 1 and isinstance(given[0], str):
-        if (found := parse_range(given[0], f"--grid {key}")) is not None:
-            return found
-        if _LIKE_A_RANGE.match(given[0].strip()):
-            raise UserError(f"--grid {key}={given[0]}: not a range; write it as {key}=lo..hi or {key}=lo..hi:log")
-    values = list(given)
+    values = list(items)
+    if len(values) == 1 and isinstance(values[0], str):
+        if (value_range := parse_range(values[0], f"--grid {key}")) is not None:
+            return value_range
+        if _LIKE_A_RANGE.match(values[0].strip()):
+            raise UserError(f"--grid {key}={values[0]}: not a range; write it as {key}=lo..hi or {key}=lo..hi:log")
     if not values or "" in values:
         raise UserError(f"--grid {key}: a value is missing; write key=v1,v2,…")
     if len({repr(value) for value in values}) < len(values):
@@ -106,18 +99,18 @@ def axis_values(key: str, given: Sequence[Any]) -> Values:
     return values
 
 
-def parse_range(text: str, where: str) -> ValueRange | None:
+def parse_range(text: str, context: str) -> ValueRange | None:
     """Parse `lo..hi` or `lo..hi:log`; None if the text is not a range. Raises UserError for an empty range."""
     match = _RANGE.match(text.strip())
     if match is None:
         return None
     low, high, log = float(match[1]), float(match[2]), match[3] is not None
-    if max(abs(low), abs(high)) > _FARTHEST:
-        raise UserError(f"{where}: the range {text} goes beyond {_FARTHEST:g}; write smaller ends")
+    if max(abs(low), abs(high)) > _MAX_END:
+        raise UserError(f"{context}: the range {text} goes beyond {_MAX_END:g}; write smaller ends")
     if low >= high:
-        raise UserError(f"{where}: the range {text} has no numbers in it; write the lower end first")
+        raise UserError(f"{context}: the range {text} has no numbers in it; write the lower end first")
     if log and low <= 0:
-        raise UserError(f"{where}: the range {text} cannot be logarithmic from {low:g}; begin above 0")
+        raise UserError(f"{context}: the range {text} cannot be logarithmic from {low:g}; begin above 0")
     return ValueRange(low, high, log)
 
 
@@ -130,23 +123,21 @@ def generate_points(
     different points; a larger count keeps the points of a smaller one. Raises UserError if the axes do not suit the
     design.
     """
-    if design != "random":
-        for key, values in axes.items():
-            if isinstance(values, ValueRange):
-                raise UserError(f"--grid {key}={values}: a range needs --design random; else list its values")
-        if count is not None:
-            raise UserError(f"--points has a meaning with --design random only, not with {design}")
     if design == "random":
         if count is None:
             raise UserError("--design random: say with --points N how many points to draw")
         yield from _draw_points(axes, count, seed)
         return
-    columns = [values for values in axes.values() if not isinstance(values, ValueRange)]
-    if design == "paired":
-        lengths = {key: len(values) for key, values in zip(axes, columns, strict=True)}
-        if len(set(lengths.values())) > 1:
-            said = ", ".join(f"{key} {length}" for key, length in lengths.items())
-            raise UserError(f"--design paired: every axis needs equally many values, but got {said}")
+    columns = []
+    for key, values in axes.items():
+        if isinstance(values, ValueRange):
+            raise UserError(f"--grid {key}={values}: a range needs --design random; else list its values")
+        columns.append(values)
+    if count is not None:
+        raise UserError(f"--points has a meaning with --design random only, not with {design}")
+    if design == "paired" and len({len(values) for values in columns}) > 1:
+        lengths = ", ".join(f"{key} {len(values)}" for key, values in zip(axes, columns, strict=True))
+        raise UserError(f"--design paired: every axis needs equally many values, but got {lengths}")
     rows = zip(*columns, strict=True) if design == "paired" else itertools.product(*columns)
     for row in rows:
         yield dict(zip(axes, row, strict=True))
@@ -161,18 +152,18 @@ def _draw_points(axes: Mapping[str, Values], count: int, seed: int) -> Iterator[
     if count > possible:
         raise UserError(f"--points {count}: the axes have only {possible:.0f} different points")
     streams = {key: numpy_generator(seed, "sweep", key) for key in axes}
-    seen: set[str] = set()
-    vain = 0
-    while len(seen) < count:
+    previous: set[str] = set()
+    repeats = 0
+    while len(previous) < count:
         point = {key: _draw_value(values, streams[key]) for key, values in axes.items()}
-        vain = vain + 1 if repr(point) in seen else 0
-        if vain > _VAIN + 20 * count:
+        repeats = repeats + 1 if repr(point) in previous else 0
+        if repeats > _MAX_REPEATS + 20 * count:
             raise UserError(
-                f"--points {count}: the axes gave only {len(seen)} different points, as numbers are drawn to {_DIGITS} "
-                "digits; ask for fewer, or widen a range"
+                f"--points {count}: the axes gave only {len(previous)} different points, as numbers are drawn to "
+                f"{_DIGITS} digits; ask for fewer, or widen a range"
             )
-        if not vain:
-            seen.add(repr(point))
+        if not repeats:
+            previous.add(repr(point))
             yield point
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.cells import EMC as EMC_FILE
@@ -29,30 +29,23 @@ if TYPE_CHECKING:
 
 KEY = "data.train.limit"
 _EPSILON = 0.1
-_FEWEST = 8
+_MIN_ROWS = 8
 """Smallest number of rows of a search by default."""
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """Range of a search."""
+    """Range of a search, and the mean train error up to which rows count as fitted."""
 
     key: str
     low: int
     high: int
     epsilon: float
-    """Mean train error up to which rows count as fitted."""
-
-    def document(self) -> dict[str, Any]:
-        """Return the entry for sweep.json."""
-        return dataclasses.asdict(self)
 
 
 def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisection:
-    """Parse `data.train.limit`, searched from 8 rows to all, or `data.train.limit=lo..hi`; ε is 0.1 if None.
-
-    Raises UserError for another key, an impossible range or ε.
-    """
+    """Parse `data.train.limit`, searched from 8 rows to all, or `data.train.limit=lo..hi`; ε is 0.1 if None. Raises
+    UserError for another key, an impossible range or ε."""
     key, equals, values = text.partition("=")
     key = key.strip().replace("-", "_")
     if key != KEY:
@@ -61,13 +54,13 @@ def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisecti
     if not 0 < epsilon < 1:
         raise UserError(f"--epsilon must be between 0 and 1, got {epsilon}")
     if not equals:
-        return Bisection(key, _FEWEST, _training_row_count(recipe), epsilon)
-    found = parse_range(values, f"--bisect {key}")
-    if not isinstance(found, ValueRange) or found.log or not (found.low.is_integer() and found.high.is_integer()):
+        return Bisection(key, _MIN_ROWS, _training_row_count(recipe), epsilon)
+    rows = parse_range(values, f"--bisect {key}")
+    if not isinstance(rows, ValueRange) or rows.log or not (rows.low.is_integer() and rows.high.is_integer()):
         raise UserError(f"--bisect {text}: write the rows to search between as {key}=lo..hi")
-    if found.low < 1:
+    if rows.low < 1:
         raise UserError(f"--bisect {text}: begin with at least 1 row")
-    return Bisection(key, int(found.low), int(found.high), epsilon)
+    return Bisection(key, int(rows.low), int(rows.high), epsilon)
 
 
 def _training_row_count(recipe: Recipe) -> int:
@@ -76,25 +69,9 @@ def _training_row_count(recipe: Recipe) -> int:
 
     train = dataclasses.replace(recipe.data.train, limit=None)
     rows = len(read_splits(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train))).train)
-    if rows <= _FEWEST:
+    if rows <= _MIN_ROWS:
         raise UserError(f"--bisect {KEY}: there are only {rows} training rows; say between which with {KEY}=lo..hi")
     return rows
-
-
-class RunCells(Protocol):
-    """Function that runs cells without a result."""
-
-    def __call__(self, cells: Sequence[Cell], /, label: str = ...) -> None: ...
-
-
-@dataclass(frozen=True)
-class BisectionResult:
-    """Result of a search. cells: all that were tried. columns: key → the point's `emc`, for the table. tried: rows,
-    ascending."""
-
-    cells: list[Cell]
-    columns: dict[str, Row]
-    tried: list[int]
 
 
 class _CellsMissing(Exception):
@@ -105,10 +82,9 @@ class _CellsMissing(Exception):
 
 
 class _PointSearch:
-    """Search at one point: the cells tried, and the answer once every needed train error is known."""
+    """Search at the point of `cell`: the cells tried, and the answer once every needed train error is known."""
 
     def __init__(self, base: SweepBase, cell: Cell, search: Bisection, seeds: int) -> None:
-        """Start a search; cell: any cell of its point."""
         self.base, self.cell, self.search, self.seeds = base, cell, search, seeds
         self.tried: dict[int, list[Cell]] = {}
         self.answer: EMC | None = None
@@ -129,9 +105,9 @@ class _PointSearch:
                 train_error, epsilon=epsilon, low=low, high=high, seeds=range(self.seeds)
             )
         except _CellsMissing as missing:
-            wanted = list(self.base.cells([{**self.cell.laid, self.search.key: missing.rows}], self.seeds))
-            self.tried[missing.rows] = wanted
-            return wanted
+            cells = list(self.base.cells([{**self.cell.written, self.search.key: missing.rows}], self.seeds))
+            self.tried[missing.rows] = cells
+            return cells
         return []
 
     @property
@@ -142,51 +118,43 @@ class _PointSearch:
     def document(self, errors: Mapping[str, float]) -> dict[str, Any]:
         """Return its entry of emc.json."""
         assert self.answer is not None
-        tried = [
-            {
-                "rows": rows,
-                "train_error": [_finite_or_none(errors[cell.key]) for cell in self.tried[rows]],
-                "cells": [cell.key for cell in self.tried[rows]],
-            }
-            for rows in sorted(self.tried)
-        ]
-        found = {"emc": self.answer.value, "low": self.answer.low, "high": self.answer.high, "side": self.answer.side}
-        return {"point": self.cell.point, **found, "text": str(self.answer), "tried": tried}
+        tried = []
+        for rows, cells in sorted(self.tried.items()):
+            train_errors = [error if math.isfinite(error := errors[cell.key]) else None for cell in cells]
+            tried.append({"rows": rows, "train_error": train_errors, "cells": [cell.key for cell in cells]})
+        answer = self.answer
+        interval = {"emc": answer.value, "low": answer.low, "high": answer.high, "side": answer.side}
+        return {"point": self.cell.point, **interval, "text": str(answer), "tried": tried}
 
 
 def bisect(
-    out: Path, base: SweepBase, cells: Sequence[Cell], search: Bisection, seeds: int, run: RunCells
-) -> BisectionResult:
+    out: Path, base: SweepBase, cells: Sequence[Cell], search: Bisection, seeds: int, run: Callable[..., None]
+) -> tuple[list[Cell], dict[str, Row], list[int]]:
     """Search at every point of `cells`, all points at the same time, and write emc.json.
 
-    The search is a function of train errors: in each round it restarts with the known ones until none is missing, so a
-    killed sweep resumes.
+    run: called with cells and a `label`, runs those without a result. Returns (all cells that were tried, key → the
+    point's `emc` for the table, rows tried in ascending order). The search is a function of train errors: in each round
+    it restarts with the known ones until none is missing, so a killed sweep resumes.
     """
-    points = {point_label(cell.laid): cell for cell in cells}
+    points = {point_label(cell.written): cell for cell in cells}
     searches = [_PointSearch(base, cell, search, seeds) for cell in points.values()]
     errors: dict[str, float] = {}
     turn = 0
-    while wanted := [cell for one in searches if one.answer is None for cell in one.step(errors)]:
+    while missing := [cell for point in searches if point.answer is None for cell in point.step(errors)]:
         turn += 1
-        run(wanted, label=f"bisection, round {turn}")
-        errors |= {cell.key: _train_error(out, cell) for cell in wanted}
-    document = {"format": 1, **search.document(), "seeds": seeds, "points": [one.document(errors) for one in searches]}
+        run(missing, label=f"bisection, round {turn}")
+        errors |= {cell.key: _train_error(out, cell) for cell in missing}
+    entries = [point.document(errors) for point in searches]
     with disk_full_interrupts(f"writing {out / EMC_FILE}"):
-        write_json(out / EMC_FILE, document)
-    columns = {cell.key: {"emc": one.answer.value if one.answer else None} for one in searches for cell in one.cells}
-    tried = sorted({rows for one in searches for rows in one.tried})
-    return BisectionResult([cell for one in searches for cell in one.cells], columns, tried)
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+        write_json(out / EMC_FILE, {"format": 1, **dataclasses.asdict(search), "seeds": seeds, "points": entries})
+    columns = {cell.key: {"emc": p.answer.value if p.answer else None} for p in searches for cell in p.cells}
+    rows = sorted({rows for point in searches for rows in point.tried})
+    return [cell for point in searches for cell in point.cells], columns, rows
 
 
 def _train_error(out: Path, cell: Cell) -> float:
-    """Return the final train error of a cell; NaN if it diverged, which fits nothing.
-
-    Raises UserError if it failed in another way, which reveals nothing about rows, or if cells do not measure it.
-    """
+    """Return the final train error of a cell; NaN if it diverged, which fits nothing. Raises UserError if it failed in
+    another way, which reveals nothing about rows, or if cells do not measure it."""
     directory = out / "cells" / cell.key
     result = read_result(directory)
     assert result is not None

@@ -2,9 +2,6 @@
 
 sweep.json is the plan (format 2), cells/<hash>/ are its results. A sweep may be started again with another grid: cells
 in both are not run again, the tables contain the current plan.
-
-    flatshift sweep RECIPE --grid … --part 3/8 --out part-3
-    flatshift sweep RECIPE --grid … --merge part-1 part-2 … --out whole
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +52,17 @@ def check_directory(out: Path) -> None:
     """Raise UserError for a path that cannot be a sweep's: a file, other content, or another format."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out: {out} is a file; name a sweep directory")
-    if not out.exists():
+    if (out / MARKER).is_file():
+        read_marker(out)
         return
-    if not (out / MARKER).is_file():
-        if (out / "cells").is_dir() and (out / WORKERS).exists():  # its broken marker was deleted
-            return
-        if not has_only_leftovers(out, allowed=(INSIDE, WORKERS, CLAIMS)):
-            raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
-        return
-    read_marker(out)
+    marker_lost = (out / "cells").is_dir() and (out / WORKERS).exists()
+    if out.exists() and not marker_lost and not has_only_leftovers(out, allowed=(INSIDE, WORKERS, CLAIMS)):
+        raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
 
 
 def claim_directory(out: Path, plan: dict[str, Any], base: Resolved) -> None:
-    """Write sweep.json, then its provenance.
-
-    A kill at any point leaves a directory that the same command recognises. Tables and emc.json of another plan are
-    removed: their content is in the cells.
-    """
+    """Write sweep.json, then its provenance. A kill at any point leaves a directory that the same command recognises.
+    Tables and emc.json of another plan are removed: their content is in the cells."""
     with disk_full_interrupts(f"writing {out / MARKER}"):
         remove_leftovers(out)
         (out / DONE).unlink(missing_ok=True)  # it describes a finished sweep
@@ -92,8 +82,7 @@ def check_same_plan(out: Path, plan: dict[str, Any]) -> None:
     if before and others and _without_stamps(before) != _without_stamps(plan):
         raise UserError(
             f"{out}: {claim_holder(others[0])} is at work there on another recipe or grid; start the same command "
-            "as there, "
-            "or name another --out"
+            "as there, or name another --out"
         )
 
 
@@ -101,9 +90,9 @@ SEALED = (MARKER, RECIPE, COMMAND, ENVIRONMENT, CELLS, CURVES, POINTS, EMC)
 """Files listed in done.json of a finished sweep, besides its cells."""
 
 
-def check_finished(out: Path) -> None:
-    """Raise UserError for a changed file of a finished sweep; a cell's missing file and the tables are made again."""
-    check_files(out, lambda name: (out / name).is_file() and name not in (CELLS, CURVES, POINTS))
+def check_finished(out: Path, unchecked: Sequence[str] = (CELLS, CURVES, POINTS)) -> None:
+    """Raise UserError for a changed file of a finished sweep; missing and `unchecked` ones are made again."""
+    check_files(out, lambda name: (out / name).is_file() and name not in unchecked)
 
 
 def write_marker(out: Path, plan: dict[str, Any]) -> None:
@@ -113,12 +102,12 @@ def write_marker(out: Path, plan: dict[str, Any]) -> None:
 
 def _without_stamps(document: dict[str, Any]) -> dict[str, Any]:
     """Return a sweep.json without the version of the code, and without the row counts that a bisection tried."""
-    found = {**document, **_version_stamps()}
+    plan = {**document, **_version_stamps()}
     if search := document.get("bisection"):
-        found.pop("cells", None)
-        found.pop("keys", None)
-        found["grid"] = {key: values for key, values in document["grid"].items() if key != search["key"]}
-    return found
+        plan.pop("cells", None)
+        plan.pop("keys", None)
+        plan["grid"] = {key: values for key, values in document["grid"].items() if key != search["key"]}
+    return plan
 
 
 def _version_stamps() -> dict[str, Any]:
@@ -127,34 +116,33 @@ def _version_stamps() -> dict[str, Any]:
 
 def count_other_cells(out: Path, cells: Sequence[Cell]) -> int:
     """Count the finished cells in the directory that are not among `cells`."""
-    mine = {cell.key for cell in cells}
-    return sum(1 for path in (out / "cells").glob(f"*/{RESULT}") if path.parent.name not in mine)
-
-
-# ---------------------------------------------------------------------------------------------- parts on other machines
+    keys = {cell.key for cell in cells}
+    return sum(1 for path in (out / "cells").glob(f"*/{RESULT}") if path.parent.name not in keys)
 
 
 @dataclass(frozen=True)
 class SweepPart:
-    """One of `of` jobs, counted from 1."""
+    """One of `total` jobs, counted from 1."""
 
     number: int
-    of: int
+    total: int
 
     @classmethod
     def parse(cls, text: str) -> SweepPart:
         """Parse `3/8`. Raises UserError for anything else."""
-        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise UserError(f"--part {text}: write i/n with 1 <= i <= n, for example 3/8")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     def cells(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Return every `of`-th cell; the parts are disjoint and complete. Raises UserError for an empty part."""
-        mine = list({cell.key: cell for cell in cells}.values())[self.number - 1 :: self.of]
-        if not mine:
-            raise UserError(f"--part {self.number}/{self.of}: the plan has {len(cells)} cells, so this part has none")
-        return mine
+        """Return every `total`-th cell; the parts are disjoint and complete. Raises UserError for an empty part."""
+        selected = list({cell.key: cell for cell in cells}.values())[self.number - 1 :: self.total]
+        if not selected:
+            raise UserError(
+                f"--part {self.number}/{self.total}: the plan has {len(cells)} cells, so this part has none"
+            )
+        return selected
 
 
 def check_parts(sources: Sequence[Path]) -> None:
@@ -164,41 +152,35 @@ def check_parts(sources: Sequence[Path]) -> None:
             raise UserError(f"--merge: {source} is not a sweep directory (it has no {MARKER})")
         read_marker(source)
         if (source / DONE).is_file():
-            check_files(source, partial(_is_checked_file, source))
-
-
-def _is_checked_file(source: Path, name: str) -> bool:
-    return (source / name).is_file() and name != CELLS
+            check_finished(source, unchecked=(CELLS,))
 
 
 def merge_parts(out: Path, cells: Sequence[Cell], sources: Sequence[Path], console: Console) -> None:
-    """Copy the cells that `sources` have finished and `out` has not, each atomically.
-
-    Raises UserError for a damaged cell, and if cells are missing at the end; copied cells are kept.
-    """
-    wanted = {cell.key: cell for cell in cells}
+    """Copy the cells that `sources` have finished and `out` has not, each atomically. Raises UserError for a damaged
+    cell, and if cells are missing at the end; copied cells are kept."""
+    planned = {cell.key: cell for cell in cells}
     make_directory(out / "cells")
-    there = read_results(out, cells)
+    finished = read_results(out, cells)
     for source in sources:
-        found = read_results(source, [cell for key, cell in wanted.items() if key not in there])
+        new = read_results(source, [cell for key, cell in planned.items() if key not in finished])
         with disk_full_interrupts(f"writing {out}"):
-            for key in found:
+            for key in new:
                 _copy_cell(source / "cells" / key, out / "cells" / key)
-        there |= found
-        console.say(f"{source}: {len(found)} cells of this plan that were not there yet")
-    missing = [cell for key, cell in wanted.items() if key not in there]
+        finished |= new
+        console.say(f"{source}: {len(new)} cells of this plan that were not there yet")
+    missing = [cell for key, cell in planned.items() if key not in finished]
     if missing:
         raise UserError(
-            f"--merge: {len(missing)} of {len(wanted)} cells are in none of the directories, for example "
+            f"--merge: {len(missing)} of {len(planned)} cells are in none of the directories, for example "
             f"{missing[0].label}; name the parts that have them, or leave --merge out to run them here"
         )
 
 
-def _copy_cell(cell: Path, to: Path) -> None:
-    for file, copied in zip(result_files(cell)[1:], result_files(to)[1:], strict=True):
-        if file.is_file():  # kept without its run
-            with atomic_file(copied) as temporary:
+def _copy_cell(source: Path, target: Path) -> None:
+    for file, copy in zip(result_files(source)[1:], result_files(target)[1:], strict=True):
+        if file.is_file():  # a result without its run
+            with atomic_file(copy) as temporary:
                 shutil.copyfile(file, temporary)
-    if cell.is_dir():
-        with atomic_directory(to) as temporary:
-            shutil.copytree(cell, temporary, dirs_exist_ok=True)
+    if source.is_dir():
+        with atomic_directory(target) as temporary:
+            shutil.copytree(source, temporary, dirs_exist_ok=True)

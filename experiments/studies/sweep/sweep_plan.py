@@ -52,17 +52,15 @@ class SweepBase:
         name = recipe.name if isinstance(recipe, Resolved) else Path(recipe).stem
         return cls(tree, name, resolve_tree(tree, (), name=name))
 
-    def settled(self, *, kept: Path, say: Callable[[str], None]) -> SweepBase:
-        """Return the same with its precision resolved; arguments as in
-        `flatshift.experiments.recipe.auto.resolve_auto`."""
+    def settled(self, *, earlier: Path, log: Callable[[str], None]) -> SweepBase:
+        """Return the same with its precision resolved, as `flatshift.experiments.recipe.auto.resolve_auto` does."""
         from flatshift.experiments.recipe.auto import resolve_auto_tree
 
-        tree = resolve_auto_tree(self.tree, name=self.name, previous=kept, log=say)
+        tree = resolve_auto_tree(self.tree, name=self.name, previous=earlier, log=log)
         return SweepBase(tree, self.name, resolve_tree(tree, (), name=self.name))
 
-    def in_steps(self, *, say: Callable[[str], None]) -> SweepBase:
-        """Return the same with epochs converted to steps of its own rows, equal in every cell. Raises UserError as
-        `prepare`."""
+    def in_steps(self, *, log: Callable[[str], None]) -> SweepBase:
+        """Return the same with epochs converted to steps, equal in every cell. Raises UserError for bad rows."""
         if self.recipe.train.epochs is None:
             return self
         from flatshift.experiments.data.sources import epochs_to_steps
@@ -70,12 +68,11 @@ class SweepBase:
         from flatshift.experiments.workflows.run_parts import FINE_TUNE
         from flatshift.finetune.seeds import derive_seed
 
-        counted = epochs_to_steps(
-            self.resolved, prepare_data(self.recipe).train, seed=derive_seed(self.recipe.train.seed, FINE_TUNE)
-        )
-        steps, why = counted.recipe.train.steps, counted.origins["train.steps"]
-        say(f"steps: {steps:,} in every cell ({why})")
-        tree = apply_overrides(self.tree, [from_override("train.steps", steps, why)])
+        rows, seed = prepare_data(self.recipe).train, derive_seed(self.recipe.train.seed, FINE_TUNE)
+        resolved = epochs_to_steps(self.resolved, rows, seed=seed)
+        steps, origin = resolved.recipe.train.steps, resolved.origins["train.steps"]
+        log(f"steps: {steps:,} in every cell ({origin})")
+        tree = apply_overrides(self.tree, [from_override("train.steps", steps, origin)])
         return SweepBase(tree, self.name, resolve_tree(tree, (), name=self.name))
 
     @property
@@ -87,8 +84,9 @@ class SweepBase:
         self, axes: Mapping[str, Values], seeds: int, *, design: Design = "grid", points: int | None = None
     ) -> Iterator[Cell]:
         """Yield every cell of a sweep over `axes`, as `plan_cells`."""
-        drawn = generate_points(self.check(axes), design, count=points, seed=self.recipe.train.seed)
-        yield from self.cells(drawn, seeds)
+        yield from self.cells(
+            generate_points(self.check(axes), design, count=points, seed=self.recipe.train.seed), seeds
+        )
 
     def check(self, axes: Mapping[str, Values]) -> Axes:
         """Return the axes, with ranges over whole-number settings marked. Raises UserError for a key that cannot be an
@@ -114,7 +112,7 @@ class SweepBase:
             get_dotted(self.recipe, key)
         except UserError as error:
             block, _, name = key.rpartition(".")
-            kinds = [str(getattr(one, "kind", "")) for one in self._components(block) if name in _field_names(one)]
+            kinds = [str(getattr(cls, "kind", "")) for cls in self._components(block) if name in _field_names(cls)]
             if kinds and hasattr(owner, "kind"):
                 raise UserError(
                     f"--grid {key}: {block} is {owner.kind}, which has no {name}; set one that has "
@@ -124,16 +122,16 @@ class SweepBase:
 
     def _components(self, block: str) -> list[type]:
         """Return the possible classes of a recipe block (`regularizer`): dataclasses with a `kind`."""
-        around = self._owner(block)
-        if not dataclasses.is_dataclass(around):
+        owner = self._owner(block)
+        if not dataclasses.is_dataclass(owner):
             return []
-        hint = typing.get_type_hints(type(around)).get(block.rpartition(".")[2])
-        return [one for one in typing.get_args(hint) if isinstance(one, type) and hasattr(one, "kind")]
+        hint = typing.get_type_hints(type(owner)).get(block.rpartition(".")[2])
+        return [cls for cls in typing.get_args(hint) if isinstance(cls, type) and hasattr(cls, "kind")]
 
     def _is_whole(self, key: str, values: ValueRange) -> bool:
         block, _, name = key.rpartition(".")
         owner = self._owner(key)
-        classes = [one for one in (type(owner), *self._components(block)) if name in _field_names(one)]
+        classes = [cls for cls in (type(owner), *self._components(block)) if name in _field_names(cls)]
         if not classes:
             return values.low.is_integer() and values.high.is_integer()
         hint = typing.get_type_hints(classes[0])[name]
@@ -142,33 +140,31 @@ class SweepBase:
     def _owner(self, key: str) -> Any:
         """Return the block that contains a key; None if that, or a block around it, is null."""
         owner: Any = self.recipe
-        for part in key.split(".")[:-1]:
-            owner = getattr(owner, part, "") if owner is not None else None
+        for name in key.split(".")[:-1]:
+            owner = getattr(owner, name, "") if owner is not None else None
         return owner
 
     def cells(self, points: Iterable[Mapping[str, Any]], seeds: int) -> Iterator[Cell]:
-        """Yield every point under every seed: the recipe's own train.seed, the next one, …
-
-        Raises UserError for a point that is not a valid run, and for two that would be the same run.
-        """
-        seen: dict[str, str] = {}
-        first = self.recipe.train.seed
-        for laid in points:
-            whole_first = sorted(laid.items(), key=lambda item: item[0].count("."))  # a component, then its settings
-            overrides = [from_override(key, value, f"--grid {key}") for key, value in whole_first]
-            overrides.append(from_override("train.seed", first, "--seeds"))
+        """Yield every point under every seed: the recipe's own train.seed, the next one, … Raises UserError for a point
+        that is not a valid run, and for two that would be the same run."""
+        labels: dict[str, str] = {}
+        first_seed = self.recipe.train.seed
+        for written in points:
+            components_first = sorted(written.items(), key=lambda item: item[0].count("."))  # then their settings
+            overrides = [from_override(key, value, f"--grid {key}") for key, value in components_first]
+            overrides.append(from_override("train.seed", first_seed, "--seeds"))
             resolved = resolve_tree(self.tree, overrides, name=self.name)
-            point = {key: _table_value(get_dotted(resolved.recipe, key), written) for key, written in laid.items()}
-            label = point_label(laid)
+            point = {key: _table_value(get_dotted(resolved.recipe, key), value) for key, value in written.items()}
+            label = point_label(written)
             _check_point(resolved.recipe, label)
             for key, value in point.items():
                 if isinstance(value, float) and not math.isfinite(value):
                     raise UserError(
-                        f"--grid {key}={laid[key]}: an axis takes finite numbers; write a large one, or null"
+                        f"--grid {key}={written[key]}: an axis takes finite numbers; write a large one, or null"
                     )
-            for seed in range(first, first + seeds):
-                cell = make_cell(_with_seed(resolved, seed), point=point, seed=seed, laid=laid)
-                if seed == first and (other := seen.setdefault(cell.key, label)) != label:
+            for seed in range(first_seed, first_seed + seeds):
+                cell = make_cell(_with_seed(resolved, seed), point=point, seed=seed, written=written)
+                if seed == first_seed and (other := labels.setdefault(cell.key, label)) != label:
                     raise UserError(
                         f"--grid: {other} and {label} are the same run (0 is 0.0, and device and threads are no "
                         "part of a result); leave one of them out"
@@ -194,29 +190,23 @@ def _check_point(recipe: Recipe, written: str) -> None:
 
 def _table_value(value: Any, written: Any) -> Any:
     """Return a value for a table; a component (`regularizer=plain,ggpo`) as its kind with its written settings.
-
-    written: in the grid; `{kind: ggpo, beta: 0}` becomes `ggpo beta=0`.
-    """
+    written: in the grid; `{kind: ggpo, beta: 0}` becomes `ggpo beta=0`."""
     if not (dataclasses.is_dataclass(value) and hasattr(value, "kind")):
         return value
     tree = parse(written, "--grid") if isinstance(written, str) else None
-    settings = tree.children if isinstance(tree, Branch) else {}
-    return " ".join(
-        [str(value.kind), *(f"{key}={_format_tree(one)}" for key, one in settings.items() if key != "kind")]
-    )
+    settings = tree.children.items() if isinstance(tree, Branch) else ()
+    return " ".join([str(value.kind), *(f"{key}={_format_tree(child)}" for key, child in settings if key != "kind")])
 
 
 def _format_tree(tree: Tree) -> str:
     if isinstance(tree, Leaf):
         return tree.text
     if isinstance(tree, Branch):
-        return "{" + ", ".join(f"{key}: {_format_tree(one)}" for key, one in tree.children.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_format_tree(child)}" for key, child in tree.children.items()) + "}"
     return "[" + ", ".join(map(_format_tree, tree.items)) + "]"
 
 
 def _with_seed(resolved: Resolved, seed: int) -> Resolved:
     """Return the same recipe under another seed."""
-    recipe = resolved.recipe
-    return dataclasses.replace(
-        resolved, recipe=dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=seed))
-    )
+    train = dataclasses.replace(resolved.recipe.train, seed=seed)
+    return dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))

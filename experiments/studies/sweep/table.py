@@ -26,11 +26,11 @@ _PROGRESS = ("stage", "attempt", "step", "tokens", "lr", "time_s", "record_s")
 Row = dict[str, Any]
 
 
-def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | None = None) -> list[Row]:
+def write_table(out: Path, cells: Sequence[Cell], *, columns: Mapping[str, Row] | None = None) -> list[Row]:
     """Write cells.parquet, curves.parquet and points.csv, each atomically; return the rows of cells.parquet.
 
-    Rows follow the plan. Cells without a result are left out; if none has one, nothing is written. more: key of a cell
-    → further columns of its row.
+    Rows follow the plan. Cells without a result are left out; if none has one, nothing is written. columns: further
+    ones of a cell's row, by its key.
     """
     import pyarrow.parquet as pq
 
@@ -47,8 +47,8 @@ def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | N
         axes = {key: _to_cell(value) for key, value in cell.point.items()}
         row = {"cell": cell.key, **axes, "seed": cell.seed}
         for line in _planned_trace(cell, result, trace):
-            curves.add(row, line)
-        rows.append({**row, **(more or {}).get(cell.key, {}), **_result_metrics(result, trace)})
+            curves.add({**row, **line})
+        rows.append({**row, **(columns or {}).get(cell.key, {}), **_result_metrics(result, trace)})
         finished.add(rows[-1])
     if not rows:
         return rows
@@ -87,29 +87,23 @@ def _planned_trace(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) 
 
 
 def _result_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
-    names = ("status", "reason", "seconds", "flatshift", "code")
-    about = {key: result.get(key) for key in names}
-    return about | (_measured_metrics(result, trace) if result["status"] == "done" else {})
+    metadata = {key: result.get(key) for key in ("status", "reason", "seconds", "flatshift", "code")}
+    return metadata | (_measured_metrics(result, trace) if result["status"] == "done" else {})
 
 
 def _measured_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
-    """Return final metrics: the trace's at the evaluated adapter's step, overridden by those of the evaluation.
-
-    That step is the last, or the best on dev; if it was not recorded, the trace contributes nothing.
-    """
+    """Return final metrics: the trace's at the evaluated adapter's step, overridden by those of the evaluation. That
+    step is the last, or the best on dev; if it was not recorded, the trace contributes nothing."""
     best = result.get("best_step")
     lines = trace[-1:] if best is None else [line for line in trace if line["step"] == best]
     row = {key: value for key, value in lines[-1].items() if key not in _PROGRESS} if lines else {}
     for split, metrics in result["metrics"].items():
-        row |= {f"{split}.{name}": _to_float(metric["value"]) for name, metric in metrics.items()}
+        values = {name: metric["value"] for name, metric in metrics.items()}
+        row |= {f"{split}.{name}": None if value is None else float(value) for name, value in values.items()}
         if "accuracy" in metrics and metrics["accuracy"]["value"] is not None:
             row[f"{split}.error"] = 1.0 - float(metrics["accuracy"]["value"])
             row[f"{split}.error.items"] = metrics["accuracy"].get("n")
     return row
-
-
-def _to_float(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 class ColumnTable:
@@ -119,16 +113,12 @@ class ColumnTable:
         self._columns: dict[str, list[Any]] = {}
         self.rows = 0
 
-    def add(self, *parts: Row) -> None:
-        """Add one row, made of parts; a later part wins."""
-        for part in parts:
-            for name, value in part.items():
-                column = self._columns.setdefault(name, [])
-                column += [None] * (self.rows - len(column))
-                if len(column) > self.rows:
-                    column[-1] = value
-                else:
-                    column.append(value)
+    def add(self, row: Row) -> None:
+        """Add one row."""
+        for name, value in row.items():
+            column = self._columns.setdefault(name, [])
+            column += [None] * (self.rows - len(column))
+            column.append(value)
         self.rows += 1
 
     @property
