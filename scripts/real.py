@@ -48,27 +48,27 @@ STEPS = (
     Step(
         "generate", "answers.jsonl", "generate completion --data prompts.jsonl --max-new-tokens 8 --out answers.jsonl"
     ),
-    Step("few-shot", "shots", f"eval {DECODER} --data sample:snli/dev --prompt nli --shots 2 --limit 24 --out shots"),
     Step(
-        "packed", "packed/adapter", f"train language-model {BASE} --data texts.jsonl --train.packing true --out packed"
+        "few-shot",
+        "shots",
+        f"eval {DECODER} --data sample:snli/dev --prompt nli --shots 2 --data.test.limit 24 --out shots",
     ),
+    Step("packed", "packed/adapter", f"train language-model {BASE} --data texts.jsonl --task.pack true --out packed"),
     Step("classify", "classes/adapter", f"train classify {BASE} --data labels.jsonl --out classes"),
     Step("predict", "labels.csv", "predict classes --data texts.jsonl --out labels.csv"),
     Step("MiniLM", "minilm/adapter", f"train classify-encoder {SMALL} --data labels.jsonl --out minilm"),
     Step("chat", "chat/adapter", f"train chat {BASE} --data chats.jsonl --out chat"),
     Step("instruction", "instruction/adapter", f"train instruction {BASE} --data instructions.jsonl --out instruction"),
-    Step(
-        "unpacked", "rows/adapter", f"train language-model {BASE} --data texts.jsonl --train.packing false --out rows"
-    ),
+    Step("unpacked", "rows/adapter", f"train language-model {BASE} --data texts.jsonl --task.pack false --out rows"),
     Step("DPO", "dpo/adapter", f"train preference {BASE} --data pairs.jsonl --out dpo"),
     Step(
         "select, warm up, classify",
         "warm/adapter",
-        f"train warmup {BASE} --data labels.jsonl --pool pool.jsonl --select.budget 8 --warmup.steps 2 --out warm",
+        f"train warmup {BASE} --data labels.jsonl --select.pool.files pool.jsonl --select.budget 8 --warmup.steps 2 --out warm",
     ),
     Step("merge", "merged/model.safetensors", "merge completion --out merged"),
     Step("export", "exported", "export completion --out exported --license gemma --base-model google/gemma-3-270m"),
-    Step("GGUF", "gguf/model.gguf", "export completion --to gguf --out gguf --license gemma"),
+    Step("GGUF", "gguf/model.gguf", "export completion --to gguf --out gguf"),
     Step(
         "from GGUF",
         "back/adapter",

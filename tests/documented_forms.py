@@ -4,8 +4,6 @@ A form is run in a directory that `prepare` fills. `{run:NAME}` in a command is 
 `RUNS`, made when it is first asked for; `{out}` a new place of the form's own.
 """
 
-
-
 from __future__ import annotations
 
 import csv

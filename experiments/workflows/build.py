@@ -68,7 +68,7 @@ def load_model(
         mesh=recipe.mesh,
         world=world,
         label_names=label_names,
-        say=log,
+        log=log,
         beginning=initial if adapter is None else InitialAdapter(folder=adapter),
     )
     if adapter is not None:
@@ -99,7 +99,7 @@ def evaluate_split(
     **outputs: Any,
 ) -> dict[str, Any]:
     """Run `flatshift.finetune.evaluate.evaluator.evaluate` in the recipe's precision, on every rank, with the seed of
-    the split; outputs: its dictionaries `figures` and `said`."""
+    the split; outputs: its dictionaries `figures` and `columns`."""
     inference = EvalBatching.of(
         tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device, share=engine.evaluation
     )
@@ -146,7 +146,7 @@ def evaluate_splits(
             columns: dict[str, Any] = {"row": format_example_places(examples), "text": None}
             result[split] = evaluate_split(
                 recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
-                watch=watch, said=columns,
+                watch=watch, columns=columns,
             )  # fmt: skip
             table = None
             if predictions is not None and split != "train" and engine.is_main:
@@ -175,7 +175,7 @@ def evaluate_base_model(
     columns: dict[str, Any] = {"row": format_example_places(examples)}
     metrics = evaluate_split(
         recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
-        watch=watch, said=columns,
+        watch=watch, columns=columns,
     )  # fmt: skip
     if engine.is_main:
         write_tables(folder / COLD_ROWS, [build_predictions_table(split, columns)])
@@ -257,7 +257,7 @@ def shorten_text(text: str) -> str:
 
 def build_predictions_table(split: str, columns: Mapping[str, Sequence[Any]]) -> Any:
     """Return the part of predictions.parquet for a split: `split, row, text`, and the columns of
-    `flatshift.finetune.evaluate.evaluator.Evaluator.said`, with one entry for each row of the split."""
+    `flatshift.finetune.evaluate.evaluator.Evaluator.columns`, with one entry for each row of the split."""
     import pyarrow as pa
 
     return pa.table({"split": [split] * len(columns["row"]), **{k: pa.array(v) for k, v in columns.items()}})

@@ -294,8 +294,8 @@ def _build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, 
         stop=context.stop,
         track=context.trackers.log,
         peak_tflops=context.peak_tflops,
-        planned=planned,
-        say=log,
+        plan=planned,
+        log=log,
     )
 
 

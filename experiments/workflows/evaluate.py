@@ -233,20 +233,19 @@ class _SideBySide:
             else:
                 encoded = encode_rows(
                     recipe,
-                    tokenizer,
                     (("test", 0, row) for row in rows),
                     task=task,
                     labels=names,
                     units=units,
                     paths=sorted({place.rpartition(":")[0] for place in places}),
-                    what=split,
+                    name=split,
                 )
                 examples, notes = encoded.splits["test"], encoded.notes
                 if not examples:
                     raise UserError(f"{subject.name}: no row of {split} is left, the first for {encoded.skipped[0]}")
                 intervals = evaluate_split(
                     recipe, engine, tokenizer, examples, task=task, split=split, label_names=names,
-                    watch=self.console.evaluating, figures=figures, said=columns,
+                    watch=self.console.evaluating, figures=figures, columns=columns,
                 )  # fmt: skip
                 places = [example.where for example in examples]
                 columns["text"] = decode_examples(examples, tokenizer)
@@ -285,10 +284,10 @@ class _SideBySide:
                 task=recipe.task,
                 window=width,
                 overlap=max(1, width // 4) if self.overlap is None else self.overlap,
-                where=[row.where for row in rows],
+                locations=[row.where for row in rows],
             )
         columns |= {"loss": counts.nats, "loss.count": counts.tokens.astype(np.float64)}
-        return counts.figures(into=figures, **draw), list(filter(None, [missing_dictionary_note(texts)]))
+        return counts.metrics(figures=figures, **draw), list(filter(None, [missing_dictionary_note(texts)]))
 
     def _rank(
         self, subject: EvaluationTarget, model: Any, tokenizer: Any, rows: Sequence[Row], inference: EvalBatching

@@ -45,7 +45,7 @@ from flatshift.finetune.adapters.adapter import WEIGHTS, check_saved, read_adapt
 from flatshift.finetune.adapters.merge import combine_adapters, merge_files, read_changes, spot_check
 from flatshift.finetune.adapters.saved import SavedAdapter
 from flatshift.finetune.atomic import read_json_object, write_json, write_text
-from flatshift.finetune.data.remote import RECORD, UploadResult, upload_folder
+from flatshift.finetune.data.remote import UPLOAD_RECORD, UploadResult, upload_folder
 from flatshift.finetune.digests import DONE, adapter_digest, file_sha256
 from flatshift.finetune.errors import UserError, first_error_line, shorten
 from flatshift.finetune.lock import exclusive_lock
@@ -56,7 +56,7 @@ from flatshift.finetune.run_directory import MANIFEST, RECIPE, check_replaceable
 from flatshift.selection.features import open_directory
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-_MERGE_RECORD = "merge.json"
+_MERGE_UPLOAD_RECORD = "merge.json"
 _REWRITTEN_KEYS = ("auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Keys of the backbone's config.json that a merged model does not take over."""
 
@@ -136,9 +136,9 @@ def _open_run_adapter(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapte
         if not alone:
             raise UserError(f"--add: {path} holds soft tokens, which are no LoRA adapter; export it without --add")
         return None
-    own = SavedAdapter.find(str(path), where=str(path))
+    own = SavedAdapter.find(str(path), context=str(path))
     if not alone:
-        own.require_packing(None, where="--add")
+        own.require_packing(None, context="--add")
     return own
 
 
@@ -151,11 +151,11 @@ def _parse_weighted_adapter(text: str, recipe: Recipe) -> tuple[SavedAdapter, fl
         weight = math.nan
     if not math.isfinite(weight):
         raise UserError(f"--add {text}: {number!r} is no weight; write DIR=0.5, or DIR alone for 1")
-    saved = SavedAdapter.find(name, where="--add")
+    saved = SavedAdapter.find(name, context="--add")
     run = saved.path.parent
     if (run / RECIPE).is_file() and not (run / DONE).exists() and not awaits_evaluation(run, resume_recipe(run).recipe):
         raise UserError(f"--add: {run} is not finished, it has no {DONE}; finish it, or restore that")
-    saved.require_backbone(open_backbone(recipe.backbone), where="--add")
+    saved.require_backbone(open_backbone(recipe.backbone), context="--add")
     return saved, weight
 
 
@@ -227,7 +227,7 @@ def require_mergeable(path: Path, recipe: Recipe) -> None:
             f"backbone {recipe.backbone!r} is quantised in its own files, and an adapter cannot be folded into packed "
             "values exactly; use the adapter as it is (`flatshift export`)"
         )
-    SavedAdapter.find(str(path), where=str(path))  # refuses an adapter that fits changed frozen weights
+    SavedAdapter.find(str(path), context=str(path))  # refuses an adapter that fits changed frozen weights
 
 
 def merge_into(folder: Path, run: ExportedRun, expected: ExpectedAnswers, dtype: Dtype = "auto") -> dict[str, Any]:
@@ -243,7 +243,7 @@ def merge_into(folder: Path, run: ExportedRun, expected: ExpectedAnswers, dtype:
         "tokenized_rows": merged.tokenized_rows,
         "adapter_sha256": adapter_digest(run.path),
     }
-    write_json(folder / _MERGE_RECORD, result)
+    write_json(folder / _MERGE_UPLOAD_RECORD, result)
     card = build_card(run.path, run.recipe, tokenizer=merged.tokenizer, labels=run.labels, form="merged")
     write_text(folder / "README.md", card)
     return result
@@ -366,7 +366,11 @@ def _files_to_send(folder: Path) -> list[str]:
         name = file.relative_to(folder)
         if file.is_dir() and not file.is_symlink():
             continue
-        if "state" in name.parts[:-1] or any(segment.startswith(".") for segment in name.parts) or str(name) == RECORD:
+        if (
+            "state" in name.parts[:-1]
+            or any(segment.startswith(".") for segment in name.parts)
+            or str(name) == UPLOAD_RECORD
+        ):
             continue
         if file.is_symlink() or not file.is_file():
             raise UserError(f"{file} is a link or no plain file, which a store cannot hold; put the file itself there")

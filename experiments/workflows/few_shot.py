@@ -177,7 +177,9 @@ def _ranking_metrics(
 
 
 def _mean_metric(figures: Sequence[ResampledMetric]) -> ResampledMetric:
-    return ResampledMetric(figures[0].rows, lambda rows: np.mean([figure.of(rows) for figure in figures], axis=0))
+    return ResampledMetric(
+        figures[0].rows, lambda rows: np.mean([figure.statistic(rows) for figure in figures], axis=0)
+    )
 
 
 _Text = tuple[str, str, str]
@@ -218,7 +220,7 @@ class _Ranker:
                 pool = pool if len(pool) > few_shot.shots else [row for rows in pools.values() for row in rows]
                 order = numpy_generator(seed, "shots", name).permutation(len(pool))[: few_shot.shots + 1]
                 shots[name] = [fill_prompt(few_shot.prompt, pool[i], spoken=few_shot.spoken) for i in order]
-            others = [shot for shot in shots[name] if (shot.before, shot.said) != (item.before, item.candidates)]
+            others = [shot for shot in shots[name] if (shot.before, shot.candidates) != (item.before, item.candidates)]
             contexts.append([shot.solved for shot in others[: few_shot.shots]])
         return contexts
 

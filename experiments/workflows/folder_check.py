@@ -35,6 +35,7 @@ from flatshift.experiments.workflows.plain_check import select_classes, stream_w
 from flatshift.finetune.adapters.adapter import read_adapter
 from flatshift.finetune.adapters.merge import read_changes
 from flatshift.finetune.atomic import read_json_object, write_json
+from flatshift.finetune.compute.memory import available_memory
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.data.encoding import get_end_token
 from flatshift.finetune.data.eval_batching import EvalBatching
@@ -123,7 +124,7 @@ class GgufFile:
 @dataclass(frozen=True)
 class Folder:
     """An exported folder; `exact` if its weights are in 32 bits, `adapter` if it is one for PEFT, `gguf` if its GGUF
-    file is to be compared (`plain_gguf`)."""
+    file is to be compared (`flatshift.finetune.models.gguf_tensors`)."""
 
     path: Path
     exact: bool
@@ -435,20 +436,6 @@ def load_streamed(
     return model
 
 
-def available_memory() -> int:
-    """Return the bytes of host memory available to this process: of the machine, or within its control group's
-    limit."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text(encoding="utf-8"))
-        free = min(free, limit - int((group / "memory.current").read_text(encoding="utf-8")))
-    return free
-
-
 _TOKENIZED_ROWS = 64
 """Rows of the run that are compared."""
 _ANY_LENGTH = 1 << 30
@@ -488,7 +475,9 @@ def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tup
         different = [repr(text) for text in _PROBES if saved(text)["input_ids"] != tokenizer(text)["input_ids"]]
     else:
         length = recipe.train.max_length
-        different = [row.where for row, example in rows if not task.reads_same(saved, row, example, length)]
+        different = [
+            row.where for row, example in rows if not task.input_format.matches_saved(saved, row, example, length)
+        ]
     if different:
         raise UserError(
             f"the saved tokenizer of backbone {recipe.backbone!r} reads {different[0]} otherwise than training did, so "

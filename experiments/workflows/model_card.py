@@ -97,7 +97,7 @@ def published_name(backbone: str) -> str:
 def _is_local(backbone: str) -> bool:
     if backbone.startswith(PACKAGE):
         return False
-    return assets.backbone_directory(backbone) is None and Path(backbone).expanduser().is_dir()
+    return assets.backbone_directory(backbone) is None and Path(backbone).expanduser().exists()
 
 
 def format_code_span(text: object, *, table: bool = False) -> str:
@@ -278,6 +278,9 @@ def _backbone_lines(backbone: str, base: str) -> list[str]:
     if base == backbone and assets.backbone_directory(backbone) is not None:
         path = f"str(assets.backbone_directory({base!r}))  # ships with Flatshift: pip install flatshift"
         return ["from flatshift.finetune import assets", "", f"BACKBONE = {path}"]
+    if base.endswith(".gguf"):
+        found = f"str(open_backbone({base!r}).directory)  # converted once by Flatshift: pip install 'flatshift[gguf]'"
+        return ["from flatshift.finetune.models.backbone import open_backbone", "", f"BACKBONE = {found}"]
     if backbone.startswith(PACKAGE) and base == published_name(backbone):
         package, _, folder = backbone.removeprefix(PACKAGE).partition("/")
         path = f"str(files({package!r}) / {folder!r})  # in the Python package {package}"

@@ -37,6 +37,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.evaluator import Evaluator
 from flatshift.finetune.evaluate.generation import Decoding
 from flatshift.finetune.lock import exclusive_lock
+from flatshift.finetune.tasks import Task
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.run_directory import disk_full_interrupts
 
@@ -46,6 +47,12 @@ _PART_FILES, _SETTINGS = "part-*.jsonl", "asked.json"
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
 Record = dict[str, Any]
+
+
+def _answers_in_text(task: Task) -> bool:
+    """Return True if the prediction for a row is generated text."""
+    traits = task.traits
+    return traits.is_generative and not (traits.reads_documents or traits.is_answer_level) and task.score != "rank"
 
 
 class Predictor:
@@ -65,7 +72,7 @@ class Predictor:
         (adapter.projector).
         """
         recipe = to_single_process(read_finished_recipe(path, overrides, other_rows=True))
-        if recipe.adapter.projector is not None and recipe.task.answers_in_text:
+        if recipe.adapter.projector is not None and _answers_in_text(recipe.task):
             raise UserError(f"{path}: its adapter reads features with every row; evaluate it with `flatshift eval`")
         self.recipe: Recipe = recipe
         self.task = recipe.task
@@ -83,7 +90,8 @@ class Predictor:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that a row must have."""
-        return self.task.asked_columns()
+        task = self.task  # the evaluated answers of a pair are columns too
+        return task.columns() if task.traits.is_answer_level else task.input_format.columns()
 
     def __call__(self, rows: Sequence[Row | str | Mapping[str, Any]]) -> list[Record]:
         """Return a record for each row that is not skipped, in order: its id, its input, and the predictions.
@@ -94,7 +102,7 @@ class Predictor:
         if not read:
             return []
         with cpu_threads(self.recipe.train.threads):
-            return self._generate_answers(read) if self.task.answers_in_text else self._predict_encoded(read)
+            return self._generate_answers(read) if _answers_in_text(self.task) else self._predict_encoded(read)
 
     def _read_row(self, row: str | Mapping[str, Any], number: int) -> Row:
         record = {"text": row} if isinstance(row, str) else dict(row)
@@ -123,7 +131,7 @@ class Predictor:
         self.truncated_rows += encoded.truncated
         self.skipped += encoded.skipped
         inference = EvalBatching.of(self.tokenizer, train, batch_size=size, device=device)
-        evaluator = Evaluator(self.engine.eval_model, self.tokenizer, task, inference, {}, self.label_names)
+        evaluator = Evaluator(self.engine.eval_model, self.tokenizer, task, inference, label_names=self.label_names)
         with evaluation_mode(self.engine.eval_model):
             columns = task.predict(evaluator, encoded.examples)
         texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
@@ -193,7 +201,7 @@ def predict_from_run(
         counts = [entry["rows"] for entry in inputs]
         columns = predictor.recipe.data.columns
         settings = {
-            "new_tokens": predictor.task.max_new_tokens if predictor.task.answers_in_text else None,
+            "new_tokens": predictor.task.max_new_tokens if _answers_in_text(predictor.task) else None,
             "adapter": adapter_digest(path),
             "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": bad_rows,

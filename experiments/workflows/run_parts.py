@@ -271,13 +271,13 @@ def check_start_adapters(recipe: Recipe) -> dict[str, dict[str, str]]:
         if name is None:
             continue
         context = f"adapter.{setting}"
-        saved = SavedAdapter.find(name, where=context)
-        saved.require_backbone(open_backbone(recipe.backbone), where=context, quantization=recipe.train.quantization)
+        saved = SavedAdapter.find(name, context=context)
+        saved.require_backbone(open_backbone(recipe.backbone), context=context, quantization=recipe.train.quantization)
         if setting == "start":
             task: Task = recipe.task if recipe.warmup is None else warm_up_task(recipe)[0]
             skeleton = build_skeleton(recipe.backbone, task=task, label_names=("0", "1") if task.has_classes else None)
             model = attach_on_meta(skeleton, recipe.adapter, task=task, dtype=torch.float32)
-            check_same_settings(saved, read_adapter(saved.path), model, where=context)
+            check_same_settings(saved, read_adapter(saved.path), model, context=context)
         records[setting] = {"path": str(saved.path.resolve()), "sha256": saved.digest()}
     return records
 
@@ -287,7 +287,7 @@ def check_adapters_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str
     if (path / INITIAL).is_dir():
         return
     for setting, before in adapters.items():
-        if SavedAdapter.find(before["path"], where=f"adapter.{setting}").digest() != before["sha256"]:
+        if SavedAdapter.find(before["path"], context=f"adapter.{setting}").digest() != before["sha256"]:
             raise UserError(f"{before['path']} changed since the run began; restore it or start a new run")
 
 
@@ -323,7 +323,7 @@ def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, log: Callab
         return
     if engine.is_main and not directory.is_dir():
         check_start_adapters(recipe)
-        saved = SavedAdapter.find(recipe.adapter.start, where="adapter.start")
+        saved = SavedAdapter.find(recipe.adapter.start, context="adapter.start")
         with atomic_directory(directory) as temporary:
             for file in ("adapter_config.json", "adapter_model.safetensors"):
                 shutil.copy2(saved.path / file, temporary / file)
@@ -334,7 +334,7 @@ def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, log: Callab
     fits = bool(heads) and all(shapes.get(name) == tuple(tensors[name].shape) for name in heads)
     fits = fits and all(".lora_" in name or name in tensors for name in shapes)
     reason = "does not fit this task"
-    if fits and recipe.task.own_units:
+    if fits and recipe.task.standardise:
         fits, reason = False, "answers in the units of its own targets"  # training uses standardised targets
     engine.load_adapter(directory, partial=not fits)
     note = "" if fits or not heads else f"; its {heads[0]} {reason} and stays behind"

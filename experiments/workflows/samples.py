@@ -364,13 +364,13 @@ def _probe_model(
     inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
     results: dict[str, Any] = {}
     if probe.templates:
-        sentences = fill_templates(probe)
+        sentences, keys = fill_templates(probe)
         with evaluation_mode(model):
             counts = score_texts(
-                model, tokenizer, sentences.texts, inference, task=task, window=recipe.train.max_length, overlap=1,
-                where=[f"sentence {i}" for i in range(len(sentences.texts))],
+                model, tokenizer, sentences, inference, task=task, window=recipe.train.max_length, overlap=1,
+                locations=[f"sentence {i}" for i in range(len(sentences))],
             )  # fmt: skip
-        results["association"] = measure_association(probe, sentences, counts.nats)
+        results["association"] = measure_association(probe, keys, counts.nats)
     if sampling is None:
         return results, []
     filled = [

@@ -94,7 +94,7 @@ def compare_tokenizers(
 def _read_texts(data: Sequence[str], column: str, group_by: str | None) -> list[Row]:
     required = ("text", *([group_by] if group_by else []))
     return require_rows(
-        read_rows(data, columns=Columns(text=column, id="\0"), required=required), files=data, what="text"
+        read_rows(data, columns=Columns(text=column, id="\0"), required=required), files=data, purpose="text"
     )
 
 
@@ -150,10 +150,10 @@ def _tokenize_with_each(
             "vocabulary": len(vocabulary.tokenizer),
             "used": len(tokens.used),
             "scripts": dict(vocabulary.scripts.most_common()),
-            "all": {**tokens.of(slice(None)), "interval": _fertility_interval(tokens, np.arange(len(texts)))},
+            "all": {**tokens.metrics(slice(None)), "interval": _fertility_interval(tokens, np.arange(len(texts)))},
             "groups": {
                 group: {
-                    **tokens.of(indices),
+                    **tokens.metrics(indices),
                     "interval": _fertility_interval(tokens, indices),
                     "parity": _compute_parity(tokens, *pairs[group]) if group in pairs else None,
                 }

@@ -120,7 +120,7 @@ def train(
         if world.is_main:
             check_replaceable(out, resumable=True)
         # All input errors are found before the directory exists.
-        resolved = resolve_auto(resolved, say=notes.append)
+        resolved = resolve_auto(resolved, log=notes.append)
         recipe = resolved.recipe
         check_positions(recipe)
         prepared = prepare_data(recipe)
@@ -217,7 +217,7 @@ def resume(
         _join_mesh(requested.recipe, path=path) as world,
         exclusive_lock(path, alternative="") if world.is_main else nullcontext(),
     ):
-        resolved = resolve_auto(requested, say=notes.append)
+        resolved = resolve_auto(requested, log=notes.append)
         recipe = resolved.recipe
         # The recipe was read before the lock was held: another command may have changed it since.
         if world.is_main:

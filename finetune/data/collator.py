@@ -27,7 +27,7 @@ class Collator:
 
     def __init__(self, examples: Sequence[Example], task: LossTask) -> None:
         columns = ColumnarExamples.of(examples)
-        self.causal, self.is_unpaired = task.traits.causal, task.traits.is_unpaired
+        self.causal, self.is_unpaired = task.traits.causal, task.is_unpaired
         self.ids = _get_token_column(columns, "input_ids")
         self.labels = _get_token_column(columns, "labels")
         self.row_labels = _get_row_labels(columns) if task.traits.is_sequence_level else None

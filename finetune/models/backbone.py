@@ -223,7 +223,8 @@ def _resolve_directory(name: str) -> Path:
         if name.startswith(PACKAGE):
             root, folder = _package_root(name)
             file, roots = root / folder, [root, *sorted(root.parent.glob(f"{root.name}_part*"))]
-        directory = gguf_directory(name, file, roots)
+        with quiet_transformers():
+            directory = gguf_directory(name, file, roots)
     elif name.startswith(PACKAGE):
         root, folder = _package_root(name)
         directory = root / folder

@@ -58,7 +58,7 @@ def gguf_directory(name: str, file: Path, roots: Sequence[Path] = ()) -> Path:
     deadline = time.monotonic() + _WAIT_S
     while not (target / "config.json").is_file():
         try:
-            with exclusive_lock(target, instead="wait for it to end"):
+            with exclusive_lock(target, alternative="wait for it to end"):
                 if not (target / "config.json").is_file():
                     _convert(name, files, target)
         except UserError:
@@ -151,8 +151,6 @@ def _write_directory(name: str, file: Path, fields: dict[str, Any], tensors: Seq
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    from .backbone import quiet_transformers
-
     where, architecture = f"backbone {name!r}", fields.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise UserError(
@@ -170,7 +168,7 @@ def _write_directory(name: str, file: Path, fields: dict[str, Any], tensors: Seq
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        with quiet_transformers(), _gguf_found(), torch.random.fork_rng(devices=[]):
+        with _gguf_found(), torch.random.fork_rng(devices=[]):
             config, tokenizer = _read_config(file, architecture, fields, tensors), _read_tokenizer(where, file)
             _scale_positions(where, config, fields, {tensor.name: tensor for tensor in tensors})
             with torch.device("meta"):
@@ -264,7 +262,7 @@ def _scale_positions(where: str, config: Any, fields: dict[str, Any], tensors: d
     elif kind in (None, "none") and not any(name.startswith("rope_factors_") for name in tensors):
         return
     elif kind == "linear":
-        rope |= {"rope_type": "linear", "factor": float(factor)}
+        rope |= {"rope_type": "linear", "factor": float(factor or 1.0)}
         return
     raise UserError(
         f"{where}: its scaled positions ({kind or 'longrope'}) are not converted; take the model's own directory of "

@@ -401,9 +401,19 @@ class MeshPlacement(Placement):
     ) -> None:
         """Create the view. `parameters`: this rank's trained ones by canonical name."""
         self._world, self._layout, self._parameters = world, layout, parameters
-        self.device, self.gradient_scale = world.device, gradient_scale
-        self.pipelined = world.width("pp") > 1
-        self.share = world.index(*DATA), world.width(*DATA)
+        self.gradient_scale = gradient_scale
+
+    @property
+    def device(self) -> torch.device:
+        return self._world.device
+
+    @property
+    def pipelined(self) -> bool:
+        return self._world.width("pp") > 1
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return self._world.index(*DATA), self._world.width(*DATA)
 
     def rows(self, layer: str) -> Slice | None:
         return self._layout.slices.get(f"{canonical_name(layer)}.lora_B.weight")

@@ -514,7 +514,9 @@ def dev_metrics(
     """
     model, task_in_evaluation, head = engine.eval_model, task.for_evaluation(), head if engine.runner is None else None
     if task.traits.is_answer_level:
-        scores = score_answers(model, examples, inference, task=task_in_evaluation, head=head, beat=engine.heartbeat)
+        scores = score_answers(
+            model, examples, inference, task=task_in_evaluation, head=head, heartbeat=engine.heartbeat
+        )
         engine.reshard()
         return point_metrics(scores)
     sums: list[torch.Tensor] = []  # loss and number of correct answers per batch
@@ -524,11 +526,11 @@ def dev_metrics(
             batch = micro.to(engine.device)
             correct = None
             with inference.precision():
-                if task_in_evaluation.is_sequence_level:
+                if task_in_evaluation.traits.is_sequence_level:
                     with attention.packed_batch(batch) as inputs:
                         logits = model(**inputs).logits
                     loss = loss_sum(logits, batch.labels, task=task_in_evaluation)
-                    if task_in_evaluation.accuracy:
+                    if task_in_evaluation.traits.has_accuracy:
                         correct = task_in_evaluation.answered_right(logits, batch.labels).sum()
                 else:
                     loss = batch_loss(model, batch, task=task_in_evaluation, head=head)
