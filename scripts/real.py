@@ -51,7 +51,7 @@ STEPS = (
     Step(
         "few-shot",
         "shots",
-        f"eval {DECODER} --data sample:snli/dev --prompt nli --shots 2 --data.test.limit 24 --out shots",
+        f"eval {DECODER} --data nli.jsonl --prompt nli --shots 2 --shots-from sample:snli/train --out shots",
     ),
     Step("packed", "packed/adapter", f"train language-model {BASE} --data texts.jsonl --task.pack true --out packed"),
     Step("classify", "classes/adapter", f"train classify {BASE} --data labels.jsonl --out classes"),
@@ -64,7 +64,8 @@ STEPS = (
     Step(
         "select, warm up, classify",
         "warm/adapter",
-        f"train warmup {BASE} --data labels.jsonl --select.pool.files pool.jsonl --select.budget 8 --warmup.steps 2 --out warm",
+        f"train warmup {BASE} --data labels.jsonl --select.pool.files pool.jsonl --select.budget 8 --warmup.steps 2 "
+        "--out warm",
     ),
     Step("merge", "merged/model.safetensors", "merge completion --out merged"),
     Step("export", "exported", "export completion --out exported --license gemma --base-model google/gemma-3-270m"),
@@ -90,9 +91,11 @@ def write_rows(folder: Path) -> None:
     """Write the files that the commands read, from the shipped samples."""
     from flatshift.finetune.assets import sample_path
 
-    with lzma.open(sample_path("banking/train"), "rt", encoding="utf-8") as lines:
-        read = [json.loads(line) for line in itertools.islice(lines, 96)]
-    rows = [(row["text"], row["label"]) for row in read]
+    def read(sample: str, count: int) -> list[dict[str, str]]:
+        with lzma.open(sample_path(sample), "rt", encoding="utf-8") as lines:
+            return [json.loads(line) for line in itertools.islice(lines, count)]
+
+    rows = [(row["text"], row["label"]) for row in read("banking/train", 96)]
     ask = "What does this customer want?"
 
     def write(name: str, lines: Iterable[object]) -> None:
@@ -100,6 +103,7 @@ def write_rows(folder: Path) -> None:
 
     labels = sorted({label for _, label in rows})[:4]
     write("labels.jsonl", [{"text": text, "label": label} for text, label in rows if label in labels] * 4)
+    write("nli.jsonl", read("snli/dev", 24))
     write("texts.jsonl", [{"text": text} for text, _ in rows])
     write("pool.jsonl", [{"text": text} for text, _ in rows[::-1]])
     write("completion.jsonl", [{"prompt": f"{text}\n{ask} ", "completion": label} for text, label in rows])

@@ -4,6 +4,8 @@ A form is run in a directory that `prepare` fills. `{run:NAME}` in a command is 
 `RUNS`, made when it is first asked for; `{out}` a new place of the form's own.
 """
 
+# ruff: noqa: E501 - a table: a command stands in its line
+
 from __future__ import annotations
 
 import csv

@@ -80,8 +80,9 @@ def check_linear(recipe: Recipe) -> None:
     """Raise UserError for a recipe that a linear model cannot represent."""
     task, adapter = recipe.task, recipe.adapter
     obstacles = {
-        f"task.kind: {task.name} has no fixed set of outputs; take classify or regress": not task.traits.is_sequence_level
-        or task.multi,
+        f"task.kind: {task.name} has no fixed set of outputs; take classify or regress": (
+            not task.traits.is_sequence_level or task.multi
+        ),
         "adapter.dora is not linear in its factors, even at its start; set adapter.dora: false": adapter.dora,
         "adapter.soft_tokens are no linear layer; leave them out for LoRA": adapter.soft_tokens is not None,
         f"adapter.init: {adapter.init} starts away from B = 0; set adapter.init: default": adapter.init != "default",

@@ -37,9 +37,9 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.evaluator import Evaluator
 from flatshift.finetune.evaluate.generation import Decoding
 from flatshift.finetune.lock import exclusive_lock
-from flatshift.finetune.tasks import Task
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.run_directory import disk_full_interrupts
+from flatshift.finetune.tasks import Task
 
 PART = 4096
 """Rows of a part. Longest first within each, so padding is what rows of a part differ by."""

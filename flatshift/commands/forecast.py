@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
-    from flatshift.experiments.report.chapters.forecast import forecast_sentences
+    from flatshift.experiments.report.chapters.sweep import forecast_sentences
     from flatshift.experiments.workflows.error_forecast import forecast_into
 
     forecast = forecast_into(
