@@ -17,7 +17,7 @@ override PYTHON := python3
 endif
 TORCH := $(shell sed -n 's/^  "\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test lint bench bundle slow sbom docs image clean
+.PHONY: demo test lint bench bundle real slow sbom docs image clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -27,6 +27,7 @@ help:
 	@echo "make test    lint, types, import contracts, tests, and a wheel installed elsewhere"
 	@echo "make lint    ruff, mypy, import-linter, ceilings of size"
 	@echo "make slow    the tests that are left out of make test"
+	@echo "make real    the journeys' commands on a real decoder and a real encoder from the package index"
 	@echo "make docs    the documentation as a site: site/index.html"
 	@echo "make image   a container image, where docker is"
 	@echo "make sbom    what is installed, as flatshift-sbom.json (CycloneDX)"
@@ -97,6 +98,14 @@ image:
 # What a machine without an index lacks: scripts/bundle.py --help. MORE=--limit 100 and others go on to it.
 bundle: $(VENV)/core $(VENV)/indexes
 	. $(VENV)/indexes && $(BIN)/python scripts/bundle.py --python "$(THERE)" $(MORE)
+
+# The decoder is a GGUF file of 253 MB under Gemma's terms of use, the encoder 90 MB.
+$(VENV)/real: $(VENV)/core $(VENV)/indexes
+	$(PIP) install -e ".[real]"
+	@touch $@
+
+real: $(VENV)/real
+	$(BIN)/python scripts/real.py $(MORE)
 
 slow: $(VENV)/test
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
