@@ -110,7 +110,7 @@ def duplicates() -> Work:
     found = texts()
     twins = [" ".join("x" if i % 20 == 19 else w for i, w in enumerate(text.split())) for text in found]
     everything = [*found, *twins]
-    signed = NearDuplicateGroups(Settings(), seed=0)
+    signed = NearDuplicateGroups(Settings(), seed=0, memory=1 << 30)
     signed.sign(everything)
     signed.propose(np.ones(len(everything), dtype=bool))
     signed.collect(everything)

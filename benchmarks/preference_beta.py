@@ -131,6 +131,7 @@ def gold_reward() -> Callable[[str], int]:
 
 def backbone_draws() -> list[tuple[str, str, str]]:
     """Beginnings of passages of the shipped pool, each with two draws of the backbone after it."""
+    from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.load import load_backbone
@@ -148,9 +149,8 @@ def backbone_draws() -> list[tuple[str, str, str]]:
             load_backbone("flatshift-5m", task=task),
             asked,
             decoding,
+            EvalBatching.of(tokenizer, batch_size=64),
             end=tokenizer.eos_token_id,
-            pad_id=tokenizer.pad_token_id,
-            batch_size=64,
         )
     )
     wrote = [tokenizer.decode(said[place].ids, skip_special_tokens=True) for place in range(len(asked))]

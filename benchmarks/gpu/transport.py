@@ -129,7 +129,7 @@ def _passes(
         took = []
         for _ in range(passes):
             start = time.perf_counter()
-            at = full.evaluate(g, near=at)  # ends with a number on the host
+            at = full.evaluate(g, start=at)  # ends with a number on the host
             took.append(time.perf_counter() - start)
     return took, absolute, g.cpu().numpy()
 

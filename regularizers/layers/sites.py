@@ -200,6 +200,11 @@ def _multiplies_input(factor: Any, columns: int) -> bool:
     return (isinstance(factor, nn.Linear) and factor.weight.shape[1] == columns) or hasattr(factor, "nblocks")
 
 
+def _has_values(weight: Tensor) -> bool:
+    """True if the weight has readable values (a weight on meta is stored elsewhere)."""
+    return not weight.is_meta
+
+
 def is_lora(module: nn.Module) -> bool:
     """True if PEFT adapts `module` by LoRA, whatever kind of layer it is."""
     return hasattr(module, "lora_A") and hasattr(module, "lora_B") and hasattr(module, "base_layer")
@@ -246,7 +251,7 @@ def find_lora_sites(model: nn.Module, placement: Placement = SINGLE_PROCESS) -> 
         rows, columns, transposed = shape
         weight = base.weight
         stored = (columns, rows) if transposed else (rows, columns)
-        readable = base_weight_dtype(base).is_floating_point and not weight.is_meta  # on meta: stored elsewhere
+        readable = base_weight_dtype(base).is_floating_point and _has_values(weight)
         if base_weight_shape(base) != stored or not readable:
             raise RegularizerError(
                 f"layer {name} keeps its weight as {weight.dtype} {tuple(weight.shape)}, from which no {rows}x{columns}"

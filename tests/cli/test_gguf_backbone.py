@@ -16,6 +16,7 @@ from benchmarks._families import named, save_family, train_words
 from flatshift.cli import run
 from flatshift.experiments.workflows import gguf_conversion
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.models import backbone as backbones
 from flatshift.finetune.models import gguf_backbone
 from flatshift.finetune.models.backbone import open_backbone
 
@@ -41,6 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FLATSHIFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(backbones, "_opened", {})
     return tmp_path / "cache"
 
 
