@@ -80,11 +80,11 @@ def completions(steps: int) -> tuple[Completion, Any]:
     from flatshift.finetune.data.rows import read_rows
     from flatshift.finetune.models.backbone import open_backbone
 
-    texts = [row for row, _ in zip(read_rows(["sample:gsm8k/train"]), range(4000), strict=False)]
+    texts = [row for row, _ in zip(read_rows(["sample:pool"]), range(8000), strict=False)]
     tokenizer = open_backbone(DECODER).tokenizer
-    task = Completion(prompt="{question}\n", completion="{answer}", pack=False)
+    task = Completion(prompt="A passage:\n", completion="{text}", pack=False)
     examples = encode(texts, task=task, tokenizer=tokenizer, max_length=2 * WIDTH).examples
-    long = [example for example in examples if abs(len(example.input_ids) - WIDTH) <= 40][: 4 * steps]
+    long = [example for example in examples if abs(len(example.input_ids) - WIDTH) <= 60][: 4 * steps]
     batches = TrainingDataLoader(
         long, task=task, batch_size=4, accumulate=1, seed=0, max_length=2 * WIDTH, pad_id=tokenizer.pad_token_id
     )
