@@ -73,7 +73,9 @@ class Sampling:
     seed: int = 0
     """Seed of the draws, which do not depend on the batch size."""
     programs: bool = False
-    """Run each text as a program in a sandbox, after its prompt and before the row's `test`."""
+    """Run each text as a program in a sandbox, after its prompt, with the row's `test`."""
+    unsafe_programs: bool = False
+    """Run them even where no sandbox can be had."""
     pass_at: tuple[int, ...] = (1,)
     """Values of k for pass@k."""
     toxicity: str | None = None
@@ -95,6 +97,10 @@ class Sampling:
             )
         except ValueError as error:
             raise UserError(f"--samples: {error}") from None
+
+
+_EVALUATION_SETTINGS = "programs", "unsafe_programs", "pass_at", "toxicity", "toxic"
+"""Settings that do not change the texts."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ def write_samples(
     if len(questions) != len(rows):
         raise UserError(f"{name}: {len(rows) - len(questions)} rows have no prompt by its template; leave them out")
     count = sampling.samples
-    settings = {k: v for k, v in asdict(sampling).items() if k not in ("programs", "pass_at", "toxicity", "toxic")}
+    settings = {k: v for k, v in asdict(sampling).items() if k not in _EVALUATION_SETTINGS}
     key = short_hash({"of": name, "settings": settings, "prompts": [question.ids for question in questions]})
     texts = saved.read(key)
     missing = [index for index in range(len(rows) * count) if index not in texts]
@@ -182,7 +188,7 @@ def check_sampling_rows(rows: Sequence[Row], sampling: Sampling) -> None:
     """Raise UserError, before anything is generated, for a missing sandbox, rows without tests, or a classifier without
     the class."""
     if sampling.programs:
-        check_sandbox_available()
+        check_sandbox_available(unsafe=sampling.unsafe_programs)
         for row in rows:
             _get_test(row)
     if sampling.toxicity is not None:
@@ -197,7 +203,8 @@ def compute_sample_metrics(
         name: [function(samples) for samples in texts] for name, function in metric_functions("samples").items()
     }
     if sampling.programs:
-        passed = _count_passed(rows, texts)
+        contained = check_sandbox_available(unsafe=sampling.unsafe_programs)
+        passed = _count_passed(rows, texts, contained=contained)
         for k in sampling.pass_at:
             values[f"pass_at_{k}"] = [pass_at_k(sampling.samples, count, k) for count in passed]
     if sampling.toxicity is not None:
@@ -214,21 +221,21 @@ def compute_sample_metrics(
     return metrics
 
 
-def _count_passed(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[int]:
+def _count_passed(rows: Sequence[Row], texts: Sequence[Sequence[str]], *, contained: bool) -> list[int]:
     programs = []
     for row, written in zip(rows, texts, strict=True):
         test = _get_test(row)
         entry = row.record.get("entry_point")
         call = f"\ncheck({entry})\n" if isinstance(entry, str) and entry.isidentifier() else "\n"
-        programs += [f"{row.values['text']}{text}\n{test}{call}" for text in written]
-    outcomes = iter(run_programs(programs, workers=2))
+        programs += [(f"{row.values['text']}{text}\n", f"{test}{call}") for text in written]
+    outcomes = iter(run_programs(programs, workers=2, contained=contained))
     return [sum(next(outcomes) == "passed" for _ in written) for written in texts]
 
 
 def _get_test(row: Row) -> str:
     test = row.record.get("test")
-    if not isinstance(test, str):
-        raise UserError(f"{row.where}: no column 'test' to run behind a program; leave --programs out, or add it")
+    if not isinstance(test, str) or not test.strip():
+        raise UserError(f"{row.where}: no column 'test' to run with a program; leave --programs out, or add it")
     return test
 
 

@@ -73,6 +73,8 @@ class Flags:
     """Random seed of sampling."""
     programs: bool = False
     """Run generated texts as programs, with the row's `test`, in a sandbox without network: pass@k. Linux only."""
+    unsafe_programs: bool = False
+    """With --programs: run them even where no sandbox can be had, with your rights: your files, your network."""
     pass_at: tuple[int, ...] = (1,)
     """Values of k for pass@k."""
     toxicity: str | None = None
@@ -115,7 +117,10 @@ class Flags:
     @property
     def asks_for_several(self) -> bool:
         """True if the flags need the side-by-side evaluation instead of one run's own."""
-        names = ("group_by", "trained", "window", "overlap", "out", "prompt", "shots", "samples", "probe")
+        names = (
+            *("group_by", "trained", "window", "overlap", "out", "prompt", "shots", "samples", "probe"),
+            *("programs", "unsafe_programs", "toxicity"),
+        )
         return (
             len(self.subjects) > 1 or any(getattr(self, name) for name in names) or not self._is_run(self.subjects[0])
         )
@@ -198,12 +203,15 @@ def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) 
             max_new_tokens=flags.max_new_tokens,
             seed=flags.sample_seed,
             programs=flags.programs,
+            unsafe_programs=flags.unsafe_programs,
             pass_at=flags.pass_at,
             toxicity=flags.toxicity,
             toxic=flags.toxic_label,
         )
     elif flags.programs or flags.toxicity:
         raise UserError("--programs and --toxicity evaluate generated text; add --samples N")
+    if flags.unsafe_programs and not flags.programs:
+        raise UserError("--unsafe-programs is about the programs of --programs; add that, or leave it out")
     if flags.probe is not None:
         return _run_probe(flags, argv, overrides, sampling)
     document = evaluate_side_by_side(

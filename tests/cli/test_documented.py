@@ -124,6 +124,7 @@ ELSEWHERE = {
     "--bisect": "tests/cli/test_sweep_command.py",
     "--calibrate": "tests/unit/test_plan.py",
     "--programs": "tests/cli/test_eval_samples.py",
+    "--unsafe-programs": "tests/cli/test_eval_samples.py",
     "--train.compile": "tests/unit/test_recipe_rules.py",
     "--select.cache": "tests/cli/test_select_remote_features.py",
     "--select.relevance.keep": "tests/cli/test_select_features.py",

@@ -12,6 +12,7 @@ from flatshift.cli import run
 from flatshift.experiments.workflows import samples
 from flatshift.experiments.workflows.samples import Sampling, SavedSamples, compute_sample_metrics, write_samples
 from flatshift.finetune.data.eval_batching import EvalBatching
+from flatshift.finetune.evaluate import sandbox
 from flatshift.finetune.evaluate.sandbox import check_sandbox_available
 from flatshift.finetune.tasks import LanguageModel
 from tests.cli.test_eval_side_by_side import trained
@@ -58,6 +59,23 @@ def test_programs_pass_or_not() -> None:
     found = compute_sample_metrics(rows, texts, Sampling(samples=2, programs=True, pass_at=(1, 2)))
     every = np.arange(2)[None]
     assert found["pass_at_1"].statistic(every)[0] == 0.25 and found["pass_at_2"].statistic(every)[0] == 0.5
+
+
+def test_unsafe_programs_are_run_only_where_asked(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sandbox, "_can_run", lambda *, contained: not contained)  # a system without namespaces
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"text": "x = 1 #", "test": "assert x == 1"}])
+    words = ["eval", "flatshift-5m", "--data", str(data), "--samples", "1", "--max-new-tokens", "1", "--json"]
+    for given, said in (
+        (["--programs"], "no namespaces"),
+        (["--unsafe-programs"], "about the programs of --programs"),
+    ):
+        capsys.readouterr()
+        assert run([*words, *given]) == 2
+        assert said in capsys.readouterr().err
+    assert run([*words, "--programs", "--unsafe-programs"]) == 0
+    assert "pass_at_1" in json.loads(capsys.readouterr().out)["figures"]["flatshift-5m"]["data"]
+    assert run(["eval", "flatshift-5m", "--data", str(data), "--programs"]) == 2
+    assert "add --samples" in capsys.readouterr().err
 
 
 def test_toxicity_by_a_classifier_of_ones_own(tmp_path: Path, capsys) -> None:
