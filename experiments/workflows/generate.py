@@ -447,13 +447,13 @@ def _strip_lead(lead: str, text: str) -> str:
 
 def _read_turns(messages: str | Sequence[Any]) -> list[dict[str, str]]:
     """Return turns with a role and a text. Raises UserError for others, and if the last is not the user's."""
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
+    given: Sequence[Any] = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     turns = []
-    for message in messages:
+    for message in given:
         content = message.get("content")
         if isinstance(content, list):
-            texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            texts: list[Any] = [part.get("text") for part in parts]
             if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
                 raise UserError('the parts of a message must be texts: {"type": "text", "text": …}')
             content = "".join(texts)

@@ -181,7 +181,7 @@ def _parse_fields(body: Any, chat: bool) -> dict[str, Any]:
 def _read_decoding(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the request's settings as fields of `flatshift.finetune.evaluate.generation.Decoding`."""
     longest = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    decoding = {key: fields[key] for key in ("temperature", "seed") if key in fields}
+    decoding: dict[str, Any] = {key: fields[key] for key in ("temperature", "seed") if key in fields}
     if "temperature" in decoding:
         decoding["temperature"] = float(decoding["temperature"])
     if decoding.get("temperature") and fields.get("top_p", 1) < 1:
