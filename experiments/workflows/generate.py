@@ -321,8 +321,9 @@ class GenerativeRuns:
         backbone.
         """
         recipe = self._recipe(name)
-        backbone, task = open_backbone(recipe.backbone), recipe.task
-        tokenizer, positions = backbone.tokenizer, self.positions(name)
+        task = recipe.task
+        with self._encoding:
+            tokenizer, positions = open_backbone(recipe.backbone).tokenizer, self.positions(name)
         try:
             settings = Decoding(**{"max_new_tokens": task.max_new_tokens, **(decoding or {})})
         except (ValueError, TypeError) as error:
