@@ -12,9 +12,11 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
@@ -23,7 +25,7 @@ from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.evaluation_target import AdapterSwitcher, EvaluationTarget
 from flatshift.experiments.workflows.run_parts import check_generative, read_finished_recipe, to_single_process
 from flatshift.finetune.atomic import atomic_file
-from flatshift.finetune.compute.numerics import cpu_threads
+from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.data.encoding import get_end_token
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import GenerationPrompt
@@ -33,6 +35,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.generation import Decoding, GeneratedAnswer, continue_prompts
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.families import usable_positions
 
 
 def generate_from_run(
@@ -130,10 +133,11 @@ def answer_questions(
     decoding: Decoding,
     *,
     batch_size: int,
-    on_token: Callable[[int], None] | None = None,
+    numbers: Sequence[int] | None = None,
+    on_token: Callable[[int, int], bool] | None = None,
 ) -> Iterator[tuple[int, str, GeneratedAnswer]]:
     """Yield (index, text, answer) of each question, longest first; answers end at the tokenizer's end token and the
-    questions' own. on_token: as in `flatshift.finetune.evaluate.generation.continue_prompts`."""
+    questions' own. numbers, on_token: as in `flatshift.finetune.evaluate.generation.continue_prompts`."""
     backbone = open_backbone(recipe.backbone)
     tokenizer, device = backbone.tokenizer, next(model.parameters()).device
     ends = [get_end_token(tokenizer), *sorted({question.stop for question in questions if question.stop is not None})]
@@ -144,6 +148,7 @@ def answer_questions(
         EvalBatching.of(tokenizer, recipe.train, batch_size=batch_size, device=device),
         end=[token for token in ends if token is not None],
         decoder_start=backbone.decoder_start if recipe.task.traits.encoder_decoder else None,
+        numbers=numbers,
         on_token=on_token,
     )
     for index, answer in answers:
@@ -157,8 +162,15 @@ def format_answers(records: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(f"{record['id']}: {record['prompt']}\n→ {record['text'].strip()}" for record in records)
 
 
-Message = Mapping[str, str]
-"""A message with `role` (system, user, assistant) and `content`."""
+Message = Mapping[str, Any]
+"""A message with `role` (system or developer, user, assistant) and `content`: a text, or a list of text parts."""
+_CHARACTERS = 16
+"""Maximum characters of a prompt for each position of the backbone. A token has about 4, so this refuses no prompt that
+fits, and spares tokenising those that cannot."""
+
+
+class UnknownRun(UserError):
+    """A name that no run has."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +184,78 @@ class Reply:
     """True if the model ended its answer itself; False if `max_new_tokens` did."""
 
 
+@dataclass(eq=False, kw_only=True)
+class Question:
+    """Prompt for one run, and its answer as far as it is generated."""
+
+    name: str
+    """Name of the run."""
+    prompt: GenerationPrompt
+    decoding: Decoding
+    tokenizer: Any
+    number: int = 0
+    """Noise stream of a sampled answer."""
+    stop: Sequence[str] = ()
+    """Texts that end the answer and are left out of it."""
+    on_text: Callable[[str], None] | None = None
+    """Called with each piece of the answer as it is generated."""
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    ended: bool = False
+    """True if the model or a stop text ended the answer; False if `max_new_tokens` did."""
+    is_cancelled: bool = False
+    """Set from another thread to stop the answer at its next token."""
+
+    @property
+    def batch_key(self) -> tuple[str, Decoding]:
+        """Run and settings, equal for questions that can be answered in one batch."""
+        seed = self.decoding.seed if self.decoding.temperature else 0
+        return self.name, replace(self.decoding, max_new_tokens=1, seed=seed)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no token may follow."""
+        return self.ended or self.is_cancelled or len(self.tokens) >= self.decoding.max_new_tokens
+
+    def add(self, token: int) -> bool:
+        """Add a token to the answer unless it is complete; return True if it is now."""
+        if not self.is_complete:
+            if token in (get_end_token(self.tokenizer), self.prompt.stop):
+                self.ended = True
+            else:
+                self.tokens.append(token)
+                if self.stop or self.on_text is not None:
+                    self.update_text()
+        return self.is_complete
+
+    def update_text(self, *, complete: bool = False) -> None:
+        """Decode the tokens so far; unless the answer is complete, without an end that the next token may change."""
+        text = _strip_lead(self.prompt.lead, str(self.tokenizer.decode(self.tokens, skip_special_tokens=True)))
+        places = [place for stop in self.stop if (place := text.find(stop)) >= 0]
+        if places:
+            text, self.ended = text[: min(places)], True
+        elif not complete:
+            if text.endswith("\ufffd"):  # an incomplete character: wait for its other bytes
+                return
+            begun = (size for stop in self.stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
+            text = text[: len(text) - max(begun, default=0)]
+        if self.on_text is not None and len(text) > len(self.text):
+            self.on_text(text[len(self.text) :])
+        self.text = text
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """Log-probability of a token after those before it."""
+
+    token: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
+    """The likeliest tokens at its place, with their log-probabilities."""
+
+
 class GenerativeRuns:
-    """Finished generative runs, by name; only one answers at a time, from whatever thread."""
+    """Finished generative runs, by name; one batch is answered at a time, from whatever thread."""
 
     def __init__(self, paths: Sequence[Path], *, overrides: Sequence[Branch] = ()) -> None:
         """overrides: another `train.device` than the runs'. Raises UserError for an empty list, a path that is no
@@ -192,7 +274,7 @@ class GenerativeRuns:
                 raise UserError(f"{path} is named twice; name each run once")
             self._subjects[name] = EvaluationTarget(name, recipe, path)
         self._models = AdapterSwitcher()
-        self._lock = threading.Lock()
+        self._lock, self._encoding = threading.Lock(), threading.Lock()
         self._loaded: tuple[str, Any] = "", None  # name and model
 
     @property
@@ -208,6 +290,125 @@ class GenerativeRuns:
                     f"--system: {name} was not trained on conversations and reads no system turn; leave it out"
                 )
 
+    def _recipe(self, name: str) -> Recipe:
+        if name not in self._subjects:
+            raise UnknownRun(f"no run is called {name[:200]!r}; there are {', '.join(self.names)}")
+        return self._subjects[name].recipe
+
+    def positions(self, name: str) -> int | None:
+        """Return the positions of the run's backbone for a prompt and its answer; None if they are not limited."""
+        recipe = self._recipe(name)
+        limit = usable_positions(open_backbone(recipe.backbone).config)
+        return None if limit is None else limit - (recipe.adapter.soft_tokens or 0)
+
+    def ask(
+        self,
+        name: str,
+        messages: str | Sequence[Message] | Sequence[int],
+        *,
+        raw: bool = False,
+        decoding: Mapping[str, Any] | None = None,
+        stop: Sequence[str] = (),
+        on_text: Callable[[str], None] | None = None,
+    ) -> Question:
+        """Return a question to the run `name`, for `answer`.
+
+        messages: the turns of a conversation, ending with the user's; a text is one such turn. Runs that were not
+        trained on conversations read the last turn alone, in their template. raw: continue a text, or tokens, without a
+        template.
+        decoding: fields of `Decoding`, without beams; the run's `task.max_new_tokens` is the default.
+        Raises UserError for an unknown name, turns that cannot be answered, and a prompt that does not fit the
+        backbone.
+        """
+        recipe = self._recipe(name)
+        task = recipe.task
+        with self._encoding:
+            tokenizer, positions = open_backbone(recipe.backbone).tokenizer, self.positions(name)
+        try:
+            settings = Decoding(**{"max_new_tokens": task.max_new_tokens, **(decoding or {})})
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{error}") from None
+        if raw and not isinstance(messages, str):
+            tokens = [token for token in messages if isinstance(token, int)]
+            if odd := [token for token in tokens if not 0 <= token < len(tokenizer)]:
+                raise UserError(f"the prompt has the token {odd[0]}; the tokenizer has 0 to {len(tokenizer) - 1:,}")
+            prompt = GenerationPrompt("prompt-1", "", tokens)
+        else:
+            turns = _read_turns(messages)
+            length, limit = sum(len(turn["content"]) + 1 for turn in turns), _CHARACTERS * (positions or 1 << 16)
+            if length > limit:
+                raise UserError(
+                    f"the prompt has {length:,} characters, more than {_CHARACTERS} for each of the backbone's "
+                    f"{positions or 1 << 16:,} positions; shorten it"
+                )
+            with self._encoding:  # tokenizers change state while they encode
+                prompt = _build_question(task, turns, tokenizer, raw=raw)
+        if not prompt.ids:
+            raise UserError("the prompt is empty and this tokenizer begins no text by itself; write something")
+        apart = task.traits.encoder_decoder
+        if positions is not None and _batch_length([prompt.ids], settings.max_new_tokens, apart=apart) > positions:
+            raise UserError(
+                f"the prompt's {len(prompt.ids):,} tokens and an answer of {settings.max_new_tokens:,} do not fit the "
+                f"backbone's {positions:,} positions; shorten the prompt or ask for a shorter answer"
+            )
+        return Question(name=name, prompt=prompt, decoding=settings, tokenizer=tokenizer, stop=stop, on_text=on_text)
+
+    def can_join(self, questions: Sequence[Question]) -> bool:
+        """True if `answer` can take these questions in one batch: their keys are equal and its rows fit the backbone's
+        positions."""
+        first, count = questions[0], len({question.batch_key for question in questions})
+        recipe, positions = self._recipe(first.name), self.positions(first.name)
+        if count > 1 or recipe.adapter.soft_tokens is not None:
+            return len(questions) == 1
+        longest = max(question.decoding.max_new_tokens for question in questions)
+        width = _batch_length([q.prompt.ids for q in questions], longest, apart=recipe.task.traits.encoder_decoder)
+        return positions is None or width <= positions
+
+    def answer(self, questions: Sequence[Question]) -> None:
+        """Generate the answers of questions that `can_join`, in one batch."""
+        first = questions[0]
+        recipe = self._recipe(first.name)
+        longest = max(question.decoding.max_new_tokens for question in questions)
+        with self._lock, cpu_threads(recipe.train.threads):
+            answers = answer_questions(
+                recipe,
+                self._load(first.name),
+                [question.prompt for question in questions],
+                replace(first.decoding, max_new_tokens=longest),
+                batch_size=len(questions),
+                numbers=[question.number for question in questions],
+                on_token=lambda index, token: questions[index].add(token),
+            )
+            for _ in answers:
+                pass
+        for question in questions:
+            question.update_text(complete=True)
+
+    def score(self, name: str, tokens: Sequence[int], count: int) -> list[TokenScore]:
+        """Return the score of each token but the first, with the `count` likeliest at its place. Raises UserError for
+        an encoder-decoder, whose prompts are not scored."""
+        recipe = self._recipe(name)
+        if recipe.task.traits.encoder_decoder:
+            raise UserError(f"{name} is an encoder-decoder, which gives no log-probabilities here; leave logprobs out")
+        with self._lock, cpu_threads(recipe.train.threads), torch.no_grad():
+            model = self._load(name)
+            device = next(model.parameters()).device
+            settings = EvalBatching.of(open_backbone(recipe.backbone).tokenizer, recipe.train, batch_size=1)
+            ids = torch.tensor([list(tokens)], device=device)
+            with evaluation_mode(model), replace(settings, device=device).precision():
+                logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -len(tokens) : -1]
+            scores: list[TokenScore] = []
+            for rows, chosen in zip(logits.split(_SCORE_ROWS), ids[0, 1:].split(_SCORE_ROWS), strict=True):
+                logprobs = rows.float().log_softmax(-1)
+                own = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+                best = logprobs.topk(min(count, logprobs.shape[1]))
+                likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                scores += [
+                    TokenScore(token, logprob, tuple(zip(*pair, strict=True)))
+                    for token, logprob, pair in zip(chosen.tolist(), own, likeliest, strict=True)
+                ]
+        return scores
+
     def reply(
         self,
         name: str,
@@ -215,54 +416,29 @@ class GenerativeRuns:
         *,
         raw: bool = False,
         decoding: Mapping[str, Any] | None = None,
-        on_text: Callable[[str], None] = lambda piece: None,
+        on_text: Callable[[str], None] | None = None,
     ) -> Reply:
-        """Return the answer of the run `name`.
+        """Return the answer of the run `name`; the arguments are those of `ask`."""
+        question = self.ask(name, messages, raw=raw, decoding=decoding, on_text=on_text)
+        self.answer([question])
+        return Reply(question.text, len(question.prompt.ids), len(question.tokens), question.ended)
 
-        messages: the turns of a conversation, ending with the user's; a text is one such turn. Runs that were not
-        trained on conversations read the last turn alone, in their template. raw: continue a text without a template.
-        decoding: fields of `Decoding`; the run's `task.max_new_tokens` is the default.
-        on_text: called with each piece of the answer as it is generated.
-        Raises UserError for an unknown name, turns that cannot be answered, and a prompt that does not fit the
-        backbone.
-        """
-        if name not in self._subjects:
-            raise UserError(f"no run is called {name!r}; there are {', '.join(self.names)}")
-        subject = self._subjects[name]
-        recipe, task = subject.recipe, subject.recipe.task
-        tokenizer = open_backbone(recipe.backbone).tokenizer
-        try:
-            settings = Decoding(**{"max_new_tokens": task.max_new_tokens, **(decoding or {})})
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{error}") from None
-        question = _build_question(task, messages, tokenizer, raw=raw)
-        ends = {get_end_token(tokenizer), question.stop}
-        tokens: list[int] = []
-        printed, lead = "", "" if raw else question.lead
+    def _load(self, name: str) -> Any:
+        if self._loaded[0] != name:
+            self._loaded = "", None
+            self._loaded = name, self._models.load(self._subjects[name], None)
+        return self._loaded[1]
 
-        def print_token(token: int) -> None:
-            nonlocal printed
-            if token in ends:
-                return
-            tokens.append(token)
-            text = _strip_lead(lead, str(tokenizer.decode(tokens, skip_special_tokens=True)))
-            if not text.endswith("\ufffd"):  # an incomplete character: wait for its other bytes
-                on_text(text[len(printed) :])
-                printed = text
 
-        with self._lock, cpu_threads(recipe.train.threads):
-            if self._loaded[0] != name:
-                self._loaded = "", None
-                self._loaded = name, self._models.load(subject, None)
-            on_token = print_token if settings.num_beams == 1 else None
-            model = self._loaded[1]
-            ((_, text, answer),) = answer_questions(
-                recipe, model, [question], settings, batch_size=1, on_token=on_token
-            )
-        text = _strip_lead(lead, text)
-        if len(text) > len(printed):
-            on_text(text[len(printed) :])
-        return Reply(text, len(question.ids), len(answer.ids), answer.ended)
+_SCORE_ROWS = 256
+"""Positions whose log-probabilities are computed at a time."""
+
+
+def _batch_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, *, apart: bool) -> int:
+    """Return the positions that a batch of prompts takes with its answers; apart: encoder and decoder have their
+    own."""
+    width = max(map(len, prompts))
+    return max(width, 1 + max_new_tokens) if apart else width + max_new_tokens
 
 
 def _strip_lead(lead: str, text: str) -> str:
@@ -270,21 +446,36 @@ def _strip_lead(lead: str, text: str) -> str:
     return "" if lead.startswith(text) else text.removeprefix(lead)
 
 
-def _build_question(task: Any, messages: str | Sequence[Message], tokenizer: Any, *, raw: bool) -> GenerationPrompt:
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    turns = [dict(message) for message in messages]
-    for turn in turns:
-        if turn.get("role") not in ("system", "user", "assistant") or not isinstance(turn.get("content"), str):
-            raise UserError("a message needs a role (system, user or assistant) and a text as its content")
-        if has_lone_surrogate(turn["content"]):
+def _read_turns(messages: str | Sequence[Any]) -> list[dict[str, str]]:
+    """Return turns with a role and a text. Raises UserError for others, and if the last is not the user's."""
+    given: Sequence[Any] = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    turns = []
+    for message in given:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            texts: list[Any] = [part.get("text") for part in parts]
+            if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+                raise UserError('the parts of a message must be texts: {"type": "text", "text": …}')
+            content = "".join(texts)
+        role = "system" if message.get("role") == "developer" else message.get("role")
+        if role not in ("system", "user", "assistant") or not isinstance(content, str):
+            raise UserError("a message needs a role (system, developer, user or assistant) and a text as its content")
+        if odd := sorted(key for key, value in message.items() if value and key not in ("role", "content")):
+            raise UserError(f"a message has role and content; {odd[0]!r} is not read here, leave it out")
+        if has_lone_surrogate(content):
             raise UserError("a message is not valid Unicode; write it in UTF-8")
+        turns.append({"role": role, "content": content})
     if not turns or turns[-1]["role"] != "user":
         raise UserError("the last message must be the user's: there is nothing to answer")
+    return turns
+
+
+def _build_question(task: Any, turns: list[dict[str, str]], tokenizer: Any, *, raw: bool) -> GenerationPrompt:
     if raw or not task.input_format.uses_chat_template:
         (question,) = task.input_format.build_text_prompts([turns[-1]["content"]], tokenizer, raw=raw)
-    else:
-        (question,), _ = task.input_format.build_prompts(
-            [Row(dict.fromkeys(task.input_format.columns(), turns), "1", "the conversation")], tokenizer
-        )
+        return replace(question, lead="") if raw else question
+    (question,), _ = task.input_format.build_prompts(
+        [Row(dict.fromkeys(task.input_format.columns(), turns), "1", "the conversation")], tokenizer
+    )
     return question

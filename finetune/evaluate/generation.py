@@ -85,7 +85,7 @@ def continue_prompts(
     end: int | Sequence[int] | None,
     decoder_start: int | None = None,
     numbers: Sequence[int] | None = None,
-    on_token: Callable[[int], None] | None = None,
+    on_token: Callable[[int, int], bool] | None = None,
 ) -> Iterator[tuple[int, GeneratedAnswer]]:
     """Yield pairs of a prompt's index and its answer, longest prompts first.
 
@@ -190,7 +190,7 @@ def generate_batches(
     inference: EvalBatching,
     *,
     processors: Callable[[Sequence[int]], list[Any]] | None = None,
-    on_token: Callable[[int], None] | None = None,
+    on_token: Callable[[int, int], bool] | None = None,
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Yield batches of prompts, the longest first: their indices, and the tokens (B, T) generated after each, padded on
     the right.
@@ -200,22 +200,25 @@ def generate_batches(
     Args:
         config: transformers' own, with the pad token; a `decoder_start_token_id` marks an encoder-decoder.
         processors: returns the logits processors for the prompts at these indices; a pipeline's stand-in supports none.
-        on_token: called with each token of a single prompt as soon as it is chosen (one beam).
+        on_token: called with a prompt's index and each token after it as soon as it is chosen (one beam, one process);
+            it returns True to end that answer, and is then called on, with tokens that mean nothing.
     """
     from transformers import LogitsProcessorList, StoppingCriteriaList
 
     apart = config.decoder_start_token_id is not None
     more: dict[str, Any] = {"synced_gpus": True} if inference.share.lockstep else {}
-    if on_token is not None:
-        assert len(prompts) == 1 and config.num_beams in (None, 1)
-        more["streamer"] = _TokenStreamer(on_token)
-    if inference.share == ALONE and inference.has_heartbeat:
-        more["stopping_criteria"] = StoppingCriteriaList([_HeartbeatCriterion(inference)])
+    criteria: list[Any] = (
+        [_HeartbeatCriterion(inference)] if inference.share == ALONE and inference.has_heartbeat else []
+    )
+    assert on_token is None or (inference.share == ALONE and config.num_beams in (None, 1))
     for batch in _prompt_batches(prompts, inference.batch_size, alike=bool(getattr(model, "soft_tokens", 0))):
         places, counts = inference.share.mine(batch)
         ids, mask = pad_rows([prompts[i] for i in places], config.pad_token_id, left=not apart)
         if processors is not None:
             more["logits_processor"] = LogitsProcessorList(processors(places))
+        tokens = [] if on_token is None else [_TokenCriterion(places, on_token)]
+        if criteria or tokens:
+            more["stopping_criteria"] = StoppingCriteriaList([*criteria, *tokens])
         with inference.precision():
             out = model.generate(
                 input_ids=ids.to(inference.device),
@@ -239,19 +242,15 @@ class _HeartbeatCriterion:
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-class _TokenStreamer:
-    """Streamer for transformers, which passes the prompt first, then token by token."""
+class _TokenCriterion:
+    """Stopping criterion that reports each row's newest token and stops the rows that have had enough."""
 
-    def __init__(self, told: Callable[[int], None]) -> None:
-        self.told, self.begun = told, False
+    def __init__(self, places: Sequence[int], on_token: Callable[[int, int], bool]) -> None:
+        self.places, self.on_token = places, on_token
 
-    def put(self, value: Tensor) -> None:
-        if self.begun:
-            self.told(int(value.flatten()[-1]))
-        self.begun = True
-
-    def end(self) -> None:
-        pass
+    def __call__(self, input_ids: Tensor, scores: Tensor, **more: Any) -> Tensor:
+        newest = zip(self.places, input_ids[:, -1].tolist(), strict=True)
+        return torch.tensor([self.on_token(place, token) for place, token in newest], device=input_ids.device)
 
 
 def context_overflow(model: Any, prompt: Sequence[int], max_new_tokens: int, *, apart: bool) -> str | None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import json
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flatshift.cli import run
-from flatshift.experiments.workflows.generate import GenerativeRuns, generate_from_run
+from flatshift.experiments.workflows.generate import GenerativeRuns, Question, generate_from_run
 from flatshift.experiments.workflows.serve import Server
 
 SMALL = [
@@ -59,69 +63,403 @@ def test_a_conversation_in_the_terminal(
 
 
 @pytest.fixture(scope="module")
-def address(runs: list[Path]) -> Iterator[tuple[str, int]]:
-    server = Server(GenerativeRuns(runs), "127.0.0.1", 0)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+def server(runs: list[Path]) -> Iterator[Server]:
+    with serving(Server(GenerativeRuns(runs), "127.0.0.1", 0)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
-    yield server.server_address[0], server.server_address[1]  # type: ignore[misc]
-    server.shutdown()
-    server.server_close()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
-def ask(address: tuple[str, int], method: str, path: str, body: Any = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(*address, timeout=120)
+def ask(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=120)
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    connection.request(method, path, data, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode()
+    names = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    with contextlib.closing(connection):
+        connection.request(method, path, data, names)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
 
 
-def test_the_endpoint_answers_as_generate_does(runs: list[Path], address: tuple[str, int]) -> None:
-    status, text = ask(address, "GET", "/v1/models")
+def complete(server: Server, **fields: Any) -> dict[str, Any]:
+    """Return the answer to a completion, or with messages a chat completion, which must succeed."""
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    status, text = ask(server, "POST", path, fields)
+    assert status == 200, text
+    return json.loads(text)
+
+
+def talk(server: Server, data: bytes) -> bytes:
+    """Send bytes that need not be HTTP, and return all of the answer."""
+    with socket.create_connection(server.server_address[:2], timeout=20) as connection:
+        try:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        except ConnectionError:
+            return b""
+
+
+CARD = [{"role": "user", "content": "where is my card"}]
+
+
+def test_the_endpoint_answers_as_generate_does(runs: list[Path], server: Server) -> None:
+    status, text = ask(server, "GET", "/v1/models")
     assert status == 200 and [model["id"] for model in json.loads(text)["data"]] == ["seed-0", "seed-1"]
-    turn = {"role": "user", "content": "where is my card"}
+    assert json.loads(ask(server, "GET", "/v1/models/seed-1")[1])["id"] == "seed-1"
     for path in (*runs, runs[0]):
-        status, text = ask(address, "POST", "/v1/chat/completions", {"model": path.name, "messages": [turn]})
-        found = json.loads(text)
-        assert status == 200 and found["model"] == path.name and found["object"] == "chat.completion"
+        found = complete(server, model=path.name, messages=CARD)
+        assert found["model"] == path.name and found["object"] == "chat.completion"
         assert found["choices"][0]["message"]["content"] == expected(path, "where is my card")
         assert found["usage"]["total_tokens"] == sum(
             found["usage"][key] for key in ("prompt_tokens", "completion_tokens")
         )
-    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": None, "logprobs": False}
-    status, text = ask(address, "POST", "/v1/completions", {"prompt": "The card", "max_tokens": 3, **neutral})
+    neutral = {
+        **{"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": None, "tools": [], "n": 1, "stop": []},
+        **{"response_format": {"type": "text"}, "temperature": 0, "top_p": 1, "user": "me", "tool_choice": "none"},
+    }
+    found = complete(server, prompt="The card", max_tokens=3, **neutral)
     raw = generate_from_run(runs[0], prompts=["The card"], raw=True, decoding={"max_new_tokens": 3}, quiet=True)
-    assert status == 200 and json.loads(text)["choices"][0]["text"] == raw[0]["text"]
+    assert found["choices"][0]["text"] == raw[0]["text"]
 
 
-def test_pieces_of_a_stream_are_the_answer(runs: list[Path], address: tuple[str, int]) -> None:
-    body = {"model": "seed-1", "messages": [{"role": "user", "content": "where is my card"}], "stream": True}
-    status, text = ask(address, "POST", "/v1/chat/completions", body)
-    events = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert status == 200 and events[-1] == "[DONE]"
-    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
-    assert "".join(one["delta"].get("content", "") for one in choices) == expected(runs[1], "where is my card")
-    assert len(choices) > 2 and choices[-1]["finish_reason"] in ("stop", "length")
+def test_pieces_of_a_stream_are_the_answer(runs: list[Path], server: Server) -> None:
+    body = {"model": "seed-1", "messages": CARD, "stream": True}
+    for usage in (False, True):
+        more = {"stream_options": {"include_usage": True}} if usage else {}
+        status, text = ask(server, "POST", "/v1/chat/completions", body | more)
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        assert status == 200 and events.pop() == "[DONE]"
+        chunks = [json.loads(event) for event in events]
+        last = chunks.pop() if usage else {}
+        assert not usage or (last["choices"] == [] and last["usage"]["completion_tokens"] > 0)
+        assert all(chunk.get("usage") is None for chunk in chunks)
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert choices[0]["delta"]["role"] == "assistant"
+        assert "".join(one["delta"].get("content", "") for one in choices) == expected(runs[1], "where is my card")
+        assert len(choices) > 2 and choices[-1]["finish_reason"] in ("stop", "length")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        ("/v1/chat/completions", {"model": "nobody", "messages": [{"role": "user", "content": "x"}]}, "seed-0, seed-1"),
-        ("/v1/chat/completions", {"messages": [{"role": "assistant", "content": "x"}]}, "must be the user's"),
-        ("/v1/chat/completions", {"messages": "x"}, "list of messages"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": []}, "'tools'"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "temperature": -1}, "temperature"),
-        ("/v1/completions", {"prompt": "x", "presence_penalty": 0.5}, "'presence_penalty'"),
-        ("/v1/chat/completions", b"{", "not valid JSON"),
-        ("/v1/chat/completions", b"[" * 100_000, "not valid JSON"),
-        ("/v1/completions", {"prompt": "x " * 5000}, "positions"),
-        ("/v1/embeddings", {"input": "x"}, "no such path"),
-    ],
-)
-def test_bad_requests_are_one_sentence(address: tuple[str, int], path: str, body: Any, said: str) -> None:
-    status, text = ask(address, "POST", path, body)
-    assert status in (400, 404) and said in json.loads(text)["error"]["message"]
+def test_messages_in_the_forms_that_clients_send(server: Server) -> None:
+    plain = complete(server, messages=CARD)["choices"]
+    parts = [{"type": "text", "text": "where is "}, {"type": "text", "text": "my card"}]
+    for role in ("system", "developer"):
+        turns = [{"role": role, "content": "Be brief."}, {"role": "user", "content": parts, "name": None}]
+        assert complete(server, messages=turns, max_completion_tokens=6)["choices"] == plain
+
+
+def test_a_stop_text_ends_the_answer_before_it(server: Server) -> None:
+    whole = complete(server, messages=CARD)["choices"][0]["message"]["content"]
+    stop = whole[len(whole) // 2 :][:3]
+    cut = whole[: whole.find(stop)]
+    found = complete(server, messages=CARD, stop=["never", stop])["choices"][0]
+    assert len(stop) == 3 and found["message"]["content"] == cut and found["finish_reason"] == "stop"
+    events = ask(server, "POST", CHAT, {"messages": CARD, "stop": stop, "stream": True})[1].split("\n\n")[:-2]
+    deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("content", "") for delta in deltas) == cut
+
+
+def test_several_answers_and_prompts(server: Server) -> None:
+    sampled = {"max_tokens": 4, "temperature": 2, "seed": 3}
+    found = complete(server, prompt=["The card", "A fee"], n=2, **sampled)
+    texts = [choice["text"] for choice in found["choices"]]
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3] and texts[0] != texts[1]
+    assert [one["text"] for one in complete(server, prompt="The card", n=2, **sampled)["choices"]] == texts[:2]
+    assert found["usage"]["completion_tokens"] <= 16
+    status, text = ask(server, "POST", "/v1/chat/completions", {"messages": CARD, "n": 2, "stream": True, **sampled})
+    events = [json.loads(line[6:]) for line in text.splitlines() if line and "[DONE]" not in line]
+    assert status == 200 and {event["choices"][0]["index"] for event in events} == {0, 1}
+
+
+def test_log_probabilities_judge_a_prompt_of_tokens(runs: list[Path], server: Server) -> None:
+    tokenizer = server.runs.ask("seed-0", "x").tokenizer
+    tokens = tokenizer("where is my card", add_special_tokens=False)["input_ids"]
+    found = complete(server, prompt=[tokens, tokens[:3]], max_tokens=1, logprobs=2, echo=True)
+    scores = found["choices"][0]["logprobs"]
+    assert len(scores["tokens"]) in (len(tokens), len(tokens) + 1) and scores["token_logprobs"][0] is None
+    assert "".join(scores["tokens"]) == found["choices"][0]["text"] and scores["text_offset"][0] == 0
+    assert scores["token_logprobs"][1:3] == pytest.approx(
+        found["choices"][1]["logprobs"]["token_logprobs"][1:3], abs=1e-4
+    )
+    only = complete(server, prompt=tokens, max_tokens=0, logprobs=0, echo=True)["choices"][0]
+    end = len(tokens)
+    assert only["logprobs"]["token_logprobs"][1:] == pytest.approx(scores["token_logprobs"][1:end], abs=1e-4)
+    content = complete(server, messages=CARD, logprobs=True, top_logprobs=1)["choices"][0]["logprobs"]["content"]
+    assert content and all(one["logprob"] == one["top_logprobs"][0]["logprob"] <= 0 for one in content)
+
+
+def test_waiting_requests_share_a_batch_and_get_their_own_answers(
+    runs: list[Path], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["where is my card", "a fee", "I want to top up my account with cash, is that possible", "help", "x", "y z"]
+    sizes: list[int] = []
+    answer = server.runs.answer
+    monkeypatch.setattr(server.runs, "answer", lambda questions: (sizes.append(len(questions)), answer(questions)))
+    asked = [(path, text, longest) for longest in (6, 3) for path in runs for text in texts]
+
+    def get(case: tuple[Path, str, int]) -> str:
+        path, text, longest = case
+        found = complete(server, model=path.name, messages=[{"role": "user", "content": text}], max_tokens=longest)
+        return found["choices"][0]["message"]["content"]
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(get, asked))
+    assert sum(sizes) == len(asked) and len(sizes) < len(asked) / 2
+    for path in runs:
+        for longest in (6, 3):
+            alone = generate_from_run(
+                path, prompts=texts, decoding={"max_new_tokens": longest}, batch_size=1, quiet=True
+            )
+            own = [text for case, text in zip(asked, found, strict=True) if case[::2] == (path, longest)]
+            assert own == [record["text"] for record in alone]
+
+
+def test_a_crowd_is_answered(server: Server) -> None:
+    with ThreadPoolExecutor(64) as pool:
+        answers = list(
+            pool.map(lambda _: ask(server, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}), range(64))
+        )
+    assert [status for status, _ in answers] == [200] * 64
+
+
+def test_an_answer_stops_when_its_client_leaves(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Question] = []
+    answer, begun, ended = server.runs.answer, threading.Event(), threading.Event()
+
+    def record(questions: list[Question]) -> None:
+        asked.extend(questions)
+        begun.set()
+        answer(questions)
+        ended.set()
+
+    add = Question.add
+    monkeypatch.setattr(Question, "add", lambda self, token: time.sleep(0.01) or add(self, token))
+    monkeypatch.setattr("flatshift.experiments.workflows.generate.get_end_token", lambda tokenizer: None)
+    monkeypatch.setattr(server.runs, "answer", record)
+    body = json.dumps({"prompt": "The card", "max_tokens": 200}).encode()
+    with socket.create_connection(server.server_address[:2], timeout=60) as connection:
+        connection.sendall(JSON_POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert begun.wait(60)
+    assert ended.wait(60) and asked[0].is_cancelled and len(asked[0].tokens) < 200
+
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BAD_REQUESTS: list[tuple[str, Any, int, str]] = [
+    (CHAT, {"model": "nobody", "messages": CARD}, 404, "seed-0, seed-1"),
+    (CHAT, {"messages": [{"role": "assistant", "content": "x"}]}, 400, "must be the user's"),
+    (CHAT, {"messages": "x"}, 400, "list of messages"),
+    (CHAT, {"messages": CARD, "tools": [{}]}, 400, "'tools' can only be []"),
+    (CHAT, {"messages": CARD, "temperature": -1}, 400, "temperature"),
+    (TEXT, {"prompt": "x", "presence_penalty": 0.5}, 400, "'presence_penalty' can only be 0"),
+    (CHAT, b"{", 400, "not valid JSON"),
+    (CHAT, b"[" * 100_000, 400, "not valid JSON"),
+    (TEXT, {"prompt": "x " * 2000}, 400, "positions"),
+    ("/v1/embeddings", {"input": "x"}, 404, "no such path"),
+]
+MORE_BAD_REQUESTS: list[tuple[str, Any, int, str]] = [
+    (TEXT, {"prompt": "x " * 500_000}, 400, "characters, more than 16"),
+    (TEXT, {"prompt": "x" * 2_100_000}, 413, "at most"),
+    (TEXT, {"prompt": "x", "model": ["a"]}, 400, "model must be"),
+    (TEXT, {"prompt": "x", "model": {}}, 400, "model must be"),
+    (TEXT, {"prompt": "x", "max_tokens": 10**400}, 400, "max_tokens must be"),
+    (TEXT, b'{"prompt": "x", "max_tokens": 1' + b"0" * 5000 + b"}", 400, "not valid JSON"),
+    (TEXT, {"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens must be"),
+    (TEXT, {"prompt": "x", "max_tokens": 0}, 400, "only with echo"),
+    (TEXT, {"prompt": "x", "seed": 1.5}, 400, "seed must be"),
+    (TEXT, {"prompt": "x", "seed": -1}, 400, "seed must be"),
+    (TEXT, {"prompt": "x", "seed": True}, 400, "seed must be"),
+    (TEXT, {"prompt": "x", "top_p": "x", "temperature": 0}, 400, "top_p must be"),
+    (TEXT, {"prompt": "x", "top_p": 2, "temperature": 0}, 400, "top_p must be"),
+    (TEXT, {"prompt": "x", "top_p": 0.5}, 400, "needs a temperature"),
+    (TEXT, b'{"prompt": "x", "top_p": NaN}', 400, "not valid JSON"),
+    (TEXT, b'{"prompt": "x", "temperature": 1e400}', 400, "temperature must be"),
+    (TEXT, {"prompt": "x", "stream": "false"}, 400, "stream must be true or false"),
+    (TEXT, {"prompt": "x", "stream": True, "logprobs": 1}, 400, "neither logprobs"),
+    (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "needs stream"),
+    (TEXT, {"prompt": "x", "n": 0}, 400, "n must be"),
+    (TEXT, {"prompt": ["x"] * 10, "n": 100}, 400, "at most 128 answers"),
+    (TEXT, {"prompt": "x", "stop": ["a"] * 17}, 400, "stop must be"),
+    (TEXT, {"prompt": "x", "stop": ""}, 400, "stop must be"),
+    (TEXT, {"prompt": "x", "nonsense": 1}, 400, "'nonsense' is not known"),
+    (TEXT, {"prompt": [10**9]}, 400, "token 1000000000"),
+    (TEXT, {"prompt": []}, 400, "prompt must be"),
+    (TEXT, {"prompt": [1, "x"]}, 400, "prompt must be"),
+    (TEXT, {}, 400, "prompt is missing"),
+    (TEXT, [], 400, "JSON object"),
+    (TEXT, {"prompt": "\ud800"}, 400, "not valid Unicode"),
+    (CHAT, {"messages": [3]}, 400, "list of messages"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, "needs a role"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts of a message"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, 400, "'tool_calls'"),
+    (CHAT, {"messages": CARD, "top_logprobs": 2}, 400, "needs logprobs"),
+    (CHAT, {"messages": CARD, "max_tokens": 2, "max_completion_tokens": 2}, 400, "give one"),
+    (CHAT, {"messages": CARD, "response_format": {"type": "json_object"}}, 400, "'response_format' can only be"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "code", "said"), BAD_REQUESTS)
+def test_bad_requests_are_one_sentence(server: Server, capfd, path: str, body: Any, code: int, said: str) -> None:
+    status, text = ask(server, "POST", path, body)
+    error = json.loads(text)["error"]
+    assert (status, error["type"]) == (code, "invalid_request_error") and said in error["message"]
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "body", "code", "said"), MORE_BAD_REQUESTS)
+def test_more_bad_requests_are_one_sentence(server: Server, capfd, path: str, body: Any, code: int, said: str) -> None:
+    test_bad_requests_are_one_sentence(server, capfd, path, body, code, said)
+
+
+def test_a_foreign_page_gets_no_answer(server: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    for headers, code in (
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example:8000"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "192.0.2.1"}, 403),
+        ({"Host": ""}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://localhost@evil.example"}, 403),
+        ({"Origin": "http://["}, 403),
+        ({"Content_Type": "text/plain"}, 415),
+        ({"Content_Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Origin": "http://localhost:3000"}, 200),
+        ({"Content_Type": "application/json; charset=utf-8"}, 200),
+    ):
+        assert ask(server, "POST", TEXT, body, **headers)[0] == code, headers
+    assert ask(server, "GET", "/v1/models", Host="evil.example")[0] == 403
+    assert ask(server, "OPTIONS", TEXT, Origin="https://evil.example")[0] == 403
+    assert ask(server, "OPTIONS", TEXT, Origin="http://localhost:3000")[0] == 204
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+JSON_POST = POST + b"Content-Type: application/json\r\n"
+MALFORMED = [
+    b"", b"\0" * 100, b"GET", b"GET /v1/models\r\n\r\n", b"GET /v1/models HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\0\x01",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % i for i in range(200)) + b"\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+    POST + b"Content-Length: -1\r\n\r\n",
+    POST + b"Content-Length: 9" + b"9" * 5000 + b"\r\n\r\n",
+    POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    JSON_POST + b"Content-Length: 99\r\n\r\n{",
+    JSON_POST + b"Content-Length: 2\r\n\r\n{}",
+    JSON_POST + b"Content-Length: 3\r\n\r\n\xff\xfe\0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [72, pytest.param(2000, marks=pytest.mark.slow)])
+def test_malformed_requests_leave_nothing(server: Server, capfd, count: int) -> None:
+    for data in MALFORMED:  # what grows once
+        answer = talk(server, data)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert not answer or json.loads(body or head)["error"]["message"], data
+    before, threads = resident_bytes(), threading.active_count()
+    for number in range(count):
+        talk(server, MALFORMED[number % len(MALFORMED)])
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= threads and not server.deadlines
+    assert resident_bytes() - before < 16 << 20
+    assert not capfd.readouterr().err and ask(server, "GET", "/v1/models")[0] == 200
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_slow_and_surplus_requests_are_refused(
+    runs: list[Path], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatshift.experiments.workflows.serve._PATIENCE", 0.3)
+    half = MALFORMED[-3]
+    with contextlib.ExitStack() as stack:
+        connect = lambda: stack.enter_context(socket.create_connection(server.server_address[:2], timeout=20))  # noqa: E731
+        halves = [connect() for _ in range(20)]
+        for number, connection in enumerate(halves):
+            connection.sendall(half if number % 2 else half[:40])
+        answers = [connection.recv(1 << 16) for connection in halves]
+    assert all(b"408 Request Timeout" in answer for answer in answers[1::2])
+    monkeypatch.undo()
+    monkeypatch.setattr("flatshift.experiments.workflows.serve._WAITING", 1)
+    status, text = ask(server, "POST", TEXT, {"prompt": "x", "n": 2})
+    assert (status, json.loads(text)["error"]["type"]) == (429, "rate_limit_error")
+    monkeypatch.setattr("flatshift.experiments.workflows.serve._CONNECTIONS", 1)
+    with serving(Server(server.runs, "127.0.0.1", 0)) as small, socket.create_connection(small.server_address[:2]):
+        time.sleep(0.2)
+        status, text = ask(small, "GET", "/v1/models")
+        assert status == 503 and "connections" in json.loads(text)["error"]["message"]
+
+
+def serve(argv: list[str], act: Callable[[Server], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `flatshift serve`, and `act` as its client."""
+    forever = Server.serve_forever
+
+    def serve_forever(self: Server) -> None:
+        thread = threading.Thread(target=forever, args=(self, 0.05))
+        thread.start()
+        try:
+            act(self)
+        finally:
+            self.shutdown()
+            thread.join()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Server, "serve_forever", serve_forever)
+        assert run(["serve", *argv, "--port", "0"]) == 0
+
+
+def test_the_options_of_the_command(
+    runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def with_key(server: Server) -> None:
+        assert ask(server, "GET", "/v1/models")[0] == 401
+        assert ask(server, "GET", "/v1/models", Authorization="Bearer \xe9")[0] == 401
+        assert ask(server, "GET", "/v1/models", Authorization="Bearer sk-1")[0] == 200
+        assert ask(server, "GET", "/v1/models", Authorization="Bearer sk-1", Origin="https://me.example")[0] == 200
+        assert ask(server, "GET", "/v1/models", Authorization="Bearer sk-1", Host="me.example")[0] == 200
+        assert ask(server, "GET", "/v1/models", Authorization="Bearer sk-1", Origin="http://me.example")[0] == 403
+
+    serve([str(runs[0]), "--api-key", "sk-1", "--allow-origin", "https://me.example"], with_key, monkeypatch)
+
+    def everywhere(server: Server) -> None:
+        assert ask(server, "GET", "/v1/models", Host="192.0.2.1:80", Origin="https://evil.example")[0] == 200
+        assert ask(server, "GET", "/v1/models", Host="evil.example")[0] == 200
+
+    serve([str(runs[0]), "--host", "0.0.0.0", "--allow-origin", "*"], everywhere, monkeypatch)
+    assert "no --api-key is set" in capsys.readouterr().err
+
+    def any_address(server: Server) -> None:
+        assert ask(server, "GET", "/v1/models", Host="192.0.2.1:80")[0] == 200
+        assert ask(server, "GET", "/v1/models", Host="evil.example")[0] == 403
+
+    serve([str(runs[0]), "--host", "0.0.0.0"], any_address, monkeypatch)
+    if socket.has_ipv6 and Path("/proc/net/if_inet6").exists() and Path("/proc/net/if_inet6").read_text():
+        serve(
+            [str(runs[0]), "--host", "::1"],
+            lambda own: ask(own, "GET", "/v1/models")[0] == 200 or pytest.fail(),
+            monkeypatch,
+        )
+        assert "http://[::1]:" in capsys.readouterr().err
+    for words in (["--api-key", "a b"], ["--allow-origin", "evil.example"], ["--host", "no.such.host.invalid"]):
+        assert run(["serve", str(runs[0]), *words, "--port", "0"]) == 2
+        assert words[0] in capsys.readouterr().err
 
 
 def test_runs_that_write_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
