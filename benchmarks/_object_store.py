@@ -1,7 +1,7 @@
 """Reading records from an object store beside reading the same files from disk, in CPU time of the reader.
 
-The store is a process of its own (`tests.object_store`: moto's S3 server on localhost), whose CPU time does not count:
-what the reader spends is what its client adds, requests, signatures, checks and copies. Both sides read every record
+The store is a process of its own (`tests.support.object_store`: moto's S3 server on localhost), whose CPU time does not
+count: what the reader spends is what its client adds, requests, signatures, checks and copies. Both sides read every record
 with `read_rows`; client and connection are there before the first measured pass, as are pyarrow and the files' pages.
 """
 
@@ -32,7 +32,7 @@ def remote_rows(bench: Benchmark, *, records: int, rounds: int = 3) -> None:
         for what in whats.values():
             bench.row(what, unit="CPU-s", peer_name="the same files on disk", reason=f"needs {' and '.join(missing)}")
         return
-    from tests.object_store import object_store
+    from tests.support.object_store import object_store
 
     with tempfile.TemporaryDirectory() as folder, object_store() as store:
         os.environ.update(store.environment)

@@ -22,7 +22,7 @@ from benchmarks._harness import Benchmark, cpu_seconds
 from flatshift.finetune.data.encoding import IGNORE, encode
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Chat
-from tests.chat_models import (
+from tests.support.chat_models import (
     CONVERSATIONS,
     DATE,
     REFERENCED,
@@ -31,7 +31,7 @@ from tests.chat_models import (
     reference_mask,
     references,
 )
-from tests.data_models import row
+from tests.support.data_models import row
 
 Mask = tuple[list[int], list[bool]]
 

@@ -34,7 +34,7 @@ def pytest_runtest_call(item: pytest.Item):
 @pytest.fixture(scope="session")
 def check_server():
     """One process for the checks of all modules that use `warm_checks`."""
-    from tests.warm_checks import Server
+    from tests.support.warm_checks import Server
 
     server = Server()
     yield server
@@ -43,7 +43,7 @@ def check_server():
 
 @pytest.fixture(scope="module")
 def warm_checks(check_server):
-    """Check exported folders in forked children of one process with the imports done (`tests.warm_checks`)."""
+    """Check exported folders in forked children of one process with the imports done (`tests.support.warm_checks`)."""
     from flatshift.experiments.workflows import folder_check
 
     with pytest.MonkeyPatch.context() as patch:

@@ -99,7 +99,7 @@ def numbers_of_commands() -> Iterator[tuple[str, str, type]]:
 
 def bad_settings(root: Path) -> list[BadInput]:
     """Inputs of both kinds, over the sandbox `root`: two values of a setting, once where many kinds of a component have
-    it; tests/unit/test_settings_meaning.py has them all."""
+    it; tests/flatshift/test_command_line.py has them all."""
     return [*_of_recipes(root), *_of_commands(root)]
 
 

@@ -175,7 +175,7 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
     attention's output, and inputs of their norms in float32; the tensors that the feed-forward's activation needs and
     its output; the inputs of the adapters and the outputs of their A; the sums of softmax and norms. Within 0.5 % of
     what autograd keeps for Llama, Qwen2 and Qwen3 blocks with all linear layers adapted
-    (tests/unit/test_plan_trace.py); with fewer adapted layers an overestimate.
+    (tests/finetune/planner/test_footprint_trace.py); with fewer adapted layers an overestimate.
     """
     hidden, heads, attends = backbone.hidden, backbone.heads, train.checkpointing != "selective"
     width = WIDTHS[train.precision]

@@ -18,7 +18,7 @@ from flatshift.cli import run
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.packing_check import check_packing_isolation
 from flatshift.finetune.models.families import BOUNDED, COUNTED_FROM_PAD, LEAKS_PACKED
-from tests.data_models import byte_tokenizer, write_jsonl
+from tests.support.data_models import byte_tokenizer, write_jsonl
 
 TOKENIZER = byte_tokenizer()
 TOKENIZER.add_special_tokens({"mask_token": "<mask>"})

@@ -17,8 +17,8 @@ from flatshift.experiments.recipe import from_override, load_recipe, resume_reci
 from flatshift.finetune import assets
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
-from tests.chat_models import CONVERSATIONS, chat_tokenizer
-from tests.data_models import tiny_model, write_jsonl
+from tests.support.chat_models import CONVERSATIONS, chat_tokenizer
+from tests.support.data_models import tiny_model, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
 

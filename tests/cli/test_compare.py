@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from flatshift.cli import run
-from tests.comparison_study import make_study
-from tests.killed_study import COMPARE, kill_and_go_on
+from tests.support.comparison_study import make_study
+from tests.support.killed_study import COMPARE, kill_and_go_on
 
 
 @pytest.mark.slow

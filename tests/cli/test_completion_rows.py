@@ -14,7 +14,7 @@ from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
-from tests.data_models import write_jsonl
+from tests.support.data_models import write_jsonl
 
 
 def first(path: Path, record: dict, *flags: tuple[str, str], recipe: str = "completion") -> tuple[str, str]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flatshift.cli import run
 from flatshift.finetune.data.config import DataChecks
-from tests.data_models import tiny_model, write_jsonl
+from tests.support.data_models import tiny_model, write_jsonl
 
 SMALL = [
     "--train.steps", "1", "--train.eval_every", "1", "--train.batch_size", "2", "--train.accumulate", "1",

@@ -1,5 +1,5 @@
 """Each form that a page names goes through the command once: kinds of task, losses, rows, sources, commands and flags
-(`tests.documented_forms`); and a form that a page names and this suite lacks fails."""
+(`tests.support.documented_forms`); and a form that a page names and this suite lacks fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flatshift.experiments.recipe.resolve import shipped_recipes
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.errors import SENTENCE
 from flatshift.finetune.tasks import KINDS
-from tests.documented_forms import FORMS, ROWS, RUNS, SOURCES, Datasets, Form, Found, prepare
+from tests.support.documented_forms import FORMS, ROWS, RUNS, SOURCES, Datasets, Form, Found, prepare
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
 
@@ -113,19 +113,19 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README
 TABLE = [*RUNS.values(), *FORMS]
 WORDS = [shlex.split(form.command) for form in TABLE]
 ELSEWHERE = {
-    "--mesh.auto": "tests/unit/test_meshing.py",
+    "--mesh.auto": "tests/experiments/recipe/test_auto.py",
     "--mesh.replicate": "tests/distributed/test_launch.py",
-    "--mesh.sequence_parallel": "tests/unit/test_parallel_rules.py",
+    "--mesh.sequence_parallel": "tests/finetune/planner/test_rules.py",
     "--mesh.": "tests/cli/test_mesh_contract.py",
     "--shared": "tests/cli/test_sweep_shared.py",
     "--lease": "tests/cli/test_sweep_shared.py",
     "--processes": "tests/cli/test_select_ranks.py",
     "--merge": "tests/cli/test_sweep_command.py",
     "--bisect": "tests/cli/test_sweep_command.py",
-    "--calibrate": "tests/unit/test_plan.py",
+    "--calibrate": "tests/finetune/test_planner.py",
     "--programs": "tests/cli/test_eval_samples.py",
     "--unsafe-programs": "tests/cli/test_eval_samples.py",
-    "--train.compile": "tests/unit/test_recipe_rules.py",
+    "--train.compile": "tests/experiments/recipe/test_rules.py",
     "--select.cache": "tests/cli/test_select_remote_features.py",
     "--select.relevance.keep": "tests/cli/test_select_features.py",
     "--harness_include": "tests/cli/test_harness.py",
@@ -162,7 +162,7 @@ def _flag(written: str) -> str:
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_and_flags_of_the_page_are_in_the_suite(name: str) -> None:
     lacking = sorted(f"{verb} {flag}" for verb, flag in unknown(name) if not followed(flag))
-    assert not lacking, f"{name} names {', '.join(lacking)}: add a form to tests/documented_forms.py"
+    assert not lacking, f"{name} names {', '.join(lacking)}: add a form to tests/support/documented_forms.py"
 
 
 def unknown(name: str) -> set[tuple[str, str]]:

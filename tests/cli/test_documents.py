@@ -17,7 +17,7 @@ from flatshift.finetune.data.example import IGNORE
 from flatshift.finetune.data.formats import iter_records
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
-from tests.data_models import write_jsonl
+from tests.support.data_models import write_jsonl
 
 FAST = ["--train.steps", "2", "--train.batch_size", "2", "--train.max_length", "32", "--train.eval_every", "0"]
 FAST += ["--eval.bootstrap", "20", "--eval.cold", "0", "--train.peak_tflops", "1", "--train.precision", "fp32"]

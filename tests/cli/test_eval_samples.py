@@ -16,7 +16,7 @@ from flatshift.finetune.evaluate import sandbox
 from flatshift.finetune.evaluate.sandbox import check_sandbox_available
 from flatshift.finetune.tasks import LanguageModel
 from tests.cli.test_eval_side_by_side import trained
-from tests.data_models import byte_tokenizer, row, tiny_model, write_jsonl
+from tests.support.data_models import byte_tokenizer, row, tiny_model, write_jsonl
 
 TOKENIZER = byte_tokenizer()
 ROWS = [row(n, text=f"prompt {n} of several") for n in range(4)]

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
-from tests.data_models import write_jsonl
+from tests.support.data_models import write_jsonl
 
 SMALL = {
     "train.steps": 3, "train.batch_size": 4, "train.max_length": 32, "train.save_every": 0, "train.threads": 1,

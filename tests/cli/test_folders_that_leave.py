@@ -27,7 +27,7 @@ from flatshift.experiments.workflows.folder_check import (
 from flatshift.finetune.data.encoding import find_end_tokens
 from flatshift.finetune.data.example import IGNORE, Example
 from flatshift.finetune.models.gguf_tensors import configuration, undone
-from tests.data_models import byte_tokenizer
+from tests.support.data_models import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
 

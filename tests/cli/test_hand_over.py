@@ -19,8 +19,8 @@ from flatshift.experiments.workflows.deployment import _require_same_vocabulary,
 from flatshift.experiments.workflows.export import push_to_hub
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
-from tests.data_models import write_jsonl
-from tests.hub_stand_in import hub
+from tests.support.data_models import write_jsonl
+from tests.support.hub_stand_in import hub
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
 

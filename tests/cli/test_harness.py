@@ -111,7 +111,7 @@ def test_a_local_task_gives_the_figures_of_a_naive_reading(trained: Path, tmp_pa
 @needs_package
 def test_texts_begin_as_in_training() -> None:
     from flatshift.experiments.workflows.lm_eval import _add_training_prefix
-    from tests.data_models import bert_tokenizer, byte_tokenizer
+    from tests.support.data_models import bert_tokenizer, byte_tokenizer
 
     for tokenizer, expected in ((byte_tokenizer(), [1]), (byte_tokenizer(bos=False), []), (bert_tokenizer(), [2])):
         before = tokenizer("the cat")["input_ids"]

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from flatshift.cli import run
-from tests.patience import HANG_S
+from tests.support.patience import HANG_S
 
 SMALL = {
     "train.steps": 6,

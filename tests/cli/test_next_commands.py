@@ -11,8 +11,8 @@ import yaml
 
 from flatshift.cli import run
 from flatshift.outcome import NEW_ROWS
-from tests.data_models import byte_tokenizer, write_jsonl
-from tests.finetune_models import save_backbone
+from tests.support.data_models import byte_tokenizer, write_jsonl
+from tests.support.finetune_models import save_backbone
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
 

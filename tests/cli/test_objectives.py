@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flatshift.cli import run
-from tests.data_models import write_jsonl
-from tests.objective_models import masked_tokenizer, numbered_rows, save_encoder, several_rows
+from tests.support.data_models import write_jsonl
+from tests.support.objective_models import masked_tokenizer, numbered_rows, save_encoder, several_rows
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
 

@@ -16,8 +16,8 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.outcome import NEW_ROWS
-from tests.data_models import write_jsonl
-from tests.patience import HANG_S
+from tests.support.data_models import write_jsonl
+from tests.support.patience import HANG_S
 
 SMALL = "--train.steps 4 --train.batch_size 4 --train.max_length 32 --train.max_cut 1 --train.threads 1 "
 SMALL += "--train.precision fp32 --data.train.limit 40 --data.dev.limit 20 --data.test.limit 30 --eval.bootstrap 50"

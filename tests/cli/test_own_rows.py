@@ -12,7 +12,7 @@ import flatshift
 from flatshift.cli import run
 from flatshift.experiments.data.splits import read_splits
 from flatshift.experiments.recipe import from_mapping, from_override, load_recipe, resume_recipe
-from tests.data_models import write_jsonl
+from tests.support.data_models import write_jsonl
 
 FAST = ["--train.steps", "1", "--train.batch_size", "4", "--train.max_length", "24", "--train.eval_every", "0"]
 FAST += ["--eval.bootstrap", "20", "--train.peak_tflops", "1", "--train.precision", "fp32"]

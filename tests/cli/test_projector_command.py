@@ -10,7 +10,7 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.experiments.data import splits
-from tests.data_models import write_jsonl
+from tests.support.data_models import write_jsonl
 
 COLOURS = ("red", "green", "blue")
 SMALL = {

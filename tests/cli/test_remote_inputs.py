@@ -13,7 +13,7 @@ import pytest
 from flatshift.cli import run
 from flatshift.finetune.data import remote
 from flatshift.selection.features import write_manifest
-from tests.object_store import ObjectStore, Put, bucket, forget_clients, object_store
+from tests.support.object_store import ObjectStore, Put, bucket, forget_clients, object_store
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")

@@ -14,7 +14,7 @@ import pytest
 from flatshift import cli
 from flatshift.experiments.select.ranks import _CpuTimer, _slow_rank_warning
 from flatshift.selection.transport.progress import ITERATIONS
-from tests.patience import HANG_S
+from tests.support.patience import HANG_S
 
 ROWS, TARGETS = 30_000, 400
 

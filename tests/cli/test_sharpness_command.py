@@ -13,8 +13,8 @@ from flatshift.api import draw_report
 from flatshift.cli import run
 from flatshift.experiments.workflows.sharpness import measure_run_sharpness
 from flatshift.regularizers.sharpness import Sharpness
-from tests.data_models import byte_tokenizer
-from tests.finetune_models import save_backbone
+from tests.support.data_models import byte_tokenizer
+from tests.support.finetune_models import save_backbone
 
 SMALL = {
     "train.steps": 6,

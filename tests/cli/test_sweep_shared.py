@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.patience import HANG_S
+from tests.support.patience import HANG_S
 
 FLAGS = [
     *("--backbone", "flatshift-encoder-3m", "--grid", "adapter.rank=1,2", "--seeds", "2", "--regularizer", "plain"),

@@ -10,7 +10,7 @@ import pytest
 from flatshift.cli import run
 from flatshift.finetune.evaluate.text import Vocabulary, tokenize_texts
 from flatshift.finetune.models.backbone import open_backbone
-from tests.data_models import bert_tokenizer, byte_tokenizer, write_jsonl
+from tests.support.data_models import bert_tokenizer, byte_tokenizer, write_jsonl
 
 ROWS = [
     {"lang": "en", "id": 1, "text": "The house is red."},

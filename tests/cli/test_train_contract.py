@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from flatshift.cli import run
-from tests.patience import HANG_S
+from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
 

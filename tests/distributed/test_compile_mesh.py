@@ -29,8 +29,8 @@ from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, FlatLora, Plain, build
-from tests.distributed_ranks import run_ranks
-from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
+from tests.support.distributed_ranks import run_ranks
+from tests.support.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
 
 LM = LanguageModel()
 REGULARIZERS: dict[str, Any] = {"plain": Plain(), "ggpo": GGPO(sigma=0.05), "flat-lora": FlatLora()}

@@ -24,8 +24,8 @@ from flatshift.finetune.parallel.pipeline import PipelineRunner, build_rank_stag
 from flatshift.finetune.parallel.tensor import tensor_parallel
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, build
-from tests.distributed_ranks import run_ranks
-from tests.tensor_models import VOCABULARY, adapted, backbone
+from tests.support.distributed_ranks import run_ranks
+from tests.support.tensor_models import VOCABULARY, adapted, backbone
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3", "gpt2", "gpt_neox")
 TASK = LanguageModel()

@@ -19,10 +19,10 @@ from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import read_metrics
 from flatshift.finetune.tasks import Classify, LanguageModel, Seq2Seq, Task
 from flatshift.regularizers import GGPO, Plain, RegularizerConfig, build
-from tests.distributed_ranks import run_ranks
-from tests.finetune_models import save_backbone
-from tests.seq2seq_models import save_encoder_decoder
-from tests.stage_runs import run_or_stop
+from tests.support.distributed_ranks import run_ranks
+from tests.support.finetune_models import save_backbone
+from tests.support.seq2seq_models import save_encoder_decoder
+from tests.support.stage_runs import run_or_stop
 
 STEPS = 4
 BOUND = 1e-5

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks._equalities import MODELS, Subject
 from benchmarks.sharding_equalities import BARS, FALL, LAYOUTS, PLAINLY, cells, write_references
-from tests.distributed_ranks import run_ranks
+from tests.support.distributed_ranks import run_ranks
 
 
 def compare(folder: Path, subjects: tuple[Subject, ...], *names: str) -> None:

@@ -18,7 +18,7 @@ from flatshift.finetune.config import Mesh
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import BAR, MGPO, MSAM, NEFTune, Plain, RegularizerConfig, RegularizerError, build
 from tests.distributed.test_ggpo_mesh import Case, build_engine, checksums, far, micros
-from tests.distributed_ranks import run_ranks
+from tests.support.distributed_ranks import run_ranks
 
 STEPS = 10
 SEED = 5

@@ -26,8 +26,8 @@ from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, RegularizerError, build
 from flatshift.regularizers.layers.sharded import ParameterShard
 from flatshift.regularizers.methods.ggpo import GGPORegularizer
-from tests.distributed_ranks import run_ranks
-from tests.regularizer_models import tiny_gpt2, tiny_llama, tokens, with_lora
+from tests.support.distributed_ranks import run_ranks
+from tests.support.regularizer_models import tiny_gpt2, tiny_llama, tokens, with_lora
 
 STEPS = 10
 SEED = 5

@@ -16,8 +16,8 @@ from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, build
-from tests.distributed_ranks import run_ranks
-from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
+from tests.support.distributed_ranks import run_ranks
+from tests.support.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
 
 TASK = LanguageModel()
 NAN, JUMP = 3, 9

@@ -19,9 +19,9 @@ import pytest
 from flatshift.finetune.launch.job import DirectoryKeyValueStore
 from flatshift.finetune.launch.spawn import spawn
 from flatshift.finetune.launch.watchdog import Heartbeat, Watchdog
-from tests.patience import HANG_S
+from tests.support.patience import HANG_S
 
-CHILD = Path(__file__).resolve().parent.parent / "launch_children.py"
+CHILD = Path(__file__).resolve().parents[1] / "support" / "launch_children.py"
 PARENT = """
 import sys
 from pathlib import Path

@@ -15,7 +15,7 @@ from benchmarks.sharding_memory import LOAD_MORE, LOAD_SHARE, TINY
 from flatshift.finetune.errors import is_out_of_memory
 from flatshift.finetune.models.backbone import loading_error
 from flatshift.finetune.tasks import LanguageModel
-from tests.distributed_ranks import run_ranks
+from tests.support.distributed_ranks import run_ranks
 
 # Large enough that a second copy of the weights would break the bounds: 100 MiB.
 SIZES = Sizes(hidden=512, inner=1536, blocks=6, vocabulary=4096, rows=2, tokens=16)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed_ranks import run_ranks
-from tests.mesh_updates import few_updates
-from tests.objective_models import CLASSES, masked_tokenizer, numbered_rows, save_encoder, several_rows
+from tests.support.distributed_ranks import run_ranks
+from tests.support.mesh_updates import few_updates
+from tests.support.objective_models import CLASSES, masked_tokenizer, numbered_rows, save_encoder, several_rows
 
 STEPS = 3
 # Few, because each costs seconds; the loss and its batches are one code for all tasks.
@@ -36,7 +36,7 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     from flatshift.finetune.parallel.build import build_engine
     from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import Classify, MaskedLM, Regress
-    from tests.data_models import text_rows
+    from tests.support.data_models import text_rows
 
     task = {"sets": Classify(multi=True), "numbers": Regress(), "masked": MaskedLM()}[kind]
     rows = {"sets": several_rows, "numbers": numbered_rows, "masked": lambda n: text_rows(n, words=(5, 15))}[kind](30)
@@ -85,7 +85,7 @@ def test_every_mesh_trains_and_judges_as_one_process(tmp_path: Path) -> None:
     from flatshift.finetune.config import Adapter, Mesh
     from flatshift.finetune.models.load import load_backbone
     from flatshift.finetune.tasks import MaskedLM
-    from tests.objective_models import scatter
+    from tests.support.objective_models import scatter
 
     torch.set_num_threads(1)
     source = str(save_encoder(tmp_path / "encoder", head=False))

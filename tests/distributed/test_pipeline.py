@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.distributed_ranks import run_ranks
-from tests.finetune_models import save_backbone
-from tests.mesh_updates import few_updates
+from tests.support.distributed_ranks import run_ranks
+from tests.support.finetune_models import save_backbone
+from tests.support.mesh_updates import few_updates
 
 VOCABULARY = 64
 STEPS = 3

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed_ranks import run_ranks
-from tests.finetune_models import PadOnly, save_backbone
-from tests.mesh_updates import few_updates
+from tests.support.distributed_ranks import run_ranks
+from tests.support.finetune_models import PadOnly, save_backbone
+from tests.support.mesh_updates import few_updates
 
 STEPS = 3
 MESHES: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -21,9 +21,9 @@ from flatshift.finetune.parallel.layout import local_part
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, build
-from tests.distributed_ranks import run_ranks
-from tests.finetune_models import save_backbone
-from tests.regularizer_models import tokens
+from tests.support.distributed_ranks import run_ranks
+from tests.support.finetune_models import save_backbone
+from tests.support.regularizer_models import tokens
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="needs the extra `quant` (bitsandbytes)"

@@ -15,7 +15,7 @@ from flatshift.finetune.config import Mesh
 from flatshift.finetune.planner.rules import RuleSettings, broken_rule
 from flatshift.regularizers import ASAM, BAR, GGPO, MGPO, MSAM, RegularizerConfig, RegularizerError
 from tests.distributed.test_dropout_mesh import ADAPTER, Case, apart, course, save
-from tests.distributed_ranks import run_ranks
+from tests.support.distributed_ranks import run_ranks
 
 AXES: dict[str, Mesh] = {
     "replicate": Mesh(replicate=2),

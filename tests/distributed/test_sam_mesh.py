@@ -18,8 +18,8 @@ from flatshift.finetune.config import Mesh
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import ASAM, GGPO, SAM, BiLora, LoraSAM, PlainRegularizer, RegularizerError, build
 from tests.distributed.test_ggpo_mesh import STEPS, Case, build_engine, checksums, far, micros
-from tests.distributed_ranks import run_ranks
-from tests.regularizer_models import tiny_llama, tokens, with_lora
+from tests.support.distributed_ranks import run_ranks
+from tests.support.regularizer_models import tiny_llama, tokens, with_lora
 
 RATE = 3e-3
 CONFIGS = {"lora-sam": LoraSAM(rho=0.3), "asam": ASAM(rho=2.0), "sam": SAM(rho=0.3), "bi-lora": BiLora(rho=0.5)}

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from flatshift.cli import run
-from tests.data_models import text_rows, write_jsonl
-from tests.distributed_ranks import run_ranks
-from tests.mesh_updates import few_updates
-from tests.patience import HANG_S
-from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
+from tests.support.data_models import text_rows, write_jsonl
+from tests.support.distributed_ranks import run_ranks
+from tests.support.mesh_updates import few_updates
+from tests.support.patience import HANG_S
+from tests.support.seq2seq_models import TOKENIZER, save_encoder_decoder
 
 STEPS = 4
 MESHES: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from flatshift.finetune.parallel.layout import Slice, TensorParallelLayout, copy
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.weights import load_weights, materialize
 from flatshift.finetune.seeds import torch_generator
-from tests.distributed_ranks import run_ranks
+from tests.support.distributed_ranks import run_ranks
 
 ROWS, TOKENS, VOCABULARY = 8, 12, 96
 AUTO = {

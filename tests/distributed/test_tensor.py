@@ -21,8 +21,8 @@ from flatshift.finetune.parallel.layout import TensorParallelLayout
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.tensor import VocabularySlice, borders, tensor_parallel
 from flatshift.finetune.parallel.weights import load_weights, materialize
-from tests.distributed_ranks import run_ranks
-from tests.tensor_models import KINDS, VOCABULARY, adapted, backbone, inputs
+from tests.support.distributed_ranks import run_ranks
+from tests.support.tensor_models import KINDS, VOCABULARY, adapted, backbone, inputs
 
 READ = {
     "gpt2": "AutoModelForCausalLM",

@@ -14,7 +14,7 @@ from benchmarks._collectives import SCALARS, Collectives
 from benchmarks.sharding_traffic import added, arguments, cases, count_all
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.parallel.mesh import ProcessMesh
-from tests.distributed_ranks import run_ranks
+from tests.support.distributed_ranks import run_ranks
 
 FAST = {
     "dp 2",

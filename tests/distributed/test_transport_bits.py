@@ -12,7 +12,7 @@ from flatshift.selection import sinkhorn_potentials
 from flatshift.selection.transport.blocks import BLOCK, BlockSumTree, block_sums, tile_ranges
 from flatshift.selection.transport.large import draw_stratified
 from flatshift.selection.transport.ranks import ProcessTeam
-from tests.distributed_ranks import run_ranks
+from tests.support.distributed_ranks import run_ranks
 
 ROWS = 9 * BLOCK + 77
 OPTIONS = {"epsilon": 0.02, "tolerance": 1e-7, "nearest": True, "overlap": 0.999, "budget": 300}

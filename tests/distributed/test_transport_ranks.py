@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from flatshift.selection import SelectionError, sinkhorn_potentials
 from flatshift.selection.transport.ranks import ProcessTeam
-from tests.distributed_ranks import run_ranks
+from tests.support.distributed_ranks import run_ranks
 
 SPLIT = 2_500
 OPTIONS = {"epsilon": 0.02, "tolerance": 1e-8, "nearest": True, "overlap": 0.999, "budget": 300, "method": "streamed"}

@@ -16,7 +16,7 @@ import yaml
 from flatshift.command_line import parse_flags, split_overrides
 from flatshift.commands.select import Flags
 from flatshift.commands.sweep import Flags as SweepFlags
-from tests.patience import HANG_S
+from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")

@@ -8,8 +8,8 @@ from pathlib import Path
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.tasks import Chat, Classify, Completion
-from tests.chat_models import chat_tokenizer, unmarked
-from tests.data_models import byte_tokenizer
+from tests.support.chat_models import chat_tokenizer, unmarked
+from tests.support.data_models import byte_tokenizer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -22,8 +22,8 @@ from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble_fraction, 
 from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.planner.sizes import BackboneSizes
-from tests.patience import HANG_S
-from tests.unit.test_parallel_auto import llama
+from tests.finetune.planner.test_layouts import llama
+from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 START = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 
 from flatshift.experiments.report import build_report
 from scripts.draw_pictures import PAGES, PICTURES, read_headings
-from tests import report_runs
+from tests.support import report_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flatshift.cli import run
-from tests.unit.test_side_by_side import make_run
+from tests.experiments.report.test_side_by_side import make_run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "runs.md").read_text(encoding="utf-8")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flatshift.selection.features import open_directory
-from tests.patience import HANG_S
+from tests.support.patience import HANG_S
 
 pytest.importorskip("datatrove")
 

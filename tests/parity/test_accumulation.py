@@ -15,7 +15,7 @@ from flatshift.finetune.tasks import Completion, LanguageModel
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import Plain, build
-from tests.finetune_models import IGNORED, PadOnly, save_backbone
+from tests.support.finetune_models import IGNORED, PadOnly, save_backbone
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,15 @@ from flatshift.regularizers.layers.forward import ForwardSwap
 from flatshift.regularizers.layers.fused import FusedLayers, FusedLora
 from flatshift.regularizers.layers.sites import find_lora_sites
 from flatshift.regularizers.methods.sam import _collect_weight_gradient
-from tests.regularizer_models import clear, frozen_checksums, gradients, tiny_gpt2, tiny_llama, tokens, with_lora
+from tests.support.regularizer_models import (
+    clear,
+    frozen_checksums,
+    gradients,
+    tiny_gpt2,
+    tiny_llama,
+    tokens,
+    with_lora,
+)
 
 
 def llama(dtype: torch.dtype = torch.float64, **settings: Any) -> Callable[[], Any]:

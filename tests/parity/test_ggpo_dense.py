@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flatshift.regularizers import GGPO, build
 from flatshift.regularizers.layers.signs import draw_signs
-from tests.regularizer_models import (
+from tests.support.regularizer_models import (
     base_weights,
     clear,
     densely_perturbed,

@@ -16,7 +16,7 @@ from flatshift.regularizers import GGPO, RegularizerError, build
 from flatshift.regularizers.layers.signs import draw_signs
 from flatshift.regularizers.mesh import Placement
 from flatshift.regularizers.methods.ggpo import GGPORegularizer
-from tests.regularizer_models import (
+from tests.support.regularizer_models import (
     base_weights,
     clear,
     fitted,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flatshift.regularizers import GGPO, build
 from flatshift.regularizers.layers.sites import find_lora_sites
-from tests.regularizer_models import clear, densely_perturbed, gradients, loss_of, tiny_llama, tokens, with_lora
+from tests.support.regularizer_models import clear, densely_perturbed, gradients, loss_of, tiny_llama, tokens, with_lora
 
 INVOCATION = 5
 """The token from whose last occurrence on an aLoRA adapter is active."""

@@ -36,9 +36,9 @@ from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
-from tests.data_models import text_rows
-from tests.objective_models import CLASSES, masked_tokenizer, numbered_rows, save_encoder, scatter, several_rows
-from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
+from tests.support.data_models import text_rows
+from tests.support.objective_models import CLASSES, masked_tokenizer, numbered_rows, save_encoder, scatter, several_rows
+from tests.support.seq2seq_models import TOKENIZER, save_encoder_decoder
 
 WORDPIECE = masked_tokenizer()
 

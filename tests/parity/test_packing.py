@@ -12,7 +12,7 @@ from flatshift.finetune.data.mixture import Mixture
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.packing_check import check_packing_isolation
 from flatshift.finetune.tasks import Completion, LanguageModel
-from tests.data_models import byte_tokenizer, text_rows, tiny_model
+from tests.support.data_models import byte_tokenizer, text_rows, tiny_model
 
 TOKENIZER = byte_tokenizer()
 KINDS = [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa"), ("gpt2", "eager"), ("mistral", "sdpa")]

@@ -20,7 +20,7 @@ from flatshift.finetune.tasks import Preference
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, MGPO, SAM, BiLora, LoraSAM, NEFTune, Plain, build
-from tests.finetune_models import IGNORED, PadOnly, save_backbone
+from tests.support.finetune_models import IGNORED, PadOnly, save_backbone
 
 LOSSES = {
     "dpo": Preference(beta=0.3),

@@ -22,8 +22,8 @@ from flatshift.finetune.tasks import Completion
 from flatshift.finetune.train import checkpointer
 from flatshift.finetune.train.checkpointer import checkpoint_steps as saved_steps
 from flatshift.regularizers import GGPO, Plain, build
-from tests.finetune_models import IGNORED, save_backbone
-from tests.stage_runs import run_or_stop
+from tests.support.finetune_models import IGNORED, save_backbone
+from tests.support.stage_runs import run_or_stop
 
 TASK = Completion(pack=True)
 STEPS = 14

@@ -13,8 +13,8 @@ from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.tasks import Seq2Seq
-from tests.data_models import text_rows
-from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
+from tests.support.data_models import text_rows
+from tests.support.seq2seq_models import TOKENIZER, save_encoder_decoder
 
 TASK = Seq2Seq()
 
