@@ -1,8 +1,9 @@
 """Reading records from an object store beside reading the same files from disk, in CPU time of the reader.
 
 The store is a process of its own (`tests.support.object_store`: moto's S3 server on localhost), whose CPU time does not
-count: what the reader spends is what its client adds, requests, signatures, checks and copies. Both sides read every record
-with `read_rows`; client and connection are there before the first measured pass, as are pyarrow and the files' pages.
+count: what the reader spends is what its client adds, requests, signatures, checks and copies. Both sides read every
+record with `read_rows`; client and connection are there before the first measured pass, as are pyarrow and the files'
+pages.
 """
 
 from __future__ import annotations

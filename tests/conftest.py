@@ -51,6 +51,36 @@ def warm_checks(check_server):
         yield
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama on disk."""
+    from tests.support.finetune_models import save_backbone
+
+    return save_backbone("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def source(llama: Path) -> Path:
+    """The backbone of a module that has none of its own."""
+    return llama
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Backbones by kind, of a module that has none of its own."""
+    from tests.support.finetune_models import save_backbone
+
+    return {kind: save_backbone(kind, tmp_path_factory.mktemp(kind)) for kind in ("llama", "gpt2")}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random BERT on disk, with its tokenizer."""
+    from tests.support.objective_models import save_encoder
+
+    return save_encoder(tmp_path_factory.mktemp("encoder"))
+
+
 def _shipped() -> dict[str, str]:
     """SHA-256 of every file of the shipped backbones."""
     place = Path(__file__).resolve().parent.parent / "finetune" / "backbones"

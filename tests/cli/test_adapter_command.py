@@ -19,6 +19,7 @@ from flatshift.finetune.adapters.saved import SavedAdapter
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.tasks import LanguageModel
+from tests.support.commands import flags
 
 SMALL = {
     "train.steps": 6,
@@ -37,10 +38,6 @@ SMALL = {
     "adapter.rank": 4,
 }
 GA = {"adapter.init": "lora-ga", "adapter.init_rows": 12, "adapter.ranks.q_proj": 6}
-
-
-def flags(settings: dict) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 def train(out: Path, **settings) -> int:

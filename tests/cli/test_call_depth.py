@@ -10,7 +10,8 @@ import torch
 
 from flatshift.cli import run
 from flatshift.finetune.train.optimizer import AdapterOptimizer
-from tests.cli.test_mesh_contract import SMALL, flags
+from tests.cli.test_mesh_contract import SMALL
+from tests.support.commands import flags
 
 
 def path_from_the_command() -> list[str]:

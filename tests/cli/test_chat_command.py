@@ -18,6 +18,7 @@ from flatshift.finetune import assets
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from tests.support.chat_models import CONVERSATIONS, chat_tokenizer
+from tests.support.commands import flags
 from tests.support.data_models import tiny_model, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
@@ -36,10 +37,6 @@ SMALL = {
     "eval.train_limit": 0,
     "eval.bootstrap": 10,
 }
-
-
-def flags(settings: dict) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 @pytest.fixture(scope="module")

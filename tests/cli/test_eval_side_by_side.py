@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
+from tests.support.commands import flags
 from tests.support.data_models import write_jsonl
 
 SMALL = {
@@ -24,7 +25,7 @@ ROWS = [
 
 
 def trained(out: Path, recipe: str, **more: object) -> Path:
-    words = [word for key, value in (SMALL | more).items() for word in (f"--{key}", str(value))]
+    words = flags(SMALL | more)
     assert run(["train", recipe, "--out", str(out), *words]) == 0
     return out
 

@@ -19,6 +19,7 @@ from flatshift.experiments.workflows.deployment import _require_same_vocabulary,
 from flatshift.experiments.workflows.export import push_to_hub
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
+from tests.support.commands import flags
 from tests.support.data_models import write_jsonl
 from tests.support.hub_stand_in import hub
 
@@ -42,7 +43,7 @@ SMALL = {
 def trained(home: Path, **task: object) -> Path:
     rows = write_jsonl(home / "rows.jsonl", [{"text": f"reset number {i}", "label": "yes"} for i in range(12)])
     files = {"data.train.files": f"[{rows}]", "data.test.files": f"[{rows}]", "data.checks.copies": "warn"}
-    words = [str(word) for key, value in (SMALL | files | task).items() for word in (f"--{key}", value)]
+    words = flags(SMALL | files | task)
     assert run(["train", "classify", "--out", str(home / "run"), *words]) == 0
     return home / "run"
 

@@ -19,6 +19,7 @@ from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.workflows.lm_eval import run_harness
 from flatshift.finetune.assets import backbone_directory
 from flatshift.finetune.errors import UserError
+from tests.support.commands import flags
 
 HERE = all(importlib.util.find_spec(name) is not None for name in ("lm_eval", "datasets"))
 needs_package = pytest.mark.skipif(not HERE, reason="needs the extra `harness` (lm-eval, datasets)")
@@ -56,7 +57,7 @@ metadata: {{version: 1.0}}
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "lm"
-    words = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
+    words = flags(SMALL)
     assert run(["train", "language-model", "--out", str(out), *words]) == 0
     return out
 

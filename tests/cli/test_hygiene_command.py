@@ -12,13 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
+from tests.support.data_models import write_jsonl
 
 SHARED = "we show that the proposed method is better than all of the methods that came before it"
-
-
-def write_rows(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -47,17 +43,21 @@ def files(tmp_path: Path) -> dict[str, str]:
         {"text": SHARED, "id": "whole"},
     ]
     return {
-        "pool": write_rows(tmp_path / "pool.jsonl", rows),
-        "target": write_rows(tmp_path / "target.jsonl", [{"text": fresh()}, {"text": rows[5]["text"], "id": "t"}]),
-        "eval": write_rows(
-            tmp_path / "eval.jsonl",
-            [
-                {
-                    "question": f"What is it that would make anyone in this field say of a paper that {SHARED}?",
-                    "answer": "Because.",
-                    "id": "e",
-                }
-            ],
+        "pool": str(write_jsonl(tmp_path / "pool.jsonl", rows)),
+        "target": str(
+            write_jsonl(tmp_path / "target.jsonl", [{"text": fresh()}, {"text": rows[5]["text"], "id": "t"}])
+        ),
+        "eval": str(
+            write_jsonl(
+                tmp_path / "eval.jsonl",
+                [
+                    {
+                        "question": f"What is it that would make anyone in this field say of a paper that {SHARED}?",
+                        "answer": "Because.",
+                        "id": "e",
+                    }
+                ],
+            )
         ),
     }
 
@@ -210,7 +210,7 @@ def test_the_answer_of_another_tool_is_followed(files, tmp_path: Path, form: str
         answer.write_text("id,match,why\nr2,r1,minhash\nagain,r3,\nr9,,spam\n", encoding="utf-8")
     elif form == "jsonl":
         told = zip(ids, matches, reasons, strict=True)
-        write_rows(answer, [{"id": i, "match": m, "why": w, "text": "as datatrove keeps it"} for i, m, w in told])
+        write_jsonl(answer, [{"id": i, "match": m, "why": w, "text": "as datatrove keeps it"} for i, m, w in told])
     else:
         pq.write_table(pa.table({"id": ids, "match": matches, "why": reasons}), answer)
     out = tmp_path / "out"
@@ -232,13 +232,13 @@ def test_the_answer_of_another_tool_is_followed(files, tmp_path: Path, form: str
 
 def test_an_answer_for_another_pool_is_refused_or_counted(files, tmp_path: Path, capsys) -> None:
     rows = [{"id": "r2"}, {"id": "r77"}, {"id": "r78"}]
-    answer = write_rows(tmp_path / "answer.jsonl", rows)
+    answer = str(write_jsonl(tmp_path / "answer.jsonl", rows))
     drops = ["--select.hygiene.drops", answer]
     assert select(files, tmp_path / "out", *drops) == 2
     message = capsys.readouterr().err
     assert f"{answer}:2: the pool has no record 'r77' (2 of 3 ids" in message and "--bad-rows skip" in message
     assert not (tmp_path / "out").exists()
-    write_rows(tmp_path / "answer.jsonl", [*rows, {"why": "nothing"}])
+    write_jsonl(tmp_path / "answer.jsonl", [*rows, {"why": "nothing"}])
     assert select(files, tmp_path / "out", *drops) == 2
     assert f"{answer}:4: no column 'id'" in capsys.readouterr().err
     assert select(files, tmp_path / "out", *drops, "--bad-rows", "skip") == 0

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from flatshift.cli import run
+from tests.support.commands import flags
 from tests.support.patience import HANG_S
 
 SMALL = {
@@ -44,10 +45,6 @@ def flatshift(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     )
     assert done.returncode == code, done.stderr[-3000:]
     return done
-
-
-def flags(settings: dict[str, Any]) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 def losses(run: Path) -> dict[tuple[str, int], float]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_mesh_contract import SMALL, flags, flatshift
+from tests.cli.test_mesh_contract import SMALL, flatshift
+from tests.support.commands import flags
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("finetune", "experiments", "selection", "regularizers")

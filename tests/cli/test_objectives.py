@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from flatshift.cli import run
+from tests.support.commands import flags
 from tests.support.data_models import write_jsonl
-from tests.support.objective_models import masked_tokenizer, numbered_rows, save_encoder, several_rows
+from tests.support.objective_models import masked_tokenizer, numbered_rows, several_rows
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
 
@@ -26,10 +27,6 @@ SMALL = {
     "eval.bootstrap": 50,
     "eval.train_limit": 20,
 }
-
-
-def flags(settings: dict) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 def read(path: Path) -> dict:
@@ -71,11 +68,6 @@ def test_the_recipe_seq2seq(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert run(["merge", str(out), "--out", str(tmp_path / "merged")]) == 0
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged")
     assert model.config.decoder_start_token_id == 0
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 def recipe_file(folder: Path, encoder: Path, rows: list, task: str) -> str:

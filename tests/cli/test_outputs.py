@@ -30,6 +30,7 @@ from flatshift.finetune.data.rows import Row, read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.tasks import Chat, Completion, Seq2Seq
+from tests.support.commands import flags
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
 
@@ -50,10 +51,6 @@ SMALL = {
 }
 EVIL = "rows `x` | <img src=x onerror=alert(1)> ]( ---.jsonl"
 ASK = "Q: {text}\nA:"
-
-
-def flags(settings: dict[str, Any]) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 @pytest.fixture(scope="module")

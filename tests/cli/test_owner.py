@@ -10,6 +10,7 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.finetune.lock import exclusive_lock
+from tests.support.commands import flags
 
 QUICK = {
     "train.steps": 2,
@@ -33,10 +34,6 @@ WARM = QUICK | {
     "select.pool.limit": 100,
     "select.method.kind": "random",
 }
-
-
-def flags(settings: dict) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 def contents(directory: Path) -> dict[str, bytes]:

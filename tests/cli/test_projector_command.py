@@ -10,6 +10,7 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.experiments.data import splits
+from tests.support.commands import flags
 from tests.support.data_models import write_jsonl
 
 COLOURS = ("red", "green", "blue")
@@ -49,10 +50,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         encoding="utf-8",
     )
     return made
-
-
-def flags(settings: dict) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 def train(folder: Path, name: str, **more) -> Path:

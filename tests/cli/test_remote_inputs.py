@@ -13,6 +13,7 @@ import pytest
 from flatshift.cli import run
 from flatshift.finetune.data import remote
 from flatshift.selection.features import write_manifest
+from tests.support.commands import flags
 from tests.support.object_store import ObjectStore, Put, bucket, forget_clients, object_store
 
 pytest.importorskip("s3fs")
@@ -57,7 +58,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def train(place: object, out: Path) -> int:
-    words = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
+    words = flags(SMALL)
     files = ["--data.train.files", f"{place}/train.jsonl.gz", "--data.dev.files", "[]", "--data.test.files", "[]"]
     return run(["train", "classify", *files, *words, "--out", str(out)])
 

@@ -10,13 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
+from tests.support.data_models import write_jsonl
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
-
-
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 @pytest.fixture
@@ -33,7 +29,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
         for i in range(40)
     ]
     target = [{"text": " ".join(rng.choice(WORDS[:5], 8))} for _ in range(6)]
-    return write_rows(tmp_path / "pool.jsonl", pool), write_rows(tmp_path / "target.jsonl", target)
+    return write_jsonl(tmp_path / "pool.jsonl", pool), write_jsonl(tmp_path / "target.jsonl", target)
 
 
 def select(files: tuple[Path, Path], out: Path, *more: str, budget: int = 10) -> int:
@@ -103,8 +99,8 @@ def test_same_seed_same_bytes(files, tmp_path: Path) -> None:
 
 
 def test_ties_keep_file_order(tmp_path: Path) -> None:
-    pool = write_rows(tmp_path / "p.jsonl", [{"text": "the same words"}] * 8)
-    target = write_rows(tmp_path / "t.jsonl", [{"text": "the same words"}, {"text": "other words"}])
+    pool = write_jsonl(tmp_path / "p.jsonl", [{"text": "the same words"}] * 8)
+    target = write_jsonl(tmp_path / "t.jsonl", [{"text": "the same words"}, {"text": "other words"}])
     np.save(tmp_path / "x.npy", np.ones((8, 3)))
     np.save(tmp_path / "y.npy", np.eye(3)[:2])
     own = ["--pool-features", str(tmp_path / "x.npy"), "--target-features", str(tmp_path / "y.npy")]
@@ -131,11 +127,11 @@ def test_own_features_are_scored_as_given_against_pot(files, tmp_path: Path) -> 
 
 def test_a_skipped_record_drops_its_feature_row(tmp_path: Path) -> None:
     good = [{"text": f"word {i}", "id": f"r{i}"} for i in range(6)]
-    pool = write_rows(tmp_path / "p.jsonl", good)
+    pool = write_jsonl(tmp_path / "p.jsonl", good)
     lines = pool.read_text(encoding="utf-8").splitlines()
     lines[2] = "{not json"
     pool.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    target = write_rows(tmp_path / "t.jsonl", [{"text": "a"}])
+    target = write_jsonl(tmp_path / "t.jsonl", [{"text": "a"}])
     np.save(tmp_path / "x.npy", np.arange(6.0)[:, None])
     np.save(tmp_path / "y.npy", np.array([[5.0]]))
     own = ["--pool-features", str(tmp_path / "x.npy"), "--target-features", str(tmp_path / "y.npy")]
@@ -171,7 +167,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     if pool_text is not None:
         (tmp_path / "p.jsonl").write_text(pool_text, encoding="utf-8")
-    write_rows(tmp_path / "t.jsonl", [{"text": "a"}])
+    write_jsonl(tmp_path / "t.jsonl", [{"text": "a"}])
     before = set(tmp_path.iterdir())
     budget = () if "--budget" in more else ("--budget", "1")
     code = run(
@@ -197,8 +193,8 @@ def test_feature_count_mismatch_and_nonempty_out(files, tmp_path: Path, capsys) 
 
 
 def test_columns_by_flag_and_json(tmp_path: Path, capsys) -> None:
-    pool = write_rows(tmp_path / "p.jsonl", [{"body": f"word {i}", "key": f"k{i}", "kind": "z"} for i in range(5)])
-    target = write_rows(tmp_path / "t.jsonl", [{"body": "word 1", "key": "t"}])
+    pool = write_jsonl(tmp_path / "p.jsonl", [{"body": f"word {i}", "key": f"k{i}", "kind": "z"} for i in range(5)])
+    target = write_jsonl(tmp_path / "t.jsonl", [{"body": "word 1", "key": "t"}])
     names = ["--text-column", "body", "--id-column", "key", "--domain-column", "kind", "--json"]
     assert select((pool, target), tmp_path / "out", *names, "--method", "knn", budget=1) == 0
     assert json.loads(capsys.readouterr().out)["selection"]["budget"] == 1

@@ -14,13 +14,9 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.experiments.select import embedding
+from tests.support.data_models import write_jsonl
 
 WORDS = [f"{a}{b}" for a in ("al", "be", "ga", "de") for b in ("pha", "ta", "mma", "lta", "rho")]
-
-
-def write_rows(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 @pytest.fixture
@@ -35,11 +31,11 @@ def files(tmp_path: Path) -> list[str]:
     target = [{"text": text(1, 8)} for _ in range(6)]
     words = [
         "--pool",
-        write_rows(tmp_path / "p.jsonl", pool),
+        str(write_jsonl(tmp_path / "p.jsonl", pool)),
         "--data.holdout",
         "0",
         "--target",
-        write_rows(tmp_path / "t.jsonl", target),
+        str(write_jsonl(tmp_path / "t.jsonl", target)),
     ]
     return ["select", *words, "--budget", "5", "--select.embedder.dim", "6"]
 

@@ -12,15 +12,11 @@ import pytest
 from flatshift.cli import run
 from flatshift.experiments.data.splits import read_splits
 from flatshift.experiments.recipe import resume_recipe
+from tests.support.data_models import write_jsonl
 
 CATS = ["cat", "kitten", "purr", "whisker", "paw", "feline", "tabby", "mouse"]
 CARS = ["car", "engine", "wheel", "brake", "clutch", "diesel", "gear", "road"]
 ROWS = 36
-
-
-def write_rows(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 def text(rng: np.random.Generator, words: list[str]) -> str:
@@ -37,8 +33,8 @@ def base(tmp_path: Path) -> list[str]:
     np.save(tmp_path / "y.npy", rng.standard_normal((8, 6)) + 3 * np.eye(6)[[0] * 8])
     np.save(tmp_path / "z.npy", rng.standard_normal((5, 6)) + 3 * np.eye(6)[[1] * 5])
     return [
-        *("select", "--pool", write_rows(tmp_path / "pool.jsonl", pool)),
-        *("--data.holdout", "0", "--target", write_rows(tmp_path / "target.jsonl", target), "--budget", "12"),
+        *("select", "--pool", str(write_jsonl(tmp_path / "pool.jsonl", pool))),
+        *("--data.holdout", "0", "--target", str(write_jsonl(tmp_path / "target.jsonl", target)), "--budget", "12"),
         *("--out", str(tmp_path / "out")),
         *("--select.embedder.dim", "8"),
     ]
@@ -118,7 +114,7 @@ def test_a_record_that_is_read_again_has_a_line_each_time(base: list[str], tmp_p
 def test_repeats_keep_the_users_own_columns(base: list[str], tmp_path: Path) -> None:
     pool = Path(base[2])
     rows = [json.loads(line) for line in pool.read_text(encoding="utf-8").splitlines()]
-    write_rows(pool, [{"uid": f"u{i}", "repeat_of": "mine", "rank": -1, **row} for i, row in enumerate(rows)])
+    write_jsonl(pool, [{"uid": f"u{i}", "repeat_of": "mine", "rank": -1, **row} for i, row in enumerate(rows)])
     again = ["--method", "cynical", "--select.method.repeats", "8"]
     assert run([*base[:-2], *again, "--select.columns.id", "uid"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
@@ -143,7 +139,7 @@ def test_a_name_that_another_record_has_is_not_given_to_a_repeat(base: list[str]
 
     (again, *_) = (line for line in lines("out") if "repeat_of" in line)
     rows = [json.loads(line) for line in Path(base[2]).read_text(encoding="utf-8").splitlines()]
-    write_rows(
+    write_jsonl(
         Path(base[2]), [{"id": "a" if r["text"] == again["text"] else f"a ({i})", **r} for i, r in enumerate(rows)]
     )
     found = lines("named")
@@ -162,7 +158,7 @@ def test_rounds_that_end_in_one_step_say_so(base: list[str], tmp_path: Path, cap
 
 def test_contrast_moves_away_from_the_negatives(base: list[str], tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
-    negative = write_rows(tmp_path / "negative.jsonl", [{"text": text(rng, CATS)} for _ in range(5)])
+    negative = str(write_jsonl(tmp_path / "negative.jsonl", [{"text": text(rng, CATS)} for _ in range(5)]))
     # Target and negatives speak of the same here, and repulsion is the stronger: cars are what remains.
     weights = ["--select.method.attract", "0.5", "--select.method.repel", "2"]
     assert run([*base, "--method", "gotd-contrast", "--negative", negative, *weights]) == 0
@@ -173,7 +169,7 @@ def test_contrast_moves_away_from_the_negatives(base: list[str], tmp_path: Path)
 
 
 def test_contrast_on_own_features(base: list[str], tmp_path: Path) -> None:
-    negative = write_rows(tmp_path / "negative.jsonl", [{"text": "x"}] * 5)
+    negative = str(write_jsonl(tmp_path / "negative.jsonl", [{"text": "x"}] * 5))
     words = base[:-2] + own(tmp_path, "x", "y", "z")
     assert run([*words, "--method", "gotd-contrast", "--negative", negative]) == 0
     columns, _ = result(tmp_path)
@@ -244,7 +240,7 @@ def test_no_text_is_chosen_twice(base: list[str], tmp_path: Path, method: str, c
     pool = Path(base[2])
     rows = [json.loads(line) for line in pool.read_text(encoding="utf-8").splitlines()]
     copies = [{**row, "text": form(row["text"])} for row in rows for form in (str, str.upper, "  {}".format)]
-    write_rows(pool, copies)
+    write_jsonl(pool, copies)
     words = [*base[:-2], "--method", method, "--select.method.shares", "{a: 1, b: 1}"][
         : -2 if method != "domains" else None
     ]
@@ -256,7 +252,7 @@ def test_no_text_is_chosen_twice(base: list[str], tmp_path: Path, method: str, c
         assert sorted(line["domain"] for line in lines) == ["a"] * 6 + ["b"] * 6
     if method == "knn":
         assert "say the same as one before them" in capsys.readouterr().err
-        write_rows(pool, copies[:9] + copies[9:12] * 4)
+        write_jsonl(pool, copies[:9] + copies[9:12] * 4)
         again = [str(tmp_path / "few") if word == str(tmp_path / "out") else word for word in [*words, *vectors]]
         assert run(again) == 0
         assert "warning: 8 of the chosen say the same as another" in capsys.readouterr().err

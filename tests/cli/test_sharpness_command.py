@@ -13,6 +13,7 @@ from flatshift.api import draw_report
 from flatshift.cli import run
 from flatshift.experiments.workflows.sharpness import measure_run_sharpness
 from flatshift.regularizers.sharpness import Sharpness
+from tests.support.commands import flags
 from tests.support.data_models import byte_tokenizer
 from tests.support.finetune_models import save_backbone
 
@@ -40,7 +41,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backbone = save_backbone("llama", home / "tiny", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(backbone)
     settings = SMALL | {"backbone": backbone, "regularizer.kind": "plain"}
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    words = flags(settings)
     assert run(["train", "classify", "--out", str(home / "plain"), *words]) == 0
     return home / "plain"
 

@@ -27,6 +27,7 @@ from flatshift.experiments.workflows.train import execute_parts
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.train.divergence import Diverged
+from tests.support.commands import flags
 
 Sweep = Callable[..., int]
 
@@ -340,10 +341,10 @@ def test_real_cells_of_two_workers_equal_single_runs(tmp_path: Path) -> None:
         "data.test.limit": 12,
         "eval.bootstrap": 20,
     }
-    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     out = tmp_path / "sweep"
-    words = ["sweep", "double-descent", "--out", str(out), *flags, "--design", "paired", "--seeds", "1", "--jobs", "2"]
-    assert run([*words, "--record.per_doubling", "1", "--grid", "adapter.rank=1,2", "train.steps=2,3"]) == 0
+    words = [*flags(settings), "--design", "paired", "--seeds", "1", "--jobs", "2", "--record.per_doubling", "1"]
+    grid = ["--grid", "adapter.rank=1,2", "train.steps=2,3"]
+    assert run(["sweep", "double-descent", "--out", str(out), *words, *grid]) == 0
     rows = table(out)
     assert rows["adapter.rank"] == [1, 2] and rows["train.steps"] == [2, 3] and rows["status"] == ["done"] * 2
     curves = pq.read_table(out / "curves.parquet").to_pydict()

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from flatshift.cli import run
+from tests.support.commands import flags
 from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
@@ -40,10 +41,6 @@ WARM = SMALL | {
     "select.pool.limit": 300,
     "select.embedder.dim": 16,
 }
-
-
-def flags(settings: dict) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 @pytest.fixture(scope="module")

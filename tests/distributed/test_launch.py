@@ -19,6 +19,7 @@ import pytest
 from flatshift.finetune.launch.job import DirectoryKeyValueStore
 from flatshift.finetune.launch.spawn import spawn
 from flatshift.finetune.launch.watchdog import Heartbeat, Watchdog
+from tests.support.commands import flags
 from tests.support.patience import HANG_S
 
 CHILD = Path(__file__).resolve().parents[1] / "support" / "launch_children.py"
@@ -166,18 +167,20 @@ SHORT |= {"data.dev.limit": 4, "data.test.limit": 4, "eval.bootstrap": 10}
 def under_torchrun(
     launcher: list[str], out: Path, *, before: Sequence[str] = (), **settings: object
 ) -> subprocess.Popen[str]:
-    flags = [word for key, value in (SHORT | settings).items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "flatshift", "train", "classify"]
-    return subprocess.Popen([*before, *command, "--out", str(out), *flags], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [*before, *command, "--out", str(out), *flags(SHORT | settings)], stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_the_first_sigterm_ends_an_evaluation_on_a_mesh(tmp_path: Path) -> None:
     """Of a command that starts two ranks itself: code 3, nobody left behind, and the run is evaluated later."""
     out = tmp_path / "run"
     settings = SHORT | {"mesh.dp": 2, "train.steps": 2, "data.test.limit": 301, "eval.batch_size": 1}
-    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "flatshift", "train"]
-    process = subprocess.Popen([*command, "classify", "--out", str(out), *flags], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "classify", "--out", str(out), *flags(settings)], stderr=subprocess.PIPE, text=True
+    )
     while not (out / "adapter").exists():  # it is written when the evaluation begins
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.01)

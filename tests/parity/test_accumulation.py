@@ -15,12 +15,7 @@ from flatshift.finetune.tasks import Completion, LanguageModel
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import Plain, build
-from tests.support.finetune_models import IGNORED, PadOnly, save_backbone
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    return {kind: save_backbone(kind, tmp_path_factory.mktemp(kind)) for kind in ("llama", "gpt2")}
+from tests.support.finetune_models import IGNORED, PadOnly
 
 
 def model_of(source, task):

@@ -37,7 +37,7 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
 from tests.support.data_models import text_rows
-from tests.support.objective_models import CLASSES, masked_tokenizer, numbered_rows, save_encoder, scatter, several_rows
+from tests.support.objective_models import CLASSES, masked_tokenizer, numbered_rows, scatter, several_rows
 from tests.support.seq2seq_models import TOKENIZER, save_encoder_decoder
 
 WORDPIECE = masked_tokenizer()
@@ -77,11 +77,6 @@ def batches_of(rows, task, *, tokenizer=WORDPIECE, masking=None, **encoding):
     return TrainingDataLoader(
         examples, task=task, batch_size=4, accumulate=3, seed=0, max_length=64, pad_id=0, masking=masking
     )
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return save_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 def test_several_classes_are_transformers_multi_label_loss_times_the_classes(encoder):

@@ -20,7 +20,7 @@ from flatshift.finetune.tasks import Preference
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, MGPO, SAM, BiLora, LoraSAM, NEFTune, Plain, build
-from tests.support.finetune_models import IGNORED, PadOnly, save_backbone
+from tests.support.finetune_models import IGNORED, PadOnly
 
 LOSSES = {
     "dpo": Preference(beta=0.3),
@@ -31,11 +31,6 @@ LOSSES = {
     "orpo": Preference(loss="orpo", odds_weight=0.5),
     "kto": Preference(loss="kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5),
 }
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return save_backbone("llama", tmp_path_factory.mktemp("llama"))
 
 
 def model_of(source, task):

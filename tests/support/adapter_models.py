@@ -10,6 +10,8 @@ from torch import Tensor
 
 from flatshift.finetune.adapters.adapter import trainable
 
+IDS = torch.arange(3, 27).reshape(2, 12)
+
 
 def move(model: Any, seed: int = 1) -> Any:
     """The model with N(0, 0.05²) added to all that trains."""
@@ -28,7 +30,7 @@ def plain_peft(source: Path, directory: Path) -> Any:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), directory)
 
 
-def logits_of(model: Any, ids: Tensor) -> Tensor:
-    """Logits in evaluation mode."""
+def logits(model: Any, **inputs: Any) -> Tensor:
+    """Logits of `IDS` in evaluation mode."""
     with torch.no_grad():
-        return model.eval()(input_ids=ids).logits
+        return model.eval()(input_ids=IDS, **inputs).logits

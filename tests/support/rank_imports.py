@@ -1,4 +1,4 @@
-"""Imports of nearly every rank of the tests: `tests.support.distributed_ranks` has them once and forks the ranks off it."""
+"""Imports of nearly every rank of the tests: `tests.support.distributed_ranks` has them once, and forks the ranks."""
 
 import peft
 import torch.distributed.fsdp

@@ -20,7 +20,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import numpy_generator
 from flatshift.finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
 from tests.support.data_models import row, text_rows, write_jsonl
-from tests.support.objective_models import masked_tokenizer, numbered_rows, save_encoder, several_rows
+from tests.support.objective_models import masked_tokenizer, numbered_rows, several_rows
 
 TOKENIZER = masked_tokenizer()
 ROWS = {"several": several_rows, "numbers": numbered_rows, "hidden": lambda n: text_rows(n, words=(5, 20))}
@@ -35,11 +35,6 @@ data:
   cache: DIR/cache
 train: {max_length: 48, steps: 4, batch_size: 4}
 """
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return save_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from tests.support.data_models import write_jsonl
-from tests.support.objective_models import numbered_rows, save_encoder
+from tests.support.objective_models import numbered_rows
 
 RECIPE = """
 backbone: BACKBONE
@@ -25,11 +25,6 @@ task: regress
 data: {train: {files: [DIR/train.jsonl]}, cache: null}
 train: {max_length: 48, steps: 4, batch_size: 4}
 """
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return save_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture

@@ -14,10 +14,9 @@ from flatshift.finetune.parallel.build import check_mesh_support
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, build
 from flatshift.regularizers.layers.sites import find_lora_sites
-from tests.support.adapter_models import logits_of, move
+from tests.support.adapter_models import IDS, logits, move
 
 LM = LanguageModel(pack=False)
-IDS = torch.arange(3, 27).reshape(2, 12)
 KINDS = ("mixtral", "qwen2-moe", "deepseek")
 
 
@@ -59,10 +58,6 @@ def sources(tmp_path_factory):
 
 def build_model(source, adapter, *, seed=0):
     return attach_adapter(load_backbone(source, task=LM), adapter, task=LM, seed=seed)
-
-
-def logits(model):
-    return logits_of(model, IDS)
 
 
 def dense(source, model):

@@ -17,19 +17,13 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.tasks import LanguageModel
-from tests.support.adapter_models import logits_of, move, plain_peft
+from tests.support.adapter_models import logits, move, plain_peft
 from tests.support.finetune_models import save_backbone
 
 LM = LanguageModel(pack=False)
-IDS = torch.arange(3, 27).reshape(2, 12)
 QUERY = {"llama": "model.layers.1.self_attn.q_proj", "gpt2": "transformer.h.1.attn.c_attn"}
 ATTRS = pytest.mark.skipif(importlib.util.find_spec("attr") is None, reason="PEFT's CorDA imports attrs")
 ALL = ("pissa", "olora", "orthogonal", "eva", pytest.param("corda", marks=ATTRS), "lora-ga")
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    return {kind: save_backbone(kind, tmp_path_factory.mktemp(kind)) for kind in ("llama", "gpt2")}
 
 
 def examples(count=24):
@@ -50,10 +44,6 @@ def build(source, adapter, *, seed=0, initial=None, dtype=torch.float32):
     return attach_adapter(
         load_backbone(source, task=LM), adapter, task=LM, seed=seed, initial=initial, calibration=rows, dtype=dtype
     )
-
-
-def logits(model):
-    return logits_of(model, IDS)
 
 
 def dense(layer):

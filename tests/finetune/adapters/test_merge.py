@@ -28,6 +28,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.models.meta import build_skeleton
 from flatshift.finetune.tasks import Classify, LanguageModel, Task
+from tests.support.commands import flags
 from tests.support.data_models import byte_tokenizer, write_jsonl
 from tests.support.finetune_models import save_backbone
 from tests.support.run_records import record_anew
@@ -168,7 +169,7 @@ def test_a_run_merges_by_files_to_what_peft_merges(tmp_path: Path, init: str) ->
         "optimizer.lr": 0.02,
         "eval.bootstrap": 5,
     }
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    words = flags(settings)
     assert run(["train", "language-model", "--out", str(out), *words]) == 0
     result = merge_run(out, tmp_path / "merged")
     base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)

@@ -27,11 +27,10 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.models.meta import build_skeleton
 from flatshift.finetune.tasks import Classify, LanguageModel
 from flatshift.finetune.train.optimizer import AdapterOptimizer
-from tests.support.adapter_models import logits_of, move, plain_peft
+from tests.support.adapter_models import logits, move, plain_peft
 from tests.support.finetune_models import save_backbone
 
 LM, CLS = LanguageModel(), Classify()
-IDS = torch.arange(3, 27).reshape(2, 12)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +47,6 @@ def build(source, adapter, *, task=LM, seed=0, **more):
     labels = ("a", "b", "c") if task is CLS else None
     backbone = load_backbone(source, task=task, label_names=labels)
     return attach_adapter(backbone, adapter, task=task, seed=seed, **more)
-
-
-def logits(model):
-    return logits_of(model, IDS)
 
 
 def sizes(model):

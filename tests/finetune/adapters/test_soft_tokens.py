@@ -14,26 +14,16 @@ from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.run_directory import read_metrics
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel
 from flatshift.regularizers import GGPO, RegularizerError, build
-from tests.support.finetune_models import RandomBatches, save_backbone
+from tests.support.adapter_models import IDS, logits
+from tests.support.finetune_models import RandomBatches
 from tests.support.stage_runs import run_or_stop
 
 LM = LanguageModel(pack=False)
-IDS = torch.arange(3, 27).reshape(2, 12)
 FIVE = Adapter(soft_tokens=5)
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    return {kind: save_backbone(kind, tmp_path_factory.mktemp(kind)) for kind in ("llama", "gpt2")}
 
 
 def make(source, *, seed=0, adapter=FIVE):
     return attach_adapter(load_backbone(source, task=LM), adapter, task=LM, seed=seed)
-
-
-def logits(model, **more):
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS, **more).logits
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -20,7 +20,7 @@ from flatshift.finetune.config import Adapter, Optimizer, Train
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.tasks import LanguageModel
-from tests.support.finetune_models import RandomBatches, save_backbone
+from tests.support.finetune_models import RandomBatches
 from tests.support.stage_runs import run_or_stop
 
 LM = LanguageModel()
@@ -64,11 +64,6 @@ def raising(hidden, linear, targets, *, smoothing=0.0):
 def slow(hidden, linear, targets, *, smoothing=0.0):
     time.sleep(0.05)
     return whole(hidden, linear, targets)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return save_backbone("llama", tmp_path_factory.mktemp("llama"))
 
 
 def engine_of(source):

@@ -24,11 +24,6 @@ from tests.support.data_models import byte_tokenizer, text_rows
 from tests.support.finetune_models import save_backbone
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return save_backbone("llama", tmp_path_factory.mktemp("llama"))
-
-
 @pytest.fixture
 def offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -25,6 +25,7 @@ from flatshift.finetune.tasks import Classify, LanguageModel
 from flatshift.regularizers import GGPO, RegularizerError, build
 from flatshift.regularizers.layers.frozen import is_quantised
 from flatshift.regularizers.layers.sites import find_lora_sites
+from tests.support.commands import flags
 from tests.support.finetune_models import save_backbone
 
 HERE = importlib.util.find_spec("bitsandbytes") is not None
@@ -282,10 +283,6 @@ SMALL = {
     "eval.bootstrap": 20,
     "regularizer": "ggpo",
 }
-
-
-def flags(settings: dict[str, Any]) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 @needs_package

@@ -13,14 +13,9 @@ from flatshift.finetune.config import Adapter
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.tasks import LanguageModel
-from tests.support.finetune_models import RandomBatches, save_backbone
+from tests.support.finetune_models import RandomBatches
 
 LM = LanguageModel()
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return save_backbone("llama", tmp_path_factory.mktemp("llama"))
 
 
 def gradients(source, mode, length):

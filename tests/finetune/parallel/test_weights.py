@@ -34,11 +34,6 @@ from flatshift.finetune.tasks import Classify, LanguageModel
 from tests.support.finetune_models import Micro, save_backbone
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    return save_backbone("llama", tmp_path_factory.mktemp("llama"))
-
-
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.bf16)])
 @pytest.mark.parametrize(
     ("kind", "task"),

@@ -19,14 +19,9 @@ from flatshift.finetune.train.checkpointer import checkpoint_steps as saved_step
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import Plain, build
-from tests.support.finetune_models import IGNORED, PadOnly, RandomBatches, save_backbone
+from tests.support.finetune_models import IGNORED, PadOnly, RandomBatches
 
 LM = LanguageModel()
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return save_backbone("llama", tmp_path_factory.mktemp("llama"))
 
 
 def examples(count=6):

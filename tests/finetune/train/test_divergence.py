@@ -24,7 +24,7 @@ from flatshift.finetune.train.schedule import learning_rate
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import ASAM, BAR, GGPO, LoraSAM, Plain, build
-from tests.support.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
+from tests.support.finetune_models import Micro, PadOnly, RandomBatches
 
 LM = LanguageModel()
 STEPS = 14
@@ -67,11 +67,6 @@ class SickEngine(Engine):
         if number in self.nan and self.in_pass in (None, turn):
             next(iter(self.parameters.values())).grad.view(-1)[0] = math.nan
         return loss + 50 if number in self.jump else loss
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return save_backbone("llama", tmp_path_factory.mktemp("llama"))
 
 
 def engine_of(source, *, nan=(), jump=(), in_pass=0):

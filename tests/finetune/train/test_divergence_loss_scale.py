@@ -40,11 +40,6 @@ class SmallRange(Engine):
         return loss
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return save_backbone("llama", tmp_path_factory.mktemp("llama"))
-
-
 def engine_of(source, *, precision="fp32", limit=math.inf):
     model = attach_adapter(load_backbone(source, task=LM, precision=precision), Adapter(rank=4), task=LM, seed=0)
     engine = SmallRange.alone(model)

@@ -23,8 +23,9 @@ from flatshift.finetune.train.out_of_memory import MemoryAtFailure, failed_alloc
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import BAR, GGPO, LoraSAM, Plain, build
-from tests.cli.test_train_contract import SMALL, flags
-from tests.support.finetune_models import PadOnly, RandomBatches, save_backbone
+from tests.cli.test_train_contract import SMALL
+from tests.support.commands import flags
+from tests.support.finetune_models import PadOnly, RandomBatches
 
 LM = LanguageModel()
 CUDA = torch.OutOfMemoryError(
@@ -53,11 +54,6 @@ class FullEngine(Engine):
             self.held = weakref.ref(activations)
             raise type(self.error)(*self.error.args)
         return loss
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return save_backbone("llama", tmp_path_factory.mktemp("llama"))
 
 
 def engine_of(source, kind=FullEngine):

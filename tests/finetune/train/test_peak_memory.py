@@ -25,7 +25,8 @@ from flatshift.finetune.planner.throughput import find_device
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train import peak_memory
 from flatshift.finetune.train.peak_memory import PlannedStep, StepMemoryMeter
-from tests.cli.test_train_contract import SMALL, flags
+from tests.cli.test_train_contract import SMALL
+from tests.support.commands import flags
 
 PLAN = MemoryPlan(backbone=1000, adapter=100, gradients=100, optimizer=200, activations=5 << 20)
 GB = 10**9

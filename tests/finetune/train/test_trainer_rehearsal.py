@@ -247,11 +247,6 @@ def test_the_type_of_a_device_is_asked_in_one_place():
 # --------------------------------------------------------------------------------------------- lines that wait
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return save_backbone("llama", tmp_path_factory.mktemp("llama"))
-
-
 def fit(source, directory, *, regularizer=None, steps=12, on=None, dev=(), **train):
     model = attach_adapter(load_backbone(source, task=LM), Adapter(rank=4), task=LM, seed=0)
     stop = None if on is None else lambda: on(model)
