@@ -127,8 +127,8 @@ def _confine(channel: socket.socket) -> None:
         signal.signal(number, signal.SIG_IGN)  # the end of the other process ends this one
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     nothing, own = os.open(os.devnull, os.O_RDWR), os.dup(channel.fileno())
-    for number in range(3):
-        os.dup2(nothing, number)
+    for descriptor in range(3):
+        os.dup2(nothing, descriptor)
     os.dup2(own, 3)
     os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_NPROC: 0}

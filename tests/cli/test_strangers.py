@@ -187,7 +187,8 @@ def test_a_hostile_template_ends_in_one_sentence(name: str, tmp_path: Path, monk
     words = ["train", "chat", "--data", "rows.jsonl", "--task.template", "own.jinja", "--data.bad_rows", "skip"]
     assert run([*words, "--backbone", "flatshift-5m", "--out", "run", "--train.precision", "fp32"]) == 2
     err = capsys.readouterr().err.splitlines()
-    assert err[-1].startswith("flatshift: error: ") and "task.template" in err[-1] and len(err[-1]) < 330 and "Traceback" not in "".join(err)
+    assert err[-1].startswith("flatshift: error: ") and "task.template" in err[-1]
+    assert len(err[-1]) < 330 and "Traceback" not in "".join(err)
     assert not Path("canary").exists()
     assert time.process_time() - start[0] < 60 and os.times().children_user - start[1] < 25
 
@@ -219,7 +220,7 @@ def test_limits_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
         except MemoryError:
             return "none"
 
-    with LimitedProcess(spin) as process, pytest.raises(LimitExceeded, match=r"takes more than 0.2 CPU seconds, or 0.01 on average"):
+    with LimitedProcess(spin) as process, pytest.raises(LimitExceeded, match="more than 0.2 CPU seconds, or 0.01 on"):
         process.ask(None)
     with LimitedProcess(lambda _: sum(range(5_000_000))) as process, pytest.raises(LimitExceeded, match="on average"):
         for _ in range(50):  # each within its own limit
