@@ -194,7 +194,8 @@ def _check_tokenizer_cost(tokenizer: PreTrainedTokenizerBase, where: str) -> Non
         if part is not None:
             named |= set(part.__getstate__().decode())
     characters = sorted(c for c in named | set("aA1 .'") if c.isprintable())[:_MAX_CHARACTERS]
-    text = "".join(f"{character * _REPEATS}\n" for character in characters)
+    # Once before the end of a line and once before another character: a pattern runs away where its end does not match.
+    text = "".join(f"{character * _REPEATS}\n{character * _REPEATS}~!\n" for character in characters)
 
     def encode_and_decode(_: None) -> str | None:
         try:
