@@ -20,6 +20,7 @@ import pytest
 from flatshift.cli import run
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.tree import from_mapping, from_override
+from flatshift.experiments.studies.sweep.axes import parse_grid
 from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.remote import find_objects, upload_folder
 from flatshift.finetune.data.rows import read_rows
@@ -129,6 +130,12 @@ def test_a_recipe_never_holds_them(tmp_path: Path) -> None:
         assert recipe.recipe.data.train.files[0] == "https://h/a.jsonl" and "s3cret" not in recipe.to_yaml()
     text = load_recipe("chat", [from_override("task.system", "Read https://h/?key=1 first.")]).recipe.task.system
     assert text == "Read https://h/?key=1 first."
+
+
+def test_a_grid_never_holds_them() -> None:
+    axes = parse_grid(["data.train.files=https://ann:s3cret@h/a,[https://h/b?sig=s3cret]"])
+    assert axes == {"data.train.files": ["https://h/a", "[https://h/b]"]}
+    assert reveal_secrets("https://h/b") == "https://h/b?sig=s3cret"
 
 
 @pytest.mark.parametrize(
