@@ -8,6 +8,8 @@ import re
 import signal
 from pathlib import Path
 
+from .redaction import redact_urls
+
 SENTENCE = 300
 """Maximum length of an error message shown to the user, in characters."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -22,6 +24,9 @@ _DISK = {
 
 class UserError(ValueError):
     """Mistake in the user's input: one sentence with what, where (file:line or flag) and the nearest valid fix."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(redact_urls(text) if isinstance(text, str) else text for text in arguments))
 
 
 class Interrupted(Exception):
@@ -120,8 +125,8 @@ def shorten(text: str, maximum: int = 60) -> str:
     return text if len(text) <= maximum else f"{text[:head]}…{text[head + 1 - maximum :]}"
 
 
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Invisible characters that a terminal acts on: control characters except tabs and line ends, bidirectional overrides,
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Invisible characters that a terminal acts on: control characters except tabs and line ends, bidirectional controls,
 and unpaired surrogates, which no terminal accepts."""
 
 

@@ -34,8 +34,9 @@ from .atomic import (
     write_text,
 )
 from .digests import check_files
-from .errors import Interrupted, UserError, describe_disk_error, is_disk_full
+from .errors import Interrupted, UserError, describe_disk_error, escape_control_characters, is_disk_full
 from .machine import count_cores, cpu_info
+from .redaction import join_command
 
 ENVIRONMENT, COMMAND, RECIPE, MANIFEST = "environment.json", "command.txt", "recipe.resolved.yaml", "manifest.json"
 METRICS, TRACE, LOG = "metrics.jsonl", "trace.jsonl", "log.txt"
@@ -146,6 +147,7 @@ class RunDirectory:
         if not self.writes:
             return
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        message = escape_control_characters(message)
         _append_line(self.path / LOG, "".join(f"{now} {line}\n" for line in message.splitlines() or [""]))
 
 
@@ -215,7 +217,7 @@ def add_provenance(directory: Path) -> None:
 def _command_line() -> str:
     name = Path(sys.argv[0]).name
     program = "flatshift" if name == "__main__.py" else name  # `python -m flatshift` runs the same command
-    return shlex.join([program, *sys.argv[1:]]) + "\n"
+    return join_command([program, *sys.argv[1:]]) + "\n"
 
 
 def collect_environment() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flatshift.finetune.errors import UserError, is_remote, shorten, store_address
+from flatshift.finetune.redaction import hide_secrets
 
 if TYPE_CHECKING:
     import numpy as np
@@ -343,7 +344,7 @@ def _check_files(function: str, name: str, value: Any) -> list[str]:
     for row, file in enumerate(files):
         if not isinstance(file, str | Path):
             raise _type_error(function, f"{name}[{row}]", "a path", file)
-    return [store_address(file) if is_remote(file) else str(Path(file)) for file in files]
+    return [hide_secrets(store_address(file)) if is_remote(file) else str(Path(file)) for file in files]
 
 
 @dataclass(frozen=True)

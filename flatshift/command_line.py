@@ -27,6 +27,7 @@ from flatshift.finetune.errors import UserError, shorten
 from flatshift.finetune.launch import spawn
 from flatshift.finetune.models.quantize import check_available
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
+from flatshift.finetune.redaction import hide_secrets
 
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
 _OTHER_NAMES = {"model": "backbone", "model_name_or_path": "backbone", "learning_rate": "optimizer.lr"}
@@ -129,11 +130,23 @@ def parse_flags(flags: type[FlagsT], name: str, argv: Sequence[str]) -> FlagsT:
             parsed: FlagsT = tyro.cli(flags, prog=f"flatshift {name}", args=_expand_exponents(argv, kinds))
         _check_no_empty_values(argv)
         _check_bounds(parsed)
-        return parsed
+        return _hide_secrets(parsed)
     except SystemExit as stop:
         if not stop.code:
             raise
     raise UserError(f"{_parser_message(errors.getvalue(), kinds)}; see `flatshift {name} --help`")
+
+
+def _hide_secrets(flags: FlagsT) -> FlagsT:
+    """Return `flags` with every address that they hold stripped of its secrets."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(flags):  # type: ignore[arg-type]
+        value = getattr(flags, field.name)
+        if isinstance(value, str) and field.name not in _MAY_BE_EMPTY:
+            changes[field.name] = hide_secrets(value)
+        elif isinstance(value, tuple) and field.name not in _MAY_BE_EMPTY:
+            changes[field.name] = tuple(hide_secrets(item) if isinstance(item, str) else item for item in value)
+    return dataclasses.replace(flags, **changes)  # type: ignore[type-var]
 
 
 def _check_no_empty_values(argv: Sequence[str]) -> None:

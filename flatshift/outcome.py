@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatshift.finetune.errors import escape_control_characters
+from flatshift.finetune.redaction import redact_urls
 from flatshift.finetune.tasks import KINDS
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _MAX_RECORDS, _MAX_VERDICTS, _MAX_TEXT = 3, 6, 64
 def print_outcome(table: str, commands: Sequence[Sequence[str]]) -> None:
     """Print `table` and `commands`, one a line, quoted for a shell."""
     lines = [*table.split("\n"), "next:", *(f"  {' '.join(map(_quote, words))}" for words in commands)]
-    print(escape_control_characters("\n".join(lines if table else lines[1:])), file=sys.stderr, flush=True)
+    print(escape_control_characters(redact_urls("\n".join(lines if table else lines[1:]))), file=sys.stderr, flush=True)
 
 
 def _quote(word: str) -> str:

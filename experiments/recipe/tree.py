@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from flatshift.finetune.errors import UserError, shorten
+from flatshift.finetune.redaction import hide_secrets
 
 _MAX_DEPTH = 32
 _MAX_BYTES = 1 << 20  # of a recipe file: PyYAML reads about a MiB in ten seconds, and no recipe needs a hundredth of it
@@ -32,6 +33,11 @@ class Leaf:
     value: Any
     text: str
     location: str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, str):  # a recipe never holds the password of an address
+            object.__setattr__(self, "value", hide_secrets(self.value))
+            object.__setattr__(self, "text", hide_secrets(self.text))
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Console:
         brief: leave nothing on a terminal, and elsewhere print nothing for a task of less than four seconds.
         """
         if self.terminal:
-            yield from self._bar(label, total, unit, brief)
+            yield from self._bar(escape_control_characters(label), total, unit, brief)
         else:
             yield from self._lines(label, total, unit, brief)
 
@@ -175,7 +175,12 @@ class Console:
 
             def update(done: int, note: str = "") -> None:
                 rate = meter.report(done)
-                progress.update(task, completed=done, note=note, rate=format_rate(rate, unit) if unit else "")
+                progress.update(
+                    task,
+                    completed=done,
+                    note=escape_control_characters(note),
+                    rate=format_rate(rate, unit) if unit else "",
+                )
 
             yield update
 

@@ -52,6 +52,7 @@ from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.checkpoint import read_index
 from flatshift.finetune.models.meta import build_skeleton
+from flatshift.finetune.redaction import find_secrets
 from flatshift.finetune.run_directory import MANIFEST, RECIPE, check_replaceable, output_directory, resume_command
 from flatshift.selection.features import open_directory
 
@@ -322,12 +323,22 @@ def push_to_store(folder: Path, address: str, progress: Callable[[int, int], Non
     """
     require_finished(folder)
     names = _files_to_send(folder)
+    _check_no_secrets(folder)
     total = sum((folder / name).stat().st_size for name in names)
     files = [name for name in names if Path(name).name not in _LAST]
     marks = sorted((name for name in names if Path(name).name in _LAST), key=_marker_sort_key)
     groups = [files, *(list(group) for _, group in itertools.groupby(marks, _marker_sort_key))]
     report = None if progress is None else (lambda done: progress(done, total))
     return upload_folder(folder, groups, address, progress=report)
+
+
+def _check_no_secrets(folder: Path) -> None:
+    """Raise UserError if a record in `folder`, as of earlier versions, holds a password or signature of an address."""
+    if (found := next(find_secrets(folder), None)) is not None:
+        raise UserError(
+            f"{found[0]}:{found[1]} holds a password or signature of an address, which would be uploaded; withdraw it "
+            f"where it was issued and make the folder again (`flatshift doctor {folder}` lists all)"
+        )
 
 
 def require_finished(folder: Path) -> None:
@@ -400,6 +411,7 @@ def push_to_hub(folder: Path, repository: str, *, public: bool = False, message:
 
     check_hub_name(repository)
     files = files_to_upload(folder)
+    _check_no_secrets(folder)
     api = HfApi()
     try:
         api.create_repo(repository, private=not public, exist_ok=True)

@@ -28,6 +28,7 @@ from flatshift.finetune.digests import DONE
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import METRICS, find_metric
 from flatshift.finetune.models.backbone import PACKAGE
+from flatshift.finetune.redaction import redact_urls
 from flatshift.finetune.tasks import Task
 
 _PIPELINE_TAGS = {"AutoModelForMaskedLM": "fill-mask", "AutoModelForSequenceClassification": "text-classification"}
@@ -73,7 +74,7 @@ def build_card(
         _format_metrics_table(_read_evaluation(path)),
         "## How it was trained\n",
         _format_settings(recipe),
-        format_code_block(_without_paths((path / "command.txt").read_text(encoding="utf-8").strip())),
+        format_code_block(_without_paths(redact_urls((path / "command.txt").read_text(encoding="utf-8").strip()))),
         _format_versions(read_json_object(path / "environment.json", "versions")),
         "## Data\n",
         _format_data(recipe, read_json_object(path / "manifest.json", "inputs")["inputs"]),

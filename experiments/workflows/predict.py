@@ -175,13 +175,15 @@ def predict_from_run(
     out: Path,
     *,
     overrides: Sequence[Branch] = (),
+    raw: bool = False,
     quiet: bool = False,
 ) -> int:
     """Write the predictions of the run at `path` for every row of `data` to `out` (.jsonl, .csv, .tsv or .parquet).
 
     Finished parts are kept next to `out` until it is complete; the same call continues with them. After a refusal, a
     call with corrected files continues too: parts of unchanged rows are kept.
-    overrides: as of `Predictor`, and `data.bad_rows`.
+    overrides: as of `Predictor`, and `data.bad_rows`. raw: leave texts of .csv and .tsv as they are that a spreadsheet
+    would take for formulas.
     Returns the number of rows.
     Raises UserError as `Predictor`; for an `out` of another kind, that exists or is in use; for bad rows; and for parts
     that a killed call has of another run or other data.
@@ -222,7 +224,7 @@ def predict_from_run(
             if not done:
                 raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")
             with atomic_file(out) as temporary:
-                _join_parts(sorted(parts.glob(_PART_FILES)), temporary, out.suffix)
+                _join_parts(sorted(parts.glob(_PART_FILES)), temporary, out.suffix, raw=raw)
             shutil.rmtree(parts)
         if skipped := [*skipped, *predictor.skipped]:
             console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
@@ -297,7 +299,7 @@ def _write_parts(
     return done
 
 
-def _join_parts(parts: Sequence[Path], path: Path, suffix: str) -> None:
+def _join_parts(parts: Sequence[Path], path: Path, suffix: str, *, raw: bool) -> None:
     if suffix == ".jsonl":
         with path.open("wb") as stream:
             for file in parts:
@@ -316,9 +318,9 @@ def _join_parts(parts: Sequence[Path], path: Path, suffix: str) -> None:
         columns = list(dict.fromkeys(name for record in _iter_records(parts) for name in record))
         with path.open("w", encoding="utf-8", newline="") as stream:
             writer = csv.DictWriter(stream, columns, delimiter="\t" if suffix == ".tsv" else ",")
-            writer.writeheader()
+            writer.writerow({name: _format_cell(name, raw) for name in columns})
             for record in _iter_records(parts):
-                writer.writerow({name: _format_cell(value) for name, value in record.items()})
+                writer.writerow({name: _format_cell(value, raw) for name, value in record.items()})
 
 
 def _iter_records(files: Iterable[Path]) -> Iterator[Record]:
@@ -327,5 +329,8 @@ def _iter_records(files: Iterable[Path]) -> Iterator[Record]:
             yield from map(json.loads, stream)
 
 
-def _format_cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+def _format_cell(value: Any, raw: bool) -> Any:
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if is_formula and not raw else value

@@ -7,7 +7,7 @@
 
 An object is read by ranges and never downloaded as a whole. Every later opening in this process must see the same
 version as the first. Credentials and endpoints are those of the store's own client: its environment variables and
-files.
+files; the password or signature of an address is used to open it, and appears nowhere else.
 
 Files are uploaded in groups: each group is verified before the next starts, so that a file that marks completion is
 never uploaded before the files it covers. `upload.json` is sent first and stays there: bytes and SHA-256 of all files.
@@ -30,6 +30,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from ..errors import UserError, first_error_line
+from ..redaction import hide_secrets, redact_urls, reveal_secrets
 
 _T = TypeVar("_T")
 
@@ -50,6 +51,10 @@ _CREDENTIALS = {
     ),
     **dict.fromkeys(("gs", "gcs"), "run `gcloud auth application-default login`, or set FSSPEC_GS_TOKEN"),
     "hf": "set HF_TOKEN, or run `hf auth login`",
+    **dict.fromkeys(
+        ("http", "https"),
+        "no run keeps a password or signature: give the address with it again, or headers by FSSPEC_HTTP",
+    ),
 }
 SCHEMES = frozenset((*_INSTALL, *_CREDENTIALS, "memory"))
 """Supported kinds of stores. Clients of other fsspec stores need more than an address, or list and read differently.
@@ -68,6 +73,8 @@ class RemoteFile:
 
     url: str
     size: int | None = field(default=None, compare=False)
+    secret_url: str = field(default="", compare=False, repr=False)
+    """Address to open, where a listing gave it with secrets."""
 
     def __str__(self) -> str:
         return self.url
@@ -87,7 +94,7 @@ class RemoteFile:
         """Open the object for reading, block by block. Raises UserError, also during reading: it does not exist, is not
         readable, has changed since its first opening, or its store does not answer."""
         assert mode == "rb"
-        store, path = open_store(self.url)
+        store, path = open_store(self.secret_url or self.url)
         with translate_store_errors(self.url):
             # No fsspec cache: the BufferedReader below already requests whole blocks.
             handle = with_retries(self.url, lambda: store.open(path, "rb", block_size=BLOCK, cache_type="none"))
@@ -99,7 +106,7 @@ class RemoteFile:
 
     def digest(self) -> tuple[str, int]:
         """Return SHA-256 and bytes; read only once per process if the store reports versions."""
-        store, path = open_store(self.url)
+        store, path = open_store(self.secret_url or self.url)
         with translate_store_errors(self.url):
             mark = _check_unchanged(self.url, with_retries(self.url, lambda: store.info(path)))
         if mark is not None and self.url in _DIGESTS:
@@ -138,6 +145,7 @@ def find_objects(name: str) -> tuple[list[RemoteFile], bool]:
     An address names an object, a pattern, or a directory, whose entries except directories are returned.
     Raises UserError: there is none (names the nearest), or the store refuses access or does not answer.
     """
+    name = hide_secrets(name)
     store, path = open_store(name)
     pattern = glob.has_magic(_strip_query(name) if get_scheme(name) in _ASKS_ONCE else name)
     try:
@@ -154,11 +162,12 @@ def find_objects(name: str) -> tuple[list[RemoteFile], bool]:
             entries = with_retries(name, lambda: store.glob(path, detail=True)).values()
         else:
             entries = with_retries(name, lambda: store.ls(path, detail=True))
-    files = [
-        RemoteFile(store.unstrip_protocol(entry["name"]), entry.get("size"))
+    urls = [
+        (store.unstrip_protocol(entry["name"]), entry.get("size"))
         for entry in entries
         if entry["type"] == "file" and not entry["name"].endswith("/")
     ]
+    files = [RemoteFile(redact_urls(url), size, url) for url, size in urls]
     files.sort(key=lambda file: file.url.split("/"))
     if metadata is None and not path.rpartition("/")[2].startswith("."):
         files = [file for file in files if not file.name.startswith(".")]  # * does not match hidden files
@@ -250,11 +259,15 @@ def _strip_query(url: str) -> str:
 
 def open_store(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of an address and the path in it. Raises UserError for one not supported on this
-    machine."""
+    machine, or with a user and password that its store takes elsewhere."""
+    secret, url = reveal_secrets(url), redact_urls(url)
     kind = get_scheme(url)
     if kind not in SCHEMES:
         known = ", ".join(f"{known}://" for known in ("s3", "gs", "az", "hf", "https"))
         raise UserError(f"{url}: {kind}:// is no kind of store; known are {known}; copy it to this machine")
+    if "@" in secret.split("/", 3)[2] and "@" not in url.split("/", 3)[2] and kind not in _ASKS_ONCE:
+        fix = _CREDENTIALS.get(kind, "set those that its client reads")
+        raise UserError(f"{url}: {kind}:// takes no user and password in an address; {fix}")
     try:
         import fsspec
 
@@ -263,7 +276,7 @@ def open_store(url: str) -> tuple[Any, str]:
         package = _INSTALL.get(kind)
         install = f"pip install {package}" if package else first_error_line(error)
         raise UserError(f"{url}: reading {kind}:// needs another package: {install}") from error
-    return store, store._strip_protocol(url)
+    return store, store._strip_protocol(secret)
 
 
 def with_retries(url: str, request: Callable[[], _T]) -> _T:
@@ -292,7 +305,7 @@ def translate_store_errors(url: str, *, writes: bool = False) -> Iterator[None]:
 def _build_store_error(url: str, error: Exception, writes: bool) -> UserError:
     chain = _list_causes(error)
     kinds = [type(cause).__name__ for cause in chain]
-    reason = first_error_line(chain[-1])
+    reason = redact_urls(first_error_line(chain[-1]))
     if any("Credential" in kind or kind.startswith(("SSO", "Profile")) for kind in kinds):
         fix = _CREDENTIALS.get(get_scheme(url), "set those that its client reads")
         return UserError(f"{url}: no credentials for {get_scheme(url)}:// ({reason}); {fix}")
@@ -300,7 +313,12 @@ def _build_store_error(url: str, error: Exception, writes: bool) -> UserError:
         return _changed_error(url)
     if any(isinstance(cause, PermissionError) or getattr(cause, "status", None) in (401, 403) for cause in chain):
         may = "read and write there" if writes else "read"
-        return UserError(f"{url}: the store refuses access ({reason}); check the credentials and what they may {may}")
+        fix = (
+            _CREDENTIALS.get(get_scheme(url), "check the credentials")
+            if get_scheme(url) in _ASKS_ONCE
+            else (f"check the credentials and what they may {may}")
+        )
+        return UserError(f"{url}: the store refuses access ({reason}); {fix}")
     if _is_transient(chain):
         return UserError(f"{url}: the store does not answer ({reason}); check the address and the network, start again")
     if "range requests" in reason:
@@ -338,7 +356,7 @@ def _suggest_nearest(store: Any, name: str, path: str) -> str:
     except Exception:  # listing may be forbidden
         return "; check the name"
     close = difflib.get_close_matches(path.rstrip("/"), names, n=1, cutoff=0.5)
-    return f"; did you mean {store.unstrip_protocol(close[0])}?" if close else "; check the name"
+    return f"; did you mean {redact_urls(store.unstrip_protocol(close[0]))}?" if close else "; check the name"
 
 
 UPLOAD_RECORD = "upload.json"
@@ -381,7 +399,7 @@ def upload_folder(
     Raises UserError: the location holds anything but a part of this upload, the store refuses access or does not
     answer, or an object differs after the upload.
     """
-    url = url.rstrip("/")
+    url = hide_secrets(url.rstrip("/"))
     if (reason := _NOT_WRITABLE.get(get_scheme(url))) is not None:
         raise UserError(f"{url}: {reason}; name a place in a store, as s3://bucket/place")
     location = _StoreLocation(url)

@@ -29,7 +29,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from ..errors import STOP_SIGNALS, UserError, first_error_line, is_out_of_memory
+from ..errors import STOP_SIGNALS, UserError, escape_control_characters, first_error_line, is_out_of_memory
+from ..redaction import redact_urls
 
 BOARD_VARIABLE, CAUSE = "FLATSHIFT_BOARD", "cause"
 JOIN_SECONDS = 180.0
@@ -273,6 +274,7 @@ def report_failure(message: str, code: int, *, patient: bool = False) -> int:
 
     patient: the others are ending by themselves and may still be saving.
     """
+    message = escape_control_characters(redact_urls(message))
     _ignore_stop_signals()
     board = job_board() if is_multi_rank() else None
     if board is not None:

@@ -22,6 +22,7 @@ from urllib.parse import urlparse
 
 from .. import assets
 from ..atomic import read_json_object
+from ..compute.limited_process import LimitedProcess, LimitExceeded
 from ..compute.protocols import TraitsTask
 from ..errors import UserError, first_error_line, is_out_of_memory, shorten, user_path
 
@@ -108,8 +109,12 @@ class Backbone:
         try:
             with quiet_transformers():
                 tokenizer = AutoTokenizer.from_pretrained(self.directory, config=config, trust_remote_code=False)
-        except Exception as error:
+        except BaseException as error:  # a panic of the tokenizers library is no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise UserError(f"{self.where}: its tokenizer cannot be loaded: {first_error_line(error)}") from error
+        if self.name not in assets.list_backbones():
+            _check_tokenizer_cost(tokenizer, self.where)
         # Added tokens are not counted: some models' own tokenizers have a few that the model never reads.
         read = getattr(config.get_text_config(), "vocab_size", None)
         if read is not None and tokenizer.vocab_size > read:
@@ -173,6 +178,42 @@ class Backbone:
                 "`task.kind: completion` for a decoder"
             )
         return start
+
+
+_REPEATS, _MAX_CHARACTERS = 40, 500
+
+
+def _check_tokenizer_cost(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raise UserError for a tokenizer whose patterns run away, or multiply a text, on a short text of the characters
+    that they name; it is read and written back in a process with limits."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # Python's or sentencepiece's own
+        return
+    named: set[str] = set()
+    for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder):
+        if part is not None:
+            named |= set(part.__getstate__().decode())
+    characters = sorted(c for c in named | set("aA1 .'") if c.isprintable())[:_MAX_CHARACTERS]
+    # Once before the end of a line and once before another character: a pattern runs away where its end does not match.
+    text = "".join(f"{character * _REPEATS}\n{character * _REPEATS}~!\n" for character in characters)
+
+    def encode_and_decode(_: None) -> str | None:
+        try:
+            backend.decode(backend.encode(text).ids)
+        except BaseException as error:  # a panic too
+            return first_error_line(error)
+        return None
+
+    try:
+        with LimitedProcess(encode_and_decode) as process:
+            problem = process.ask(None)
+    except LimitExceeded as error:
+        problem = str(error)
+    if problem is not None:
+        raise UserError(
+            f"{where}: its tokenizer fails on a text of {len(text):,} characters ({problem}); take the tokenizer.json "
+            "that belongs to the weights"
+        )
 
 
 def open_backbone(name: str | Path | Backbone) -> Backbone:

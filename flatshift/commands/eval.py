@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.auto import find_mesh_overrides, mesh_flags
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import job, spawn
+from flatshift.finetune.redaction import join_command
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) 
         sampling=sampling,
         overrides=overrides,
         out=flags.out,
-        command=shlex.join(["flatshift", "eval", *argv]),
+        command=join_command(["flatshift", "eval", *argv]),
         quiet=flags.json,
         page=page,
     )
@@ -246,7 +246,7 @@ def _run_probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: An
         data=flags.data,
         overrides=overrides,
         out=flags.out,
-        command=shlex.join(["flatshift", "eval", *argv]),
+        command=join_command(["flatshift", "eval", *argv]),
         quiet=flags.json,
     )
     print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else format_document(document))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from tyro.conf import Positional
 
 from flatshift.command_line import data_override, parse_command
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.redaction import join_command
 
 _ASSUMED = "1xH100-80"
 
@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
         if flags.out.suffix == ".html":
             from flatshift.experiments.report.chapters.plan import page
 
-            written = page({**document, "command": f"flatshift plan {shlex.join(argv)}"})
+            written = page({**document, "command": f"flatshift plan {join_command(argv)}"})
         write_text(flags.out, written)
     if flags.gpus is None:
         note = f"note: planned for {_ASSUMED}, as no --gpus is given; --gpus here plans for this machine"

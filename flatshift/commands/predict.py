@@ -34,6 +34,9 @@ class Flags:
     """Longest answer of a generative run, tokens; by default the run's task.max_new_tokens."""
     bad_rows: Literal["refuse", "skip"] | None = None
     """Handling of malformed rows; by default that of the run's recipe."""
+    raw: bool = False
+    """Write cells of .csv and .tsv as they are; by default a text that a spreadsheet would run as a formula gets a
+    leading '."""
     device: str | None = None
     """auto, cpu, cuda or cuda:N; by default the run's own."""
     quiet: bool = False
@@ -54,7 +57,9 @@ def run(argv: list[str]) -> int:
     }
     overrides += [from_override(key, str(v), f"--{flag}") for flag, (key, v) in settings.items() if v is not None]
     refuse_contradictions(overrides)
-    count = predict_from_run(flags.run, flags.data, flags.out, overrides=overrides, quiet=flags.quiet)
+    if flags.raw and flags.out.suffix not in (".csv", ".tsv"):
+        raise UserError(f"--raw is of .csv and .tsv, and {flags.out} has no cells that are quoted; leave it out")
+    count = predict_from_run(flags.run, flags.data, flags.out, overrides=overrides, raw=flags.raw, quiet=flags.quiet)
     if not flags.quiet:
         print(f"{flags.out}: {count:,} rows")
         words = recipe_arguments(argv, Flags, without="train")

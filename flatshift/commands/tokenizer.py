@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from tyro.conf import Positional
 from flatshift.command_line import parse_flags
 from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.tokenizer_schemes import SCHEMES, Scheme
+from flatshift.finetune.redaction import join_command
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def run(argv: list[str]) -> int:
         parallel=flags.parallel,
         columns=Columns(text=flags.text_column),
         out=flags.out,
-        command=shlex.join(["flatshift", "tokenizer", *argv]),
+        command=join_command(["flatshift", "tokenizer", *argv]),
         quiet=flags.json,
         page=page,
     )
@@ -114,7 +114,7 @@ def _run_train(argv: list[str]) -> int:
         group_by=flags.group_by,
         columns=Columns(text=flags.text_column),
         model=model,
-        command=shlex.join(["flatshift", "tokenizer", "train", *argv]),
+        command=join_command(["flatshift", "tokenizer", "train", *argv]),
         quiet=flags.json,
         page=page,
     )

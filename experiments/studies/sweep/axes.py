@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.redaction import hide_secrets
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,7 +87,7 @@ def _split_values(values: str) -> list[str]:
 
 def axis_values(key: str, items: Sequence[Any]) -> Values:
     """Return the values of one axis as written: a list, or the range given by a single text."""
-    values = list(items)
+    values = [hide_secrets(item, inside=True) if isinstance(item, str) else item for item in items]
     if len(values) == 1 and isinstance(values[0], str):
         if (value_range := parse_range(values[0], f"--grid {key}")) is not None:
             return value_range

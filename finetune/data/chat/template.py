@@ -1,6 +1,7 @@
 """Jinja templates that render conversations: the tokenizer's own, the user's, or one of the shipped ones.
 
-Rendering uses transformers' own code, in its sandbox, so that a conversation looks the same here as elsewhere.
+Rendering uses transformers' own code, in its sandbox, so that a conversation looks the same here as elsewhere. A
+template that does not ship is rendered in a child process with limits (`render`).
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...compute.limited_process import LimitExceeded
 from ...errors import UserError, user_path
+from .render import render_in_child, render_jinja
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHIPPED = Path(__file__).resolve().parent / "templates"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_TOO_MUCH = (ArithmeticError, RecursionError, MemoryError)
-"""Python errors that a template may cause: 1 // 0, a macro that calls itself, a text of petabytes."""
 _CONTROL = re.compile(r"\{#- control tokens: ([^;#]*?)(?:; end of turn: (\S+))? -#\}")
 """First line of a shipped template with control tokens, and the token that ends a turn unless that is the end of
 sequence."""
@@ -276,27 +277,27 @@ class ChatTemplate:
     def _run_jinja(
         self, messages: Messages, tools: Tools, *, prompt: bool, track: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        from jinja2 import TemplateError, TemplateSyntaxError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        request = {
+            "conversations": [[self._adapt_turn(turn) for turn in messages]],
+            "tools": list(tools) if tools else None,
+            "chat_template": self.source(tools),
+            "return_assistant_tokens_mask": track,
+            "add_generation_prompt": prompt,
+            **self._specials,
+        }
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[[self._adapt_turn(turn) for turn in messages]],
-                tools=list(tools) if tools else None,
-                chat_template=self.source(tools),
-                return_assistant_tokens_mask=track,
-                add_generation_prompt=prompt,
-                **self._specials,
-            )
-        except TemplateSyntaxError as error:
-            raise UserError(f"task.template: {self.name} is not valid Jinja (line {error.lineno}: {error})") from error
-        except (TemplateError, TypeError, LookupError, AttributeError, ValueError, *_TOO_MUCH) as error:
-            reason = (str(error).splitlines() or [""])[0]
+            answer = render_jinja(request) if self._shipped else render_in_child(request)
+        except LimitExceeded as error:
+            raise UserError(
+                f"task.template: {self.name} {error} for a conversation; take another (task.template)"
+            ) from None
+        if (reason := answer.get("syntax")) is not None:
+            raise UserError(f"task.template: {self.name} is not valid Jinja ({reason})")
+        if (reason := answer.get("failure")) is not None:
             has_tools = tools or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in messages)
             hint = self.with_tools if has_tools and "tool" in reason else ""
-            raise TemplateRenderError(f"{self.name} fails on it ({reason or type(error).__name__}){hint}") from error
-        (text,), blocks = rendered
-        return text, [(start, end) for start, end in blocks[0]] if track else []
+            raise TemplateRenderError(f"{self.name} fails on it ({reason}){hint}")
+        return answer["text"], [(start, end) for start, end in answer["blocks"]]
 
     def _adapt_turn(self, turn: dict[str, Any]) -> dict[str, Any]:
         """Return the turn with its thoughts under the names that templates read, as newer versions of transformers
