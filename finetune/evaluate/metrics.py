@@ -54,7 +54,7 @@ class Metric:
     hub: str | None = None
     """Name on the model hub."""
     sources: tuple[str, ...] = ()
-    """Kinds of data that it is computed from. Empty: only recorded during training."""
+    """Kinds of data that it is computed from. Empty: computed by its task, or recorded during training."""
 
 
 _MODULES = {

@@ -314,7 +314,7 @@ def test_every_value_of_a_table_is_given_once(page: str, header: str, flag: str)
         values = {word.removeprefix(flag) for words in WORDS for word in words if word.startswith(flag)}
     settings = {"rounds: 5", "debiased: true", "default", "loftq", "corda"}  # loftq: 4 bits, corda: a package
     named = {code for code in first_column(page, header) if code not in settings and not code.startswith("form: ")}
-    assert named <= values, f"{page}: {named - values}"
+    assert named <= values, f"{page}: {named - values}; add a form with {flag} to tests/support/documented_forms.py"
 
 
 def test_templates_and_recipes_that_ship_are_trained() -> None:

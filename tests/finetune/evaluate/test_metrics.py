@@ -5,23 +5,16 @@ import sys
 
 import pytest
 
-from flatshift.finetune.evaluate.metrics import METRICS, find_metric, metric_functions, sort_for_headline, tile_metrics
-
-FAMILIES = (
-    "document",
-    "text",
-    "hidden",
-    "answers",
-    "seq2seq",
-    "classes",
-    "sets",
-    "numbers",
-    "preferences",
-    "reference",
-    "agreement",
-    "samples",
-    "toxicity",
+from flatshift.finetune.evaluate.metrics import (
+    _MODULES,
+    METRICS,
+    find_metric,
+    metric_functions,
+    sort_for_headline,
+    tile_metrics,
 )
+
+FAMILIES = tuple(_MODULES)
 
 
 @pytest.mark.parametrize("source", FAMILIES)
