@@ -363,11 +363,14 @@ def test_an_answer_is_told_without_the_blank_that_its_template_begins_it_with(
     tokenizer = open_backbone("flatshift-5m").tokenizer
     answer = torch.tensor([[*tokenizer(" Hello", add_special_tokens=False).input_ids, tokenizer.eos_token_id]])
 
-    def generate(model: Any, *, input_ids: torch.Tensor, streamer: Any = None, **_: Any) -> torch.Tensor:
+    def generate(model: Any, *, input_ids: torch.Tensor, stopping_criteria: Any = None, **_: Any) -> torch.Tensor:
         """Answer as a trained model would, on any processor."""
-        for ids in [input_ids, *answer[0]] if streamer is not None else []:
-            streamer.put(ids)
-        return torch.cat([input_ids, answer], 1)
+        ids = input_ids
+        for token in answer[0]:
+            ids = torch.cat([ids, token.view(1, 1)], 1)
+            if stopping_criteria is not None:
+                stopping_criteria(ids, None)
+        return ids
 
     monkeypatch.setattr("peft.PeftModelForCausalLM.generate", generate)
     capsys.readouterr()

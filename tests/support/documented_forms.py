@@ -843,7 +843,8 @@ FORMS: list[Form] = [
           code=2),
     _form("push of what is no result", "push notes ORGANISATION/NAME", says("notes"), code=2),
     _form("push to a store", "push {run:selection} memory:///documented/{name}", says("memory:///documented")),
-    _form("serve on no port", "serve {run:chat-messages} --port 70000 --host ::1", says("70000"), code=2),
+    _form("serve on no port", "serve {run:chat-messages} --port 70000 --host ::1 --api-key k --allow-origin '*'",
+          says("70000"), code=2),
     *(_form(f"{verb} --help", f"{verb} --help", says("usage: flatshift " + verb))
       for verb in ["chat", "compare", "demo", "doctor", "eval", "export", "forecast", "generate", "merge", "plan", "predict", "push", "recipes", "report", "runs", "select", "serve", "sweep", "tokenizer", "train"]),
 ]  # fmt: skip

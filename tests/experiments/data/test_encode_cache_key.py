@@ -29,6 +29,8 @@ APART = {
     "flatshift.finetune.atomic": "how an entry is written",
     "flatshift.finetune.cache_directory": "where entries lie",
     "flatshift.finetune.errors": "sentences",
+    "flatshift.finetune.redaction": "addresses as they are written: rows come from the whole ones",
+    "flatshift.finetune.compute.limited_process": "how long a template may take, not what it renders",
     "flatshift.experiments.data.lengths": "a refusal and a note, of rows as they come from the cache too",
     "flatshift.finetune.train.trace.examples": "which rows a run looks at",
     "flatshift.finetune.compute.micro_batch": "how rows that are made already come to a device",
