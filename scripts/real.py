@@ -64,8 +64,8 @@ STEPS = (
     Step(
         "select, warm up, classify",
         "warm/adapter",
-        f"train warmup {BASE} --data labels.jsonl --select.pool.files pool.jsonl --select.budget 8 --warmup.steps 2 "
-        "--out warm",
+        f"train warmup {BASE} --data labels.jsonl --data.train.limit null --select.pool.files pool.jsonl "
+        "--select.budget 8 --warmup.steps 2 --out warm",
     ),
     Step("merge", "merged/model.safetensors", "merge completion --out merged"),
     Step("export", "exported", "export completion --out exported --license gemma --base-model google/gemma-3-270m"),
