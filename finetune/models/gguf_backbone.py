@@ -34,6 +34,8 @@ ARCHITECTURES = ("gemma3", "gpt2", "llama", "phi3", "qwen2", "qwen3", "qwen3moe"
 """Architectures with a test that the converted model equals the one the file was made of."""
 _SHARD = 1 << 30
 _WAIT_S = 3600
+_refusals: dict[Path, str] = {}
+"""Files that this process could not convert: finding that out again takes minutes."""
 _LARGE = {f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges")}
 """Fields that take seconds to decode and are read by transformers."""
 _WIDE = {"F32", "F16", "F64"}
@@ -55,15 +57,18 @@ def gguf_directory(name: str, file: Path, roots: Sequence[Path] = ()) -> Path:
     files = _find_files(name, file, roots)
     state = [[str(path), stat.st_size, stat.st_mtime_ns] for path in files for stat in [path.stat()]]
     target = cache_root() / f"gguf-{hashlib.sha256(repr(state).encode()).hexdigest()[:32]}"
+    if target in _refusals:
+        raise UserError(_refusals[target])
     deadline = time.monotonic() + _WAIT_S
     while not (target / "config.json").is_file():
         try:
             with exclusive_lock(target, alternative="wait for it to end"):
                 if not (target / "config.json").is_file():
                     _convert(name, files, target)
-        except UserError:
+        except UserError as error:
             # another process, or another rank of this job, is converting the same file
             if time.monotonic() > deadline or not _is_being_converted(target):
+                _refusals[target] = str(error)
                 raise
             time.sleep(0.5)
     return target
