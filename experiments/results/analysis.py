@@ -260,7 +260,7 @@ def undrawn_note(selected: Sequence[Any], settings: Sequence[Any]) -> str:
 class AxisAnalysis:
     """One axis of a sweep, with the settings of the others that get a verdict.
 
-    total: number of all settings; `settings` are all of them, or the drawn ones if there are more than `JUDGED`.
+    total: number of all settings; `settings` are all of them, or the drawn ones if there are more than `MAX_VERDICTS`.
     """
 
     data: SweepData

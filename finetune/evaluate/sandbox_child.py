@@ -210,8 +210,8 @@ class _Channel:
         self._reader = open(descriptor, "rb", closefd=False)  # noqa: SIM115
         self._writer = open(descriptor, "wb", closefd=False)  # noqa: SIM115
         self._objects: list[Any] = [operations]
-        """What the other side has a handle for. The first carries out operations on the others; the test's is None, so
-        that a program can only call the functions it was given."""
+        """Objects that the other side has a handle for. The first carries out operations on the others; the test's is
+        None, so that a program can only call the functions it was given."""
         self._exceptions: dict[str, type[Exception]] = {}
 
     def operate(self, name: str, *args: Any) -> Any:

@@ -66,7 +66,9 @@ def gguf_directory(name: str, file: Path, roots: Sequence[Path] = ()) -> Path:
                 if not (target / "config.json").is_file():
                     _convert(name, files, target)
         except UserError as error:
-            # another process, or another rank of this job, is converting the same file
+            # another process, or another rank of this job, is converting the same file, or has just ended
+            if (target / "config.json").is_file():
+                break
             if time.monotonic() > deadline or not _is_being_converted(target):
                 _refusals[target] = str(error)
                 raise
@@ -167,8 +169,6 @@ def _write_directory(name: str, file: Path, fields: dict[str, Any], tensors: Seq
     types = {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1}
     dtype = torch.float32 if types & _WIDE else torch.bfloat16
     _check_space(where, tensors, dtype.itemsize, target)
-    terms = fields.get("general.license.link") or fields.get("general.license") or "none named in the file"
-    _log.warning("%s: converted once, to %s in %s; its licence: %s", where, dtype, target, terms)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -194,6 +194,8 @@ def _write_directory(name: str, file: Path, fields: dict[str, Any], tensors: Seq
             config.save_pretrained(temporary)
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
+        terms = fields.get("general.license.link") or fields.get("general.license") or "none named in the file"
+        _log.warning("%s: converted once, to %s in %s; its licence: %s", where, dtype, target, terms)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
