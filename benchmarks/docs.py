@@ -25,8 +25,9 @@ HEAD = f"""# Benchmarks
 of an H200. It keeps each row as it is measured, so that `--minutes 9`, repeated, does it in parts.
 
 Every speed, memory and quality claim is a benchmark that runs our path and a peer's, interleaved in one process tree,
-and writes its metrics to `benchmarks/results/`. These pages are generated from those files. A ratio is ours ÷ peer: the
-median with its smallest and largest value over the runs. A bar is the limit that a row must keep.
+and writes its metrics to `benchmarks/results/`. These pages are generated from those files. A number is the median over
+the runs. A ratio is ours ÷ peer: the median with its smallest and largest value. A bar is the limit that a row must
+keep.
 
 Exactness is proven by tests: `tests/parity/` compares every fast path with a naive reference (dense, single process,
 float64, finite difference, scikit-learn, POT).
@@ -162,7 +163,7 @@ def section(result: dict[str, Any], description: str) -> str:
         "",
         f"`{result['command']}` at {commit}, on {where}; {versions}.",
         "",
-        "| what | ours | peer | unit | ratio (min – max) | runs | bar | holds |",
+        "| measurement | ours | peer | unit | ratio (min – max) | runs | bar | holds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     notes: dict[str, list[str]] = {}
