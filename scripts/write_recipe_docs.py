@@ -12,6 +12,7 @@ import inspect
 import types
 import typing
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Union
 
@@ -40,7 +41,7 @@ text. An unknown key is an error with file:line and the nearest name.
 def field_docs(cls: type) -> dict[str, str]:
     """Return field name → the string literal that follows it in the class body, or in that of a base."""
     docs = {}
-    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
+    for base in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
         (tree,) = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
         assert isinstance(tree, ast.ClassDef)
         for here, after in zip(tree.body, tree.body[1:], strict=False):
@@ -83,7 +84,7 @@ def table_rows(cls: type, path: str, sections: list[str], level: int, outer: Seq
         if not components:
             rows.append(f"| `{key}` | {_format_default(field, hint)} | {meaning} |")
             for option in _options(hint):
-                if typing.get_origin(option) is dict and dataclasses.is_dataclass(inner := typing.get_args(option)[1]):
+                if typing.get_origin(option) is dict and is_dataclass(inner := typing.get_args(option)[1]):
                     rows += table_rows(typing.cast(type, inner), f"{key}.NAME", sections, level)
             continue
         repeated = f" Its settings are those of `{path}`." if set(components) <= set(outer) else ""
@@ -100,7 +101,7 @@ def iter_fields(cls: type) -> typing.Iterator[tuple[dataclasses.Field, Any, list
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        yield field, hint, [option for option in _options(hint) if dataclasses.is_dataclass(option)]
+        yield field, hint, [option for option in _options(hint) if isinstance(option, type) and is_dataclass(option)]
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
