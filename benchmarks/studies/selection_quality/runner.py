@@ -45,7 +45,7 @@ Point = tuple[str, str, int | None]
 
 @dataclass
 class Outcome:
-    """All results of a study; lists are by seed. edge: whether the rate that was chosen is on an edge of those tried."""
+    """All results of a study; lists are by seed. edge: whether the chosen rate is on an edge of those tried."""
 
     pool: Result = field(default_factory=dict)
     features: Result = field(default_factory=dict)
