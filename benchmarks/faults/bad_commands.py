@@ -9,17 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.faults.bad_inputs import (
-    DIGITS,
-    MANY,
-    TRAIN,
-    BadInput,
-    Prepare,
-    files,
-    good,
-    piped,
-    recipe,
-)
+from benchmarks.faults.bad_inputs import DIGITS, MANY, TRAIN, BadInput, Prepare, files, good, piped, recipe
 
 
 def bad_commands(root: Path) -> list[BadInput]:

@@ -11,16 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.bad_inputs import (
-    DIGITS,
-    MANY,
-    ROWS,
-    TRAIN,
-    BadInput,
-    backbone_with,
-    files,
-    jsonl,
-)
+from benchmarks.faults.bad_inputs import DIGITS, MANY, ROWS, TRAIN, BadInput, backbone_with, files, jsonl
 
 
 def bad_files(root: Path) -> list[BadInput]:

@@ -142,12 +142,7 @@ def backbone(shape: Shape, device: Any, *, precision: Literal["fp32", "bf16"] = 
 
 
 def adapted(
-    shape: Shape,
-    device: Any,
-    *,
-    rank: int,
-    checkpointing: Any = "none",
-    precision: Literal["fp32", "bf16"] = "bf16",
+    shape: Shape, device: Any, *, rank: int, checkpointing: Any = "none", precision: Literal["fp32", "bf16"] = "bf16"
 ) -> Any:
     """The same with an adapter on all linear layers, as a run has it."""
     from flatshift.finetune.adapters.adapter import attach_adapter

@@ -57,16 +57,7 @@ TOYS: dict[str, dict[str, Any]] = {
 
 def plan() -> list[Measurement | Best]:
     """All measurements, in the order in which they are made."""
-    return [
-        *smoke(),
-        *parity(),
-        peak(),
-        *headline(),
-        *regularizers(),
-        *transport(),
-        *others(),
-        *low_bits(),
-    ]
+    return [*smoke(), *parity(), peak(), *headline(), *regularizers(), *transport(), *others(), *low_bits()]
 
 
 def rehearsed(entries: Sequence[Measurement | Best], seconds: float = 10.0) -> list[Measurement | Best]:

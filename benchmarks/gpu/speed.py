@@ -18,17 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.gpu.devices import PUBLISHED_TOKENS, Device, best_product, dense_peak, first_line, out_of_memory
-from benchmarks.gpu.llama import (
-    LANGUAGE,
-    SHAPES,
-    Padder,
-    Shape,
-    adapted,
-    batches,
-    configuration,
-    operations,
-    stage,
-)
+from benchmarks.gpu.llama import LANGUAGE, SHAPES, Padder, Shape, adapted, batches, configuration, operations, stage
 from benchmarks.gpu.measurements import Figures
 
 if TYPE_CHECKING:
