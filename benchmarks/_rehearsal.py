@@ -26,7 +26,7 @@ import torch
 from benchmarks.cuda_rehearsal import Rehearsal, Wait
 from benchmarks.gpu.llama import Padder, stage
 from flatshift.finetune.adapters.adapter import attach_adapter
-from flatshift.finetune.compute.capabilities import CUDA, Capabilities
+from flatshift.finetune.compute.capabilities import CUDA, T4, Capabilities
 from flatshift.finetune.compute.matmul_rate import DTYPES
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
@@ -281,6 +281,22 @@ def rows(objective: str, count: int) -> list[Example]:
             more["words"] = [-1, *range(len(ids) - 1)]
         made.append(Example(ids, labels, f"row-{i}", f"rows:{i + 1}", **more))
     return made
+
+
+def figures(cases: Sequence[Case] | None = None) -> dict[str, Any]:
+    """Of the rehearsed cases (by default `covering_cases`, two stages long enough for lines to be read, and every
+    objective for a T4): how many passed, of how many, and the most waits of one update."""
+    plan = [(case, CUDA, 3) for case in cases or covering_cases()]
+    if cases is None:
+        plan += [(Case("language-model", name, packed=True, accumulate=2), CUDA, 13) for name in ("plain", "ggpo")]
+        plan += [(Case(name, precision="fp16"), T4, 3) for name in OBJECTIVES]
+    most, broken = 0, []
+    for case, record, steps in plan:
+        try:
+            most = max(most, rehearse(case, record=record, steps=steps).most)
+        except Exception as error:  # what went wrong is the figure
+            broken.append(f"{case}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    return {"cases": len(plan), "passed": len(plan) - len(broken), "waits_per_update": most, "broken": broken}
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ benchmarks/results/selection_STUDY/cells.parquet, from where a later run goes on
 random's on the same seeds, with the paired difference, its interval and Holm's p; the study's focus beside every other
 arm as a change of perplexity, with the bars that it has to reach; and target by target.
 
-Only a whole study is published. A part (--selectors, --targets, --budgets) leaves its report in --out, labelled
+Only a whole study is published. A part (--selectors, --targets) leaves its report in --out, labelled
 exploratory, and its cells for the whole; so does a run that was stopped, without a report.
 """
 
@@ -104,7 +104,7 @@ def rows(bench: Benchmark, document: dict[str, Any], *, bars: dict[str, float]) 
             found = arm.get(metric)
             if name == base or metric not in arm or (metric == "accuracy" and not tables.has_accuracy(document)):
                 continue
-            what = f"{unit}, {name}, {budget or 'no common budget'}"
+            what = f"{unit}, {name}, {budget}"
             if found is None:
                 bench.row(what, unit=unit, reason="no budget, or no seed, that both have")
                 continue
@@ -156,7 +156,7 @@ def guide(document: dict[str, Any], study: str) -> str:
     lines = [
         "",
         f"Measured by the recipe `{document['recipe']}`: a pool of {document['pool']['kept']:,} passages, targets "
-        f"{', '.join(document['targets'])}, {document['seeds']} seeds, {budget or 0:,} {document['unit']}. Every "
+        f"{', '.join(document['targets'])}, {document['seeds']} seeds, {budget:,} {document['unit']}. Every "
         f"budget, target, trial and failed run is in the report, which `{command(study)} --report report.html` draws.",
         "",
         f"The arm minus {base}, mean over targets, seed-paired; perplexity of test texts after the warm-up, lower is "

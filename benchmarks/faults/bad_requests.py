@@ -198,7 +198,7 @@ def _answers(root: Path) -> Iterator[BadInput]:
 def _prompts(root: Path) -> Iterator[BadInput]:
     writer = str(root / "writer")
     fine = "text: '{text} {label}'\nlabels: {a: good, b: bad}\n"
-    files = {
+    prompts = {
         "nothing": "",
         "null": "null\n",
         "a list": "- a\n",
@@ -217,7 +217,7 @@ def _prompts(root: Path) -> Iterator[BadInput]:
         "wordings without a column": f"{fine}wordings: {{de: {{text: '{{text}} {{label}}'}}}}\n",
     }
     argv = ("eval", writer, "--data", str(root / "rows.jsonl"), "--prompt", "own.yaml")
-    for name, text in files.items():
+    for name, text in prompts.items():
         places = ("own.yaml", "rows.jsonl")
         yield BadInput(f"prompt: {name}", argv, places, files(None, {"own.yaml": text}))
     more: dict[tuple[str, ...], str] = {

@@ -24,7 +24,7 @@ BUG = 70
 STUCK_S = 240.0
 """A command on inputs of a campaign takes seconds."""
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
-_LIBRARIES = ("peft", "pandas", "safetensors.torch", "pyarrow.parquet", "sklearn.decomposition", "scipy.stats")
+_LIBRARIES = ("peft", "safetensors.torch", "pyarrow.parquet", "sklearn.decomposition", "scipy.stats")
 
 
 class Ended(NamedTuple):

@@ -170,16 +170,16 @@ def test_a_part_of_the_study_shares_its_cells(made) -> None:
     recipe, out, document = made
     before = set((out / "cells").iterdir())
     part = study_quality(
-        str(recipe), out, data=recipe.parent, selectors=["gotd"], targets=["science"], budgets=[10], jobs=1, quiet=True
+        str(recipe), out, data=recipe.parent, selectors=["gotd"], targets=["science"], jobs=1, quiet=True
     )
     assert set((out / "cells").iterdir()) == before
-    assert part["primary_budget"] == 10 and set(part["arms"]) == {"random", "gotd"}
+    assert set(part["arms"]) == {"random", "gotd"}
     assert part["exploratory"] and part["missing"] == {
-        "arms": ["matched", "by-form", "all", "target-text", "no-warm-up"], "targets": ["bank"], "budgets": ["30"],
+        "arms": ["matched", "by-form", "all", "target-text", "no-warm-up"], "targets": ["bank"],
     }  # fmt: skip
     assert part["answers"][0] == part["protocol"][0] and part["protocol"][0].startswith(
         "This is a part of the study, run without its arms matched, by-form, all, target-text, no-warm-up; targets "
-        "bank; budgets 30: its figures, at a budget of 10 and not 30, are exploratory"
+        "bank: its figures are exploratory"
     )
     assert not document["exploratory"] and "exploratory" not in document["protocol"][0] and not document["missing"]
     assert document["targets"]["science"]["fine_tune_edge"]  # of two rates, both are edges
@@ -237,7 +237,7 @@ def test_a_targets_own_settings_serve_all_its_arms_and_are_told(made) -> None:
     for arm in plan.warm_arms():
         assert plan.trial(arm, "bank", 1e-3).recipe.warmup.steps == 3
         assert plan.trial(arm, "science", 1e-3).recipe.warmup.steps == 2
-    told = protocol(plan, 30)
+    told = protocol(plan)
     assert told[-1] == "Target bank has settings of its own, the same for every arm: warmup.steps 3."
     assert "Every warm-up (but where a target's own settings, named below, say otherwise) takes 2 steps" in told[1]
 
@@ -270,10 +270,8 @@ def test_what_cannot_run_is_refused_before_anything_runs(made, tmp_path: Path) -
 
     refuse("has no `quality` block", reference="classify")
     refuse("did you mean 'gotd'", selectors=["gotb"])
-    refuse("--budgets: the study has no 7", budgets=[7])
     refuse("matched follows gotd; name that too", selectors=["matched"])
     refuse("--jobs must be at least 1", jobs=0)
-    refuse("--budgets: target bank has none of them; leave it out with --targets, or add one of 30", budgets=[10])
     refuse("select.budget: a study of selectors does not read it", ("select.budget", "7"))
     refuse("select.cache: a study", ("select.cache", "somewhere"))
     refuse("arms.gotd.set has 'select.cache', but an arm", ("quality.arms.gotd.set", "{select.cache: somewhere}"))

@@ -21,12 +21,11 @@ def add_part_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, one thread each")
     parser.add_argument("--selectors", nargs="+", default=[], help="only these arms and the baseline")
     parser.add_argument("--targets", nargs="+", default=[], help="only these targets")
-    parser.add_argument("--budgets", nargs="+", type=int, default=[], help="only these budgets")
 
 
 def part_of(given: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `study_quality` from `add_part_flags`."""
-    return {name: getattr(given, name) for name in ("data", "jobs", "selectors", "targets", "budgets")}
+    return {name: getattr(given, name) for name in ("data", "jobs", "selectors", "targets")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

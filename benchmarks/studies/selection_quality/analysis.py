@@ -31,7 +31,7 @@ FIGURES = ("recall", "precision", "words", "distance", "length")
 def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     """quality.json: everything that the page shows."""
     study = plan.study
-    budget = primary_budget(plan)
+    budget = study.primary_budget
     found = list(everything(outcome))
     names = ("kind", "arm", "target", "budget", "seed", "lr", "status", "reason")
     document: dict[str, Any] = {
@@ -39,13 +39,13 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "baseline": study.baseline,
         "focus": study.focus,
         "primary_budget": budget,
-        "exploratory": budget != study.primary_budget or any(plan.missing.values()),
+        "exploratory": any(plan.missing.values()),
         "missing": {what: list(names) for what, names in plan.missing.items() if names},
         "unit": study.unit,
         "seeds": study.seeds,
-        "protocol": protocol(plan, budget),
+        "protocol": protocol(plan),
         "pool": {name: outcome.pool[name] for name in ("passages", "kept", "skipped", "dropped", "domains")},
-        "targets": {target: _target(plan, outcome, target, budget) for target in study.targets},
+        "targets": {target: _target(plan, outcome, target) for target in study.targets},
         "arms": {
             name: {"note": arm.note, "source": arm.source, **_endpoints(plan, outcome, name, study.baseline, budget)}
             for name, arm in study.arms.items()
@@ -53,7 +53,7 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "against": {
             arm: _endpoints(plan, outcome, study.focus, arm, budget)
             for arm in study.arms
-            if arm not in (study.focus, study.baseline) and study.focus != study.baseline and budget is not None
+            if arm not in (study.focus, study.baseline) and study.focus != study.baseline
         },
         "trials": [_trials(outcome, pair) for pair in outcome.chosen],
         "fine_tune_trials": {
@@ -77,14 +77,6 @@ def metrics(plan: Plan) -> tuple[str, ...]:
     return ("nats", "accuracy", *(("form_nats",) * study.form), *(("pool_nats",) * study.forgetting))
 
 
-def primary_budget(plan: Plan) -> int | None:
-    """The budget of the endpoint: the study's, or where only others run the largest that every target has."""
-    shared = set.intersection(*(set(budgets) for budgets in plan.budgets.values()))
-    if plan.study.primary_budget in shared:
-        return plan.study.primary_budget
-    return max(shared, default=None)
-
-
 def everything(outcome: Outcome) -> Iterator[Result]:
     """Every result of a study, each once."""
     groups: list[Sequence[Result]] = [[outcome.pool, outcome.features], list(outcome.tuned_on.values())]
@@ -106,9 +98,9 @@ def _finals(plan: Plan, outcome: Outcome, arm: str, target: str, budget: int | N
 # --------------------------------------------------------------------------------------------- endpoints
 
 
-def _endpoints(plan: Plan, outcome: Outcome, ours: str, base: str, budget: int | None) -> dict[str, Any]:
+def _endpoints(plan: Plan, outcome: Outcome, ours: str, base: str, budget: int) -> dict[str, Any]:
     """An arm minus another, mean over targets by seed: of every metric."""
-    if ours == base or budget is None:
+    if ours == base:
         return dict.fromkeys(metrics(plan))
     return {metric: _endpoint(plan, outcome, ours, base, budget, metric) for metric in metrics(plan)}
 
@@ -156,26 +148,24 @@ def _correct(found: Sequence[dict[str, Any] | None]) -> None:
 # --------------------------------------------------------------------------------------------- targets
 
 
-def _target(plan: Plan, outcome: Outcome, target: str, primary: int | None) -> dict[str, Any]:
+def _target(plan: Plan, outcome: Outcome, target: str) -> dict[str, Any]:
     study = plan.study
     cold = [arm for arm in study.arms if study.arms[arm].source == "none"]
-    last = primary if primary is not None else plan.budgets[target][-1]
     found: dict[str, Any] = {
         "file": study.targets[target].file,
         "domains": list(study.targets[target].domains),
         "fine_tune_lr": outcome.fine_tune[target],
         "fine_tune_edge": outcome.fine_tune_edge[target],
-        **_floor(_finals(plan, outcome, cold[0] if cold else study.baseline, target, plan.budgets[target][0])),
+        **_floor(_finals(plan, outcome, cold[0] if cold else study.baseline, target, study.budgets_of(target)[0])),
         "budgets": {},
         "controls": {},
     }
-    for budget in plan.budgets[target]:
+    for budget in study.budgets_of(target):
         found["budgets"][str(budget)] = {
             arm: _cell(plan, outcome, arm, target, budget) for arm in study.arms if study.has_budget(arm)
         }
-    found["controls"] = {
-        arm: _cell(plan, outcome, arm, target, last) for arm in study.arms if not study.has_budget(arm)
-    }
+    others = [arm for arm in study.arms if not study.has_budget(arm)]
+    found["controls"] = {arm: _cell(plan, outcome, arm, target, study.primary_budget) for arm in others}
     return found
 
 

@@ -114,8 +114,8 @@ def _and(names: list[str]) -> str:
 # --------------------------------------------------------------------------------------------- protocol
 
 
-def protocol(plan: Plan, budget: int | None) -> list[str]:
-    """The protocol's sentences, in order. budget: the one that endpoints are computed at."""
+def protocol(plan: Plan) -> list[str]:
+    """The protocol's sentences, in order."""
     study, recipe = plan.study, plan.resolved.recipe
     warmup, train = recipe.warmup, recipe.train
     assert warmup is not None
@@ -178,8 +178,7 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         )
     if any(plan.missing.values()):
         gone = "; ".join(f"{what} {', '.join(names)}" for what, names in plan.missing.items() if names)
-        at = "" if budget == study.primary_budget else f", at a budget of {budget} and not {study.primary_budget:,},"
-        first = f"This is a part of the study, run without its {gone}: its figures{at} are exploratory, and Holm's "
+        first = f"This is a part of the study, run without its {gone}: its figures are exploratory, and Holm's "
         sentences.insert(0, f"{first}correction counts no arm but those that ran.")
     for name, keys in own.items():
         told = ", ".join(f"{key} {formats.json_value(value)}" for key, value in keys.items())

@@ -57,13 +57,10 @@ def _table(lines: Lines, caption: str = "") -> Table:
 
 
 def _endpoint(document: Document) -> list[Block]:
-    ranks = ranked(document)
-    if not ranks:
-        return [Notes(["No two arms ran at one budget: there is no endpoint."])]
     base, budget = document["baseline"], f"{document['primary_budget']:,} {document['unit']}"
     forest = effect_chart(
         "quality-forest",
-        [(name, arm["nats"], arm["source"] != "selector") for name, arm in ranks],
+        [(name, arm["nats"], arm["source"] != "selector") for name, arm in ranked(document)],
         title="Perplexity after the warm-up, every arm",
         caption="Seed-paired, with 95 % t-intervals. Filled: selectors; hollow: controls. In colour where Holm's "
         "correction leaves p below 0.05 (blue better, orange worse).",
@@ -109,7 +106,7 @@ def focus_table(document: Document) -> Lines:
     for target, budget, arm, found in beside_focus(document):
         single.setdefault((arm, budget), {})[target] = found
     form = any(pair.get("form_nats") for pair in document["against"].values())
-    primary, targets = f"{document['primary_budget'] or 0:,}", list(document["targets"])
+    primary, targets = f"{document['primary_budget']:,}", list(document["targets"])
     sizes = {budget for _, budget in single}
     lines = []
     for (arm, size), by_target in single.items():

@@ -45,7 +45,6 @@ class Plan:
         out: Path | None = None,
         selectors: Sequence[str] = (),
         targets: Sequence[str] = (),
-        budgets: Sequence[int] = (),
     ) -> None:
         """
         Args:
@@ -54,7 +53,6 @@ class Plan:
             data: directory that files are relative to; None: the working directory.
             selectors: only these arms and the baseline; empty: all.
             targets: only these; empty: all.
-            budgets: final runs with these only; empty: all.
 
         Raises:
             UserError: no such block, an unknown name, a missing file, settings that cannot serve.
@@ -78,15 +76,7 @@ class Plan:
             "arms": [name for name in whole.arms if name not in self.study.arms],
             "targets": [name for name in whole.targets if name not in self.study.targets],
         }
-        """What the recipe has and this part of it leaves out: names of arms and targets, and budgets."""
-        kept = filter_by_flag("--budgets", budgets, _budgets(self.study))
-        self.budgets = {
-            name: tuple(budget for budget in self.study.budgets_of(name) if budget in kept)
-            for name in self.study.targets
-        }
-        self._check_budgets()
-        left = {b for name, some in self.budgets.items() for b in self.study.budgets_of(name) if b not in some}
-        self.missing["budgets"] = [f"{budget:,}" for budget in sorted(left)]
+        """What the recipe has and this part of it leaves out: names of arms and targets."""
         # judged rows of every target, not only of those that run: the pool is the same for any part of the study
         self.pool = self._pool(whole, data)
         self.features = self._features()
@@ -113,7 +103,7 @@ class Plan:
             (arm, target, budget)
             for target in self.study.targets
             for arm in self.study.arms
-            for budget in (self.budgets[target] if self.study.has_budget(arm) else (None,))
+            for budget in (self.study.budgets_of(target) if self.study.has_budget(arm) else (None,))
         ]
 
     # ---------------------------------------------------------------------------------------- cells
@@ -243,14 +233,6 @@ class Plan:
         key = short_hash(["features", self.pool.key, settings_tree(embedder), "", None, backbone, stored])
         return FeaturesCell(key, recipe, self.pool)
 
-    def _check_budgets(self) -> None:
-        for name, budgets in self.budgets.items():
-            if not budgets:
-                own = ", ".join(map(str, self.study.budgets_of(name)))
-                raise UserError(
-                    f"--budgets: target {name} has none of them; leave it out with --targets, or add one of {own}"
-                )
-
 
 def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Quality:
     """The study cut down to some arms (the baseline stays) and targets."""
@@ -264,10 +246,6 @@ def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Q
     kept = {name: whole.targets[name] for name in filter_by_flag("--targets", targets, whole.targets)}
     focus = whole.focus if whole.focus in arms else whole.baseline
     return dataclasses.replace(whole, arms=arms, targets=kept, focus=focus)
-
-
-def _budgets(study: Quality) -> list[int]:
-    return sorted({budget for target in study.targets for budget in study.budgets_of(target)})
 
 
 def _one_size(method: Method) -> bool:

@@ -72,7 +72,6 @@ def study_quality(
     overrides: Sequence[Branch] = (),
     selectors: Sequence[str] = (),
     targets: Sequence[str] = (),
-    budgets: Sequence[int] = (),
     jobs: int = 2,
     quiet: bool = False,
 ) -> dict[str, Any]:
@@ -81,7 +80,7 @@ def study_quality(
     Args:
         recipe: file with a `quality` block.
         data: directory of pool and targets.
-        selectors, targets, budgets: only these (the baseline always); empty: all.
+        selectors, targets: only these (the baseline always); empty: all.
         jobs: worker processes, one thread each.
 
     Raises:
@@ -94,7 +93,7 @@ def study_quality(
         return analyse(plan, run_study(plan, out, jobs=jobs, console=console))
 
     def plan() -> Plan:
-        return Plan(recipe, overrides, data=data, out=out, selectors=selectors, targets=targets, budgets=budgets)
+        return Plan(recipe, overrides, data=data, out=out, selectors=selectors, targets=targets)
 
     command = f"python -m benchmarks.studies.selection_quality {recipe}"
     return run_study_cells(command, out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet)

@@ -1,6 +1,6 @@
 """An update on a mesh of eight ranks of which only the first is there: its collectives in their order, and its waits.
 
-    python -m benchmarks._rehearsal_mesh '{"dp": 8}' '{"dp": 4, "tp": 2}'
+    python -m tests.support.rehearsal_mesh '{"dp": 8}' '{"dp": 4, "tp": 2}'
 
 torch's fake process group answers every collective at once, with what this rank gave. So the training loop goes as on
 one of eight processes, on tensors of the host that stand for a CUDA device's (`benchmarks.cuda_rehearsal`).
