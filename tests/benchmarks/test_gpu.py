@@ -308,13 +308,14 @@ def run_in_a_process(folder, entries, fresh=False, **settings):
     """Exit code of a run of these in a process of its own."""
     code = (
         "from pathlib import Path\nfrom benchmarks.gpu.measurements import Measurement, Row\n"
-        f"from tests.benchmarks.test_gpu import run_of\nfrom pathlib import PosixPath\n"
+        "from tests.benchmarks.test_gpu import run_of\n"
         f"run_of(Path({str(folder)!r}), *{entries!r}, **{settings!r}).all(fresh={fresh})"
     )
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode
 
 
 KILLED = """
+from pathlib import Path
 from tests.benchmarks.test_gpu import entry, run_of
 
 folder = Path({folder!r})
