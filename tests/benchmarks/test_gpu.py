@@ -345,7 +345,7 @@ def test_minutes_leave_what_would_not_be_over(tmp_path, capsys):
 
 def test_a_measurement_is_stopped_with_its_minutes_and_not_begun_again_in_as_few(tmp_path):
     entries = [entry("s", "slow", tmp_path, seconds=60.0), entry("t", "counted", tmp_path)]
-    run_of(tmp_path, *entries, minutes=0.25).all()
+    run_of(tmp_path, *entries, minutes=0.15).all()
     assert "t" not in calls(tmp_path)
     if "s" not in calls(tmp_path):  # the child did not even come up within its minutes
         assert "out of minutes" in rows_of(tmp_path)["row s"]["reason"]

@@ -125,7 +125,6 @@ def test_quantised_matrices_are_what_gguf_says_they_are(source: Path, tmp_path: 
     assert torch.equal(load_file(directory / index[name])[name], expected)
 
 
-@pytest.mark.usefixtures("warm_checks")
 def test_the_command_trains_and_answers_from_the_file(
     source: Path, tmp_path: Path, capsys, caplog, cache: Path
 ) -> None:
