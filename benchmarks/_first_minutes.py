@@ -46,7 +46,7 @@ def tutorial_rows(bench: Benchmark) -> None:
     """The first block of the tutorial, in a directory that has what it asks for."""
     block = re.findall(r"```console\n(.*?)```", TUTORIAL.read_text(encoding="utf-8"), flags=re.S)[0]
     lines = [line for line in block.splitlines() if line.strip()]
-    bench.row("commands to the first result of the tutorial", ours=len(lines), unit="lines", bar_op="<=", bar_value=6)
+    bench.row("commands to the first result of the tutorial", "lines", ours=len(lines), maximum=6)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         given(home)
@@ -56,8 +56,13 @@ def tutorial_rows(bench: Benchmark) -> None:
         wall, cpu, _ = timed(["bash", "-e", "-c", block], {"PYTHONPATH": "", **unreached}, home)
         if not ((home / "labels.csv").is_file() and (home / "first.html").is_file()):
             raise RuntimeError("the tutorial's lines left no labels.csv or no first.html")
-    _row(bench, f"an empty machine to the first result by the tutorial, {ROWS} rows, MiniLM, installation included",
-         wall, 5, f"{cpu:.1f} CPU-minutes")  # fmt: skip
+    _row(
+        bench,
+        f"an empty machine to the first result by the tutorial, {ROWS} rows, MiniLM, installation included",
+        wall,
+        5,
+        f"{cpu:.1f} CPU-minutes",
+    )
 
 
 def given(home: Path) -> None:
@@ -101,7 +106,7 @@ def _lift_limits() -> None:
 
 
 def _row(bench: Benchmark, what: str, wall: float, most: float, more: str) -> None:
-    bench.row(f"{what} ({more})", ours=wall, unit="minutes", bar_op="<=", bar_value=most)
+    bench.row(f"{what} ({more})", "minutes", ours=wall, maximum=most)
 
 
 def _counts(last: str) -> str:

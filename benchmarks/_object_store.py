@@ -31,7 +31,7 @@ def remote_rows(bench: Benchmark, *, records: int, rounds: int = 3) -> None:
     whats = {form: f"{records:,} records of {SHARDS} {form} shards, read by range from an S3 server" for form in forms}
     if missing:
         for what in whats.values():
-            bench.row(what, unit="CPU-s", peer_name="the same files on disk", reason=f"needs {' and '.join(missing)}")
+            bench.row(what, "CPU-s", peer_name="the same files on disk", reason=f"needs {' and '.join(missing)}")
         return
     from tests.support.object_store import object_store
 
@@ -50,12 +50,11 @@ def remote_rows(bench: Benchmark, *, records: int, rounds: int = 3) -> None:
             ours, peer = interleave(*sides, rounds=rounds)
             bench.row(
                 f"{whats[form]} ({sum(file.stat().st_size for file in files) / 1e6:.1f} MB)",
+                "CPU-s",
                 ours=ours,
                 peer=peer,
                 peer_name="the same files on disk",
-                unit="CPU-s",
-                bar_op="<=",
-                bar_value=1.3,
+                maximum=1.3,
             )
 
 

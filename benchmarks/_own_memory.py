@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import tempfile
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import peak_bytes
-from benchmarks._ranks import on_ranks
+from benchmarks._harness import on_ranks, peak_bytes
+from benchmarks._sized import Updates, save_llama
 from flatshift.finetune.compute.memory import measure_peaks, process_bytes
-
-HERE = "benchmarks._own_memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +41,17 @@ class Case:
     checkpointing: str = "none"
     mesh: dict[str, Any] = dataclasses.field(default_factory=dict)
     tied: bool = False
-    more: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further settings of `train`."""
+    accumulate: int = 1
 
     @property
     def ranks(self) -> int:
         """Processes."""
-        found = 1
-        for axis in ("replicate", "dp", "tp", "pp", "cp"):
-            found *= self.mesh.get(axis, 1)
-        return found
+        return math.prod(self.mesh.get(axis, 1) for axis in ("replicate", "dp", "tp", "pp", "cp"))
+
+    @property
+    def train(self) -> dict[str, Any]:
+        """Settings of `Train` that differ between cases."""
+        return {name: getattr(self, name) for name in ("precision", "checkpointing", "accumulate")}
 
     def __str__(self) -> str:
         mesh = " × ".join(f"{axis} {width}" for axis, width in self.mesh.items()) or "one process"
@@ -63,39 +61,31 @@ class Case:
         )
 
 
-def _llama(**changed: Any) -> Case:
-    plain = Case("llama", 320, 896, 8, heads=10, groups=2, vocabulary=10000, rows=2, tokens=288)
-    return dataclasses.replace(plain, **changed)
-
-
-def _qwen2(**changed: Any) -> Case:
-    plain = Case("qwen2", 384, 1920, 5, heads=6, groups=2, vocabulary=20000, rows=2, tokens=320, tied=True)
-    return dataclasses.replace(plain, **changed)
-
-
-def _qwen3(**changed: Any) -> Case:
-    plain = Case("qwen3", 512, 1408, 4, heads=8, groups=2, vocabulary=9000, rows=3, tokens=224)
-    return dataclasses.replace(plain, **changed)
-
-
-CASES = (
-    _llama(),
-    _llama(precision="bf16", checkpointing="full", rows=4),
-    _llama(precision="bf16", rank=64),
-    _qwen2(precision="bf16"),
-    _qwen2(checkpointing="full", more={"accumulate": 2}),
-    _qwen3(),
-    _qwen3(precision="bf16", checkpointing="selective"),
-    _llama(mesh={"dp": 2}),
-    _llama(mesh={"dp": 2}, precision="bf16", checkpointing="full", rows=4),
-    _llama(mesh={"dp": 2, "zero": 1}),
-    _llama(mesh={"tp": 2}),
+LLAMA = Case("llama", 320, 896, 8, heads=10, groups=2, vocabulary=10000, rows=2, tokens=288)
+QWEN2 = Case("qwen2", 384, 1920, 5, heads=6, groups=2, vocabulary=20000, rows=2, tokens=320, tied=True)
+QWEN3 = Case("qwen3", 512, 1408, 4, heads=8, groups=2, vocabulary=9000, rows=3, tokens=224)
+WARM = dataclasses.replace(LLAMA, hidden=64, inner=128, blocks=2, heads=2, groups=2, vocabulary=256, tokens=32)
+RECOMPUTED = {"precision": "bf16", "checkpointing": "full", "rows": 4}
+CASES = tuple(
+    dataclasses.replace(model, **changed)
+    for model, changed in (
+        (LLAMA, {}),
+        (LLAMA, RECOMPUTED),
+        (LLAMA, {"precision": "bf16", "rank": 64}),
+        (QWEN2, {"precision": "bf16"}),
+        (QWEN2, {"checkpointing": "full", "accumulate": 2}),
+        (QWEN3, {}),
+        (QWEN3, {"precision": "bf16", "checkpointing": "selective"}),
+        (LLAMA, {"mesh": {"dp": 2}}),
+        (LLAMA, {"mesh": {"dp": 2}, **RECOMPUTED}),
+        (LLAMA, {"mesh": {"dp": 2, "zero": 1}}),
+        (LLAMA, {"mesh": {"tp": 2}}),
+    )
 )
 """Never used to find a formula: those were found on a Llama of 4 × 512 with 8,192 words in one process, and that
 gradients come while activations go on other sizes than these."""
-_UPDATES = 4
+UPDATES = 4
 """Until what the process holds grows no more: the first also makes optimizer state."""
-_WARM = dataclasses.replace(_llama(), hidden=64, inner=128, blocks=2, heads=2, groups=2, vocabulary=256, tokens=32)
 
 
 def measured(ranks: int) -> list[tuple[Case, int, dict[str, float]]]:
@@ -103,102 +93,41 @@ def measured(ranks: int) -> list[tuple[Case, int, dict[str, float]]]:
     found = []
     for case in (case for case in CASES if case.ranks == ranks):
         with tempfile.TemporaryDirectory() as folder:
-            save(dataclasses.replace(_WARM, mesh=case.mesh), f"{folder}/tiny")
+            save(WARM, f"{folder}/tiny")
             save(case, f"{folder}/own")
-            told = on_ranks(f"{HERE}:held", ranks, folder=folder, case=dataclasses.asdict(case), wall_cap_s=3600.0)
+            told = on_ranks(
+                "benchmarks._own_memory:held", ranks, folder=folder, case=dataclasses.asdict(case), wall_cap_s=3600.0
+            )
             most = {name: max(rank[name] for rank in told) for name in told[0]}
             found.append((case, predicted(f"{folder}/own", case), most))
     return found
 
 
-def save(case: Case, folder: str | Path) -> None:
+def save(case: Case, folder: str) -> None:
     """Random weights of the case's backbone, and a config that says so."""
-    import torch
-    import transformers
-
-    fields = {
-        "hidden_size": case.hidden,
-        "intermediate_size": case.inner,
-        "num_hidden_layers": case.blocks,
-        "num_attention_heads": case.heads,
-        "num_key_value_heads": case.groups,
-        "vocab_size": case.vocabulary,
-        "tie_word_embeddings": case.tied,
-        "max_position_embeddings": 4096,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    if case.kind == "qwen3":
-        fields["head_dim"] = case.hidden // case.heads
-    config = transformers.CONFIG_MAPPING[case.kind].from_dict(fields)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
-def settings(case: Case) -> tuple[Any, Any, Any]:
-    """Mesh, adapter and train of a case."""
-    from flatshift.finetune.config import Adapter, Mesh, Train
-
-    train = Train(
-        max_length=case.tokens,
-        batch_size=case.rows,
-        precision=case.precision,  # type: ignore[arg-type]
-        checkpointing=case.checkpointing,  # type: ignore[arg-type]
-        **case.more,
+    save_llama(
+        folder,
+        kind=case.kind,
+        hidden_size=case.hidden,
+        intermediate_size=case.inner,
+        num_hidden_layers=case.blocks,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.groups,
+        vocab_size=case.vocabulary,
+        tie_word_embeddings=case.tied,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        **({"head_dim": case.hidden // case.heads} if case.kind == "qwen3" else {}),
     )
-    return Mesh(**case.mesh), Adapter(rank=case.rank), train
 
 
-def updates(backbone: str, case: Case) -> Callable[[int], None]:
-    """The case laid out on its mesh; the function makes an update."""
-    import torch
-
-    from flatshift.finetune.compute import attention
-    from flatshift.finetune.compute.micro_batch import MicroBatch
-    from flatshift.finetune.compute.numerics import without_input_casts
-    from flatshift.finetune.compute.precision import autocast
-    from flatshift.finetune.config import Optimizer
-    from flatshift.finetune.parallel.build import build_engine
-    from flatshift.finetune.parallel.mesh import ProcessMesh
-    from flatshift.finetune.tasks import LanguageModel
-    from flatshift.finetune.train.optimizer import AdapterOptimizer
-
-    mesh, adapter, train = settings(case)
-    task, device = LanguageModel(pack=False), torch.device("cpu")
-    world = ProcessMesh.of(mesh, device) if case.mesh else ProcessMesh.alone(device)
-    engine = build_engine(backbone, task=task, adapter=adapter, train=train, mesh=mesh, world=world)
-    optimizer = AdapterOptimizer(engine.parameters, Optimizer())
-    engine.model.train()
-    index, width = engine.share
-    rows, pieces = case.rows // width, train.accumulate
-    head: list[Any] = []
-
-    def micro(step: int, number: int) -> Any:
-        drawn = torch.Generator().manual_seed(1000 * step + 100 * number + index)
-        ids = torch.randint(3, case.vocabulary, (rows, case.tokens), generator=drawn)
-        labels = ids.clone()
-        labels[:, 0] = -100
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        return MicroBatch(inputs, labels, rows * (case.tokens - 1), rows, tuple((i,) for i in range(rows)))
-
-    def update(step: int) -> None:
-        batch = [micro(step, number) for number in range(pieces)]
-        with (
-            without_input_casts(engine.model, train),
-            attention.packed_attention(engine.model, device),
-        ):  # as the loop does
-            if not head:
-                with autocast(train, device):
-                    head.append(engine.find_head(batch[0].inputs, task=task))
-                engine.reshard()
-            count = case.rows * pieces * (case.tokens - 1)
-            engine.forward_backward(batch, count, task=task, head=head[0], context=lambda _: autocast(train, device))
-        engine.clip(1.0)
-        optimizer.step(1e-3)
-
-    return update
+def updates(backbone: str, case: Case) -> Updates:
+    """The case's engine on its mesh."""
+    rows = case.rows // case.mesh.get("dp", 1)
+    return Updates(
+        backbone, case.mesh, vocabulary=case.vocabulary, rows=rows, tokens=case.tokens, rank=case.rank, **case.train
+    )
 
 
 def held(folder: str, case: dict[str, Any]) -> dict[str, float]:
@@ -206,22 +135,29 @@ def held(folder: str, case: dict[str, Any]) -> dict[str, float]:
     allocator and by growth of the process. The tiny one of `folder`/tiny goes before it, so that libraries are there.
     """
     own = Case(**case)
-    tiny = updates(f"{folder}/tiny", dataclasses.replace(_WARM, mesh=own.mesh, precision=own.precision))
+    tiny = updates(f"{folder}/tiny", dataclasses.replace(WARM, mesh=own.mesh, precision=own.precision))
     tiny(0)
     del tiny
     gc.collect()
     before = process_bytes("VmRSS")
     update = updates(f"{folder}/own", own)
-    resident, _ = measure_peaks(lambda: [update(step) for step in range(_UPDATES)])
+    resident, _ = measure_peaks(lambda: [update(step) for step in range(UPDATES)])
     assert before is not None and resident is not None
-    return {"allocated": peak_bytes(partial(update, _UPDATES)), "resident": resident - before}
+    return {"allocated": peak_bytes(partial(update, UPDATES)), "resident": resident - before}
 
 
-def predicted(folder: str | Path, case: Case) -> int:
+def predicted(folder: str, case: Case) -> int:
     """The plan's bytes of the fullest rank in an update, without the logits of an evaluation."""
+    from flatshift.finetune.config import Adapter, Mesh, Train
     from flatshift.finetune.planner.footprint import predict_footprint
     from flatshift.finetune.planner.sizes import read_sizes
 
-    mesh, adapter, train = settings(case)
-    needs = predict_footprint(read_sizes(folder, adapter), mesh=mesh, adapter=adapter, train=train, device="cpu")
+    adapter = Adapter(rank=case.rank)
+    needs = predict_footprint(
+        read_sizes(folder, adapter),
+        mesh=Mesh(**case.mesh),
+        adapter=adapter,
+        train=Train(max_length=case.tokens, batch_size=case.rows, **case.train),
+        device="cpu",
+    )
     return dataclasses.replace(needs, logits=0).total

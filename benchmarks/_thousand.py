@@ -71,7 +71,7 @@ class Thousand:
             )
         for layout, run in layouts.items():
             what = f"of {self.name}: {layout}"
-            judged: dict[str, Any] = {"unit": "relative", "bar_op": "<=", "bar_value": BAR}
+            judged: dict[str, Any] = {"unit": "relative", "maximum": BAR}
             if run is None:
                 bench.row(f"loss and gradients {what}", reason=NO_TRL, **judged)
                 continue

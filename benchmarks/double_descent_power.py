@@ -84,41 +84,40 @@ def main() -> None:
         for name, make in NULLS.items():
             curves = draws_of(name, make, seeds)
             ours = rate(curves)
-            bench.row(f"false alarms, {seeds} seeds: {name}", ours=ours, unit="share", bar_op="<=", bar_value=BAR)
+            bench.row(f"false alarms, {seeds} seeds: {name}", "share", ours=ours, maximum=BAR)
             bench.row(
                 f"false alarms beside the peer, {seeds} seeds: {name}",
+                "share",
                 ours=ours,
                 peer=peer_rate(curves, name),
                 peer_name=PEER,
-                unit="share",
             )
         for name, (metric, items, make) in NAMED_NULLS.items():
             curves = make(numpy_generator(0, "benchmark", name, seeds), DRAWS, seeds, POINTS)
             ours = float(rejections(curves, metric=metric, items=items).mean())
-            bench.row(f"false alarms, {seeds} seeds: {name}", ours=ours, unit="share", bar_op="<=", bar_value=BAR)
+            bench.row(f"false alarms, {seeds} seeds: {name}", "share", ours=ours, maximum=BAR)
         peaks = log_normal(log_normal_peak, SCATTER)(numpy_generator(0, "log-normal", seeds), DRAWS, seeds, POINTS)
         bench.row(
             f"power, {seeds} seeds: log-normal peak of four times the valley",
+            "share",
             ours=float(rejections(peaks, metric="loss").mean()),
             peer=rate(peaks),
             peer_name="plain scale",
-            unit="share",
-            bar_op=">=",
-            bar_value=0.9,
+            minimum=0.9,
         )
         for height in (2, 3, 4):
             power = rate(draws_of(f"bump {height}", bumps(height), seeds))
             least = {(5, 3): 0.9, (8, 2): 0.8}.get((seeds, height))
             bench.row(
                 f"power, {seeds} seeds: peak of {height} sd",
+                "share",
                 ours=power,
-                unit="share",
                 bar_op=None if least is None else ">=",
                 bar_value=least,
             )
             broad = rate(draws_of(f"broad bump {height}", bumps(height, broad=True), seeds))
             bench.row(
-                f"power, {seeds} seeds: broad peak of {height} sd, one low point on its left", ours=broad, unit="share"
+                f"power, {seeds} seeds: broad peak of {height} sd, one low point on its left", "share", ours=broad
             )
         calm = ("monotone", "undecided")
         for what, share in (
@@ -126,23 +125,17 @@ def main() -> None:
                 "double descent: random features, vanishing ridge",
                 named(random_features_curve, ("double descent",), seeds=seeds),
             ),
-            (
-                "no peak: random features, tuned ridge",
-                named(random_features_curve, calm, seeds=seeds, ridge="tuned"),
-            ),
+            ("no peak: random features, tuned ridge", named(random_features_curve, calm, seeds=seeds, ridge="tuned")),
             ("instability: descent past 2/λ", named(unstable_curve, ("instability",), seeds=seeds, momentum=0.0)),
             ("instability: momentum past 38/λ", named(unstable_curve, ("instability",), seeds=seeds)),
-            (
-                "overfitting: gradient flow on noisy rows",
-                named(gradient_flow_curve, ("overfitting",), seeds=seeds),
-            ),
+            ("overfitting: gradient flow on noisy rows", named(gradient_flow_curve, ("overfitting",), seeds=seeds)),
             (
                 "monotone or undecided: gradient flow without noise",
                 named(gradient_flow_curve, calm, seeds=seeds, noise=0.0),
             ),
             ("undecided: noise only", named(noise_curve, ("undecided",), seeds=seeds)),
         ):
-            bench.row(f"verdict, {seeds} seeds: {what}", ours=share, unit="share named so", bar_op=">=", bar_value=0.9)
+            bench.row(f"verdict, {seeds} seeds: {what}", "share named so", ours=share, minimum=0.9)
     bench.finish()
 
 

@@ -44,10 +44,7 @@ def peer_log_weights(folder: Path) -> np.ndarray:
     # Its progress bars go to stderr and would be timed on a terminal.
     with contextlib.redirect_stderr(io.StringIO()):
         peer = HashedNgramDSIR(
-            [str(folder / "pool.jsonl")],
-            [str(folder / "target.jsonl")],
-            cache_dir=str(folder / "cache"),
-            num_proc=1,
+            [str(folder / "pool.jsonl")], [str(folder / "target.jsonl")], cache_dir=str(folder / "cache"), num_proc=1
         )
         peer.fit_importance_estimator(num_tokens_to_fit="all")
         peer.compute_importance_weights()
@@ -74,14 +71,13 @@ def main() -> None:
         theirs, ours = peer_log_weights(folder), our_log_weights(folder, **_LIKE_PEER)
         bench.row(
             f"log weights of {count:,} documents, its hashing and smoothing",
+            "largest absolute difference",
             ours=float(np.abs(theirs - ours).max()),
-            unit="largest absolute difference",
-            bar_op="<=",
-            bar_value=1e-8,
+            maximum=1e-8,
         )
         cut = count // 20
         overlap = len(set(np.argsort(-theirs)[:cut]) & set(np.argsort(-ours)[:cut])) / cut
-        bench.row("selected 5 %, the same", ours=overlap, unit="share", bar_op=">=", bar_value=1.0)
+        bench.row("selected 5 %, the same", "share", ours=overlap, minimum=1.0)
         for what, settings in (("its hashing and smoothing", _LIKE_PEER), ("the default fast hashing", {})):
             mine, peers = interleave(
                 lambda settings=settings: our_log_weights(folder, **settings),
@@ -90,16 +86,13 @@ def main() -> None:
             )
             bench.row(
                 f"files to log weights, {count:,} documents, {what}",
+                "CPU-s",
                 ours=mine,
                 peer=peers,
                 peer_name=_PEER,
-                unit="CPU-s",
-                bar_op="<=",
-                bar_value=1.0,
+                maximum=1.0,
             )
-            bench.row(
-                f"documents a CPU-second, {what}", ours=[count / second for second in mine], unit="documents/CPU-s"
-            )
+            bench.row(f"documents a CPU-second, {what}", "documents/CPU-s", ours=[count / second for second in mine])
     bench.finish()
 
 

@@ -97,17 +97,26 @@ def rolling(file: str) -> dict[str, Any]:
     """Text whole, as lm-eval scores it."""
     metrics = [{"metric": name} for name in ("bits_per_byte", "word_perplexity")]
     return local(
-        "rolling", file, output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}",
+        "rolling",
+        file,
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="{{text}}",
         metric_list=metrics,
-    )  # fmt: skip
+    )
 
 
 def choice(name: str, file: str, text: str, choices: str, gold: str) -> dict[str, Any]:
     """Choices, as lm-eval ranks them."""
     return local(
-        name, file, output_type="multiple_choice", doc_to_text=text, doc_to_choice=choices, doc_to_target=gold,
+        name,
+        file,
+        output_type="multiple_choice",
+        doc_to_text=text,
+        doc_to_choice=choices,
+        doc_to_target=gold,
         metric_list=[{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    )  # fmt: skip
+    )
 
 
 def sample(name: str, folder: Path, count: int = ROWS) -> str:
@@ -142,12 +151,12 @@ def identities(bench: Benchmark) -> None:
         "bits_per_byte": 0.721348,
     }
     worst = max(abs(unit[name] - value) for name, value in known.items())
-    bench.row("unit row: largest error", ours=worst, unit="of the printed figure", bar_op="<=", bar_value=5e-7)
+    bench.row("unit row: largest error", "of the printed figure", ours=worst, maximum=5e-7)
     rng = np.random.default_rng(0)
     tokens = rng.integers(5, 90, 300)
     made = of(tokens * rng.uniform(1, 3, 300), tokens, tokens // 2, tokens * 3, tokens * 4)
     error = abs(made["word_perplexity"] / made["perplexity"] ** made["fertility"] - 1)
-    bench.row("perplexity of a word = of a token ^ fertility", ours=error, unit="relative", bar_op="<=", bar_value=1e-9)
+    bench.row("perplexity of a word = of a token ^ fertility", "relative", ours=error, maximum=1e-9)
 
 
 def parity(bench: Benchmark, folder: Path) -> None:
@@ -162,17 +171,20 @@ def parity(bench: Benchmark, folder: Path) -> None:
         [
             choice("snli_local", snli, "{{text}}, right?", f"{{{{[{listed}]}}}}", f"{{{{{[*names]}.index(label)}}}}"),
             choice(
-                "cites_local", cites, "{{text}}\nThis citation is about:", json.dumps(list(CITES.values())),
+                "cites_local",
+                cites,
+                "{{text}}\nThis citation is about:",
+                json.dumps(list(CITES.values())),
                 f"{{{{{list(CITES)}.index(label)}}}}",
             ),
         ],
         precision="float32",
-    )  # fmt: skip
+    )
     for name, task, data in (("nli", "snli_local", snli), (str(prompt), "cites_local", cites)):
         ours = few_shot(name, data)["figures"][BACKBONE]["data"]["accuracy"]["value"]
         peer = theirs[task]["acc,none"]
         what = f"accuracy of {task.removesuffix('_local')}, {ROWS} rows: ours {ours:.4f}, lm-eval {peer:.4f}"
-        bench.row(what, ours=abs(ours - peer), unit="difference", bar_op="<=", bar_value=1e-6)
+        bench.row(what, "difference", ours=abs(ours - peer), maximum=1e-6)
 
 
 def languages(bench: Benchmark, data: str, folder: Path) -> None:
@@ -190,7 +202,7 @@ def languages(bench: Benchmark, data: str, folder: Path) -> None:
     ours = cpu_seconds(lambda: found.update(ours=judged(str(file), "group_by", "lang")))
     precision = found["ours"]["subjects"][0]["precision"]
     what = f"{len(count)} languages of 200 documents, {precision} by itself"
-    bench.row(what, ours=ours, unit="CPU-s", bar_op="<=", bar_value=60.0)
+    bench.row(what, "CPU-s", ours=ours, maximum=60.0)
     beside(bench, kept, folder)
 
 
@@ -203,17 +215,18 @@ def beside(bench: Benchmark, kept: list[dict[str, Any]], folder: Path) -> None:
     mine = cpu_seconds(lambda: judged(str(few)))
     fp32 = cpu_seconds(lambda: found.update(fp32=harness([rolling(str(few))], precision="float32", bos=False)))
     bench.row(
-        f"{subset}, beside lm-eval in its float32", ours=mine, peer=fp32, peer_name="lm-eval", unit="CPU-s",
-        bar_op="<=", bar_value=0.5,
-    )  # fmt: skip
+        f"{subset}, beside lm-eval in its float32", "CPU-s", ours=mine, peer=fp32, peer_name="lm-eval", maximum=0.5
+    )
     same = cpu_seconds(lambda: found.update(same=judged(str(few), "train.precision", "fp32")))
-    bench.row(f"{subset}, float32 both", ours=same, peer=fp32, peer_name="lm-eval", unit="CPU-s")
+    bench.row(f"{subset}, float32 both", "CPU-s", ours=same, peer=fp32, peer_name="lm-eval")
     value = found["same"]["figures"][BACKBONE]["data"]["bits_per_byte"]["value"]
     other = found["fp32"]["rolling"]["bits_per_byte,none"]
     bench.row(
-        f"bits per byte, float32: ours {value:.6f}, lm-eval {other:.6f}", ours=abs(value / other - 1), unit="relative",
-        bar_op="<=", bar_value=1e-5,
-    )  # fmt: skip
+        f"bits per byte, float32: ours {value:.6f}, lm-eval {other:.6f}",
+        "relative",
+        ours=abs(value / other - 1),
+        maximum=1e-5,
+    )
 
 
 def shared(bench: Benchmark, folder: Path) -> None:
@@ -247,11 +260,15 @@ def shared(bench: Benchmark, folder: Path) -> None:
     rank("ours", sharing)
     ours, anew = interleave(lambda: rank("ours", sharing), lambda: rank("anew", lambda *a: False), rounds=1)
     bench.row(
-        f"4 shots, 3 candidates, {ROWS} rows: shared contexts", ours=ours, peer=anew, peer_name="every candidate anew",
-        unit="CPU-s", bar_op="<=", bar_value=1 / 3,
-    )  # fmt: skip
+        f"4 shots, 3 candidates, {ROWS} rows: shared contexts",
+        "CPU-s",
+        ours=ours,
+        peer=anew,
+        peer_name="every candidate anew",
+        maximum=1 / 3,
+    )
     same = float(np.mean(np.array(found["ours"].predictions) == np.array(found["anew"].predictions)))
-    bench.row("the same answers both ways", ours=same, unit="share", bar_op=">=", bar_value=1.0)
+    bench.row("the same answers both ways", "share", ours=same, minimum=1.0)
 
 
 def contained(bench: Benchmark) -> None:
@@ -259,7 +276,7 @@ def contained(bench: Benchmark) -> None:
     names = [*HOSTILE, *FORGERIES]
     held = sum(is_contained(name) for name in names)
     what = f"hostile programs contained, of {len(names)}"
-    bench.row(what, ours=held, unit="programs", bar_op=">=", bar_value=len(names))
+    bench.row(what, "programs", ours=held, minimum=len(names))
 
 
 def _kept() -> list[dict[str, Any]]:
@@ -282,15 +299,13 @@ def main() -> None:
         if peer:
             parity(bench, folder)
         else:
-            bench.row(
-                "accuracy of two tasks", unit="difference", peer_name="lm-eval", reason="needs the package lm-eval"
-            )
+            bench.row("accuracy of two tasks", "difference", peer_name="lm-eval", reason="needs the package lm-eval")
         if peer and len(sys.argv) > 1:
             languages(bench, sys.argv[1], folder)
         elif kept := _kept():
             bench.rows += kept
         else:
-            bench.row("35 languages", unit="CPU-s", peer_name="lm-eval", reason="needs lm-eval and a file of languages")
+            bench.row("35 languages", "CPU-s", peer_name="lm-eval", reason="needs lm-eval and a file of languages")
     bench.finish()
 
 

@@ -94,16 +94,10 @@ def view_rows(bench: Benchmark, folder: Path, documents: list[str]) -> None:
         seconds = cpu_seconds(
             lambda: kept.append(spill_rows(read_rows([str(file)]), folder / "spill", columns=Columns()))
         )
-    bench.row("rows read into a view, per CPU-second", ours=len(documents) / seconds, unit="rows/CPU-s")
-    bench.row(
-        f"memory of reading {len(documents):,} rows",
-        ours=peak.bytes / 2**20,
-        unit="MiB",
-        bar_op="<=",
-        bar_value=100,
-    )
+    bench.row("rows read into a view, per CPU-second", "rows/CPU-s", ours=len(documents) / seconds)
+    bench.row(f"memory of reading {len(documents):,} rows", "MiB", ours=peak.bytes / 2**20, maximum=100)
     seconds = cpu_seconds(lambda: sum(len(text) for text in kept[0].texts))
-    bench.row("texts of a view, per CPU-second", ours=len(documents) / seconds, unit="rows/CPU-s")
+    bench.row("texts of a view, per CPU-second", "rows/CPU-s", ours=len(documents) / seconds)
 
 
 def main() -> None:
@@ -119,28 +113,21 @@ def main() -> None:
     mine, theirs = interleave(lambda: ours(few, 128), lambda: peer(few, 128), rounds=1)
     bench.row(
         f"TF-IDF + SVD 128, {len(few):,} documents, fit included",
+        "CPU-s",
         ours=mine,
         peer=theirs,
         peer_name="scikit-learn pipeline",
-        unit="CPU-s",
-        bar_op="<=",
-        bar_value=0.5,
+        maximum=0.5,
     )
     rate = len(documents) / cpu_seconds(lambda: ours(documents, 128))
-    bench.row(
-        f"TF-IDF + SVD 128, {len(documents):,} documents, fit included",
-        ours=rate,
-        unit="docs/CPU-s",
-        bar_op=">=",
-        bar_value=10_000,
-    )
+    bench.row(f"TF-IDF + SVD 128, {len(documents):,} documents, fit included", "docs/CPU-s", ours=rate, minimum=10_000)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         from flatshift.selection import FeatureCache, StaticEmbedder
 
         static = StaticEmbedder(static_directory(folder / "static"))
         rate = len(few) / cpu_seconds(lambda: static.transform(few))
-        bench.row("static vectors 256, word tokenizer", ours=rate, unit="docs/CPU-s")
+        bench.row("static vectors 256, word tokenizer", "docs/CPU-s", ours=rate)
         vectors = np.random.default_rng(0).normal(size=(len(documents), 128)).astype(np.float32)
         place = iter(range(0, len(documents), 8192))
         cache = FeatureCache(folder / "cache")
@@ -150,11 +137,11 @@ def main() -> None:
                 documents, lambda some: vectors[(low := next(place)) : low + len(some)], key="k", dtype="float16"
             )
 
-        bench.row("shards hashed and written", ours=len(documents) / cpu_seconds(write), unit="docs/CPU-s")
+        bench.row("shards hashed and written", "docs/CPU-s", ours=len(documents) / cpu_seconds(write))
         rate = len(documents) / cpu_seconds(
             lambda: cache.features(documents, lambda some: vectors[:0], key="k", dtype="float16")
         )
-        bench.row("shards hashed and verified", ours=rate, unit="docs/CPU-s")
+        bench.row("shards hashed and verified", "docs/CPU-s", ours=rate)
         view_rows(bench, folder, documents)
     bench.finish()
 

@@ -63,16 +63,16 @@ def rows(bench: Benchmark, document: dict[str, Any]) -> None:
         kind = "confirmatory" if method["confirmatory"] else "exploratory"
         what = f"accuracy, {name} ({kind}, {method['seeds']} seeds)"
         if primary is None:
-            bench.row(what, unit="accuracy", reason="no informative task, or no seed that both have")
+            bench.row(what, "accuracy", reason="no informative task, or no seed that both have")
             continue
         ours, peer = means(document, name, primary["tasks"])
-        row = bench.row(what, ours=ours, peer=peer, peer_name=f"{base} LoRA", unit="accuracy")
+        row = bench.row(what, "accuracy", ours=ours, peer=peer, peer_name=f"{base} LoRA")
         kept = ("low", "high", "n", "p", "p_holm", "detectable", "bootstrap")
         row["difference"] = {"mean": primary["value"], "confidence": 0.95, **{key: primary[key] for key in kept}}
         row["tasks"] = primary["tasks"]
     for name, method in document["methods"].items():
         if name != base and method["step_ratio"] is not None:
-            bench.row(f"CPU time of a step ÷ {base}'s, {name}", ours=method["step_ratio"], unit="ratio")
+            bench.row(f"CPU time of a step ÷ {base}'s, {name}", "ratio", ours=method["step_ratio"])
 
 
 def means(document: dict[str, Any], name: str, tasks: list[str]) -> tuple[float, float]:

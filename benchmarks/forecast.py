@@ -121,8 +121,7 @@ def predict(task: str) -> dict[str, Any]:
         own = [row for row in rows if tuple(row[axis] for axis in AXES) == key]
         decays = sorted({row["optimizer.weight_decay"] for row in own})
         best = min(
-            decays,
-            key=lambda d: np.mean([r["left_out_error"] for r in own if r["optimizer.weight_decay"] == d]),
+            decays, key=lambda d: np.mean([r["left_out_error"] for r in own if r["optimizer.weight_decay"] == d])
         )
         name = "|".join(f"{value:g}" for value in key)
         found[name] = [row["test.error"] for row in own if row["optimizer.weight_decay"] == best]
@@ -141,14 +140,13 @@ def judge(bench: Benchmark, name: str, found: dict[str, tuple[dict[str, Any], di
     )
     bench.row(
         f"{name}: Spearman correlation of forecast and trained test error, {len(pairs)} settings",
+        "correlation",
         ours=float(spearmanr(*pairs.T).statistic),
-        unit="correlation",
-        bar_op=">=",
-        bar_value=0.8,
+        minimum=0.8,
     )
     apart = 100 * (pairs[:, 0] - pairs[:, 1])
-    bench.row(f"{name}: forecast less trained, mean", ours=float(apart.mean()), unit="points")
-    bench.row(f"{name}: forecast less trained, mean size", ours=float(np.abs(apart).mean()), unit="points")
+    bench.row(f"{name}: forecast less trained, mean", "points", ours=float(apart.mean()))
+    bench.row(f"{name}: forecast less trained, mean size", "points", ours=float(np.abs(apart).mean()))
     regrets, held = [], []
     for forecast, trained in found.values():
         real = trained["error"]
@@ -166,18 +164,13 @@ def judge(bench: Benchmark, name: str, found: dict[str, tuple[dict[str, Any], di
                 wanted = real[along[-1]] - real[along[-2]]
                 held.append(change.low is not None and change.high is not None and change.low <= wanted <= change.high)
     bench.row(
-        f"{name}: regret of choosing the rank by forecast",
-        ours=100 * float(np.mean(regrets)),
-        unit="points",
-        bar_op="<=",
-        bar_value=1.0,
+        f"{name}: regret of choosing the rank by forecast", "points", ours=100 * float(np.mean(regrets)), maximum=1.0
     )
     bench.row(
         f"{name}: 80 % intervals for twice the rows that hold the trained change",
+        "share",
         ours=float(np.mean(held)),
-        unit="share",
-        bar_op=">=",
-        bar_value=0.7,
+        minimum=0.7,
     )
 
 
@@ -203,15 +196,14 @@ def main() -> None:
         own = np.array(
             [(float(np.mean(forecasts[task]["error"][key])), e) for key, e in trained[task]["error"].items()]
         )
-        bench.row(f"{task}: Spearman correlation", ours=float(spearmanr(*own.T).statistic), unit="correlation")
+        bench.row(f"{task}: Spearman correlation", "correlation", ours=float(spearmanr(*own.T).statistic))
     both = [task for task in tasks if forecasts[task].get("on") == trained[task].get("on", [])]
     costs = [forecasts[task]["cpu"] / trained[task]["seconds"] for task in both]
     bench.row(
         f"CPU-seconds of the forecast ÷ seconds of the sweep, {len(both)} tasks",
+        "share",
         ours=costs or None,
-        unit="share",
-        bar_op="<=",
-        bar_value=0.02,
+        maximum=0.02,
         reason=None if costs else "no task was forecast and trained on one kind of machine",
     )
     bench.finish()

@@ -139,39 +139,37 @@ def _report(bench: Benchmark, setting: str, runs: list[dict[str, Any]], bars: bo
     def all_of(name: str) -> list[float]:
         return [run[name] for run in runs]
 
-    ceiling: dict[str, Any] = {"bar_op": "<=", "bar_value": BARS["cpu"]} if bars else {}
-    bench.row(f"{setting}: solver, {runs[0]['passes']} passes", ours=all_of("cpu"), unit="CPU-s", **ceiling)
+    ceiling: dict[str, Any] = {"maximum": BARS["cpu"]} if bars else {}
+    bench.row(f"{setting}: solver, {runs[0]['passes']} passes", "CPU-s", ours=all_of("cpu"), **ceiling)
     bench.row(
         f"{setting}: beside the floor of its passes",
+        "CPU-s",
         ours=all_of("cpu"),
         peer=all_of("floor"),
         peer_name="float32 torch.mm",
-        unit="CPU-s",
-        bar_op="<=",
-        bar_value=BARS["floor"],
+        maximum=BARS["floor"],
     )
     bench.row(
         f"{setting}: memory over the mapped file",
+        "bytes",
         ours=all_of("memory"),
-        unit="bytes",
         bar_op="<=" if bars else None,
         bar_value=BARS["memory"] if bars else None,
     )
     error = runs[0]["verified"] if runs[0]["verified"] is not None else runs[0]["error"]
-    bench.row(f"{setting}: error, verified in float64", ours=error, unit="L1 error", bar_op="<=", bar_value=GOAL)
+    bench.row(f"{setting}: error, verified in float64", "L1 error", ours=error, maximum=GOAL)
     seen = runs[0]["overlap"]
     bench.row(
         f"{setting}: overlap@{SHARE:.0%} of the last two passes",
+        "share of the selection",
         ours=seen,
-        unit="share of the selection",
-        bar_op=">=",
-        bar_value=OVERLAP,
+        minimum=OVERLAP,
         reason="one pass only" if seen is None else None,
     )
     bench.row(
         f"{setting}: overlap@{SHARE:.0%} with the converged selection, estimated",
+        "share of the selection",
         ours=runs[0]["estimate"],
-        unit="share of the selection",
     )
 
 
@@ -181,7 +179,7 @@ def _gpu(bench: Benchmark, folder: Path, n: int, m: int) -> None:
 
     what = f"{n} x {m} x 384 on a GPU, epsilon 0.05: solve beside the GEMM floor of its passes"
     if not torch.cuda.is_available():
-        bench.row(what, unit="s", peer_name="float32 torch.mm", reason="no CUDA device at hand")
+        bench.row(what, "s", peer_name="float32 torch.mm", reason="no CUDA device at hand")
         return
     try:
         pool, target = write_data(folder, n, m, 384)
@@ -190,11 +188,11 @@ def _gpu(bench: Benchmark, folder: Path, n: int, m: int) -> None:
         )
     except (CapReached, RuntimeError, OSError) as error:  # the rows that were measured before must not be lost
         told = str(error).strip().splitlines()[-1]
-        bench.row(what, unit="s", peer_name="float32 torch.mm", reason=f"not finished: {told}")
+        bench.row(what, "s", peer_name="float32 torch.mm", reason=f"not finished: {told}")
         return
     print(f"    {run}", flush=True)
-    bench.row(what, ours=run["wall"], peer=run["floor"], peer_name="float32 torch.mm", unit="s")
-    bench.row(f"{n} x {m} x 384 on a GPU: rate", ours=run["flop"] / run["wall"] / 1e12, unit="TFLOP/s")
+    bench.row(what, "s", ours=run["wall"], peer=run["floor"], peer_name="float32 torch.mm")
+    bench.row(f"{n} x {m} x 384 on a GPU: rate", "TFLOP/s", ours=run["flop"] / run["wall"] / 1e12)
 
 
 def main() -> None:
@@ -236,10 +234,10 @@ def main() -> None:
             if parts:
                 bench.row(
                     f"{setting}: a million rows and a pass",
+                    "CPU-s",
                     ours=[run["cpu"] / run["passes"] / n * 1e6 for run in runs],
                     peer=[part["cpu"] / part["passes"] / PART * 1e6 for part in parts],
                     peer_name=f"the first {PART} rows",
-                    unit="CPU-s",
                 )
         Path(folder, "pool.npy").unlink(missing_ok=True)
         _gpu(bench, Path(folder), *chosen.gpu)

@@ -228,18 +228,18 @@ def _peer(bench: Benchmark, label: str, name: str, common: dict[str, Any], setti
             common = {**common, "iterations": int(1.03 * common["iterations"]) + 1}
     except CapReached as stopped:
         told = f"{label}: {stopped} ({common['cap_s']:g} CPU-s), {_within_cap(name, common)}"
-        bench.row(what, ours=runs["ours"], unit="CPU-s", peer_name=label, reason=told)
+        bench.row(what, "CPU-s", ours=runs["ours"], peer_name=label, reason=told)
         return
     except RuntimeError as failed:
         told = str(failed).strip().splitlines()[-1]
-        bench.row(what, ours=runs["ours"], unit="CPU-s", peer_name=label, reason=f"{label} failed: {told}")
+        bench.row(what, "CPU-s", ours=runs["ours"], peer_name=label, reason=f"{label} failed: {told}")
         return
     if result["error"] is None or result["error"] > GOAL:
         told = "its potentials are not finite" if result["error"] is None else f"marginal error {result['error']:.1e}"
         bench.row(
             what,
+            "CPU-s",
             ours=runs["ours"],
-            unit="CPU-s",
             peer_name=label,
             reason=f"{label} did not reach {GOAL:g}: {told} after {result['cpu']:.1f} CPU-s",
         )
@@ -247,9 +247,7 @@ def _peer(bench: Benchmark, label: str, name: str, common: dict[str, Any], setti
     if result["cpu"] < 20:
         once(name)
         once("ours")
-    bench.row(
-        what, ours=runs["ours"], peer=runs[name], peer_name=label, unit="CPU-s", bar_op="<=", bar_value=_most(name)
-    )
+    bench.row(what, "CPU-s", ours=runs["ours"], peer=runs[name], peer_name=label, maximum=_most(name))
 
 
 def _within_cap(name: str, common: dict[str, Any]) -> str:
@@ -291,21 +289,19 @@ def main() -> None:
             for solver, told in (("ours", "float32 kernel held"), ("ours-streamed", "float32, streamed")):
                 mine = [in_child(f"{THIS}:measure", solver=solver, **common) for _ in range(3)]
                 unit = "CPU-s"
-                bench.row(f"{setting}: ours alone, {told}", ours=[r["cpu"] for r in mine], unit=unit)
+                bench.row(f"{setting}: ours alone, {told}", unit, ours=[r["cpu"] for r in mine])
                 bench.row(
                     f"{setting}: error reached, verified in float64, {told}",
+                    "L1 error",
                     ours=mine[0]["error"],
-                    unit="L1 error",
-                    bar_op="<=",
-                    bar_value=GOAL,
+                    maximum=GOAL,
                 )
                 for share, overlap in zip(TOP, mine[0]["overlap"], strict=True):
                     bench.row(
                         f"{setting}: overlap@{share:.0%} with the converged selection, {told}",
+                        "share of the selection",
                         ours=overlap,
-                        unit="share of the selection",
-                        bar_op=">=",
-                        bar_value=OVERLAP_BARS.get(epsilon, 0.995) if share == 0.05 else 0.99,
+                        minimum=OVERLAP_BARS.get(epsilon, 0.995) if share == 0.05 else 0.99,
                     )
             for label, name in PEERS.items():
                 if name not in chosen.peers:

@@ -161,18 +161,16 @@ def main() -> None:
     for template, found in mine.items():
         bench.row(
             f"{template}: {found.samples} samples whose supervised tokens are those marked by hand",
+            "share",
             ours=found.share,
-            unit="share",
-            bar_op="==",
-            bar_value=1.0,
+            exactly=1.0,
         )
-    bench.row("public templates", ours=len(REFERENCED), unit="templates", bar_op=">=", bar_value=10)
+    bench.row("public templates", "templates", ours=len(REFERENCED), minimum=10)
     bench.row(
         f"empty masks that nobody refused, of {_total(list(mine.values()), 'samples')} samples",
+        "samples",
         ours=_total(list(mine.values()), "silent"),
-        unit="samples",
-        bar_op="==",
-        bar_value=0,
+        exactly=0,
     )
     for name, way in (
         ("transformers' return_assistant_tokens_mask", tagged),
@@ -181,13 +179,13 @@ def main() -> None:
     ):
         theirs = [score(template, way) for template in REFERENCED]
         samples = _total(theirs, "samples")
-        bench.row(f"the same by {name}: right", ours=_total(theirs, "right") / samples, unit="share")
-        bench.row(f"the same by {name}: empty in silence", ours=_total(theirs, "silent"), unit="samples")
+        bench.row(f"the same by {name}: right", "share", ours=_total(theirs, "right") / samples)
+        bench.row(f"the same by {name}: empty in silence", "samples", ours=_total(theirs, "silent"))
     for template in ("qwen2_5", "qwen3"):
         bench.row(
             f"{template}: encoding, {len(CONVERSATIONS)} short conversations over and over",
+            "rows/CPU-s",
             ours=rows_a_second(template, 1000),
-            unit="rows/CPU-s",
         )
     bench.finish()
 

@@ -179,19 +179,18 @@ def compare(bench: Benchmark, name: str, scratch: Path) -> None:
             bench.row(
                 f"largest logit difference to backbone + adapter, {name} merged in {kind}, computed in "
                 f"{str(computed).removeprefix('torch.')} ({len(ids)} rows, largest logit {largest:.3g})",
-                unit="logits",
+                "logits",
                 ours=apart["ours"],
                 peer=apart["peft"],
                 peer_name="PEFT merge_and_unload",
-                **({"bar_op": "<=", "bar_value": 1.1} if merged_only else {}),
+                **{"maximum": 1.1} if merged_only else {},
             )
             if dtype == torch.float32:
                 bench.row(
                     f"the same relative to the largest logit, {name}, float32",
-                    unit="relative",
+                    "relative",
                     ours=apart["ours"] / largest,
-                    bar_op="<=",
-                    bar_value=1e-5,
+                    maximum=1e-5,
                 )
 
 
@@ -224,22 +223,15 @@ def cost(bench: Benchmark, scratch: Path) -> None:
     size = BIG.frozen_bytes // BIG.item // 10**6
     what = f"a random Llama of {size} M in bfloat16, four files"
     peer = {"peer_name": "PEFT merge_and_unload"}
-    bench.row(f"merge of {what}", unit="CPU-s", ours=mine, peer=theirs, **peer)
+    bench.row(f"merge of {what}", "CPU-s", ours=mine, peer=theirs, **peer)
     bench.row(
-        f"peak memory of the merge of {what}",
-        unit="bytes",
-        ours=peaks["ours"],
-        peer=peaks["peft"],
-        **peer,
-        bar_op="<=",
-        bar_value=1.0,
+        f"peak memory of the merge of {what}", "bytes", ours=peaks["ours"], peer=peaks["peft"], **peer, maximum=1.0
     )
     bench.row(
         f"the same ÷ the largest of its files ({largest / 2**20:.0f} MiB)",
-        unit="share",
+        "share",
         ours=[peak / largest for peak in peaks["ours"]],
-        bar_op="<=",
-        bar_value=1.0,
+        maximum=1.0,
     )
 
 
@@ -255,20 +247,18 @@ def families(bench: Benchmark, scratch: Path) -> None:
         bench.row(
             f"{family.name}: largest logit difference to the run in plain transformers ÷ the largest logit, "
             f"{', '.join(apart)}{note}",
-            unit="relative",
+            "relative",
             ours=max(apart.values()),
-            bar_op="<=",
-            bar_value=1e-5,
+            maximum=1e-5,
         )
         if family.task == "classify":
             rows = sum(one["rows"] for one in found.values())
             wrong = sum(one["other_labels"] or one["places"] - one["same_tokens"] for one in found.values())
             bench.row(
                 f"{family.name}: rows with the run's class, in the merged folder by its name, of {rows}",
-                unit="rows",
+                "rows",
                 ours=rows - wrong,
-                bar_op=">=",
-                bar_value=rows,
+                minimum=rows,
             )
             continue
         ends = json.loads((home / "run" / "manifest.json").read_text(encoding="utf-8"))["ends"]
@@ -276,10 +266,9 @@ def families(bench: Benchmark, scratch: Path) -> None:
         bench.row(
             f"{family.name}: greedy answers that are the run's to their end (2 a folder), and trained ends at which "
             f"plain generate stops ({', '.join(ends)}), of {asked}",
-            unit="answers and ends",
+            "answers and ends",
             ours=sum(one["answers"] + len(one["stops"]) for one in found.values()),
-            bar_op=">=",
-            bar_value=asked,
+            minimum=asked,
         )
 
 

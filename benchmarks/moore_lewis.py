@@ -78,32 +78,25 @@ def main() -> None:
                 rounds=1,
             )
             bench.row(
-                f"{what}: files to scores, {count:,} passages",
-                ours=ours,
-                peer=peers,
-                peer_name="our dsir",
-                unit="CPU-s",
+                f"{what}: files to scores, {count:,} passages", "CPU-s", ours=ours, peer=peers, peer_name="our dsir"
             )
             bench.row(
                 f"{what}: passages a CPU-minute, tokenised",
+                "passages/CPU-minute",
                 ours=[60.0 * count / seconds for seconds in ours],
-                unit="passages/CPU-minute",
-                **({"bar_op": ">=", "bar_value": 4e5} if what != "classifier" else {}),
+                **{"minimum": 4e5} if what != "classifier" else {},
             )
         tokenize, size = backbone_tokenizer(Recipe())
         rows = TokenRows.of(tokenize(pool), size)
         keys, counts = TrigramCounts(size).add_all(rows).table()
         bench.row(
-            f"distinct trigrams a token, {len(rows.flat):,} tokens",
-            ours=len(keys) / len(rows.flat),
-            unit="trigrams/token",
+            f"distinct trigrams a token, {len(rows.flat):,} tokens", "trigrams/token", ours=len(keys) / len(rows.flat)
         )
         bench.row(
             "bytes of a distinct trigram in its table; while it is made, the cap counts with more",
+            "bytes",
             ours=float(keys.itemsize + counts.itemsize),
-            unit="bytes",
-            bar_op="<=",
-            bar_value=float(ROW_BYTES),
+            maximum=float(ROW_BYTES),
         )
     bench.finish()
 

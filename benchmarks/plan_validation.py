@@ -162,10 +162,9 @@ def _rated(
     """A row whose ratio may be off by `tolerance`."""
     bench.row(
         f"{what}; off by at most {tolerance:.1%}",
+        "share",
         ours=abs(ours / published - 1),
-        unit="share",
-        bar_op="<=",
-        bar_value=tolerance,
+        maximum=tolerance,
         bar=f"{source} prints {published:g} {unit}, ours {ours:.5g}",
     )
 
@@ -192,9 +191,7 @@ def states(bench: Benchmark) -> None:
             for share, published in zip(ours, printed, strict=True):
                 digits = len(str(published).partition(".")[2])
                 off += abs(share * elements / 1e9 - published) > 1.0001 * 10**-digits
-    bench.row(
-        "cells of 54 of ZeRO's Table 1 off by more than a last digit", ours=off, unit="cells", bar_op="==", bar_value=0
-    )
+    bench.row("cells of 54 of ZeRO's Table 1 off by more than a last digit", "cells", ours=off, exactly=0)
 
 
 def times(bench: Benchmark) -> None:
@@ -227,8 +224,8 @@ def _errors(bench: Benchmark, what: str, pairs: list[tuple[float, float]], bar: 
     errors = [abs(ours / published - 1) for published, ours in pairs]
     bench.row(
         f"seconds of an update, {what}: mean error of {len(pairs)} rows (worst {max(errors):.1%})",
+        "share",
         ours=statistics.fmean(errors),
-        unit="share",
         bar_op=None if bar is None else "<=",
         bar_value=bar,
     )
@@ -271,43 +268,35 @@ def _held(bench: Benchmark, ranks: int) -> None:
     of = f"{len(found)} configurations of {'one process' if ranks == 1 else 'two ranks'}"
     errors = []
     for case, said, held in found:
-        bench.row(
-            f"plan ÷ allocated, {case}", ours=said, peer=held["allocated"], peer_name="measured", unit="bytes",
-        )  # fmt: skip
+        bench.row(f"plan ÷ allocated, {case}", "bytes", ours=said, peer=held["allocated"], peer_name="measured")
         errors.append(abs(said / held["allocated"] - 1))
     within = sum(error <= 0.05 for error in errors) / len(errors)
-    bench.row(f"share of {of}, memory allocated within 5 %", ours=within, unit="share", bar_op=">=", bar_value=0.9)
-    bench.row(f"worst error of {of}, memory allocated", ours=max(errors), unit="share", bar_op="<=", bar_value=0.1)
+    bench.row(f"share of {of}, memory allocated within 5 %", "share", ours=within, minimum=0.9)
+    bench.row(f"worst error of {of}, memory allocated", "share", ours=max(errors), maximum=0.1)
     if slack is None:
-        bench.row(f"share of {of}, growth of the process in its interval", unit="share", reason="no kernel that tells")
+        bench.row(f"share of {of}, growth of the process in its interval", "share", reason="no kernel that tells")
         return
     inside, widths = 0, []
     for case, said, held in found:
         low, high = (end - slack.libraries for end in slack.interval(said))
         bench.row(
             f"growth of the process, planned {low / 1e6:.0f} to {high / 1e6:.0f} MB, {case}",
+            "bytes",
             ours=held["resident"],
-            unit="bytes",
         )
         inside += low <= held["resident"] <= high
         widths.append(high / low)
-    bench.row(
-        f"share of {of}, growth of the process in its interval",
-        ours=inside / len(found),
-        unit="share",
-        bar_op=">=",
-        bar_value=0.9,
-    )
+    bench.row(f"share of {of}, growth of the process in its interval", "share", ours=inside / len(found), minimum=0.9)
     what = f"upper end of that interval ÷ plan, largest of {of}"
-    bench.row(what, ours=max(widths), unit="×", bar_op="<=", bar_value=2.0)  # a wider one says little
+    bench.row(what, "×", ours=max(widths), maximum=2.0)  # a wider one says little
 
 
 def search(bench: Benchmark) -> None:
     """What finding the meshes of a thousand devices costs."""
     told = in_child("benchmarks.plan_validation:searched", threads=2)
     what = "plan of llama-3.1-70b on 1,024 H100s, imports and all"
-    bench.row(f"{what} ({told['layouts']} meshes)", ours=told["cpu"], unit="CPU-s", bar_op="<=", bar_value=20.0)
-    bench.row(f"{what}, resident at most", ours=told["resident"], unit="bytes", bar_op="<=", bar_value=2 * 2**30)
+    bench.row(f"{what} ({told['layouts']} meshes)", "CPU-s", ours=told["cpu"], maximum=20.0)
+    bench.row(f"{what}, resident at most", "bytes", ours=told["resident"], maximum=2 * 2**30)
 
 
 def searched() -> dict[str, float]:

@@ -66,27 +66,24 @@ def main() -> None:
             mine_s, theirs_s = interleave(mine, peer(batch), rounds=ROUNDS)
             bench.row(
                 f"labels of {ROWS} texts, beside the pipeline {how}",
+                "CPU-s",
                 ours=mine_s,
                 peer=theirs_s,
                 peer_name="transformers pipeline on the merged model",
-                unit="CPU-s",
-                bar_op="<=",
-                bar_value=bar,
+                maximum=bar,
             )
         pairs = list(zip(found["ours"], found["theirs"], strict=True))
         bench.row(
             f"other labels than the pipeline's, of {ROWS}",
+            "labels",
             ours=sum(a["label"] != b["label"] for a, b in pairs),
-            unit="labels",
-            bar_op="==",
-            bar_value=0,
+            exactly=0,
         )
         bench.row(
             "largest difference of a label's probability",
+            "probability",
             ours=max(abs(a["probability"] - b["score"]) for a, b in pairs),
-            unit="probability",
-            bar_op="<=",
-            bar_value=1e-4,
+            maximum=1e-4,
         )
     bench.finish()
 

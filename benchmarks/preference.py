@@ -107,10 +107,9 @@ def main() -> None:
     for name in LOSSES:
         bench.row(
             f"largest relative difference of the loss from TRL's DPOTrainer over {UPDATES} updates, {name}",
+            "relative",
             ours=difference(name),
-            unit="relative",
-            bar_op="<=",
-            bar_value=1e-5,
+            maximum=1e-5,
         )
     bench.finish()
 

@@ -208,16 +208,16 @@ def rows(bench: Benchmark, name: str, runs: Sequence[Run]) -> None:
     betas = sorted({run["beta"] for run in runs})
     for figure, title in SHOWN[name].items():
         for beta, values in zip(betas, table(runs, figure, "test").T.tolist(), strict=True):
-            row = bench.row(f"{name}, β {beta:g}: {title}", ours=values, unit=UNITS[figure])
+            row = bench.row(f"{name}, β {beta:g}: {title}", UNITS[figure], ours=values)
             row["interval"] = _plain(t_interval(values))
     for figure in ("loss", "preference_accuracy", *(("gold",) if name == "gold" else ())):
         best, *ends = turned(runs, figure)
         for end, worse in zip((betas[0], betas[-1]), ends, strict=True):
             what = f"{name}: {SHOWN[name][figure]}, how much worse at β {end:g} than at β {best:g}, the best on dev"
             if worse is None:
-                bench.row(what, unit=UNITS[figure], reason="that end is the best on dev: the curve does not turn there")
+                bench.row(what, UNITS[figure], reason="that end is the best on dev: the curve does not turn there")
             else:
-                row = bench.row(what, ours=worse.value, unit=UNITS[figure])
+                row = bench.row(what, UNITS[figure], ours=worse.value)
                 row["interval"] = _plain(worse)
 
 

@@ -134,44 +134,43 @@ def main() -> None:
     final = sum(curves["bf16"][-TAIL:]) / TAIL
     for kind in KINDS:
         what = f"mean loss of the last {TAIL} of {STEPS} updates, {kind} on {where}"
-        judged: dict[str, Any] = {"unit": "nats/token", "peer_name": "bf16", "bar_op": "<=", "bar_value": 1.05}
+        judged: dict[str, Any] = {"unit": "nats/token", "peer_name": "bf16", "maximum": 1.05}
         if not here:
             bench.row(what, reason=missing, **judged)
             continue
         curves[kind] = in_child("benchmarks.quantised:curve", kind=kind)
         bench.row(what, ours=sum(curves[kind][-TAIL:]) / TAIL, peer=final, **judged)
         apart = [abs(mine / bf16 - 1) for mine, bf16 in zip(curves[kind], curves["bf16"], strict=True)]
-        bench.row(f"largest distance of the two loss curves, {kind} on {where}", unit="relative", ours=max(apart))
+        bench.row(f"largest distance of the two loss curves, {kind} on {where}", "relative", ours=max(apart))
     write_json(CURVES, curves)
     with tempfile.TemporaryDirectory() as folder:
         save_backbone(BIG, folder)
         plain = in_child("benchmarks.quantised:memory", kind=None, backbone=folder)
         for kind in KINDS:
             if not here:
-                bench.row(f"memory by cause, {kind} on {where}", unit="bytes", peer_name="bf16", reason=missing)
+                bench.row(f"memory by cause, {kind} on {where}", "bytes", peer_name="bf16", reason=missing)
                 continue
             held = in_child("benchmarks.quantised:memory", kind=kind, backbone=folder)
             size = f"{BIG.frozen_bytes // BIG.item / 1e6:.0f} M"
             bench.row(
                 f"frozen weights and scales, {size}, {kind} on {where}",
-                unit="bytes",
+                "bytes",
                 ours=held["frozen weights"] + held["scales"],
                 peer=plain["frozen weights"],
                 peer_name="bf16",
-                bar_op="<=",
-                bar_value=FEWER[kind],
+                maximum=FEWER[kind],
             )
             for cause, value in held.items():
                 bench.row(
                     f"{cause}, {size}, {kind} on {where}",
-                    unit="bytes",
+                    "bytes",
                     ours=value,
-                    **({"peer": plain[cause], "peer_name": "bf16"} if plain[cause] else {}),
+                    **{"peer": plain[cause], "peer_name": "bf16"} if plain[cause] else {},
                 )
     for kind in KINDS:
         if not torch.cuda.is_available():
             reason = "no CUDA device on this machine"
-            bench.row(f"loss and memory, {kind} on CUDA", unit="bytes", peer_name="bf16", reason=reason)
+            bench.row(f"loss and memory, {kind} on CUDA", "bytes", peer_name="bf16", reason=reason)
     bench.finish()
 
 

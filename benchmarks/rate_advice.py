@@ -239,13 +239,13 @@ def capacities(study: Study, data: Path, settings: Sequence[Fitted]) -> list[flo
 def correlation(bench: Benchmark, what: str, x: Sequence[float], y: Sequence[float]) -> None:
     """A row of Spearman's correlation, with its percentile interval over settings drawn again with replacement."""
     if min(len(set(x)), len(set(y))) < 3:
-        bench.row(f"{what}, {len(x)} settings", unit="Spearman", reason="fewer than three different values")
+        bench.row(f"{what}, {len(x)} settings", "Spearman", reason="fewer than three different values")
         return
     points = np.array([x, y])
     places = np.random.default_rng(0).integers(len(x), size=(RESAMPLES, len(x)))
     with np.errstate(invalid="ignore"):  # draws of one value only have none
         low, high = np.nanquantile(spearman(*points[:, places]), [0.025, 0.975])
-    row = bench.row(f"{what}, {len(x)} settings", ours=float(spearman(*points)), unit="Spearman")
+    row = bench.row(f"{what}, {len(x)} settings", "Spearman", ours=float(spearman(*points)))
     row["interval"] = {"low": float(low), "high": float(high), "confidence": 0.95, "resamples": RESAMPLES}
     print(f"    [{low:.2f}, {high:.2f}]")
 
@@ -272,11 +272,11 @@ def rates(bench: Benchmark, settings: Sequence[Tuned], known: Mapping[str, Mappi
     ):
         correlation(bench, f"{what}: {title}", edge[some].tolist(), best[some].tolist())
     ratio = best / edge
-    row = bench.row("best rate ÷ rate of the threshold", ours=ratio.tolist(), unit="ratio")
+    row = bench.row("best rate ÷ rate of the threshold", "ratio", ours=ratio.tolist())
     row["range"] = {"low": float(ratio.min()), "high": float(ratio.max())}
     ours, peer = misses(edge, best), misses(np.ones_like(edge), best)
     what = "median factor by which a rate is missed: c × threshold, c of the other settings"
-    bench.row(what, ours=float(np.median(ours)), peer=float(np.median(peer)), peer_name="one rate", unit="factor")
+    bench.row(what, "factor", ours=float(np.median(ours)), peer=float(np.median(peer)), peer_name="one rate")
     bench.rows[-1]["settings"] = [
         {"setting": s.key, "best": s.best, "on_edge": s.edge, **known[s.key]} for s in settings
     ]
@@ -303,18 +303,18 @@ def unstable(bench: Benchmark, settings: Sequence[Tuned], known: Mapping[str, Ma
             last = trace[-1].get("train.loss")
             worse.append(cell["result"]["diverged"] or last is None or last > trace[0]["train.loss"])
     if not edges:
-        bench.row("plain runs of the training bump", unit="share", reason="none of their starts is measured")
+        bench.row("plain runs of the training bump", "share", reason="none of their starts is measured")
         return
     above, bad = np.array(over) > 1, np.array(worse)
     for title, some in (("above", above), ("below", ~above)):
         what = f"plain runs of the training bump {title} the threshold that end above their first loss"
         if some.any():
-            bench.row(f"{what}, of {some.sum()}", ours=float(bad[some].mean()), unit="share")
+            bench.row(f"{what}, of {some.sum()}", "share", ours=float(bad[some].mean()))
         else:
-            bench.row(what, unit="share", reason=f"no run has a rate {title} it")
+            bench.row(what, "share", reason=f"no run has a rate {title} it")
     what = "rate ÷ threshold, of a run that ends above its first loss beside one that does not"
     area, alone = (_area(np.array(values)[bad], np.array(values)[~bad]) for values in (over, rate))
-    bench.row(what, ours=area, peer=alone, peer_name="the rate alone", unit="AUC")
+    bench.row(what, "AUC", ours=area, peer=alone, peer_name="the rate alone")
 
 
 def _area(some: np.ndarray, others: np.ndarray) -> float:
@@ -355,7 +355,7 @@ def main() -> None:
         known = starts(every, options.most)
     settings = [each for each in every if each.key in known]
     if missing := len(every) - len(settings):
-        bench.row(f"starts of {missing} settings", unit="–", reason="not measured: --most; run it again without")
+        bench.row(f"starts of {missing} settings", "–", reason="not measured: --most; run it again without")
     rates(bench, settings, known)
     unstable(bench, settings, known)
     fits(bench, options.data)

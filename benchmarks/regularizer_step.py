@@ -148,31 +148,29 @@ def main() -> None:
     for kind in (*KINDS, PUBLISHED):
         cycles = (asked or CYCLES[kind]) if kind in CYCLES else FEW
         times = in_child(f"{HERE}:step_times", kind=kind, cycles=cycles, wall_cap_s=3600)
-        bench.row(f"step, {kind}", ours=times["ours"], peer=times["plain"], peer_name="plain LoRA", unit="CPU-s")
+        bench.row(f"step, {kind}", "CPU-s", ours=times["ours"], peer=times["plain"], peer_name="plain LoRA")
         if kind in BARRED:
             ratios = [mine / plain for mine, plain in zip(times["ours"], times["plain"], strict=True)]
             bench.row(
                 f"step, {kind}: upper 95 % bound of the median ratio",
+                "× plain",
                 ours=upper_bound(ratios),
-                unit="× plain",
-                bar_op="<=",
-                bar_value=BARRED[kind],
+                maximum=BARRED[kind],
             )
     for blocks, width, inner, bar in ((2, 2048, 5632, 0.01), (BLOCKS, WIDTH, INNER, 0.03)):
         size = {"blocks": blocks, "width": width, "inner": inner}
         plain = in_child(f"{HERE}:step_memory", kind="plain", **size)
         for kind in (*KINDS, PUBLISHED):
             mine = in_child(f"{HERE}:step_memory", kind=kind, **size)
-            bench.row(f"peak memory, width {width}, {kind}", ours=mine, peer=plain, peer_name="plain LoRA", unit="B")
+            bench.row(f"peak memory, width {width}, {kind}", "B", ours=mine, peer=plain, peer_name="plain LoRA")
             if kind == "ggpo":
                 bench.row(
                     f"(GGPO peak − plain peak) ÷ plain peak, width {width}",
+                    "of plain",
                     ours=(mine - plain) / plain,
-                    unit="of plain",
-                    bar_op="<=",
-                    bar_value=bar,
+                    maximum=bar,
                 )
-    bench.row("step on a GPU, 7–8 B bf16, 8 k tokens", unit="s", reason="no GPU was at hand")
+    bench.row("step on a GPU, 7–8 B bf16, 8 k tokens", "s", reason="no GPU was at hand")
     bench.finish()
 
 

@@ -147,31 +147,29 @@ def rank_rows(bench: Benchmark, *, rows: int, processes: int, repeats: int) -> N
     for count in COUNTS[1:]:
         bench.row(
             f"{what}: {count} processes, CPU-seconds of all together",
+            "CPU-s",
             ours=[run["cpu"] for run in runs[count]],
             peer=[run["cpu"] for run in runs[1]],
             peer_name="one process",
-            unit="CPU-s",
-            bar_op="<=",
-            bar_value=1.1,
+            maximum=1.1,
         )
     different = len({run["digest"] for some in runs.values() for run in some})
     bench.row(
         f"{what}: different scores among runs on 1, 2 and 4 processes, to the bit",
+        "digests",
         ours=different - 1,
-        unit="digests",
-        bar_op="<=",
-        bar_value=0,
+        maximum=0,
     )
     large = measure(rows, processes)
     what = f"{rows:,} x {TARGETS} x {DIM} on {processes} processes, {large['passes']} passes"
-    bench.row(f"{what}: memory of a process", ours=large["memory"] / GIB, unit="GiB", bar_op="<=", bar_value=4.0)
-    bench.row(f"{what}: CPU-seconds of all together", ours=large["cpu"], unit="CPU-s")
-    bench.row(f"{what}: marginal error", ours=large["error"], unit="L1 error", bar_op="<=", bar_value=1e-3)
+    bench.row(f"{what}: memory of a process", "GiB", ours=large["memory"] / GIB, maximum=4.0)
+    bench.row(f"{what}: CPU-seconds of all together", "CPU-s", ours=large["cpu"])
+    bench.row(f"{what}: marginal error", "L1 error", ours=large["error"], maximum=1e-3)
     small = max(run["memory"] for run in runs[processes]) if processes in runs else None
     bench.row(
         f"memory a row of a process' part, from {SMALL:,} to {rows:,} rows",
+        "bytes",
         ours=None if small is None else (large["memory"] - small) / (rows - SMALL) * processes,
-        unit="bytes",
         reason=None if small is not None else f"{processes} processes were not run on the smaller pool",
     )
 

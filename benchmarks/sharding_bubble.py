@@ -22,8 +22,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks._harness import Benchmark
-from benchmarks._ranks import on_ranks
+from benchmarks._harness import Benchmark, on_ranks
 from benchmarks.sharding_speed import ours, save_backbone
 
 PIECES = (4, 8, 16)
@@ -113,19 +112,19 @@ def measure(bench: Benchmark, name: str, backbone: str, schedule: str, virtual: 
         )
         found.append(statistics.mean((rank["wall"] - rank["busy"]) / rank["busy"] for rank in ranks))
         wanted.append(untransferred(ranks))
-    bench.row(what, ours=found, peer=formula, peer_name="formula", unit=unit)
-    above = {"bar_op": "<=", "bar_value": ABOVE} if bar else {}
-    bench.row(f"{what}: above the formula", ours=[one - formula for one in found], unit=unit, **above)
-    bench.row(f"{what}: of it uneven passes", ours=[one - formula for one in wanted], unit=unit)
+    bench.row(what, unit, ours=found, peer=formula, peer_name="formula")
+    above = {"maximum": ABOVE} if bar else {}
+    bench.row(f"{what}: above the formula", unit, ours=[one - formula for one in found], **above)
+    bench.row(f"{what}: of it uneven passes", unit, ours=[one - formula for one in wanted])
     rest = [one - other for one, other in zip(found, wanted, strict=True)]
-    bench.row(f"{what}: of it transfers and the update's end", ours=rest, unit=unit)
+    bench.row(f"{what}: of it transfers and the update's end", unit, ours=rest)
 
 
 def main() -> None:
     """Measure all schedules and write benchmarks/results/sharding_bubble.json."""
     bench = Benchmark("sharding_bubble", packages=("torch",))
     if (os.cpu_count() or 1) < 2:
-        bench.row("pp 2", unit="idle ÷ busy", reason="needs as many cores as ranks")
+        bench.row("pp 2", "idle ÷ busy", reason="needs as many cores as ranks")
         bench.finish()
         return
     with tempfile.TemporaryDirectory() as even, tempfile.TemporaryDirectory() as uneven:

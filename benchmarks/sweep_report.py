@@ -156,11 +156,11 @@ def main() -> None:
         for place, left in ((whole, ""), (killed, ", without tables")):
             runs = [in_child("benchmarks.sweep_report:report", folder=str(place)) for _ in range(3)]
             what = f"report of {cells:,} cells with {len(STEPS)} recorded steps each{left}"
-            bench.row(f"{what}, CPU time", ours=[r["cpu"] for r in runs], unit="CPU-s", bar_op="<=", bar_value=10)
-            bench.row(f"{what}, wall time", ours=[r["wall"] for r in runs], unit="s", bar_op="<=", bar_value=10)
+            bench.row(f"{what}, CPU time", "CPU-s", ours=[r["cpu"] for r in runs], maximum=10)
+            bench.row(f"{what}, wall time", "s", ours=[r["wall"] for r in runs], maximum=10)
             peak = [r["peak"] for r in runs]
-            bench.row(f"{what}, peak resident memory", ours=peak, unit="bytes", bar_op="<=", bar_value=2**30)
-            bench.row(f"{what}, the page", ours=[r["bytes"] for r in runs], unit="bytes")
+            bench.row(f"{what}, peak resident memory", "bytes", ours=peak, maximum=2**30)
+            bench.row(f"{what}, the page", "bytes", ours=[r["bytes"] for r in runs])
     bench.finish()
 
 

@@ -295,10 +295,10 @@ def beside(
 ) -> None:
     """CPU-seconds and peak memory of an update, ours beside each peer's on the same micro-batches."""
     common: dict[str, Any] = {"task": task, "batches": batches, "precision": precision, "backbone": backbone}
-    judged: dict[str, Any] = {"bar_op": "<=", "bar_value": 1.0}
+    judged: dict[str, Any] = {"maximum": 1.0}
     for name, built in peers().items():
         if built is None:
-            bench.row(f"update, {what}", unit="CPU-s", peer_name=name, reason=NO_TRL, **judged)
+            bench.row(f"update, {what}", "CPU-s", peer_name=name, reason=NO_TRL, **judged)
             continue
         mine, theirs = interleave(
             lambda: ours(**common, steps=SPEED_STEPS),
@@ -306,14 +306,14 @@ def beside(
             rounds=ROUNDS,
             measure=seconds,
         )
-        bench.row(f"update, {what}", unit="CPU-s", ours=mine, peer=theirs, peer_name=name, **judged)
+        bench.row(f"update, {what}", "CPU-s", ours=mine, peer=theirs, peer_name=name, **judged)
         mine, theirs = interleave(
             lambda: ours(**common, steps=MEMORY_STEPS),
             lambda built=built: built(**common, steps=MEMORY_STEPS),
             rounds=1,
             measure=peak,
         )
-        bench.row(f"peak memory, {what}", unit="bytes", ours=mine, peer=theirs, peer_name=name, **judged)
+        bench.row(f"peak memory, {what}", "bytes", ours=mine, peer=theirs, peer_name=name, **judged)
 
 
 def real_vocabularies(bench: Benchmark) -> None:
@@ -366,12 +366,11 @@ def main() -> None:
     for what, task, rows, length, accumulate in parity:
         bench.row(
             f"largest loss difference over {PARITY_STEPS} updates, {what}, fp32",
-            unit="relative",
+            "relative",
             ours=difference(
                 task, batches_of(task, rows=rows, length=length, accumulate=accumulate), steps=PARITY_STEPS
             ),
-            bar_op="<=",
-            bar_value=1e-5,
+            maximum=1e-5,
         )
 
     thousand.equalities(bench)
@@ -394,21 +393,20 @@ def main() -> None:
     )
     bench.row(
         "update with GGPO, packed language model 8 × 256, fp32",
-        unit="CPU-s",
+        "CPU-s",
         ours=noisy,
         peer=plain,
         peer_name="our plain update",
-        bar_op="<=",
-        bar_value=1.10,
+        maximum=1.10,
     )
     what = "update, packed language model 8 × 256, bf16, one GPU"
-    judged: dict[str, Any] = {"peer_name": "Trainer + PEFT", "bar_op": "<=", "bar_value": 1.0, "bar": "ratio <= 1"}
+    judged: dict[str, Any] = {"peer_name": "Trainer + PEFT", "maximum": 1.0, "bar": "ratio <= 1"}
     if torch.cuda.is_available():
         common |= {"precision": "bf16", "device": "cuda"}
         mine, theirs = interleave(lambda: ours(**common), lambda: trainer(**common), rounds=ROUNDS, measure=gpu_seconds)
-        bench.row(what, unit="s", ours=mine, peer=theirs, **judged)
+        bench.row(what, "s", ours=mine, peer=theirs, **judged)
     else:
-        bench.row(what, unit="s", reason="no CUDA device on this machine", **judged)
+        bench.row(what, "s", reason="no CUDA device on this machine", **judged)
     bench.finish()
 
 
