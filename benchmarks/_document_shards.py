@@ -92,18 +92,10 @@ def dedup_rows(bench: Benchmark, *, documents: int, shards: int, memory_gib: flo
         print(f"    {count:,} documents: {runs[count]}", flush=True)
     small, large = runs.values()
     what = f"{documents:,} documents of {shards:,} shards cleaned and deduplicated"
-    bench.row(
-        f"{what}: memory under a limit of {memory_gib * 1024:g} MiB",
-        "MiB",
-        ours=large["memory"] / MIB,
-        maximum=memory_gib * 1024,
-    )
-    bench.row(
-        f"{what}: memory a document, from {documents // 8:,} to {documents:,}",
-        "bytes",
-        ours=(large["memory"] - small["memory"]) / (documents - documents // 8),
-        maximum=10,
-    )
+    title = f"{what}: memory under a limit of {memory_gib * 1024:g} MiB"
+    bench.row(title, "MiB", ours=large["memory"] / MIB, maximum=memory_gib * 1024)
+    title = f"{what}: memory a document, from {documents // 8:,} to {documents:,}"
+    bench.row(title, "bytes", ours=(large["memory"] - small["memory"]) / (documents - documents // 8), maximum=10)
     bench.row(f"{what}: documents a CPU-second", "documents/CPU-s", ours=documents / large["cpu"])
     bench.row(f"{what}: dropped as near-duplicates", "documents", ours=large["near"])
     bench.row(f"{what}: pairs of large crowds that were not compared", "pairs", ours=large["left_out"])

@@ -48,14 +48,8 @@ def remote_rows(bench: Benchmark, *, records: int, rounds: int = 3) -> None:
             for read in sides:
                 read()
             ours, peer = interleave(*sides, rounds=rounds)
-            bench.row(
-                f"{whats[form]} ({sum(file.stat().st_size for file in files) / 1e6:.1f} MB)",
-                "CPU-s",
-                ours=ours,
-                peer=peer,
-                peer_name="the same files on disk",
-                maximum=1.3,
-            )
+            title = f"{whats[form]} ({sum(file.stat().st_size for file in files) / 1e6:.1f} MB)"
+            bench.row(title, "CPU-s", ours=ours, peer=peer, peer_name="the same files on disk", maximum=1.3)
 
 
 def _reader(pattern: str, records: int) -> Callable[[], None]:

@@ -88,9 +88,7 @@ def loss_times(vocabulary: int, width: int, rows: int, precision: str, rounds: i
     ways, count = loss_ways(vocabulary, width, rows, torch.bfloat16 if precision == "bf16" else torch.float32)
     del ways["products"]
     ways["whole"](), ways["ours"]()
-    return {
-        **in_turn(ways, rounds), "rows": count, "bytes": [peak_bytes(ways["ours"]), peak_bytes(ways["whole"])],
-    }
+    return {**in_turn(ways, rounds), "rows": count, "bytes": [peak_bytes(ways["ours"]), peak_bytes(ways["whole"])]}
 
 
 def layer_times(size: str, precision: str, rounds: int) -> dict[str, Any]:

@@ -143,12 +143,8 @@ def main() -> None:
     bench.row("near-duplicate removal", "documents/CPU-s", ours=[count / seconds for seconds in mine], minimum=5000)
     similar = [pair for pair in copies if jaccard(*(shingles(texts[i]) for i in pair)) >= THRESHOLD]
     found = {name: float(np.mean([label[i] == label[j] for i, j in similar])) for name, label in groups.items()}
-    bench.row(
-        f"of {len(similar):,} planted pairs with a Jaccard similarity of at least {THRESHOLD}, found",
-        "share",
-        ours=found["ours"],
-        minimum=0.95,
-    )
+    title = f"of {len(similar):,} planted pairs with a Jaccard similarity of at least {THRESHOLD}, found"
+    bench.row(title, "share", ours=found["ours"], minimum=0.95)
     bench.row(f"the same, {_PEER} with the same bands", "share", ours=found["peer"])
     sizes = (4 * count, 12 * count)
     peaks = [_peak_memory_of(size) for size in sizes]

@@ -85,13 +85,8 @@ def main() -> None:
             curves = draws_of(name, make, seeds)
             ours = rate(curves)
             bench.row(f"false alarms, {seeds} seeds: {name}", "share", ours=ours, maximum=BAR)
-            bench.row(
-                f"false alarms beside the peer, {seeds} seeds: {name}",
-                "share",
-                ours=ours,
-                peer=peer_rate(curves, name),
-                peer_name=PEER,
-            )
+            title = f"false alarms beside the peer, {seeds} seeds: {name}"
+            bench.row(title, "share", ours=ours, peer=peer_rate(curves, name), peer_name=PEER)
         for name, (metric, items, make) in NAMED_NULLS.items():
             curves = make(numpy_generator(0, "benchmark", name, seeds), DRAWS, seeds, POINTS)
             ours = float(rejections(curves, metric=metric, items=items).mean())
@@ -108,13 +103,8 @@ def main() -> None:
         for height in (2, 3, 4):
             power = rate(draws_of(f"bump {height}", bumps(height), seeds))
             least = {(5, 3): 0.9, (8, 2): 0.8}.get((seeds, height))
-            bench.row(
-                f"power, {seeds} seeds: peak of {height} sd",
-                "share",
-                ours=power,
-                bar_op=None if least is None else ">=",
-                bar_value=least,
-            )
+            title = f"power, {seeds} seeds: peak of {height} sd"
+            bench.row(title, "share", ours=power, bar_op=None if least is None else ">=", bar_value=least)
             broad = rate(draws_of(f"broad bump {height}", bumps(height, broad=True), seeds))
             bench.row(
                 f"power, {seeds} seeds: broad peak of {height} sd, one low point on its left", "share", ours=broad

@@ -69,12 +69,8 @@ def main() -> None:
             lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
             (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
         theirs, ours = peer_log_weights(folder), our_log_weights(folder, **_LIKE_PEER)
-        bench.row(
-            f"log weights of {count:,} documents, its hashing and smoothing",
-            "largest absolute difference",
-            ours=float(np.abs(theirs - ours).max()),
-            maximum=1e-8,
-        )
+        title = f"log weights of {count:,} documents, its hashing and smoothing"
+        bench.row(title, "largest absolute difference", ours=float(np.abs(theirs - ours).max()), maximum=1e-8)
         cut = count // 20
         overlap = len(set(np.argsort(-theirs)[:cut]) & set(np.argsort(-ours)[:cut])) / cut
         bench.row("selected 5 %, the same", "share", ours=overlap, minimum=1.0)
@@ -84,14 +80,8 @@ def main() -> None:
                 lambda: peer_log_weights(folder),
                 rounds=1,
             )
-            bench.row(
-                f"files to log weights, {count:,} documents, {what}",
-                "CPU-s",
-                ours=mine,
-                peer=peers,
-                peer_name=_PEER,
-                maximum=1.0,
-            )
+            title = f"files to log weights, {count:,} documents, {what}"
+            bench.row(title, "CPU-s", ours=mine, peer=peers, peer_name=_PEER, maximum=1.0)
             bench.row(f"documents a CPU-second, {what}", "documents/CPU-s", ours=[count / second for second in mine])
     bench.finish()
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._harness import RESULTS, Benchmark, cpu_seconds, interleave, limit_threads
+from benchmarks._harness import RESULTS, Benchmark, cpu_seconds, limit_threads
 from benchmarks.hostile_programs import FORGERIES, HOSTILE, is_contained
 
 BACKBONE = "flatshift-5m"
@@ -221,12 +221,8 @@ def beside(bench: Benchmark, kept: list[dict[str, Any]], folder: Path) -> None:
     bench.row(f"{subset}, float32 both", "CPU-s", ours=same, peer=fp32, peer_name="lm-eval")
     value = found["same"]["figures"][BACKBONE]["data"]["bits_per_byte"]["value"]
     other = found["fp32"]["rolling"]["bits_per_byte,none"]
-    bench.row(
-        f"bits per byte, float32: ours {value:.6f}, lm-eval {other:.6f}",
-        "relative",
-        ours=abs(value / other - 1),
-        maximum=1e-5,
-    )
+    what = f"bits per byte, float32: ours {value:.6f}, lm-eval {other:.6f}"
+    bench.row(what, "relative", ours=abs(value / other - 1), maximum=1e-5)
 
 
 def shared(bench: Benchmark, folder: Path) -> None:
@@ -258,13 +254,13 @@ def shared(bench: Benchmark, folder: Path) -> None:
 
     sharing = candidates._can_repeat_cache
     rank("ours", sharing)
-    ours, anew = interleave(lambda: rank("ours", sharing), lambda: rank("anew", lambda *a: False), rounds=1)
-    bench.row(
+    bench.compare(
         f"4 shots, 3 candidates, {ROWS} rows: shared contexts",
         "CPU-s",
-        ours=ours,
-        peer=anew,
-        peer_name="every candidate anew",
+        lambda: rank("ours", sharing),
+        lambda: rank("anew", lambda *a: False),
+        "every candidate anew",
+        rounds=1,
         maximum=1 / 3,
     )
     same = float(np.mean(np.array(found["ours"].predictions) == np.array(found["anew"].predictions)))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._harness import Benchmark, PeakMemory, cpu_seconds, interleave, limit_threads
+from benchmarks._harness import Benchmark, PeakMemory, cpu_seconds, limit_threads
 
 DOCUMENTS = 100_000
 PEER_DOCUMENTS = 10_000
@@ -110,13 +110,13 @@ def main() -> None:
     few = documents[:PEER_DOCUMENTS]
     ours(few[:2000], 8)
     peer(few[:2000], 8)
-    mine, theirs = interleave(lambda: ours(few, 128), lambda: peer(few, 128), rounds=1)
-    bench.row(
+    bench.compare(
         f"TF-IDF + SVD 128, {len(few):,} documents, fit included",
         "CPU-s",
-        ours=mine,
-        peer=theirs,
-        peer_name="scikit-learn pipeline",
+        lambda: ours(few, 128),
+        lambda: peer(few, 128),
+        "scikit-learn pipeline",
+        rounds=1,
         maximum=0.5,
     )
     rate = len(documents) / cpu_seconds(lambda: ours(documents, 128))

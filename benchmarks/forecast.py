@@ -138,12 +138,8 @@ def judge(bench: Benchmark, name: str, found: dict[str, tuple[dict[str, Any], di
             for key, e in trained["error"].items()
         ]
     )
-    bench.row(
-        f"{name}: Spearman correlation of forecast and trained test error, {len(pairs)} settings",
-        "correlation",
-        ours=float(spearmanr(*pairs.T).statistic),
-        minimum=0.8,
-    )
+    what = f"{name}: Spearman correlation of forecast and trained test error, {len(pairs)} settings"
+    bench.row(what, "correlation", ours=float(spearmanr(*pairs.T).statistic), minimum=0.8)
     apart = 100 * (pairs[:, 0] - pairs[:, 1])
     bench.row(f"{name}: forecast less trained, mean", "points", ours=float(apart.mean()))
     bench.row(f"{name}: forecast less trained, mean size", "points", ours=float(np.abs(apart).mean()))
@@ -166,12 +162,8 @@ def judge(bench: Benchmark, name: str, found: dict[str, tuple[dict[str, Any], di
     bench.row(
         f"{name}: regret of choosing the rank by forecast", "points", ours=100 * float(np.mean(regrets)), maximum=1.0
     )
-    bench.row(
-        f"{name}: 80 % intervals for twice the rows that hold the trained change",
-        "share",
-        ours=float(np.mean(held)),
-        minimum=0.7,
-    )
+    what = f"{name}: 80 % intervals for twice the rows that hold the trained change"
+    bench.row(what, "share", ours=float(np.mean(held)), minimum=0.7)
 
 
 def main() -> None:

@@ -141,13 +141,9 @@ def _report(bench: Benchmark, setting: str, runs: list[dict[str, Any]], bars: bo
 
     ceiling: dict[str, Any] = {"maximum": BARS["cpu"]} if bars else {}
     bench.row(f"{setting}: solver, {runs[0]['passes']} passes", "CPU-s", ours=all_of("cpu"), **ceiling)
+    what = f"{setting}: beside the floor of its passes"
     bench.row(
-        f"{setting}: beside the floor of its passes",
-        "CPU-s",
-        ours=all_of("cpu"),
-        peer=all_of("floor"),
-        peer_name="float32 torch.mm",
-        maximum=BARS["floor"],
+        what, "CPU-s", ours=all_of("cpu"), peer=all_of("floor"), peer_name="float32 torch.mm", maximum=BARS["floor"]
     )
     bench.row(
         f"{setting}: memory over the mapped file",
@@ -159,18 +155,12 @@ def _report(bench: Benchmark, setting: str, runs: list[dict[str, Any]], bars: bo
     error = runs[0]["verified"] if runs[0]["verified"] is not None else runs[0]["error"]
     bench.row(f"{setting}: error, verified in float64", "L1 error", ours=error, maximum=GOAL)
     seen = runs[0]["overlap"]
+    what = f"{setting}: overlap@{SHARE:.0%} of the last two passes"
     bench.row(
-        f"{setting}: overlap@{SHARE:.0%} of the last two passes",
-        "share of the selection",
-        ours=seen,
-        minimum=OVERLAP,
-        reason="one pass only" if seen is None else None,
+        what, "share of the selection", ours=seen, minimum=OVERLAP, reason="one pass only" if seen is None else None
     )
-    bench.row(
-        f"{setting}: overlap@{SHARE:.0%} with the converged selection, estimated",
-        "share of the selection",
-        ours=runs[0]["estimate"],
-    )
+    what = f"{setting}: overlap@{SHARE:.0%} with the converged selection, estimated"
+    bench.row(what, "share of the selection", ours=runs[0]["estimate"])
 
 
 def _gpu(bench: Benchmark, folder: Path, n: int, m: int) -> None:

@@ -290,12 +290,8 @@ def main() -> None:
                 mine = [in_child(f"{THIS}:measure", solver=solver, **common) for _ in range(3)]
                 unit = "CPU-s"
                 bench.row(f"{setting}: ours alone, {told}", unit, ours=[r["cpu"] for r in mine])
-                bench.row(
-                    f"{setting}: error reached, verified in float64, {told}",
-                    "L1 error",
-                    ours=mine[0]["error"],
-                    maximum=GOAL,
-                )
+                what = f"{setting}: error reached, verified in float64, {told}"
+                bench.row(what, "L1 error", ours=mine[0]["error"], maximum=GOAL)
                 for share, overlap in zip(TOP, mine[0]["overlap"], strict=True):
                     bench.row(
                         f"{setting}: overlap@{share:.0%} with the converged selection, {told}",

@@ -159,19 +159,11 @@ def main() -> None:
     bench = Benchmark("masks", packages=("transformers", "tokenizers", "jinja2"))
     mine = {template: score(template, ours) for template in REFERENCED}
     for template, found in mine.items():
-        bench.row(
-            f"{template}: {found.samples} samples whose supervised tokens are those marked by hand",
-            "share",
-            ours=found.share,
-            exactly=1.0,
-        )
+        what = f"{template}: {found.samples} samples whose supervised tokens are those marked by hand"
+        bench.row(what, "share", ours=found.share, exactly=1.0)
     bench.row("public templates", "templates", ours=len(REFERENCED), minimum=10)
-    bench.row(
-        f"empty masks that nobody refused, of {_total(list(mine.values()), 'samples')} samples",
-        "samples",
-        ours=_total(list(mine.values()), "silent"),
-        exactly=0,
-    )
+    what = f"empty masks that nobody refused, of {_total(list(mine.values()), 'samples')} samples"
+    bench.row(what, "samples", ours=_total(list(mine.values()), "silent"), exactly=0)
     for name, way in (
         ("transformers' return_assistant_tokens_mask", tagged),
         ("a search for generation prompt and end of turn", by_search),
@@ -182,11 +174,8 @@ def main() -> None:
         bench.row(f"the same by {name}: right", "share", ours=_total(theirs, "right") / samples)
         bench.row(f"the same by {name}: empty in silence", "samples", ours=_total(theirs, "silent"))
     for template in ("qwen2_5", "qwen3"):
-        bench.row(
-            f"{template}: encoding, {len(CONVERSATIONS)} short conversations over and over",
-            "rows/CPU-s",
-            ours=rows_a_second(template, 1000),
-        )
+        what = f"{template}: encoding, {len(CONVERSATIONS)} short conversations over and over"
+        bench.row(what, "rows/CPU-s", ours=rows_a_second(template, 1000))
     bench.finish()
 
 

@@ -186,12 +186,8 @@ def compare(bench: Benchmark, name: str, scratch: Path) -> None:
                 **{"maximum": 1.1} if merged_only else {},
             )
             if dtype == torch.float32:
-                bench.row(
-                    f"the same relative to the largest logit, {name}, float32",
-                    "relative",
-                    ours=apart["ours"] / largest,
-                    maximum=1e-5,
-                )
+                what = f"the same relative to the largest logit, {name}, float32"
+                bench.row(what, "relative", ours=apart["ours"] / largest, maximum=1e-5)
 
 
 def cost(bench: Benchmark, scratch: Path) -> None:
@@ -227,12 +223,8 @@ def cost(bench: Benchmark, scratch: Path) -> None:
     bench.row(
         f"peak memory of the merge of {what}", "bytes", ours=peaks["ours"], peer=peaks["peft"], **peer, maximum=1.0
     )
-    bench.row(
-        f"the same ÷ the largest of its files ({largest / 2**20:.0f} MiB)",
-        "share",
-        ours=[peak / largest for peak in peaks["ours"]],
-        maximum=1.0,
-    )
+    title = f"the same ÷ the largest of its files ({largest / 2**20:.0f} MiB)"
+    bench.row(title, "share", ours=[peak / largest for peak in peaks["ours"]], maximum=1.0)
 
 
 def families(bench: Benchmark, scratch: Path) -> None:
@@ -244,22 +236,16 @@ def families(bench: Benchmark, scratch: Path) -> None:
         require_done(train_words(family, home / "backbone", home / "run"))
         found, note = folders(family, home)
         apart = {name: one["max_logit_difference"] / one["largest_logit"] for name, one in found.items()}
-        bench.row(
+        what = (
             f"{family.name}: largest logit difference to the run in plain transformers ÷ the largest logit, "
-            f"{', '.join(apart)}{note}",
-            "relative",
-            ours=max(apart.values()),
-            maximum=1e-5,
+            f"{', '.join(apart)}{note}"
         )
+        bench.row(what, "relative", ours=max(apart.values()), maximum=1e-5)
         if family.task == "classify":
             rows = sum(one["rows"] for one in found.values())
             wrong = sum(one["other_labels"] or one["places"] - one["same_tokens"] for one in found.values())
-            bench.row(
-                f"{family.name}: rows with the run's class, in the merged folder by its name, of {rows}",
-                "rows",
-                ours=rows - wrong,
-                minimum=rows,
-            )
+            what = f"{family.name}: rows with the run's class, in the merged folder by its name, of {rows}"
+            bench.row(what, "rows", ours=rows - wrong, minimum=rows)
             continue
         ends = json.loads((home / "run" / "manifest.json").read_text(encoding="utf-8"))["ends"]
         asked = len(found) * (2 + len(ends))

@@ -92,12 +92,8 @@ def main() -> None:
         bench.row(
             f"distinct trigrams a token, {len(rows.flat):,} tokens", "trigrams/token", ours=len(keys) / len(rows.flat)
         )
-        bench.row(
-            "bytes of a distinct trigram in its table; while it is made, the cap counts with more",
-            "bytes",
-            ours=float(keys.itemsize + counts.itemsize),
-            maximum=float(ROW_BYTES),
-        )
+        title = "bytes of a distinct trigram in its table; while it is made, the cap counts with more"
+        bench.row(title, "bytes", ours=float(keys.itemsize + counts.itemsize), maximum=float(ROW_BYTES))
     bench.finish()
 
 

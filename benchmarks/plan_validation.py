@@ -222,13 +222,8 @@ def times(bench: Benchmark) -> None:
 
 def _errors(bench: Benchmark, what: str, pairs: list[tuple[float, float]], bar: float | None) -> None:
     errors = [abs(ours / published - 1) for published, ours in pairs]
-    bench.row(
-        f"seconds of an update, {what}: mean error of {len(pairs)} rows (worst {max(errors):.1%})",
-        "share",
-        ours=statistics.fmean(errors),
-        bar_op=None if bar is None else "<=",
-        bar_value=bar,
-    )
+    title = f"seconds of an update, {what}: mean error of {len(pairs)} rows (worst {max(errors):.1%})"
+    bench.row(title, "share", ours=statistics.fmean(errors), bar_op=None if bar is None else "<=", bar_value=bar)
 
 
 def lora(bench: Benchmark) -> None:
@@ -279,11 +274,8 @@ def _held(bench: Benchmark, ranks: int) -> None:
     inside, widths = 0, []
     for case, said, held in found:
         low, high = (end - slack.libraries for end in slack.interval(said))
-        bench.row(
-            f"growth of the process, planned {low / 1e6:.0f} to {high / 1e6:.0f} MB, {case}",
-            "bytes",
-            ours=held["resident"],
-        )
+        title = f"growth of the process, planned {low / 1e6:.0f} to {high / 1e6:.0f} MB, {case}"
+        bench.row(title, "bytes", ours=held["resident"])
         inside += low <= held["resident"] <= high
         widths.append(high / low)
     bench.row(f"share of {of}, growth of the process in its interval", "share", ours=inside / len(found), minimum=0.9)

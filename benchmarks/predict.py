@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import Benchmark, interleave, limit_threads
+from benchmarks._harness import Benchmark, limit_threads
 
 ROWS, BATCH, ROUNDS = 800, 32, 2
 FLAGS = (
@@ -63,28 +63,20 @@ def main() -> None:
 
         for how, batch, bar in (("row by row", 1, 1 / 3), (f"in batches of {BATCH}", BATCH, 1.0)):
             mine(), peer(batch)()
-            mine_s, theirs_s = interleave(mine, peer(batch), rounds=ROUNDS)
-            bench.row(
+            bench.compare(
                 f"labels of {ROWS} texts, beside the pipeline {how}",
                 "CPU-s",
-                ours=mine_s,
-                peer=theirs_s,
-                peer_name="transformers pipeline on the merged model",
+                mine,
+                peer(batch),
+                "transformers pipeline on the merged model",
+                rounds=ROUNDS,
                 maximum=bar,
             )
         pairs = list(zip(found["ours"], found["theirs"], strict=True))
-        bench.row(
-            f"other labels than the pipeline's, of {ROWS}",
-            "labels",
-            ours=sum(a["label"] != b["label"] for a, b in pairs),
-            exactly=0,
-        )
-        bench.row(
-            "largest difference of a label's probability",
-            "probability",
-            ours=max(abs(a["probability"] - b["score"]) for a, b in pairs),
-            maximum=1e-4,
-        )
+        what = f"other labels than the pipeline's, of {ROWS}"
+        bench.row(what, "labels", ours=sum(a["label"] != b["label"] for a, b in pairs), exactly=0)
+        what = "largest difference of a label's probability"
+        bench.row(what, "probability", ours=max(abs(a["probability"] - b["score"]) for a, b in pairs), maximum=1e-4)
     bench.finish()
 
 

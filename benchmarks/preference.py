@@ -105,12 +105,8 @@ def main() -> None:
     limit_threads(1)
     bench = Benchmark("preference", packages=("torch", "transformers", "peft", "trl"))
     for name in LOSSES:
-        bench.row(
-            f"largest relative difference of the loss from TRL's DPOTrainer over {UPDATES} updates, {name}",
-            "relative",
-            ours=difference(name),
-            maximum=1e-5,
-        )
+        what = f"largest relative difference of the loss from TRL's DPOTrainer over {UPDATES} updates, {name}"
+        bench.row(what, "relative", ours=difference(name), maximum=1e-5)
     bench.finish()
 
 

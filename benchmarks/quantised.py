@@ -161,11 +161,9 @@ def main() -> None:
                 maximum=FEWER[kind],
             )
             for cause, value in held.items():
+                title = f"{cause}, {size}, {kind} on {where}"
                 bench.row(
-                    f"{cause}, {size}, {kind} on {where}",
-                    "bytes",
-                    ours=value,
-                    **{"peer": plain[cause], "peer_name": "bf16"} if plain[cause] else {},
+                    title, "bytes", ours=value, **{"peer": plain[cause], "peer_name": "bf16"} if plain[cause] else {}
                 )
     for kind in KINDS:
         if not torch.cuda.is_available():

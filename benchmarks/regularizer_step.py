@@ -151,12 +151,8 @@ def main() -> None:
         bench.row(f"step, {kind}", "CPU-s", ours=times["ours"], peer=times["plain"], peer_name="plain LoRA")
         if kind in BARRED:
             ratios = [mine / plain for mine, plain in zip(times["ours"], times["plain"], strict=True)]
-            bench.row(
-                f"step, {kind}: upper 95 % bound of the median ratio",
-                "× plain",
-                ours=upper_bound(ratios),
-                maximum=BARRED[kind],
-            )
+            what = f"step, {kind}: upper 95 % bound of the median ratio"
+            bench.row(what, "× plain", ours=upper_bound(ratios), maximum=BARRED[kind])
     for blocks, width, inner, bar in ((2, 2048, 5632, 0.01), (BLOCKS, WIDTH, INNER, 0.03)):
         size = {"blocks": blocks, "width": width, "inner": inner}
         plain = in_child(f"{HERE}:step_memory", kind="plain", **size)
@@ -164,12 +160,8 @@ def main() -> None:
             mine = in_child(f"{HERE}:step_memory", kind=kind, **size)
             bench.row(f"peak memory, width {width}, {kind}", "B", ours=mine, peer=plain, peer_name="plain LoRA")
             if kind == "ggpo":
-                bench.row(
-                    f"(GGPO peak − plain peak) ÷ plain peak, width {width}",
-                    "of plain",
-                    ours=(mine - plain) / plain,
-                    maximum=bar,
-                )
+                what = f"(GGPO peak − plain peak) ÷ plain peak, width {width}"
+                bench.row(what, "of plain", ours=(mine - plain) / plain, maximum=bar)
     bench.row("step on a GPU, 7–8 B bf16, 8 k tokens", "s", reason="no GPU was at hand")
     bench.finish()
 

@@ -154,12 +154,8 @@ def rank_rows(bench: Benchmark, *, rows: int, processes: int, repeats: int) -> N
             maximum=1.1,
         )
     different = len({run["digest"] for some in runs.values() for run in some})
-    bench.row(
-        f"{what}: different scores among runs on 1, 2 and 4 processes, to the bit",
-        "digests",
-        ours=different - 1,
-        maximum=0,
-    )
+    title = f"{what}: different scores among runs on 1, 2 and 4 processes, to the bit"
+    bench.row(title, "digests", ours=different - 1, maximum=0)
     large = measure(rows, processes)
     what = f"{rows:,} x {TARGETS} x {DIM} on {processes} processes, {large['passes']} passes"
     bench.row(f"{what}: memory of a process", "GiB", ours=large["memory"] / GIB, maximum=4.0)

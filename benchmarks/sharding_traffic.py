@@ -256,14 +256,8 @@ def main() -> None:
         seen, volumes = found[case.name], case.expected(case.sizes)
         for kind, size in volumes.items():
             calls = seen.get(kind, [0, 0])[1]
-            bench.row(
-                f"{case.name}: {kind}, {calls:.0f} calls",
-                "bytes",
-                ours=seen.get(kind, [0, 0])[0],
-                peer=size,
-                peer_name="formula",
-                exactly=1.0,
-            )
+            what = f"{case.name}: {kind}, {calls:.0f} calls"
+            bench.row(what, "bytes", ours=seen.get(kind, [0, 0])[0], peer=size, peer_name="formula", exactly=1.0)
         strangers += sum(not kind.endswith(SCALARS) for kind in seen.keys() - volumes.keys())
         scalars = max(scalars, sum(value[1] for kind, value in seen.items() if kind.endswith(SCALARS)))
     bench.row("kinds of traffic that no formula has", "kinds", ours=strangers, exactly=0)
@@ -289,43 +283,24 @@ def _in_words(bench: Benchmark, found: dict[str, dict[str, list[float]]]) -> Non
     bench.row("replicate 2 × dp 2: along replicate, of a rank's shard of Ψ_l", "Ψ_l ÷ dp", ours=between, exactly=1)
     for how in ("", ", tokens split"):
         share = size(f"pp 2 × tp 2{how}", "pp send") / size("pp 2", "pp send")
-        bench.row(
-            f"pp 2 × tp 2{how}: a rank sends to the next stage, of what it sends without tp",
-            "share",
-            ours=share,
-            exactly=0.5,
-        )
+        what = f"pp 2 × tp 2{how}: a rank sends to the next stage, of what it sends without tp"
+        bench.row(what, "share", ours=share, exactly=0.5)
     for ranks in (2, 4):
         elements = (size(f"tp {ranks}", "tp all-reduce") - vocabulary(s) - whole_factors(s)) / s.states
         sent = (elements + 1) / s.blocks * 2 * (ranks - 1) / ranks
-        bench.row(
-            f"tp {ranks}: sent for activations of a block, ring",
-            "B·T·D",
-            ours=sent,
-            peer=8 * (ranks - 1) / ranks,
-            peer_name="8 (t − 1)/t",
-            exactly=1.0,
-        )
+        what = f"tp {ranks}: sent for activations of a block, ring"
+        bench.row(what, "B·T·D", ours=sent, peer=8 * (ranks - 1) / ranks, peer_name="8 (t − 1)/t", exactly=1.0)
     deeper = size("tp 2, twice the blocks", "tp all-reduce") - size("tp 2", "tp all-reduce")
-    bench.row(
-        "tp 2: all-reduced for four more blocks, less the gradients of whole factors",
-        "B·T·D a block",
-        ours=(deeper - whole_factors(s)) / s.blocks / s.states,
-        exactly=4,
-    )
+    what = "tp 2: all-reduced for four more blocks, less the gradients of whole factors"
+    bench.row(what, "B·T·D a block", ours=(deeper - whole_factors(s)) / s.blocks / s.states, exactly=4)
     wider = size("tp 2, twice the vocabulary", "tp all-reduce") - size("tp 2", "tp all-reduce")
     bench.row("tp 2: more for twice the vocabulary", "bytes", ours=wider, exactly=0)
     logits = 4 * s.trained_tokens * s.vocabulary
     scalars = (
         size("tp 2", "tp all-reduce") - 4 * s.blocks * s.states - 4 * s.trained_tokens * s.hidden - whole_factors(s)
     )
-    bench.row(
-        "tp 2: for the cross entropy, less the gradient of its input",
-        "bytes",
-        ours=scalars,
-        peer=logits,
-        peer_name="gathered logits",
-    )
+    what = "tp 2: for the cross entropy, less the gradient of its input"
+    bench.row(what, "bytes", ours=scalars, peer=logits, peer_name="gathered logits")
     for case, base, kinds in (
         ("GGPO, dp 2", "dp 2", ("dp all-gather", "dp reduce-scatter", "dp all-reduce")),
         ("GGPO, tp 2", "tp 2", ("tp all-reduce",)),

@@ -300,20 +300,26 @@ def beside(
         if built is None:
             bench.row(f"update, {what}", "CPU-s", peer_name=name, reason=NO_TRL, **judged)
             continue
-        mine, theirs = interleave(
+        bench.compare(
+            f"update, {what}",
+            "CPU-s",
             lambda: ours(**common, steps=SPEED_STEPS),
             lambda built=built: built(**common, steps=SPEED_STEPS),
+            name,
             rounds=ROUNDS,
             measure=seconds,
+            **judged,
         )
-        bench.row(f"update, {what}", "CPU-s", ours=mine, peer=theirs, peer_name=name, **judged)
-        mine, theirs = interleave(
+        bench.compare(
+            f"peak memory, {what}",
+            "bytes",
             lambda: ours(**common, steps=MEMORY_STEPS),
             lambda built=built: built(**common, steps=MEMORY_STEPS),
+            name,
             rounds=1,
             measure=peak,
+            **judged,
         )
-        bench.row(f"peak memory, {what}", "bytes", ours=mine, peer=theirs, peer_name=name, **judged)
 
 
 def real_vocabularies(bench: Benchmark) -> None:
@@ -388,15 +394,14 @@ def main() -> None:
     real_vocabularies(bench)
 
     common = {"task": packed, "batches": long, "steps": SPEED_STEPS}
-    noisy, plain = interleave(
-        lambda: ours(**common, regularizer=GGPO()), lambda: ours(**common), rounds=ROUNDS, measure=seconds
-    )
-    bench.row(
+    bench.compare(
         "update with GGPO, packed language model 8 × 256, fp32",
         "CPU-s",
-        ours=noisy,
-        peer=plain,
-        peer_name="our plain update",
+        lambda: ours(**common, regularizer=GGPO()),
+        lambda: ours(**common),
+        "our plain update",
+        rounds=ROUNDS,
+        measure=seconds,
         maximum=1.10,
     )
     what = "update, packed language model 8 × 256, bf16, one GPU"
