@@ -59,54 +59,26 @@ FAMILIES = (
     Family("Llama", "LlamaForCausalLM", _GROUPED),
     Family("Mistral", "MistralForCausalLM", {**_GROUPED, "sliding_window": 64}),
     Family("Qwen 2, tied", "Qwen2ForCausalLM", {**_GROUPED, "tie_word_embeddings": True}),
-    Family(
-        "Qwen 3, both of a tied pair adapted",
-        "Qwen3ForCausalLM",
-        {**_GROUPED, **_PRIVATE, "tie_word_embeddings": True},
-        settings={"adapter.targets": "[embed_tokens, lm_head, q_proj]"},
-    ),
-    Family(
-        "Gemma 3",
-        "Gemma3ForCausalLM",
-        {**_GROUPED, **_PRIVATE, "sliding_window": 16, "query_pre_attn_scalar": 16},
-        sentencepiece="bpe",
-    ),
+    Family("Qwen 3, both of a tied pair adapted", "Qwen3ForCausalLM",
+           {**_GROUPED, **_PRIVATE, "tie_word_embeddings": True},
+           settings={"adapter.targets": "[embed_tokens, lm_head, q_proj]"}),
+    Family("Gemma 3", "Gemma3ForCausalLM", {**_GROUPED, **_PRIVATE, "sliding_window": 16, "query_pre_attn_scalar": 16},
+           sentencepiece="bpe"),
     Family("Gemma 3 with its vision tower", "Gemma3ForConditionalGeneration", {}, sentencepiece="bpe"),
     Family("Phi 3", "Phi3ForCausalLM", _GROUPED, sentencepiece="bpe"),
-    Family(
-        "GPT-2", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}, older={"n_ctx": 128}
-    ),
-    Family(
-        "GPT-NeoX (Pythia)",
-        "GPTNeoXForCausalLM",
-        {**_SIZES, "max_position_embeddings": 128},
-        older={"rotary_pct": 0.25},
-    ),
-    Family(
-        "OPT",
-        "OPTForCausalLM",
-        {
-            "hidden_size": 64,
-            "ffn_dim": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 128,
-            "word_embed_proj_dim": 64,
-        },
-        settings={"task.pack": False},
-    ),
+    Family("GPT-2", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
+           older={"n_ctx": 128}),
+    Family("GPT-NeoX (Pythia)", "GPTNeoXForCausalLM", {**_SIZES, "max_position_embeddings": 128},
+           older={"rotary_pct": 0.25}),
+    Family("OPT", "OPTForCausalLM", {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "max_position_embeddings": 128, "word_embed_proj_dim": 64}, settings={"task.pack": False}),
     Family("Mixtral, experts adapted", "MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4}, settings=_EXPERTS),
     Family("Qwen 3 MoE, experts adapted", "Qwen3MoeForCausalLM", {**_GROUPED, **_PRIVATE, **_MOE}, settings=_EXPERTS),
-    Family(
-        "T5",
-        "T5ForConditionalGeneration",
-        {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4},
-        task="seq2seq",
-        sentencepiece="unigram",
-    ),
+    Family("T5", "T5ForConditionalGeneration", {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4},
+           task="seq2seq", sentencepiece="unigram"),
     Family("BERT, classifier", "BertForMaskedLM", {**_SIZES, "max_position_embeddings": 130}, task="classify"),
     Family("RoBERTa, classifier", "RobertaForMaskedLM", {**_SIZES, "max_position_embeddings": 130}, task="classify"),
-)
+)  # fmt: skip
 
 
 def named(name: str) -> Family:
@@ -179,22 +151,10 @@ def sentencepiece_tokenizer(kind: str, folder: Path) -> Any:
 
     written = io.BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS),
-        model_writer=written,
-        model_type=kind,
-        vocab_size=400,
-        hard_vocab_limit=False,
-        byte_fallback=kind == "bpe",
-        eos_id=0,
-        pad_id=1,
-        unk_id=2,
-        bos_id=-1,
-        eos_piece="<eos>",
-        pad_piece="<pad>",
-        user_defined_symbols=SPECIALS[2:] if kind == "bpe" else [],
-        minloglevel=2,
-        num_threads=1,
-    )
+        sentence_iterator=iter(TEXTS), model_writer=written, model_type=kind, vocab_size=400, hard_vocab_limit=False,
+        byte_fallback=kind == "bpe", eos_id=0, pad_id=1, unk_id=2, bos_id=-1, eos_piece="<eos>", pad_piece="<pad>",
+        user_defined_symbols=SPECIALS[2:] if kind == "bpe" else [], minloglevel=2, num_threads=1,
+    )  # fmt: skip
     file = folder / ("tokenizer.model" if kind == "bpe" else "spiece.model")
     file.write_bytes(written.getvalue())
     own = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
