@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
@@ -154,8 +155,6 @@ class Course:
 
 def write_backbone(model: str, directory: Path) -> None:
     """A random backbone whose weights are a pure function of its name, with matrices large enough to matter."""
-    import transformers
-
     model_class, config_class, settings = _ARCHITECTURES[model]
     config = getattr(transformers, config_class)(**settings)
     with torch.random.fork_rng(devices=[]):

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
+from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -79,8 +82,6 @@ NATIVE = (
 
 def plainly(subject: Subject, *, backbone: Path, adapter: Path) -> Course:
     """One process: a loop over padded rows, cross entropy of whole logits, `torch.optim.AdamW`."""
-    from peft import PeftModel
-
     model = PeftModel.from_pretrained(_auto(subject.model, backbone), adapter, is_trainable=True)
     noise = regularizer(subject).attach(model, seed=derive_seed(SEED, "regularizer"), total_steps=STEPS)
     course = _loop(model, subject, noise=noise)
@@ -90,8 +91,6 @@ def plainly(subject: Subject, *, backbone: Path, adapter: Path) -> Course:
 
 def natively(subject: Subject, native: Native, *, backbone: Path, adapter: Path) -> Course:
     """transformers' sharding over all ranks; whole gradients are known on all of them."""
-    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
-    from safetensors.torch import load_file
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(**native.sizes, fsdp_plan=native.plans[subject.model])  # type: ignore[arg-type]
@@ -107,8 +106,6 @@ def natively(subject: Subject, native: Native, *, backbone: Path, adapter: Path)
 
 
 def _auto(model: str, backbone: Path, **options: Any) -> Any:
-    import transformers
-
     kind = {"bert": "SequenceClassification", "t5": "Seq2SeqLM"}.get(model, "CausalLM")
     if model == "bert":
         options["num_labels"] = len(LABELS)

@@ -14,10 +14,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks._harness import Benchmark, call, in_child, in_turn, interleave, limit_threads
 from benchmarks._instructions import rehearsal
 from benchmarks._sized import save_llama
 from benchmarks.short_rows import ready_pass
+from flatshift.finetune.compute.precision import feed_forward_shape, resolve_precision
+from flatshift.finetune.config import Train
+from flatshift.finetune.models.backbone import open_backbone
 
 HERE = "benchmarks._machine_precision"
 LLAMA = "llama 768 × 2"
@@ -55,12 +60,6 @@ def backbone_of(name: str) -> str:
 
 def settings() -> list[dict[str, Any]]:
     """For each of `SHAPES` what auto takes here, and CPU-seconds of an update in either dtype by round; in a child."""
-    import torch
-
-    from flatshift.finetune.compute.precision import feed_forward_shape, resolve_precision
-    from flatshift.finetune.config import Train
-    from flatshift.finetune.models.backbone import open_backbone
-
     limit_threads(1)
     found = []
     for name, rows, tokens in SHAPES:
@@ -118,8 +117,6 @@ def narrow_rows(bench: Benchmark) -> None:
 
 def threads(backbone: str, rows: int, tokens: int) -> dict[str, list[float]]:
     """Wall seconds of one float32 update by round, on all threads that torch takes and on one; in a child."""
-    import torch
-
     counts = {"ours": torch.get_num_threads(), "peer": 1}
     run = ready_pass(backbone_of(backbone), rows, tokens, "fp32")
 

@@ -6,13 +6,17 @@ Both are added to the weights and taken away again, draw by draw, in antithetic 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from flatshift.regularizers import FlatLora, build
 
 GRADIENT_PAIRS = 100
 FEWEST, MOST = 100, 600
@@ -59,8 +63,6 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 def draws(model: Any, loss: Callable[[], Tensor], sigma: float, *, dense: bool, seed: int = 0) -> Draws:
     """Perturb `model` (float32, its adapter as it is) until the mean rise is known well enough."""
-    from flatshift.regularizers import FlatLora, build
-
     weights = weights_of(model)
     kept = {name: weight.detach().clone() for name, weight in weights.items()}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -68,7 +70,7 @@ def draws(model: Any, loss: Callable[[], Tensor], sigma: float, *, dense: bool, 
     regularizer: Any = build(FlatLora(sigma=sigma, schedule="constant")).attach(model, seed=seed, total_steps=MOST)
     rises: list[float] = []
     gradient = torch.zeros(sum(p.numel() for p in trained))
-    spectral, logits = 0.0, _Spread()
+    spectral, logits = 0.0, AttentionSpread()
     try:
         with torch.no_grad():
             base = float(loss())
@@ -117,48 +119,39 @@ def _spectral(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix, 2))
 
 
-class _Spread:
+class AttentionSpread:
     """Standard deviation over draws of every attention logit, by transformers' attention interface."""
 
-    _current: _Spread | None = None
+    current: AttentionSpread | None = None
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self.sums: dict[int, tuple[Tensor, Tensor, int]] = {}
 
-    def watching(self, on: bool) -> _Watch:
-        return _Watch(self if on else None)
+    @contextlib.contextmanager
+    def watching(self, on: bool) -> Iterator[None]:
+        """Attention inside is seen."""
+        AttentionSpread.current = self if on else None
+        try:
+            yield
+        finally:
+            AttentionSpread.current = None
 
     def add(self, module: Any, logits: Tensor) -> None:
         zero = torch.zeros_like(logits)
-        first, second, count = self._sums.get(id(module), (zero, zero, 0))
-        self._sums[id(module)] = (first + logits, second + logits.square(), count + 1)
+        first, second, count = self.sums.get(id(module), (zero, zero, 0))
+        self.sums[id(module)] = (first + logits, second + logits.square(), count + 1)
 
     def largest(self) -> float:
-        found = [
-            float((second / count - (first / count).square()).clamp_min(0).sqrt().max())
-            for first, second, count in self._sums.values()
-        ]
-        return max(found, default=math.nan)
-
-
-class _Watch:
-    def __init__(self, spread: _Spread | None) -> None:
-        self._spread = spread
-
-    def __enter__(self) -> None:
-        _Spread._current = self._spread
-
-    def __exit__(self, *exc: object) -> None:
-        _Spread._current = None
+        """Of all logits."""
+        variances = (second / count - (first / count).square() for first, second, count in self.sums.values())
+        return max((float(variance.clamp_min(0).sqrt().max()) for variance in variances), default=math.nan)
 
 
 def observed_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **settings: Any) -> Any:
-    """Fused attention that lets the running `_Spread` see all logits, before any mask."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    if _Spread._current is not None:
+    """Fused attention that lets the running `AttentionSpread` see all logits, before any mask."""
+    if AttentionSpread.current is not None:
         groups = query.shape[1] // key.shape[1]
         scale = settings.get("scaling") or query.shape[-1] ** -0.5
         logits = scale * query.detach() @ key.detach().repeat_interleave(groups, 1).transpose(-1, -2)
-        _Spread._current.add(module, logits)
+        AttentionSpread.current.add(module, logits)
     return sdpa_attention_forward(module, query, key, value, mask, **settings)

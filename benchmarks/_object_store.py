@@ -17,8 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from benchmarks._harness import Benchmark, interleave
+from flatshift.finetune.data.rows import read_rows
 
 SHARDS = 4
 WORDS = 60
@@ -53,8 +56,6 @@ def remote_rows(bench: Benchmark, *, records: int, rounds: int = 3) -> None:
 
 
 def _reader(pattern: str, records: int) -> Callable[[], None]:
-    from flatshift.finetune.data.rows import read_rows
-
     def read() -> None:
         count = sum(1 for _ in read_rows([pattern]))
         assert count == records, f"{pattern}: {count} records"
@@ -77,9 +78,6 @@ def _jsonl_gz(texts: list[str]) -> bytes:
 
 
 def _parquet(texts: list[str]) -> bytes:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"text": texts}), sink, row_group_size=10_000)
     return bytes(sink.getvalue())

@@ -19,6 +19,9 @@ from typing import Any
 from benchmarks._harness import on_ranks, peak_bytes
 from benchmarks._sized import Updates, save_llama
 from flatshift.finetune.compute.memory import measure_peaks, process_bytes
+from flatshift.finetune.config import Adapter, Mesh, Train
+from flatshift.finetune.planner.footprint import predict_footprint
+from flatshift.finetune.planner.sizes import read_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +151,6 @@ def held(folder: str, case: dict[str, Any]) -> dict[str, float]:
 
 def predicted(folder: str, case: Case) -> int:
     """The plan's bytes of the fullest rank in an update, without the logits of an evaluation."""
-    from flatshift.finetune.config import Adapter, Mesh, Train
-    from flatshift.finetune.planner.footprint import predict_footprint
-    from flatshift.finetune.planner.sizes import read_sizes
-
     adapter = Adapter(rank=case.rank)
     needs = predict_footprint(
         read_sizes(folder, adapter),

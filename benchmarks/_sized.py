@@ -10,6 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
+from flatshift.finetune.compute.attention import packed_attention
+from flatshift.finetune.compute.micro_batch import MicroBatch
+from flatshift.finetune.compute.numerics import without_input_casts
+from flatshift.finetune.compute.precision import autocast
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
+from flatshift.finetune.parallel.build import build_engine
+from flatshift.finetune.parallel.mesh import ProcessMesh
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train.optimizer import AdapterOptimizer
+from flatshift.regularizers import Plain, build
+
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -56,9 +70,6 @@ class Sizes:
 
 def save_llama(folder: str | Path, *, kind: str = "llama", file_size: str = "5GB", **fields: Any) -> str:
     """Random weights and a config of these `fields`, by transformers' names; not on a rank, where it writes nothing."""
-    import torch
-    import transformers
-
     known = {"tie_word_embeddings": False, "pad_token_id": 0}
     config = transformers.CONFIG_MAPPING[kind].from_dict(known | fields)
     with torch.random.fork_rng(devices=[]):
@@ -85,17 +96,11 @@ def save_backbone(sizes: Sizes, folder: str | Path, *, file_size: str = "5GB") -
 
 def draw_ids(vocabulary: int, rows: int, tokens: int, seed: int) -> Any:
     """Random token ids, (rows, tokens)."""
-    import torch
-
     return torch.randint(3, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def micro_batch(ids: Any) -> Any:
     """Every token but the first of each row is a label."""
-    import torch
-
-    from flatshift.finetune.compute.micro_batch import MicroBatch
-
     labels = ids.clone()
     labels[:, 0] = -100
     rows, tokens = ids.shape
@@ -119,15 +124,6 @@ class Updates:
         **train: Any,
     ) -> None:
         """rows: of a data rank's micro-batch. train: further settings of `Train`."""
-        import torch
-
-        from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
-        from flatshift.finetune.parallel.build import build_engine
-        from flatshift.finetune.parallel.mesh import ProcessMesh
-        from flatshift.finetune.tasks import LanguageModel
-        from flatshift.finetune.train.optimizer import AdapterOptimizer
-        from flatshift.regularizers import Plain, build
-
         layout, self.task = Mesh(**mesh), LanguageModel(pack=False)
         self.world = ProcessMesh.of(layout, torch.device("cpu")) if layout.size > 1 else ProcessMesh.alone()
         width = self.world.width("replicate", "dp")
@@ -148,17 +144,11 @@ class Updates:
 
     def find_head(self) -> None:
         """Find the head before the first update, which does it otherwise."""
-        from flatshift.finetune.compute.precision import autocast
-
         with autocast(self.train, self.engine.device):
             self.head = self.engine.find_head(self.micros(0)[0].inputs, task=self.task)
         self.engine.reshard()
 
     def __call__(self, step: int) -> None:
-        from flatshift.finetune.compute.attention import packed_attention
-        from flatshift.finetune.compute.numerics import without_input_casts
-        from flatshift.finetune.compute.precision import autocast
-
         model, device, micros = self.engine.model, self.engine.device, self.micros(step)
         count = sum(micro.supervised for micro in micros) * self.engine.share[1]
         with without_input_casts(model, self.train), packed_attention(model, device):

@@ -10,11 +10,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
 from benchmarks._harness import Benchmark
+from flatshift.finetune.adapters.adapter import trainable
+from flatshift.finetune.data.batches import TrainingDataLoader
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.seeds import torch_generator
 from flatshift.finetune.tasks import Completion
 
 COUNT, MICRO, LENGTH = 1000, 8, 384
@@ -33,22 +43,19 @@ class Thousand:
 
     def batches(self, *, packed: bool, rows: int, whole: bool = False) -> Any:
         """Micro-batches of `rows` rows; whole: one step is all of them, each once."""
-        from flatshift.finetune.data.batches import TrainingDataLoader
-
-        settings: dict[str, Any] = {"seed": 0, "max_length": LENGTH, "pad_id": self.pad_id}
-        task = Completion(prompt=self.task.prompt, completion=self.task.completion, pack=packed)
-        made = TrainingDataLoader(self.examples, task=task, batch_size=rows, **settings)
+        settings: dict[str, Any] = {"seed": 0, "max_length": LENGTH, "pad_id": self.pad_id, "batch_size": rows}
+        settings["task"] = replace(self.task, pack=packed)
+        made = TrainingDataLoader(self.examples, **settings)
         if not whole:
             return made
         count = len(made.epoch(0))
         if count % rows:
             raise ValueError(f"{count} rows do not divide into micro-batches of {rows}")
-        return TrainingDataLoader(self.examples, task=task, batch_size=rows, accumulate=count // rows, **settings)
+        return TrainingDataLoader(self.examples, accumulate=count // rows, **settings)
 
     def timed(self) -> list[tuple[str, Completion, Any]]:
         """What is timed: the first updates of these rows, packed and padded."""
-        packed = Completion(prompt=self.task.prompt, completion=self.task.completion)
-        padded = Completion(prompt=self.task.prompt, completion=self.task.completion, pack=False)
+        packed, padded = (replace(self.task, pack=packed) for packed in (True, False))
         return [
             (f"{self.name}, packed 4 × {LENGTH}, fp32", packed, self.batches(packed=True, rows=4)),
             (f"{self.name}, padded {MICRO}, fp32", padded, self.batches(packed=False, rows=MICRO)),
@@ -58,43 +65,37 @@ class Thousand:
         """Two rows for each layout: loss and gradients against one row at a time."""
         from benchmarks.train_step import NO_TRL, peers
 
-        single = self.batches(packed=False, rows=1, whole=True)
         padded = self.batches(packed=False, rows=MICRO, whole=True)
-        reference = ours(single)
+        reference, wanted = ours(self.batches(packed=False, rows=1, whole=True))
+        pieces, bar = f"{COUNT // MICRO} micro-batches of {MICRO}", {"unit": "relative", "maximum": BAR}
         layouts: dict[str, Any] = {
-            f"padded, {COUNT // MICRO} micro-batches of {MICRO}": lambda: ours(padded),
+            f"padded, {pieces}": lambda: ours(padded),
             "packed": lambda: ours(self.batches(packed=True, rows=1, whole=True)),
         }
-        for name, built in peers().items():
-            layouts[f"{name}, {COUNT // MICRO} micro-batches of {MICRO}"] = (
-                None if built is None else lambda name=name: by_trainer(name, padded)
-            )
+        layouts |= {
+            f"{name}, {pieces}": (lambda name=name: by_trainer(name, padded)) if here else None
+            for name, here in peers().items()
+        }
         for layout, run in layouts.items():
             what = f"of {self.name}: {layout}"
-            judged: dict[str, Any] = {"unit": "relative", "maximum": BAR}
             if run is None:
-                bench.row(f"loss and gradients {what}", reason=NO_TRL, **judged)
+                bench.row(f"loss and gradients {what}", reason=NO_TRL, **bar)
                 continue
             loss, gradients = run()
-            apart = {
-                name: float((gradients[name] - wanted).norm() / wanted.norm()) for name, wanted in reference[1].items()
-            }
-            if gradients.keys() != reference[1].keys() or len(apart) < 2:
+            if gradients.keys() != wanted.keys() or len(wanted) < 2:
                 raise RuntimeError(f"{layout}: other tensors than ours have a gradient")
-            bench.row(f"loss {what}", ours=abs(loss / reference[0] - 1), **judged)
-            bench.row(f"gradients {what}", ours=max(apart.values()), **judged)
+            apart = max(float((gradients[name] - each).norm() / each.norm()) for name, each in wanted.items())
+            bench.row(f"loss {what}", ours=abs(loss / reference - 1), **bar)
+            bench.row(f"gradients {what}", ours=apart, **bar)
 
 
-def read(files: Sequence[str], *, prompt: str | None, completion: str | None) -> Thousand:
-    """The first thousand rows of `files` that fit; without files, of the sample that ships."""
+def read(files: Sequence[str]) -> Thousand:
+    """The first thousand rows of `files` (`question`, `answer`) that fit; without files, of the sample that ships."""
     from benchmarks.train_step import BACKBONE
-    from flatshift.finetune.data.encoding import encode
-    from flatshift.finetune.data.rows import read_rows
-    from flatshift.finetune.models.backbone import open_backbone
 
     name = f"{COUNT:,} rows of {', '.join(Path(file).name.split('.')[0] for file in files) or SHIPPED}"
     if files:
-        task = Completion(prompt=prompt or "Question: {question}\nAnswer:", completion=completion or " {answer}")
+        task = Completion(prompt="Question: {question}\nAnswer:", completion=" {answer}")
     else:
         task = Completion(prompt="{text}\nintent:", completion=" {label}")
         print(f"no --data: {SHIPPED}, which ships")
@@ -111,11 +112,7 @@ def read(files: Sequence[str], *, prompt: str | None, completion: str | None) ->
 
 def model() -> Any:
     """The shipped backbone with an adapter whose every factor is away from its start."""
-    import torch
-
     from benchmarks.train_step import SEED, model_of
-    from flatshift.finetune.adapters.adapter import trainable
-    from flatshift.finetune.seeds import torch_generator
 
     built = model_of(Completion(), "fp32")
     with torch.no_grad():
@@ -127,15 +124,11 @@ def model() -> Any:
 
 def gradients_of(built: Any) -> dict[str, Any]:
     """By plain name."""
-    from flatshift.finetune.adapters.adapter import trainable
-
     return {name: p.grad.detach().clone() for name, p in trainable(built).items() if p.grad is not None}
 
 
 def ours(batches: Any) -> tuple[float, dict[str, Any]]:
     """Loss and gradients of one step over all rows, by the engine that trains."""
-    from flatshift.finetune.parallel.engine import Engine
-
     built = model().train()
     engine = Engine.alone(built)
     micros, task = batches.at(0), Completion()
@@ -148,8 +141,6 @@ def ours(batches: Any) -> tuple[float, dict[str, Any]]:
 
 def by_trainer(name: str, batches: Any) -> tuple[float, dict[str, Any]]:
     """The same by a peer, its gradients caught before its optimizer steps."""
-    import transformers
-
     from benchmarks import train_step
 
     caught: dict[str, Any] = {}
@@ -159,7 +150,7 @@ def by_trainer(name: str, batches: Any) -> tuple[float, dict[str, Any]]:
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             caught.update(gradients_of(kwargs["model"]))
 
-    run = train_step.PEERS[name](Completion(), batches, steps=1, losses=losses, model=model(), clip=0.0)
+    run = train_step.peer(name, Completion(), batches, steps=1, losses=losses, model=model(), clip=0.0)
     run.__self__.add_callback(Catch())  # type: ignore[attr-defined]
     run()
     return losses[0], caught

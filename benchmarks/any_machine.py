@@ -28,11 +28,18 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.nn.functional as F
+
 from benchmarks import _instructions
 from benchmarks._first_minutes import minute_rows, tutorial_rows
 from benchmarks._harness import Benchmark, in_child, in_turn, limit_threads, measure_groups, peak_bytes
 from benchmarks._machine_constants import CONSTANTS
 from benchmarks._machine_precision import narrow_rows, precision_rows, thread_rows
+from benchmarks.regularizer_step import VOCABULARY, adapted_llama
+from flatshift.finetune.compute import loss
+from flatshift.finetune.compute.numerics import has_bf16_matmul
+from flatshift.regularizers.layers.fused import FusedLayers
 
 HERE, CONST = "benchmarks.any_machine", "benchmarks._machine_constants"
 LOSSES = ((4096, 256, 1024, 15), (32_000, 512, 512, 7), (128_256, 256, 384, 5))
@@ -49,11 +56,6 @@ Environment = Mapping[str, str]
 def loss_ways(vocabulary: int, width: int, rows: int, dtype: Any) -> tuple[dict[str, Callable[[], Any]], int]:
     """Forward and backward pass of the loss from hidden states on: by whole logits, in our slices, in slices of half
     and of twice as many rows, and its two matrix products alone; and the rows of a slice."""
-    import torch
-    import torch.nn.functional as F
-
-    from flatshift.finetune.compute import loss
-
     generator = torch.Generator().manual_seed(0)
     linear = torch.nn.Linear(width, vocabulary, bias=False, dtype=dtype).requires_grad_(False)
     linear.weight.copy_(torch.randn(vocabulary, width, generator=generator) * 0.02)
@@ -82,8 +84,6 @@ def loss_ways(vocabulary: int, width: int, rows: int, dtype: Any) -> tuple[dict[
 
 def loss_times(vocabulary: int, width: int, rows: int, precision: str, rounds: int) -> dict[str, Any]:
     """CPU-seconds of these ways, the rows of a slice, and peak bytes of the first two."""
-    import torch
-
     limit_threads(1)
     ways, count = loss_ways(vocabulary, width, rows, torch.bfloat16 if precision == "bf16" else torch.float32)
     del ways["products"]
@@ -94,11 +94,6 @@ def loss_times(vocabulary: int, width: int, rows: int, precision: str, rounds: i
 def layer_times(size: str, precision: str, rounds: int) -> dict[str, Any]:
     """Forward and backward pass of a random Llama's blocks with rank-8 LoRA on every linear layer: CPU-seconds in the
     fused form (`ours`) and by PEFT (`peft`), and how far both gradients are from float64's, relative to its norm."""
-    import torch
-
-    from benchmarks.regularizer_step import VOCABULARY, adapted_llama
-    from flatshift.regularizers.layers.fused import FusedLayers
-
     limit_threads(1)
     blocks, width, inner, tokens = STEPS[size]
     model, bf16 = adapted_llama(blocks, width, inner), precision == "bf16"
@@ -132,8 +127,6 @@ def layer_times(size: str, precision: str, rounds: int) -> dict[str, Any]:
 
 def machine() -> tuple[str, bool]:
     """The instruction sets in use (`torch AVX512, oneDNN AVX10.1 and AMX`), and whether they make bf16 products."""
-    from flatshift.finetune.compute.numerics import has_bf16_matmul
-
     used = _instructions.used()
     sets = f"torch {used['torch']}, oneDNN {used['oneDNN'].partition(' with')[0].replace('Intel ', '')}"
     return sets, has_bf16_matmul()

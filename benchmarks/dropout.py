@@ -13,7 +13,12 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from benchmarks._harness import Benchmark, interleave, limit_threads
+from benchmarks.regularizer_step import VOCABULARY, adapted_llama
+from flatshift.finetune.compute.dropout import KeyedDropout
+from flatshift.finetune.parallel.engine import Engine
 
 RATE, ROWS, ROUNDS = 0.1, 4, 15
 LAYERS = ((64, 64, 60), (128, 320, 10), (512, 768, 2))
@@ -25,10 +30,6 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 def layer(tokens: int, width: int, calls: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """One dropout layer, `calls` times: counted, and by torch."""
-    import torch
-
-    from flatshift.finetune.compute.dropout import KeyedDropout
-
     module = torch.nn.Dropout(RATE)
     x = torch.ones(ROWS, tokens, width, requires_grad=True)
     along = torch.ones(ROWS, tokens, width)
@@ -52,12 +53,7 @@ def both(run: Callable[[Around], None], keyed: Any, tokens: int) -> tuple[Callab
 
 def model(blocks: int, width: int, inner: int, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """A pass of the whole model."""
-    import torch
-
-    from benchmarks.regularizer_step import VOCABULARY, _model
-    from flatshift.finetune.parallel.engine import Engine
-
-    made = _model(blocks, width, inner)
+    made = adapted_llama(blocks, width, inner)
     for part in made.modules():
         if hasattr(part, "lora_dropout"):
             part.lora_dropout["default"] = torch.nn.Dropout(RATE)

@@ -15,9 +15,11 @@ import contextlib
 import importlib.util
 import json
 import logging
+import lzma
 import math
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +27,27 @@ import numpy as np
 
 from benchmarks._harness import RESULTS, Benchmark, cpu_seconds, limit_threads
 from benchmarks.hostile_programs import FORGERIES, HOSTILE, is_contained
+from flatshift.experiments.recipe import from_override
+from flatshift.experiments.workflows.evaluate import evaluate_side_by_side
+from flatshift.experiments.workflows.few_shot import FewShot, rank_rows, read_prompt, read_shots
+from flatshift.finetune.assets import backbone_directory
+from flatshift.finetune.assets import sample_path as path
+from flatshift.finetune.compute.numerics import evaluation_mode
+from flatshift.finetune.data.config import Columns
+from flatshift.finetune.data.eval_batching import EvalBatching
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.evaluate import candidates
+from flatshift.finetune.evaluate.perplexity import DocumentCounts
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import LanguageModel
 
 BACKBONE = "flatshift-5m"
 ROWS = 100
-NLI = ("entailment", "neutral", "contradiction"), ("Yes", "Also", "No")
-CITES = {"background": "background", "method": "method", "result": "result"}
 
 
 def judged(data: str, *words: str) -> dict[str, Any]:
     """What `flatshift eval --json` prints of the shipped backbone on `data`."""
-    from flatshift.experiments.recipe import from_override
-    from flatshift.experiments.workflows.evaluate import evaluate_side_by_side
-
     given = dict(zip(words[::2], words[1::2], strict=True))
     group = given.pop("group_by", None)
     overrides = [from_override(key, value, f"--{key}") for key, value in given.items()]
@@ -45,10 +56,6 @@ def judged(data: str, *words: str) -> dict[str, Any]:
 
 def few_shot(name: str, data: str) -> Any:
     """Rank the rows of `data` by a prompt in float32; the subject's findings."""
-    from flatshift.experiments.recipe import from_override
-    from flatshift.experiments.workflows.evaluate import evaluate_side_by_side
-    from flatshift.experiments.workflows.few_shot import FewShot, read_prompt
-
     asked = FewShot(prompt=read_prompt(name), name=name)
     return evaluate_side_by_side(
         [BACKBONE], data=[data], few_shot=asked, overrides=[from_override("train.precision", "fp32", "x")], quiet=True
@@ -63,8 +70,6 @@ def harness(tasks: list[dict[str, Any]], *, precision: str, bos: bool = True) ->
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
-
-    from flatshift.finetune.assets import backbone_directory
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         for task in tasks:
@@ -93,38 +98,8 @@ def local(name: str, file: str, **more: Any) -> dict[str, Any]:
     return shared | {"test_split": "test", "metadata": {"version": 1.0}} | more
 
 
-def rolling(file: str) -> dict[str, Any]:
-    """Text whole, as lm-eval scores it."""
-    metrics = [{"metric": name} for name in ("bits_per_byte", "word_perplexity")]
-    return local(
-        "rolling",
-        file,
-        output_type="loglikelihood_rolling",
-        doc_to_text="",
-        doc_to_target="{{text}}",
-        metric_list=metrics,
-    )
-
-
-def choice(name: str, file: str, text: str, choices: str, gold: str) -> dict[str, Any]:
-    """Choices, as lm-eval ranks them."""
-    return local(
-        name,
-        file,
-        output_type="multiple_choice",
-        doc_to_text=text,
-        doc_to_choice=choices,
-        doc_to_target=gold,
-        metric_list=[{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    )
-
-
 def sample(name: str, folder: Path, count: int = ROWS) -> str:
     """The first rows of a shipped sample as plain JSONL."""
-    import lzma
-
-    from flatshift.finetune.assets import sample_path as path
-
     with lzma.open(path(name), "rt", encoding="utf-8") as stream:
         lines = [next(stream) for _ in range(count)]
     file = folder / f"{name.replace('/', '-')}.jsonl"
@@ -134,7 +109,6 @@ def sample(name: str, folder: Path, count: int = ROWS) -> str:
 
 def identities(bench: Benchmark) -> None:
     """The unit row of the field, and word = token to the power of fertility."""
-    from flatshift.finetune.evaluate.perplexity import DocumentCounts
 
     def of(*values: Any) -> dict[str, float]:
         names = ("nats", "tokens", "words", "characters", "bytes")
@@ -162,24 +136,27 @@ def identities(bench: Benchmark) -> None:
 def parity(bench: Benchmark, folder: Path) -> None:
     """Two tasks of candidates, by both tools."""
     snli, cites = sample("snli/test", folder), sample("scicite/test", folder)
-    prompt = folder / "cites.yaml"
-    words = ", ".join(f"{name}: {word}" for name, word in CITES.items())
+    prompt, classes = folder / "cites.yaml", ("background", "method", "result")
+    words = ", ".join(f"{name}: {name}" for name in classes)
     prompt.write_text(f'text: "{{text}}\\nThis citation is about: {{label}}"\nlabels: {{{words}}}\n')
-    names, said = NLI
-    listed = ", ".join(f"'{word}, ' + text2" for word in said)
-    theirs = harness(
-        [
-            choice("snli_local", snli, "{{text}}, right?", f"{{{{[{listed}]}}}}", f"{{{{{[*names]}.index(label)}}}}"),
-            choice(
-                "cites_local",
-                cites,
-                "{{text}}\nThis citation is about:",
-                json.dumps(list(CITES.values())),
-                f"{{{{{list(CITES)}.index(label)}}}}",
-            ),
-        ],
-        precision="float32",
-    )
+    names, listed = ["entailment", "neutral", "contradiction"], "'Yes, ' + text2, 'Also, ' + text2, 'No, ' + text2"
+    accuracy = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+    tasks = [
+        local(
+            name,
+            file,
+            output_type="multiple_choice",
+            doc_to_text=text,
+            doc_to_choice=choices,
+            doc_to_target=f"{{{{{list(gold)}.index(label)}}}}",
+            metric_list=accuracy,
+        )
+        for name, file, text, choices, gold in (
+            ("snli_local", snli, "{{text}}, right?", f"{{{{[{listed}]}}}}", names),
+            ("cites_local", cites, "{{text}}\nThis citation is about:", json.dumps(classes), classes),
+        )
+    ]
+    theirs = harness(tasks, precision="float32")
     for name, task, data in (("nli", "snli_local", snli), (str(prompt), "cites_local", cites)):
         ours = few_shot(name, data)["figures"][BACKBONE]["data"]["accuracy"]["value"]
         peer = theirs[task]["acc,none"]
@@ -188,37 +165,36 @@ def parity(bench: Benchmark, folder: Path) -> None:
 
 
 def languages(bench: Benchmark, data: str, folder: Path) -> None:
-    """200 documents a language, by both tools."""
+    """200 documents a language by us, every 35th of these by both tools."""
     rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
-    count: dict[str, int] = {}
+    count: Counter[str] = Counter()
     kept = []
     for row in rows:
-        count[row["lang"]] = count.get(row["lang"], 0) + 1
+        count[row["lang"]] += 1
         if count[row["lang"]] <= 200:
             kept.append({"lang": row["lang"], "text": row["text"]})
-    file = folder / "languages.jsonl"
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
+    many, few = folder / "languages.jsonl", folder / "few.jsonl"
+    for file, some in ((many, kept), (few, kept[::35])):
+        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in some), encoding="utf-8")
     found: dict[str, Any] = {}
-    ours = cpu_seconds(lambda: found.update(ours=judged(str(file), "group_by", "lang")))
+    ours = cpu_seconds(lambda: found.update(ours=judged(str(many), "group_by", "lang")))
     precision = found["ours"]["subjects"][0]["precision"]
-    what = f"{len(count)} languages of 200 documents, {precision} by itself"
-    bench.row(what, "CPU-s", ours=ours, maximum=60.0)
-    beside(bench, kept, folder)
-
-
-def beside(bench: Benchmark, kept: list[dict[str, Any]], folder: Path) -> None:
-    """Every 35th of these documents by both tools."""
-    found: dict[str, Any] = {}
-    few = folder / "few.jsonl"
-    few.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept[::35]), encoding="utf-8")
+    bench.row(f"{len(count)} languages of 200 documents, {precision} by itself", "CPU-s", ours=ours, maximum=60.0)
+    task = local(
+        "rolling",
+        str(few),
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="{{text}}",
+        metric_list=[{"metric": name} for name in ("bits_per_byte", "word_perplexity")],
+    )
     subset = f"{len(kept[::35])} of these documents"
     mine = cpu_seconds(lambda: judged(str(few)))
-    fp32 = cpu_seconds(lambda: found.update(fp32=harness([rolling(str(few))], precision="float32", bos=False)))
-    bench.row(
-        f"{subset}, beside lm-eval in its float32", "CPU-s", ours=mine, peer=fp32, peer_name="lm-eval", maximum=0.5
-    )
+    fp32 = cpu_seconds(lambda: found.update(fp32=harness([task], precision="float32", bos=False)))
+    peer = {"peer": fp32, "peer_name": "lm-eval"}
+    bench.row(f"{subset}, beside lm-eval in its float32", "CPU-s", ours=mine, **peer, maximum=0.5)
     same = cpu_seconds(lambda: found.update(same=judged(str(few), "train.precision", "fp32")))
-    bench.row(f"{subset}, float32 both", "CPU-s", ours=same, peer=fp32, peer_name="lm-eval")
+    bench.row(f"{subset}, float32 both", "CPU-s", ours=same, **peer)
     value = found["same"]["figures"][BACKBONE]["data"]["bits_per_byte"]["value"]
     other = found["fp32"]["rolling"]["bits_per_byte,none"]
     what = f"bits per byte, float32: ours {value:.6f}, lm-eval {other:.6f}"
@@ -227,16 +203,6 @@ def beside(bench: Benchmark, kept: list[dict[str, Any]], folder: Path) -> None:
 
 def shared(bench: Benchmark, folder: Path) -> None:
     """Four worked examples, with and without what contexts share; the model is loaded before."""
-    from flatshift.experiments.workflows.few_shot import FewShot, rank_rows, read_prompt, read_shots
-    from flatshift.finetune.compute.numerics import evaluation_mode
-    from flatshift.finetune.data.config import Columns
-    from flatshift.finetune.data.eval_batching import EvalBatching
-    from flatshift.finetune.data.rows import read_rows
-    from flatshift.finetune.evaluate import candidates
-    from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.models.load import load_backbone
-    from flatshift.finetune.tasks import LanguageModel
-
     asked = FewShot(prompt=read_prompt("nli"), name="nli", shots=4, source=("sample:snli/train",))
     rows = list(read_rows([sample("snli/test", folder)], required=asked.prompt.columns()))
     source, tokenizer = read_shots(asked, Columns()), open_backbone(BACKBONE).tokenizer

@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._study_results import CELLS, packed, write_between
-from flatshift.experiments.report.chapters.comparison import page
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.chapters.comparison import page, ranked_methods
 from flatshift.experiments.studies.compare.run import DOCUMENT, compare
 from flatshift.finetune.atomic import write_json
 
@@ -84,9 +85,6 @@ def means(document: dict[str, Any], name: str, tasks: list[str]) -> tuple[float,
 
 def guide(document: dict[str, Any]) -> str:
     """The generated part of docs/which-regularizer.md, from the results alone."""
-    from flatshift.experiments.report import formats
-    from flatshift.experiments.report.chapters.comparison import ranked_methods
-
     base = document["baseline"]
     head = ["method", "gain, points", "95 % interval", "p (Holm)", "seeds", "step time ÷", "sharpness ÷", "what it is"]
     lines = [
@@ -122,8 +120,6 @@ def guide(document: dict[str, Any]) -> str:
 
 def advice(document: dict[str, Any]) -> list[str]:
     """What the figures say a user should do, and no more."""
-    from flatshift.experiments.report.chapters.comparison import ranked_methods
-
     base = document["baseline"]
     ranked = ranked_methods(document)
     better = [n for n, m in ranked if m["primary"]["value"] > 0 and (m["primary"]["p_holm"] or 1) < 0.05]

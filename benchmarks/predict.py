@@ -14,7 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from transformers import pipeline
+
 from benchmarks._harness import Benchmark, limit_threads
+from flatshift.experiments.workflows.predict import Predictor
+from flatshift.finetune.data.rows import read_rows
 
 ROWS, BATCH, ROUNDS = 800, 32, 2
 FLAGS = (
@@ -26,8 +30,6 @@ FLAGS = (
 
 def texts() -> list[str]:
     """Texts of many lengths: requests to a bank, and sentences of articles."""
-    from flatshift.finetune.data.rows import read_rows
-
     half = ROWS // 2
     return [
         row.values["text"] for name in ("banking", "scicite") for row in list(read_rows([f"sample:{name}/test"]))[:half]
@@ -36,10 +38,7 @@ def texts() -> list[str]:
 
 def main() -> None:
     """Run and write benchmarks/results/predict.json."""
-    from transformers import pipeline
-
     from flatshift.cli import run
-    from flatshift.experiments.workflows.predict import Predictor
 
     limit_threads(1)
     bench = Benchmark("predict", packages=("torch", "transformers", "peft"))

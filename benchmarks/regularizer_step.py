@@ -18,7 +18,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from peft import LoraConfig, get_peft_model
+from scipy.stats import binom
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from benchmarks._harness import Benchmark, in_child, limit_threads, peak_bytes
+from benchmarks._published import AddAndSubtract
+from flatshift.regularizers import build, config
+from flatshift.regularizers.layers.fused import FusedLayers
 
 HERE = "benchmarks.regularizer_step"
 BLOCKS, WIDTH, INNER, VOCABULARY, ROWS, TOKENS = 12, 768, 2304, 8192, 4, 128
@@ -30,11 +39,7 @@ KINDS = ("ggpo", "mgpo", "flat-lora", "mgpo-code", "msam", "bar", "bi-lora", "ne
 PUBLISHED = "published: materialise, add, subtract"
 
 
-def _model(blocks: int, width: int, inner: int) -> Any:
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def adapted_llama(blocks: int, width: int, inner: int) -> Any:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,
@@ -54,8 +59,6 @@ def _model(blocks: int, width: int, inner: int) -> Any:
 
 
 def _settings(kind: str) -> Any:
-    from flatshift.regularizers import config
-
     known: dict[str, Any] = {
         "plain": config.Plain(),
         "ggpo": config.GGPO(),
@@ -75,13 +78,6 @@ def _settings(kind: str) -> Any:
 
 def _stepper(kind: str, model: Any) -> Callable[[int], None]:
     """`step(t)`: one whole update of `model` under a regularizer."""
-    import torch
-    from torch import nn
-
-    from benchmarks._published import AddAndSubtract
-    from flatshift.regularizers import build
-    from flatshift.regularizers.layers.fused import FusedLayers
-
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     layers = FusedLayers(model)
@@ -108,7 +104,7 @@ def _stepper(kind: str, model: Any) -> Callable[[int], None]:
 def step_times(kind: str, cycles: int) -> dict[str, list[float]]:
     """CPU-seconds of single steps, ours and plain, paired: element i of both comes from neighbouring steps."""
     limit_threads(1)
-    steps = {name: _stepper(name, _model(BLOCKS, WIDTH, INNER)) for name in (kind, "plain")}
+    steps = {name: _stepper(name, adapted_llama(BLOCKS, WIDTH, INNER)) for name in (kind, "plain")}
     times: dict[str, list[float]] = {kind: [], "plain": []}
     for name in (kind, "plain"):
         for t in range(2):
@@ -124,7 +120,7 @@ def step_times(kind: str, cycles: int) -> dict[str, list[float]]:
 def step_memory(kind: str, blocks: int, width: int, inner: int) -> float:
     """Bytes alive at the worst moment of a step, everything counted."""
     limit_threads(1)
-    step = _stepper(kind, _model(blocks, width, inner))
+    step = _stepper(kind, adapted_llama(blocks, width, inner))
     step(0)
     step(1)
     return peak_bytes(partial(step, 2))
@@ -132,8 +128,6 @@ def step_memory(kind: str, blocks: int, width: int, inner: int) -> float:
 
 def upper_bound(ratios: list[float]) -> float:
     """Upper end of the 95 % interval of the median: the order statistic that exceeds it with probability ≥ .975."""
-    from scipy.stats import binom
-
     ordered = sorted(ratios)
     rank = int(binom.ppf(0.975, len(ordered), 0.5))
     return ordered[min(rank, len(ordered) - 1)]

@@ -33,11 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from benchmarks._document_shards import dedup_rows
 from benchmarks._harness import Benchmark, PeakMemory, anonymous_rss, rows_by_group
 from benchmarks._object_store import remote_rows
+from flatshift.finetune.config import Mesh
 from flatshift.finetune.launch import spawn
+from flatshift.selection import sinkhorn_potentials
 from flatshift.selection.features.matrix import _LazyRows
 from flatshift.selection.transport.blocks import BLOCK
 
@@ -88,12 +92,6 @@ def targets() -> np.ndarray:
 
 def solve(rows: int, folder: Path) -> None:
     """One rank's part; leaves its figures in `folder`."""
-    import torch
-    import torch.distributed as dist
-
-    from flatshift.finetune.config import Mesh
-    from flatshift.selection import sinkhorn_potentials
-
     torch.set_num_threads(1)
     size = int(os.environ["WORLD_SIZE"])
     world = spawn.join_mesh(Mesh(dp=size), "cpu")

@@ -22,8 +22,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from torch.distributed.pipelining import PipelineStage
+
 from benchmarks._harness import Benchmark, on_ranks
 from benchmarks.sharding_speed import ours, save_backbone
+from flatshift.finetune.parallel.pipeline import bubble_fraction
+from flatshift.finetune.parallel.pipeline.stage import StageModel
 
 PIECES = (4, 8, 16)
 RUNS, STEPS = 2, 2
@@ -40,10 +44,6 @@ Pass = tuple[str, int, int]
 
 def passes(**arguments: Any) -> dict[str, Any]:
     """`ours` on this rank, with the passes of its last update in order and the seconds that each kind took."""
-    from torch.distributed.pipelining import PipelineStage
-
-    from flatshift.finetune.parallel.pipeline.stage import StageModel
-
     seen: list[tuple[Pass, float]] = []
 
     def timed(cls: type, name: str, which: Any) -> None:
@@ -100,8 +100,6 @@ def _before(one: Pass, last: int) -> set[Pass]:
 
 def measure(bench: Benchmark, name: str, backbone: str, schedule: str, virtual: int, pieces: int, bar: bool) -> None:
     """The rows of one schedule and number of pieces."""
-    from flatshift.finetune.parallel.pipeline import bubble_fraction
-
     what = f"{name}, {schedule}, {pieces} pieces"
     mesh = {"pp": 2, "schedule": schedule, "virtual": virtual, "microbatches": 1}
     unit, formula = "idle ÷ busy", bubble_fraction(2, virtual, pieces, schedule)

@@ -26,6 +26,7 @@ from benchmarks._harness import Benchmark, PeakMemory, anonymous_rss, on_ranks
 from benchmarks._limited import limited_rows
 from benchmarks._sized import Sizes, Updates, save_backbone
 from flatshift.finetune.compute.memory import process_bytes
+from flatshift.finetune.parallel.layout import local_part
 
 BIG = Sizes(hidden=768, inner=2048, blocks=12, vocabulary=8192, rows=2, tokens=32)
 TINY = Sizes(hidden=64, inner=128, blocks=2, vocabulary=256, rows=2, tokens=32)
@@ -81,8 +82,6 @@ def ours(
 
 def held(engine: Any) -> dict[str, float]:
     """Bytes of parameters on this rank, and of the largest unit as it is gathered."""
-    from flatshift.finetune.parallel.layout import local_part
-
     mine = {id(p): local_part(p).untyped_storage().nbytes() for p in engine.model.parameters()}
     units = engine.sharding.units if engine.sharding is not None else ()
     sizes = [0]

@@ -16,9 +16,14 @@ import time
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
 from benchmarks import _sharding_peers as peers
 from benchmarks._harness import Benchmark, call, on_ranks
 from benchmarks._sized import Sizes, Updates, draw_ids, save_llama
+from flatshift.regularizers import GGPO
 
 ROWS, TOKENS, VOCABULARY = 4, 128, 4096
 WARM, STEPS = 2, 6
@@ -41,8 +46,6 @@ def save_backbone(folder: str, *, blocks: int = 8, hidden: int = 512, vocabulary
 def measure(update: Any, steps: int = STEPS) -> dict[str, float]:
     """CPU-seconds of `steps` updates after a warm-up; of the shortest one, its wall time and how much of that the
     computing thread was busy (waiting for other ranks is not). This rank's."""
-    import torch.distributed as dist
-
     for step in range(WARM):
         update(step)
     dist.barrier()
@@ -59,8 +62,6 @@ def ours(
     backbone: str, mesh: dict[str, Any], rows: int, *, micros: int = 1, ggpo: bool = False, steps: int = STEPS
 ) -> dict[str, float]:
     """Our engine on `mesh`: `rows` rows a rank (of each of `micros` micro-batches)."""
-    from flatshift.regularizers import GGPO
-
     regularizer, shape = GGPO() if ggpo else None, {"vocabulary": VOCABULARY, "rows": rows, "tokens": TOKENS}
     return measure(Updates(backbone, mesh, regularizer=regularizer, accumulate=micros, **shape), steps)
 
@@ -73,8 +74,6 @@ def deepspeed_zero3(backbone: str, rows: int, *, tuned: bool) -> dict[str, float
 
 def trainer_ddp(backbone: str, rows: int) -> dict[str, float]:
     """transformers' Trainer + PEFT on DDP, as `accelerate launch --cpu` runs it; CPU-seconds between two steps."""
-    import torch
-    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Rows(torch.utils.data.Dataset):
         def __len__(self) -> int:

@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks._collectives import SCALARS
+from benchmarks._collectives import SCALARS, Collectives
 from benchmarks._harness import Benchmark, on_ranks
 from benchmarks._sized import Sizes, Updates, save_backbone
+from flatshift.regularizers import GGPO
 
 PROBES = 4
 """Of GGPO."""
@@ -200,9 +201,6 @@ def cases() -> list[Case]:
 
 def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: dict[str, Any]) -> dict[str, list[int]]:
     """What one update of this rank sends: `{"axis kind": [bytes, calls]}`. The process group is as large as `mesh`."""
-    from benchmarks._collectives import Collectives
-    from flatshift.regularizers import GGPO
-
     s, train = Sizes(**sizes), dict(settings)
     guided = train.pop("ggpo", None)
     shape = {"vocabulary": s.vocabulary, "rows": s.rows, "tokens": s.tokens, "rank": s.rank}

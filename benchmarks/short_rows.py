@@ -14,7 +14,17 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import torch
+
 from benchmarks._harness import Benchmark, limit_threads
+from flatshift.finetune.adapters.adapter import attach_adapter
+from flatshift.finetune.compute.loss import batch_loss, find_head
+from flatshift.finetune.compute.micro_batch import MicroBatch
+from flatshift.finetune.compute.precision import autocast
+from flatshift.finetune.config import Adapter, Train
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.seeds import torch_generator
+from flatshift.finetune.tasks import Classify, LanguageModel
 
 ROWS, UPDATES = 32, 4
 
@@ -26,17 +36,6 @@ def ready_pass(
 
     padded: a quarter of every second row. narrow: weights kept in bf16.
     """
-    import torch
-
-    from flatshift.finetune.adapters.adapter import attach_adapter
-    from flatshift.finetune.compute.loss import batch_loss, find_head
-    from flatshift.finetune.compute.micro_batch import MicroBatch
-    from flatshift.finetune.compute.precision import autocast
-    from flatshift.finetune.config import Adapter, Train
-    from flatshift.finetune.models.load import load_backbone
-    from flatshift.finetune.seeds import torch_generator
-    from flatshift.finetune.tasks import Classify, LanguageModel
-
     task = Classify() if "encoder" in backbone else LanguageModel()
     names = ("a", "b", "c") if task.has_classes else None
     model = load_backbone(backbone, task=task, label_names=names, precision=precision, narrow=narrow)

@@ -72,23 +72,9 @@ def test_children_return_and_are_capped():
         in_child("math:no_such")
 
 
-def test_a_failed_gpu_run_is_a_row_with_its_reason(tmp_path, monkeypatch):
-    torch = pytest.importorskip("torch")
-
-    def failing(*_, **__):
-        raise RuntimeError("measure failed: Traceback\nflatshift.selection.errors.SelectionError: too little memory")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gotd_million, "in_child", failing)
-    bench = Benchmark("x")
-    gotd_million._gpu(bench, tmp_path, 300, 20)
-    assert bench.rows[0]["ours"] is None
-    assert bench.rows[0]["reason"] == "not finished: flatshift.selection.errors.SelectionError: too little memory"
-
-
 def test_the_millions_cap_holds_what_the_solver_needs():
-    assert gotd_million._memory(1000) == gotd_million._memory(1_000_000) == 500_000_000
-    assert gotd_million._memory(10_000_000) > 64 * 10_000_000 + 400_000 * 1000 * 4
+    assert gotd_million.memory_cap(1000) == gotd_million.memory_cap(1_000_000) == 500_000_000
+    assert gotd_million.memory_cap(10_000_000) > 64 * 10_000_000 + 400_000 * 1000 * 4
 
 
 def test_a_capped_peer_is_shown_with_the_error_it_reached(monkeypatch):
