@@ -1,4 +1,4 @@
-"""How long a newcomer waits: the tutorial's first result, the demo, the default tests and the slow ones.
+"""How long a newcomer waits: the tutorial's first result, the demo, and the default tests.
 
 Wall minutes on the machine that the file names, with nothing beside them. The first result is from an empty directory
 with 200 rows and the source to predictions and a page, by the lines of docs/first-model.md as they stand, installation
@@ -21,9 +21,6 @@ from pathlib import Path
 from benchmarks._harness import ROOT, Benchmark, cpu_clock
 from benchmarks._instructions import rehearsal
 from flatshift.finetune.data.rows import read_rows
-
-TESTS = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist"]
-
 
 REHEARSED = "AVX2 rehearsed"
 TUTORIAL = ROOT / "docs" / "first-model.md"
@@ -78,26 +75,17 @@ def given(home: Path) -> None:
 
 
 def minute_rows(bench: Benchmark) -> None:
-    """The demo and the default tests under the rehearsal."""
-    environment = _as_found()
+    """The demo and the default tests under the rehearsal; this process's own limit of threads is lifted."""
+    _lift_limits()
+    environment = {**rehearsal(), "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         demo = [sys.executable, "-m", "flatshift", "demo", "--out", str(Path(folder) / "demo")]
         wall, cpu, _ = timed(demo, environment)
         _row(bench, f"make demo, after installation, {REHEARSED}", wall, 4, f"{cpu:.1f} CPU-minutes")
-    wall, cpu, last = timed([*TESTS, "loadfile"], environment)
-    _row(bench, f"the default tests of make test, {REHEARSED}", wall, 15, f"{cpu:.1f} CPU-minutes, {_counts(last)}")
-
-
-def slow_rows(bench: Benchmark) -> None:
-    """The tests that are left out of those, under the rehearsal."""
-    wall, cpu, last = timed([*TESTS, "worksteal", "-m", "slow"], _as_found())
-    _row(bench, f"make slow, {REHEARSED}", wall, 45, f"{cpu:.1f} CPU-minutes, {_counts(last)}")
-
-
-def _as_found() -> dict[str, str]:
-    """The rehearsal's variables and where our modules are; this process's own limit of threads is lifted."""
-    _lift_limits()
-    return {**rehearsal(), "PYTHONPATH": str(ROOT)}
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
+    wall, cpu, last = timed(tests, environment)
+    counts = ", ".join(re.findall(r"\d+ (?:passed|skipped|failed)", last))
+    _row(bench, f"the default tests of make test, {REHEARSED}", wall, 15, f"{cpu:.1f} CPU-minutes, {counts}")
 
 
 def _lift_limits() -> None:
@@ -107,7 +95,3 @@ def _lift_limits() -> None:
 
 def _row(bench: Benchmark, what: str, wall: float, most: float, more: str) -> None:
     bench.row(f"{what} ({more})", "minutes", ours=wall, maximum=most)
-
-
-def _counts(last: str) -> str:
-    return ", ".join(re.findall(r"\d+ (?:passed|skipped|failed)", last))

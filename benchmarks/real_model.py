@@ -23,7 +23,7 @@ import torch
 from transformers import GenerationConfig
 
 from benchmarks import train_step
-from benchmarks._harness import Benchmark, measure_groups, peak_bytes
+from benchmarks._harness import Benchmark, cpu_seconds, measure_groups, peak_bytes
 from benchmarks.any_machine import loss_ways
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
@@ -125,24 +125,13 @@ def generation(bench: Benchmark) -> None:
 def plan(bench: Benchmark) -> None:
     """Memory of `flatshift plan` beside a run's."""
     rows = [{"prompt": f"{ASK} {i} " + "word " * 120, "completion": "an answer " * 40} for i in range(24)]
-    words = [
-        "-m",
-        "flatshift",
-        "train",
-        "completion",
-        "--data",
-        "rows.jsonl",
-        "--train.steps",
-        "4",
-        "--train.batch_size",
-        "4",
-    ]
+    words = ["-m", "flatshift", "train", "completion", "--data", "rows.jsonl", "--train.max_length", "384"]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         for mesh in ("", "--mesh.dp 2", "--mesh.pp 2"):
             out = Path(folder) / f"run{mesh[-4:-2]}"
-            more = [*mesh.split(), "--train.max_length", "384", "--backbone", DECODER, "--out", str(out)]
-            command = [sys.executable, *words, *more]
+            sizes = ["--train.steps", "4", "--train.batch_size", "4", "--backbone", DECODER, "--out", str(out)]
+            command = [sys.executable, *words, *sizes, *mesh.split()]
             subprocess.run(command, cwd=folder, check=True, capture_output=True)
             (done,) = (out / "stages").glob("*/done.json")
             record = json.loads(done.read_text(encoding="utf-8")).get("plan") or {}

@@ -14,7 +14,6 @@ threads that send while the core computes, and the collectives that end an updat
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
@@ -121,10 +120,6 @@ def measure(bench: Benchmark, name: str, backbone: str, schedule: str, virtual: 
 def main() -> None:
     """Measure all schedules and write benchmarks/results/sharding_bubble.json."""
     bench = Benchmark("sharding_bubble", packages=("torch",))
-    if (os.cpu_count() or 1) < 2:
-        bench.row("pp 2", "idle ÷ busy", reason="needs as many cores as ranks")
-        bench.finish()
-        return
     with tempfile.TemporaryDirectory() as even, tempfile.TemporaryDirectory() as uneven:
         save_backbone(even, **EVEN)
         save_backbone(uneven)

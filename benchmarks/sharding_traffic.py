@@ -271,33 +271,47 @@ def _in_words(bench: Benchmark, found: dict[str, dict[str, list[float]]]) -> Non
     def size(case: str, kind: str) -> float:
         return found[case].get(kind, [0.0, 0.0])[0]
 
-    for case, volume in (("dp 2", 2.0), ("dp 4", 2.0), ("dp 2, weights kept gathered", 1.0)):
-        bench.row(
-            f"{case}: all-gathered in an update", "Ψ", ours=size(case, "dp all-gather") / s.whole_bytes, exactly=volume
-        )
-    frozen = size("dp 2", "dp reduce-scatter") - s.trained_bytes
-    bench.row("dp 2: reduced for frozen weights", "bytes", ours=frozen, exactly=0)
+    reduced, gathered, sums = "dp reduce-scatter", "dp all-gather", "tp all-reduce"
+    factors, sent = whole_factors(s), size("pp 2", "pp send")
     between = size("replicate 2 × dp 2", "replicate all-reduce") / (s.trained_bytes / 2)
-    bench.row("replicate 2 × dp 2: along replicate, of a rank's shard of Ψ_l", "Ψ_l ÷ dp", ours=between, exactly=1)
-    for how in ("", ", tokens split"):
-        share = size(f"pp 2 × tp 2{how}", "pp send") / size("pp 2", "pp send")
-        what = f"pp 2 × tp 2{how}: a rank sends to the next stage, of what it sends without tp"
-        bench.row(what, "share", ours=share, exactly=0.5)
+    deeper = size("tp 2, twice the blocks", sums) - size("tp 2", sums)
+    for what, unit, ours, wanted in (
+        *(
+            (f"{case}: all-gathered in an update", "Ψ", size(case, gathered) / s.whole_bytes, volume)
+            for case, volume in (("dp 2", 2.0), ("dp 4", 2.0), ("dp 2, weights kept gathered", 1.0))
+        ),
+        ("dp 2: reduced for frozen weights", "bytes", size("dp 2", reduced) - s.trained_bytes, 0),
+        ("replicate 2 × dp 2: along replicate, of a rank's shard of Ψ_l", "Ψ_l ÷ dp", between, 1),
+        *(
+            (
+                f"pp 2 × tp 2{how}: a rank sends to the next stage, of what it sends without tp",
+                "share",
+                size(f"pp 2 × tp 2{how}", "pp send") / sent,
+                0.5,
+            )
+            for how in ("", ", tokens split")
+        ),
+        (
+            "tp 2: all-reduced for four more blocks, less the gradients of whole factors",
+            "B·T·D a block",
+            (deeper - factors) / s.blocks / s.states,
+            4,
+        ),
+        (
+            "tp 2: more for twice the vocabulary",
+            "bytes",
+            size("tp 2, twice the vocabulary", sums) - size("tp 2", sums),
+            0,
+        ),
+    ):
+        bench.row(what, unit, ours=ours, exactly=wanted)
     for ranks in (2, 4):
-        elements = (size(f"tp {ranks}", "tp all-reduce") - vocabulary(s) - whole_factors(s)) / s.states
-        sent = (elements + 1) / s.blocks * 2 * (ranks - 1) / ranks
+        elements = (size(f"tp {ranks}", sums) - vocabulary(s) - factors) / s.states
+        ring, formula = (elements + 1) / s.blocks * 2 * (ranks - 1) / ranks, 8 * (ranks - 1) / ranks
         what = f"tp {ranks}: sent for activations of a block, ring"
-        bench.row(what, "B·T·D", ours=sent, peer=8 * (ranks - 1) / ranks, peer_name="8 (t − 1)/t", exactly=1.0)
-    deeper = size("tp 2, twice the blocks", "tp all-reduce") - size("tp 2", "tp all-reduce")
-    what = "tp 2: all-reduced for four more blocks, less the gradients of whole factors"
-    bench.row(what, "B·T·D a block", ours=(deeper - whole_factors(s)) / s.blocks / s.states, exactly=4)
-    wider = size("tp 2, twice the vocabulary", "tp all-reduce") - size("tp 2", "tp all-reduce")
-    bench.row("tp 2: more for twice the vocabulary", "bytes", ours=wider, exactly=0)
-    logits = 4 * s.trained_tokens * s.vocabulary
-    scalars = (
-        size("tp 2", "tp all-reduce") - 4 * s.blocks * s.states - 4 * s.trained_tokens * s.hidden - whole_factors(s)
-    )
-    what = "tp 2: for the cross entropy, less the gradient of its input"
+        bench.row(what, "B·T·D", ours=ring, peer=formula, peer_name="8 (t − 1)/t", exactly=1.0)
+    scalars = size("tp 2", sums) - 4 * s.blocks * s.states - 4 * s.trained_tokens * s.hidden - factors
+    what, logits = "tp 2: for the cross entropy, less the gradient of its input", 4 * s.trained_tokens * s.vocabulary
     bench.row(what, "bytes", ours=scalars, peer=logits, peer_name="gathered logits")
     for case, base, kinds in (
         ("GGPO, dp 2", "dp 2", ("dp all-gather", "dp reduce-scatter", "dp all-reduce")),
