@@ -14,30 +14,40 @@ given out at the worst moment of two updates, weights included. Plain LoRA layer
 `flatshift.regularizers.layers.fused`, which GGPO's layers share, so that "GGPO beside our plain update" compares the
 noise alone. All but the rows at real vocabularies train the shipped backbone, whose V is 4,096; these have random
 weights.
+
+One thousand real rows are one optimizer step: loss and gradients however the rows are laid out, and by whom. The
+reference is our own loop's pass over the rows one by one (1,000 micro-batches); beside it stand the same rows padded in
+micro-batches of 8, packed, and the Trainer's and TRL's own accumulation of those micro-batches, caught before the
+optimizer steps. The adapter is away from its start, so that every factor has a gradient. float32. The figures are
+|loss / reference − 1|, and the largest ‖g − g₀‖ / ‖g₀‖ over the trained tensors.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import transformers
 
-from benchmarks import _thousand
 from benchmarks._harness import Benchmark, cpu_seconds, limit_threads, peak_bytes
 from benchmarks._sized import save_llama
-from flatshift.finetune.adapters.adapter import attach_adapter
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.run_directory import RunDirectory
+from flatshift.finetune.seeds import torch_generator
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Task
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
@@ -240,6 +250,127 @@ def beside(
             )
 
 
+COUNT, MICRO, LENGTH = 1000, 8, 384
+SHIPPED = "sample:banking/train"
+BAR = 1e-5
+
+
+@dataclass(frozen=True)
+class Thousand:
+    """The rows, encoded for completion, and what they are called."""
+
+    examples: list[Any]
+    name: str
+    pad_id: int
+    task: Completion
+
+    def batches(self, *, packed: bool, rows: int, whole: bool = False) -> Any:
+        """Micro-batches of `rows` rows; whole: one step is all of them, each once."""
+        settings: dict[str, Any] = {"seed": 0, "max_length": LENGTH, "pad_id": self.pad_id, "batch_size": rows}
+        settings["task"] = replace(self.task, pack=packed)
+        made = TrainingDataLoader(self.examples, **settings)
+        if not whole:
+            return made
+        count = len(made.epoch(0))
+        if count % rows:
+            raise ValueError(f"{count} rows do not divide into micro-batches of {rows}")
+        return TrainingDataLoader(self.examples, accumulate=count // rows, **settings)
+
+    def timed(self) -> list[tuple[str, Completion, Any]]:
+        """What is timed: the first updates of these rows, packed and padded."""
+        packed, padded = (replace(self.task, pack=packed) for packed in (True, False))
+        return [
+            (f"{self.name}, packed 4 × {LENGTH}, fp32", packed, self.batches(packed=True, rows=4)),
+            (f"{self.name}, padded {MICRO}, fp32", padded, self.batches(packed=False, rows=MICRO)),
+        ]
+
+    def equalities(self, bench: Benchmark) -> None:
+        """Two rows for each layout: loss and gradients against one row at a time."""
+        padded = self.batches(packed=False, rows=MICRO, whole=True)
+        reference, wanted = engine_step(self.batches(packed=False, rows=1, whole=True))
+        pieces, bar = f"{COUNT // MICRO} micro-batches of {MICRO}", {"unit": "relative", "maximum": BAR}
+        layouts: dict[str, Any] = {
+            f"padded, {pieces}": lambda: engine_step(padded),
+            "packed": lambda: engine_step(self.batches(packed=True, rows=1, whole=True)),
+        }
+        layouts |= {
+            f"{name}, {pieces}": (lambda name=name: by_trainer(name, padded)) if here else None
+            for name, here in peers().items()
+        }
+        for layout, run in layouts.items():
+            what = f"of {self.name}: {layout}"
+            if run is None:
+                bench.row(f"loss and gradients {what}", reason=NO_TRL, **bar)
+                continue
+            loss, gradients = run()
+            if gradients.keys() != wanted.keys() or len(wanted) < 2:
+                raise RuntimeError(f"{layout}: other tensors than ours have a gradient")
+            apart = max(float((gradients[name] - each).norm() / each.norm()) for name, each in wanted.items())
+            bench.row(f"loss {what}", ours=abs(loss / reference - 1), **bar)
+            bench.row(f"gradients {what}", ours=apart, **bar)
+
+
+def read_thousand(files: Sequence[str]) -> Thousand:
+    """The first thousand rows of `files` (`question`, `answer`) that fit; without files, of the sample that ships."""
+    name = f"{COUNT:,} rows of {', '.join(Path(file).name.split('.')[0] for file in files) or SHIPPED}"
+    if files:
+        task = Completion(prompt="Question: {question}\nAnswer:", completion=" {answer}")
+    else:
+        task = Completion(prompt="{text}\nintent:", completion=" {label}")
+        print(f"no --data: {SHIPPED}, which ships")
+    tokenizer = open_backbone(BACKBONE).tokenizer
+    found: list[Any] = []
+    for row in read_rows(list(files) or [SHIPPED], required=task.columns()):
+        encoded = encode([row], task=task, tokenizer=tokenizer, max_length=LENGTH)
+        if not encoded.truncated:
+            found += encoded.examples
+        if len(found) == COUNT:
+            return Thousand(found, name, tokenizer.pad_token_id, task)
+    raise SystemExit(f"{name}: only {len(found)} fit {LENGTH} tokens")
+
+
+def moved_model() -> Any:
+    """The shipped backbone with an adapter whose every factor is away from its start."""
+    built = model_of(Completion(), "fp32")
+    with torch.no_grad():
+        for name, parameter in trainable(built).items():
+            drawn = torch.randn(parameter.shape, generator=torch_generator(SEED, "thousand", name))
+            parameter.add_(0.02 * drawn)
+    return built
+
+
+def gradients_of(built: Any) -> dict[str, Any]:
+    """By plain name."""
+    return {name: p.grad.detach().clone() for name, p in trainable(built).items() if p.grad is not None}
+
+
+def engine_step(batches: Any) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients of one step over all rows, by the engine that trains."""
+    built = moved_model().train()
+    engine = Engine.alone(built)
+    micros, task = batches.at(0), Completion()
+    head = engine.find_head(micros[0].inputs, task=task)
+    loss = engine.forward_backward(
+        micros, batches.supervised(0), task=task, head=head, context=lambda index: contextlib.nullcontext()
+    )
+    return float(loss), gradients_of(built)
+
+
+def by_trainer(name: str, batches: Any) -> tuple[float, dict[str, Any]]:
+    """The same by a peer, its gradients caught before its optimizer steps."""
+    caught: dict[str, Any] = {}
+    losses: list[float] = []
+
+    class Catch(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            caught.update(gradients_of(kwargs["model"]))
+
+    run = peer(name, Completion(), batches, steps=1, losses=losses, model=moved_model(), clip=0.0)
+    run.__self__.add_callback(Catch())  # type: ignore[attr-defined]
+    run()
+    return losses[0], caught
+
+
 def main() -> None:
     """Measure and write benchmarks/results/train_step.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -248,7 +379,7 @@ def main() -> None:
     limit_threads(1)
     command = " ".join(["python -m benchmarks.train_step --data", *(Path(f).name for f in files)]) if files else None
     bench = Benchmark("train_step", packages=("torch", "transformers", "peft", "accelerate", "trl"), command=command)
-    thousand = _thousand.read(files)
+    thousand = read_thousand(files)
     packed, padded = LanguageModel(), Completion(prompt="{text}\nintent:", pack=False)
 
     parity: list[tuple[str, Task, int, int, int]] = [
