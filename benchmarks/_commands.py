@@ -18,8 +18,8 @@ from flatshift.finetune.run_directory import read_metrics
 
 WAIT_S = 600.0
 """No command of these takes longer."""
-QUICK = {"train.max_cut": 1, "train.threads": 1, "train.device": "cpu", "train.precision": "fp32", "eval.bootstrap": 10}
-"""Settings of runs that are only there to be watched."""
+QUICK = "--train.max_cut 1 --train.threads 1 --train.device cpu --train.precision fp32 --eval.bootstrap 10"
+"""Flags of runs that are only there to be watched."""
 
 
 def flags(settings: Mapping[str, Any]) -> list[str]:
@@ -27,11 +27,11 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
     return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
 
 
-def train_words(out: Path, settings: Mapping[str, Any]) -> list[str]:
+def train_words(out: Path, settings: str) -> list[str]:
     """Words of `flatshift` for the run into `out`, or for its continuation where `out` is a run already."""
     if (out / "recipe.resolved.yaml").exists():
         return ["train", "--resume", str(out)]
-    return ["train", "language-model", "--out", str(out), *flags(settings)]
+    return ["train", "language-model", "--out", str(out), *settings.split()]
 
 
 def start(

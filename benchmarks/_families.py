@@ -162,25 +162,9 @@ def sentencepiece_tokenizer(kind: str, folder: Path) -> Any:
 
 def train_words(family: Family, backbone: Path, out: Path) -> list[str]:
     """The words of `flatshift` that train a run of it."""
-    recipe = {"chat": "chat", "seq2seq": "seq2seq", "classify": "classify"}[family.task]
-    settings = {
-        "backbone": str(backbone),
-        "data.train.files": f"[{backbone / 'rows.jsonl'}]",
-        "data.dev.files": "[]",
-        "data.test.files": "[]",
-        "data.holdout": 0.2,
-        "adapter.rank": 4,
-        "optimizer.lr": 0.02,
-        "train.steps": 4,
-        "train.batch_size": 4,
-        "train.max_length": 64,
-        "train.eval_every": 4,
-        "train.threads": 1,
-        "train.precision": "fp32",
-        "train.peak_tflops": 1,
-        "regularizer": "plain",
-        "eval.bootstrap": 5,
-        "eval.cold": 0,
-        **family.settings,
-    }
-    return ["train", recipe, "--out", str(out), *(str(w) for k, v in settings.items() for w in (f"--{k}", v))]
+    own = "".join(f" --{key} {str(value).replace(' ', '')}" for key, value in family.settings.items())
+    settings = f"""--backbone {backbone} --data.train.files [{backbone}/rows.jsonl] --data.dev.files []
+        --data.test.files [] --data.holdout 0.2 --adapter.rank 4 --optimizer.lr 0.02 --train.steps 4 --train.batch_size 4
+        --train.max_length 64 --train.eval_every 4 --train.threads 1 --train.precision fp32 --train.peak_tflops 1
+        --regularizer plain --eval.bootstrap 5 --eval.cold 0{own}"""
+    return ["train", family.task, "--out", str(out), *settings.split()]

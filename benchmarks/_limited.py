@@ -20,18 +20,8 @@ from flatshift.finetune import assets
 SHIPPED = "flatshift-5m"
 SIZES = Sizes(hidden=1024, inner=2816, blocks=16, vocabulary=4096, tokens=64)
 RANKS, SHARE = 4, 0.7
-SETTINGS = {
-    **QUICK,
-    "eval.train_limit": 0,
-    "train.steps": 2,
-    "train.save_every": 0,
-    "train.batch_size": 4,
-    "train.max_length": SIZES.tokens,
-    "data.train.limit": 60,
-    "data.dev.limit": 4,
-    "data.test.limit": 4,
-    "mesh.stall": 300,
-}
+SETTINGS = f"""{QUICK} --eval.train_limit 0 --train.max_length {SIZES.tokens} --train.steps 2 --train.save_every 0
+    --train.batch_size 4 --mesh.stall 300 --data.train.limit 60 --data.dev.limit 4 --data.test.limit 4"""
 
 
 @dataclass(frozen=True)
@@ -58,11 +48,11 @@ def backbone(folder: str | Path, sizes: Sizes = SIZES) -> Path:
 
 def train(out: Path, *, model: str | Path, mesh: dict[str, int], limit: int | None = None) -> Ended:
     """`flatshift train language-model` with `model` into `out`, each process held to `limit` bytes."""
-    settings = {"backbone": model, **SETTINGS, **{f"mesh.{axis}": width for axis, width in mesh.items()}}
+    more = flags({"backbone": model, **{f"mesh.{axis}": width for axis, width in mesh.items()}})
     # Arrow's own memory pool reserves 1 GiB of addresses, which hides the weights
     environment = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "ARROW_DEFAULT_MEMORY_POOL": "system"}
     started = start(
-        *("train", "language-model", "--out", str(out), *flags(settings)),
+        *("train", "language-model", "--out", str(out), *SETTINGS.split(), *more),
         environment=environment,
         preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))) if limit else None,
     )

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks._harness import Benchmark, call, in_child, in_turn, interleave, limit_threads
 from benchmarks._instructions import rehearsal
-from benchmarks._sized import save_llama
+from benchmarks._sized import random_llama
 from benchmarks.short_rows import ready_pass
 from flatshift.finetune.compute.precision import feed_forward_shape, resolve_precision
 from flatshift.finetune.config import Train
@@ -53,8 +53,8 @@ def backbone_of(name: str) -> str:
         return name
     directory = Path(tempfile.gettempdir()) / "flatshift-any-machine-llama-768"
     if not (directory / "config.json").is_file():
-        sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 12}
-        save_llama(directory, vocab_size=4096, **sizes)
+        model = random_llama(vocabulary=4096, hidden=768, inner=2048, blocks=2, heads=12)
+        model.save_pretrained(directory)
     return str(directory)
 
 

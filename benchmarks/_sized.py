@@ -68,30 +68,39 @@ class Sizes:
         return self.rows * (self.tokens - 1)
 
 
-def save_llama(folder: str | Path, *, kind: str = "llama", file_size: str = "5GB", **fields: Any) -> str:
-    """Random weights and a config of these `fields`, by transformers' names; not on a rank, where it writes nothing."""
-    known = {"tie_word_embeddings": False, "pad_token_id": 0}
-    config = transformers.CONFIG_MAPPING[kind].from_dict(known | fields)
+def random_llama(
+    *,
+    vocabulary: int,
+    hidden: int,
+    inner: int,
+    blocks: int,
+    heads: int,
+    groups: int | None = None,
+    kind: str = "llama",
+    **more: Any,
+) -> Any:
+    """A causal language model with random weights, the same at every call. more: fields of transformers' config."""
+    fields = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups or heads,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    }
+    config = transformers.CONFIG_MAPPING[kind].from_dict(fields | more)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder, max_shard_size=file_size)
-    return str(folder)
+        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def save_backbone(sizes: Sizes, folder: str | Path, *, file_size: str = "5GB") -> None:
-    """A random model of `sizes`."""
-    save_llama(
-        folder,
-        file_size=file_size,
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.inner,
-        num_hidden_layers=sizes.blocks,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=sizes.tokens,
-    )
+    """A random model of `sizes`; not on a rank, where transformers writes nothing."""
+    shape = {"vocabulary": sizes.vocabulary, "hidden": sizes.hidden, "inner": sizes.inner, "blocks": sizes.blocks}
+    model = random_llama(**shape, heads=4, max_position_embeddings=sizes.tokens)
+    model.save_pretrained(folder, max_shard_size=file_size)
 
 
 def draw_ids(vocabulary: int, rows: int, tokens: int, seed: int) -> Any:
@@ -135,7 +144,7 @@ class Updates:
         self.regularizer = build(regularizer or Plain())
         self.regularizer.attach(self.engine.model, seed=0, total_steps=100, placement=self.engine.placement)
         self.engine.model.train()
-        self.shape, self.head = (vocabulary, rows, tokens), None
+        self.shape, self.head, self.knows_head = (vocabulary, rows, tokens), None, False
 
     def micros(self, step: int) -> list[Any]:
         """This rank's micro-batches of an update."""
@@ -147,12 +156,13 @@ class Updates:
         with autocast(self.train, self.engine.device):
             self.head = self.engine.find_head(self.micros(0)[0].inputs, task=self.task)
         self.engine.reshard()
+        self.knows_head = True  # it is None on all stages of a pipeline but the last
 
     def __call__(self, step: int) -> None:
         model, device, micros = self.engine.model, self.engine.device, self.micros(step)
         count = sum(micro.supervised for micro in micros) * self.engine.share[1]
         with without_input_casts(model, self.train), packed_attention(model, device):
-            if self.head is None:
+            if not self.knows_head:
                 self.find_head()
             with self.regularizer.step(step):
                 self.engine.forward_backward(

@@ -46,22 +46,11 @@ ROWS, RANKS, NOISES = (40, 80, 160, 320), (2, 16), (0.0, 0.2)
 SEEDS, DRAWS = 3, 3
 CELLS, WORK = RESULTS / "forecast" / "cells.json", ROOT / ".bench" / "forecast"
 SETTINGS = {
-    "backbone": "flatshift-encoder-3m",
-    "regularizer": "plain",
-    "optimizer.lr": "2e-3",
-    "train.steps": "80",
-    "train.batch_size": "16",
-    "train.max_length": "48",
-    "train.max_cut": "1",
-    "train.precision": "fp32",
-    "train.eval_every": "0",
-    "train.patience": "null",
-    "train.save_every": "0",
-    "data.dev.files": "[]",
-    "data.test.limit": "300",
-    "eval.bootstrap": "50",
-    "eval.train_limit": "16",
-}
+    "backbone": "flatshift-encoder-3m", "regularizer": "plain", "optimizer.lr": "2e-3", "train.steps": "80",
+    "train.batch_size": "16", "train.max_length": "48", "train.max_cut": "1", "train.precision": "fp32",
+    "train.eval_every": "0", "train.patience": "null", "train.save_every": "0", "data.dev.files": "[]",
+    "data.test.limit": "300", "eval.bootstrap": "50", "eval.train_limit": "16",
+}  # fmt: skip
 AXES = ("adapter.rank", "data.train.limit", "data.label_noise")
 
 

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, cast
 
 from benchmarks._harness import Benchmark, cpu_clock, in_child, measure_groups, on_ranks, peak_bytes
-from benchmarks._sized import Updates, save_llama
+from benchmarks._sized import Updates, random_llama
 from flatshift.finetune.compute.memory import measure_peaks, process_bytes
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble_fraction
@@ -252,29 +252,17 @@ def measure_cases(ranks: int) -> list[tuple[Case, int, dict[str, float]]]:
 
 def save(case: Case, folder: str) -> None:
     """Random weights of the case's backbone, and a config that says so."""
-    save_llama(
-        folder,
-        kind=case.kind,
-        hidden_size=case.hidden,
-        intermediate_size=case.inner,
-        num_hidden_layers=case.blocks,
-        num_attention_heads=case.heads,
-        num_key_value_heads=case.groups,
-        vocab_size=case.vocabulary,
-        tie_word_embeddings=case.tied,
-        max_position_embeddings=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-        **({"head_dim": case.hidden // case.heads} if case.kind == "qwen3" else {}),
-    )
+    names = ("kind", "vocabulary", "hidden", "inner", "blocks", "heads", "groups")
+    more = {"tie_word_embeddings": case.tied, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2}
+    if case.kind == "qwen3":
+        more["head_dim"] = case.hidden // case.heads
+    random_llama(**{name: getattr(case, name) for name in names}, **more).save_pretrained(folder)
 
 
 def updates(backbone: str, case: Case) -> Updates:
     """The case's engine on its mesh."""
-    rows = case.rows // case.mesh.get("dp", 1)
-    return Updates(
-        backbone, case.mesh, vocabulary=case.vocabulary, rows=rows, tokens=case.tokens, rank=case.rank, **case.train
-    )
+    shape = {"rows": case.rows // case.mesh.get("dp", 1), "tokens": case.tokens, "rank": case.rank}
+    return Updates(backbone, case.mesh, vocabulary=case.vocabulary, **shape, **case.train)
 
 
 def held(folder: str, case: dict[str, Any]) -> dict[str, float]:

@@ -21,11 +21,9 @@ from flatshift.experiments.workflows.predict import Predictor
 from flatshift.finetune.data.rows import read_rows
 
 ROWS, BATCH, ROUNDS = 800, 32, 2
-FLAGS = (
-    *("--backbone", "flatshift-encoder-3m", "--train.steps", "60", "--train.precision", "fp32", "--train.threads", "1"),
-    *("--regularizer.kind", "plain", "--train.eval_every", "0", "--data.train.limit", "400", "--data.test.limit", "20"),
-    *("--train.max_length", "128", "--eval.bootstrap", "20", "--eval.batch_size", str(BATCH)),
-)
+FLAGS = f"""--backbone flatshift-encoder-3m --train.steps 60 --train.precision fp32 --train.threads 1
+    --regularizer.kind plain --train.eval_every 0 --data.train.limit 400 --data.test.limit 20
+    --train.max_length 128 --eval.bootstrap 20 --eval.batch_size {BATCH}"""
 
 
 def texts() -> list[str]:
@@ -44,7 +42,7 @@ def main() -> None:
     bench = Benchmark("predict", packages=("torch", "transformers", "peft"))
     with tempfile.TemporaryDirectory() as name:
         trained, merged = Path(name) / "run", Path(name) / "merged"
-        if run(["train", "classify", *FLAGS, "--out", str(trained)]) or run(
+        if run(["train", "classify", *FLAGS.split(), "--out", str(trained)]) or run(
             ["merge", str(trained), "--dtype", "float32", "--out", str(merged)]
         ):
             raise SystemExit("the run to be asked could not be made")

@@ -22,10 +22,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from scipy.stats import binom
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks._harness import Benchmark, in_child, limit_threads, peak_bytes
 from benchmarks._published import AddAndSubtract
+from benchmarks._sized import random_llama
 from flatshift.regularizers import build, config
 from flatshift.regularizers.layers.fused import FusedLayers
 
@@ -52,21 +52,11 @@ PUBLISHED = "published: materialise, add, subtract"
 
 
 def adapted_llama(blocks: int, width: int, inner: int) -> Any:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=blocks,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
-        max_position_embeddings=TOKENS,
-        tie_word_embeddings=False,
-        use_cache=False,
-        pad_token_id=0,
-    )
+    """A random Llama with PEFT's LoRA of rank 8 on every linear layer."""
+    sizes = {"vocabulary": VOCABULARY, "hidden": width, "inner": inner, "blocks": blocks, "heads": width // 64}
+    model = random_llama(**sizes, use_cache=False)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
         return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")).train()
 
 

@@ -25,20 +25,9 @@ from benchmarks._commands import QUICK, Outcomes, finish, start, train_words, tr
 from benchmarks._harness import Benchmark
 
 STEPS, SAVE_EVERY = 24, 5
-SETTINGS = {
-    **QUICK,
-    "eval.train_limit": 0,
-    "train.steps": STEPS,
-    "train.save_every": SAVE_EVERY,
-    "train.eval_every": 7,
-    "train.batch_size": 4,
-    "train.max_length": 64,
-    "regularizer.kind": "ggpo",
-    "adapter.dropout": 0.05,
-    "data.train.limit": 300,
-    "data.dev.limit": 24,
-    "data.test.limit": 24,
-}
+SETTINGS = f"""{QUICK} --eval.train_limit 0 --train.steps {STEPS} --train.save_every {SAVE_EVERY} --train.eval_every 7
+    --train.batch_size 4 --train.max_length 64 --regularizer.kind ggpo --adapter.dropout 0.05
+    --data.train.limit 300 --data.dev.limit 24 --data.test.limit 24"""
 PLACES = (
     "save: tensors half written",
     "save: before state.json",

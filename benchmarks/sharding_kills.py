@@ -35,21 +35,9 @@ from benchmarks._commands import (
 from benchmarks._harness import Benchmark
 
 RANKS, KILLS_A_RUN = 4, 5
-SETTINGS = {
-    **QUICK,
-    "eval.train_limit": 0,
-    "mesh.dp": 2,
-    "mesh.tp": 2,
-    "train.steps": 40,
-    "train.save_every": 3,
-    "train.batch_size": 4,
-    "train.max_length": 32,
-    "regularizer.kind": "ggpo",
-    "adapter.dropout": 0.05,
-    "data.train.limit": 200,
-    "data.dev.limit": 8,
-    "data.test.limit": 8,
-}
+SETTINGS = f"""{QUICK} --eval.train_limit 0 --mesh.dp 2 --mesh.tp 2 --train.steps 40 --train.save_every 3
+    --train.batch_size 4 --train.max_length 32 --regularizer.kind ggpo --adapter.dropout 0.05
+    --data.train.limit 200 --data.dev.limit 8 --data.test.limit 8"""
 MOMENTS = ("start", "step", "step", "save", "load")
 LIMIT_S = 60.0
 

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks import _sharding_peers as peers
 from benchmarks._harness import Benchmark, call, on_ranks
-from benchmarks._sized import Sizes, Updates, draw_ids, save_llama
+from benchmarks._sized import Sizes, Updates, draw_ids, random_llama
 from flatshift.regularizers import GGPO
 
 ROWS, TOKENS, VOCABULARY = 4, 128, 4096
@@ -31,16 +31,9 @@ WARM, STEPS = 2, 6
 
 def save_backbone(folder: str, *, blocks: int = 8, hidden: int = 512, vocabulary: int = VOCABULARY) -> None:
     """The benchmark's model."""
-    save_llama(
-        folder,
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=blocks,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=256,
-    )
+    random_llama(
+        vocabulary=vocabulary, hidden=hidden, inner=3 * hidden, blocks=blocks, heads=8, max_position_embeddings=256
+    ).save_pretrained(folder)
 
 
 def measure(update: Any, steps: int = STEPS) -> dict[str, float]:

@@ -25,23 +25,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from benchmarks._commands import QUICK, WAIT_S, children_of, finish, flags, start, wait_until
+from benchmarks._commands import QUICK, WAIT_S, children_of, finish, start, wait_until
 from benchmarks._harness import Benchmark
 
 JOBS, KILLS_A_SWEEP, LEASE_S = 4, 10, 4
 RANKS, SEEDS = (1, 2, 3, 4, 6, 8), 4
-SETTINGS = {
-    **QUICK,
-    "train.steps": 3,
-    "train.batch_size": 2,
-    "train.max_length": 16,
-    "adapter.dropout": 0.05,
-    "data.train.limit": 24,
-    "data.test.limit": 16,
-    "eval.bootstrap": 5,
-    "record.per_doubling": 1,
-    "record.heldout_rows": 8,
-}
+SETTINGS = f"""{QUICK} --train.steps 3 --train.batch_size 2 --train.max_length 16 --adapter.dropout 0.05
+    --data.train.limit 24 --data.test.limit 16 --record.per_doubling 1 --record.heldout_rows 8"""
 VICTIMS = ("worker", "worker", "main", "all")
 _ASIDE = ("seconds", "time_s", "record_s", "code")
 """Columns that are no figures: times, and the fingerprint of a source tree that may be edited meanwhile."""
@@ -50,7 +40,7 @@ _ASIDE = ("seconds", "time_s", "record_s", "code")
 def begin(out: Path, *more: str, jobs: int = JOBS) -> subprocess.Popen[str]:
     """The public command of the sweep into `out`, begun or gone on with, in a process group of its own."""
     grid = ["--grid", f"adapter.rank={','.join(map(str, RANKS))}", "--seeds", str(SEEDS), "--jobs", str(jobs), *more]
-    words = ["sweep", "double-descent", "--out", str(out), *grid, *flags(SETTINGS)]
+    words = ["sweep", "double-descent", "--out", str(out), *grid, *SETTINGS.split()]
     return start(*words, stderr=out.with_suffix(".err").open("ab"), start_new_session=True)
 
 

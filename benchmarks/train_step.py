@@ -37,7 +37,7 @@ import torch
 import transformers
 
 from benchmarks._harness import Benchmark, cpu_seconds, limit_threads, peak_bytes
-from benchmarks._sized import save_llama
+from benchmarks._sized import random_llama
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
@@ -165,28 +165,15 @@ def common_arguments(
 ) -> dict[str, Any]:
     """What both trainers are told."""
     return {
-        "output_dir": tempfile.gettempdir(),
-        "max_steps": steps,
+        "output_dir": tempfile.gettempdir(), "max_steps": steps, "seed": SEED,
         "per_device_train_batch_size": 1,  # an element of the data set is a whole micro-batch
-        "gradient_accumulation_steps": batches.accumulate,
-        "learning_rate": OPTIMIZER.lr,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 0,
-        "max_grad_norm": clip,
-        "weight_decay": 0.0,
-        "optim": "adamw_torch_fused",
-        "bf16": precision == "bf16",
-        "use_cpu": device == "cpu",
-        "train_sampling_strategy": "sequential",
-        "remove_unused_columns": False,
-        "dataloader_num_workers": 0,
-        "save_strategy": "no",
-        "logging_strategy": "steps" if log else "no",
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": SEED,
-    }
+        "gradient_accumulation_steps": batches.accumulate, "train_sampling_strategy": "sequential",
+        "remove_unused_columns": False, "dataloader_num_workers": 0,
+        "learning_rate": OPTIMIZER.lr, "lr_scheduler_type": "cosine", "warmup_steps": 0, "max_grad_norm": clip,
+        "weight_decay": 0.0, "optim": "adamw_torch_fused", "bf16": precision == "bf16", "use_cpu": device == "cpu",
+        "save_strategy": "no", "logging_strategy": "steps" if log else "no", "logging_steps": 1,
+        "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
 
 
 def recorder(losses: list[float]) -> Any:
@@ -408,19 +395,10 @@ def main() -> None:
     few = batches_of(packed, rows=2, length=128)
     for vocabulary in (32_000, 128_256):
         with tempfile.TemporaryDirectory() as folder:
-            backbone = save_llama(
-                folder,
-                vocab_size=vocabulary,
-                hidden_size=512,
-                intermediate_size=1536,
-                num_hidden_layers=8,
-                num_attention_heads=8,
-                num_key_value_heads=8,
-                max_position_embeddings=512,
-                tie_word_embeddings=True,
-            )
+            sizes = {"hidden": 512, "inner": 1536, "blocks": 8, "heads": 8, "tie_word_embeddings": True}
+            random_llama(vocabulary=vocabulary, **sizes).save_pretrained(folder)
             what = f"packed language model 2 × 128, V {vocabulary:,}, 8 blocks of 512, fp32"
-            beside(bench, what, packed, few, "fp32", backbone)
+            beside(bench, what, packed, few, "fp32", folder)
 
     common = {"task": packed, "batches": long, "steps": SPEED_STEPS}
     bench.compare(
