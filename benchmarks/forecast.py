@@ -97,11 +97,10 @@ def predict(task: str) -> dict[str, Any]:
     """The same by forecast at the ridge with the least leave-one-out error, every draw apart."""
     changes = [*overrides(task), from_override("data.train.limit", str(ROWS[-1]))]
     recipe = load_recipe("classify", changes).recipe
-    forecast_rows(
-        recipe, ForecastAxes(ROWS[:1], RANKS[:1], NOISES[:1], 1), Console(quiet=True)
-    )  # what is imported late
+    console = Console(quiet=True)
+    forecast_rows(recipe, ForecastAxes(ROWS[:1], RANKS[:1], NOISES[:1], 1), console)  # what is imported late
     began = time.process_time()
-    rows = forecast_rows(recipe, ForecastAxes(ROWS, RANKS, NOISES, DRAWS), Console(quiet=True))
+    rows = forecast_rows(recipe, ForecastAxes(ROWS, RANKS, NOISES, DRAWS), console)
     cpu = time.process_time() - began
     found: dict[str, list[float]] = {}
     speeds: dict[str, float] = {}
@@ -118,15 +117,14 @@ def predict(task: str) -> dict[str, Any]:
     return {"error": found, "speed": speeds, "cpu": cpu, "on": machine()["instructions"]}
 
 
+def pairs_of(forecast: dict[str, Any], trained: dict[str, Any]) -> np.ndarray:
+    """(settings, 2): forecast and trained test error."""
+    return np.array([(np.mean(forecast["error"][key]), error) for key, error in trained["error"].items()])
+
+
 def judge(bench: Benchmark, name: str, found: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """The rows of some tasks, each with its forecast and its trained cells."""
-    pairs = np.array(
-        [
-            (np.mean(forecast["error"][key]), e)
-            for forecast, trained in found.values()
-            for key, e in trained["error"].items()
-        ]
-    )
+    pairs = np.concatenate([pairs_of(*both) for both in found.values()])
     what = f"{name}: Spearman correlation of forecast and trained test error, {len(pairs)} settings"
     bench.row(what, "correlation", ours=float(spearmanr(*pairs.T).statistic), minimum=0.8)
     apart = 100 * (pairs[:, 0] - pairs[:, 1])
@@ -174,19 +172,13 @@ def main() -> None:
         if some:
             judge(bench, name, {task: (forecasts[task], trained[task]) for task in some})
     for task in tasks:
-        own = np.array(
-            [(float(np.mean(forecasts[task]["error"][key])), e) for key, e in trained[task]["error"].items()]
-        )
-        bench.row(f"{task}: Spearman correlation", "correlation", ours=float(spearmanr(*own.T).statistic))
+        own = spearmanr(*pairs_of(forecasts[task], trained[task]).T).statistic
+        bench.row(f"{task}: Spearman correlation", "correlation", ours=float(own))
     both = [task for task in tasks if forecasts[task].get("on") == trained[task].get("on", [])]
     costs = [forecasts[task]["cpu"] / trained[task]["seconds"] for task in both]
-    bench.row(
-        f"CPU-seconds of the forecast ÷ seconds of the sweep, {len(both)} tasks",
-        "share",
-        ours=costs or None,
-        maximum=0.02,
-        reason=None if costs else "no task was forecast and trained on one kind of machine",
-    )
+    reason = None if costs else "no task was forecast and trained on one kind of machine"
+    what = f"CPU-seconds of the forecast ÷ seconds of the sweep, {len(both)} tasks"
+    bench.row(what, "share", ours=costs or None, maximum=0.02, reason=reason)
     bench.finish()
 
 

@@ -37,7 +37,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 
-from benchmarks._harness import Benchmark, PeakMemory, anonymous_rss, in_child, interleave, rows_by_group
+from benchmarks._harness import Benchmark, PeakMemory, anonymous_rss, in_child, rows_by_group
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.launch import spawn
@@ -155,14 +155,9 @@ def rank_rows(bench: Benchmark, *, rows: int, processes: int, repeats: int) -> N
             runs[count].append(measure(SMALL, count))
     what = f"{SMALL:,} x {TARGETS} x {DIM}"
     for count in COUNTS[1:]:
-        bench.row(
-            f"{what}: {count} processes, CPU-seconds of all together",
-            "CPU-s",
-            ours=[run["cpu"] for run in runs[count]],
-            peer=[run["cpu"] for run in runs[1]],
-            peer_name="one process",
-            maximum=1.1,
-        )
+        ours, one = ([run["cpu"] for run in runs[number]] for number in (count, 1))
+        title = f"{what}: {count} processes, CPU-seconds of all together"
+        bench.row(title, "CPU-s", ours=ours, peer=one, peer_name="one process", maximum=1.1)
     different = len({run["digest"] for some in runs.values() for run in some})
     title = f"{what}: different scores among runs on 1, 2 and 4 processes, to the bit"
     bench.row(title, "digests", ours=different - 1, maximum=0)
@@ -171,17 +166,15 @@ def rank_rows(bench: Benchmark, *, rows: int, processes: int, repeats: int) -> N
     bench.row(f"{what}: memory of a process", "GiB", ours=large["memory"] / GIB, maximum=4.0)
     bench.row(f"{what}: CPU-seconds of all together", "CPU-s", ours=large["cpu"])
     bench.row(f"{what}: marginal error", "L1 error", ours=large["error"], maximum=1e-3)
-    small = max(run["memory"] for run in runs[processes]) if processes in runs else None
-    bench.row(
-        f"memory a row of a process' part, from {SMALL:,} to {rows:,} rows",
-        "bytes",
-        ours=None if small is None else (large["memory"] - small) / (rows - SMALL) * processes,
-        reason=None if small is not None else f"{processes} processes were not run on the smaller pool",
-    )
+    title = f"memory a row of a process' part, from {SMALL:,} to {rows:,} rows"
+    if processes in runs:
+        small = max(run["memory"] for run in runs[processes])
+        bench.row(title, "bytes", ours=(large["memory"] - small) / (rows - SMALL) * processes)
+    else:
+        bench.row(title, "bytes", reason=f"{processes} processes were not run on the smaller pool")
 
 
-SHARDS = 4
-WORDS = 60
+SHARDS, WORDS = 4, 60
 
 
 def remote_rows(bench: Benchmark, *, records: int, rounds: int = 3) -> None:
@@ -204,20 +197,15 @@ def remote_rows(bench: Benchmark, *, records: int, rounds: int = 3) -> None:
             for shard, file in enumerate(files):
                 file.write_bytes(packed(_texts(shard, records // SHARDS)))
                 client.pipe_file(f"scale/{file.name}", file.read_bytes())
-            sides = [_reader(f"s3://scale/*{form}", records), _reader(f"{folder}/*{form}", records)]
-            for read in sides:
-                read()
-            ours, peer = interleave(*sides, rounds=rounds)
+            store_files, disk = (partial(read_all, f"{at}/*{form}", records) for at in ("s3://scale", folder))
+            store_files(), disk()
             title = f"{whats[form]} ({sum(file.stat().st_size for file in files) / 1e6:.1f} MB)"
-            bench.row(title, "CPU-s", ours=ours, peer=peer, peer_name="the same files on disk", maximum=1.3)
+            bench.compare(title, "CPU-s", store_files, disk, "the same files on disk", rounds=rounds, maximum=1.3)
 
 
-def _reader(pattern: str, records: int) -> Callable[[], None]:
-    def read() -> None:
-        count = sum(1 for _ in read_rows([pattern]))
-        assert count == records, f"{pattern}: {count} records"
-
-    return read
+def read_all(pattern: str, records: int) -> None:
+    count = sum(1 for _ in read_rows([pattern]))
+    assert count == records, f"{pattern}: {count} records"
 
 
 def _texts(shard: int, count: int) -> list[str]:
