@@ -144,7 +144,8 @@ class Updates:
         self.regularizer = build(regularizer or Plain())
         self.regularizer.attach(self.engine.model, seed=0, total_steps=100, placement=self.engine.placement)
         self.engine.model.train()
-        self.shape, self.head, self.knows_head = (vocabulary, rows, tokens), None, False
+        self.head: Any = None
+        self.shape, self.knows_head = (vocabulary, rows, tokens), False
 
     def micros(self, step: int) -> list[Any]:
         """This rank's micro-batches of an update."""

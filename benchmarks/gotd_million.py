@@ -69,7 +69,8 @@ def measure(pool: str, target: str, epsilon: float, rows: int | None = None) -> 
         x[:3000], y[:200], tolerance=1e-2, epsilon=epsilon, method="streamed"
     )  # imports are not charged
     options: dict[str, Any] = {"tolerance": GOAL, "overlap": OVERLAP, "memory_bytes": memory_cap(len(x))}
-    before, began = floor(*x.shape, len(y)), time.process_time()
+    n, d = x.shape
+    before, began = floor(n, d, len(y)), time.process_time()
     with PeakMemory() as peak:
         found = sinkhorn_potentials(x, y, epsilon=epsilon, method="streamed", **options)
     cpu = time.process_time() - began - peak.cpu
@@ -77,7 +78,7 @@ def measure(pool: str, target: str, epsilon: float, rows: int | None = None) -> 
         "cpu": cpu,
         "memory": peak.bytes,
         "passes": found.passes,
-        "floor": found.passes * (before + floor(*x.shape, len(y))) / 2,
+        "floor": found.passes * (before + floor(n, d, len(y))) / 2,
         "verified": marginal_error(x, y, found.g, found.epsilon),
         "overlap": found.overlap,
         "estimate": found.overlap_estimate,

@@ -321,12 +321,13 @@ def fits(bench: Benchmark, data: Path) -> None:
         study, cells = study_of(name)
         own = fitted(cells)
         groups[f"along {name}"] = own, capacities(study, data, own)
-    settings, ratios = ([each for group in groups.values() for each in group[i]] for i in (0, 1))
+    settings = [at for some, _ in groups.values() for at in some]
+    ratios = [ratio for _, found in groups.values() for ratio in found]
     for name, (some, found) in {**groups, "both": (settings, ratios)}.items():
         for figure, title in FIGURES.items():
             values = [getattr(at, figure) for at in some]
-            correlation(bench, f"capacity ratio and {title}: {name}", found, values)  # type: ignore[arg-type]
-    told = [{"ratio": ratio, **dataclasses.asdict(at)} for ratio, at in zip(ratios, settings, strict=True)]  # type: ignore[call-overload]
+            correlation(bench, f"capacity ratio and {title}: {name}", found, values)
+    told = [{"ratio": ratio, **dataclasses.asdict(at)} for ratio, at in zip(ratios, settings, strict=True)]
     bench.rows[-1]["settings"] = told
 
 
