@@ -437,16 +437,14 @@ def commit() -> str:
 def machine() -> dict[str, Any]:
     """`cpu` name, `cores` usable, `memory` in bytes, `gpu` name or None; `instructions` that the CPU has for matrix
     products, and `rehearsal`, the variables that hide some of them from this process, or None."""
-    cpu, _ = cpu_info()
     gpu = None
     if shutil.which("nvidia-smi"):
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
-        )
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        asked = subprocess.run(query, capture_output=True, text=True)
         gpu = asked.stdout.strip().splitlines()[0] if asked.returncode == 0 and asked.stdout.strip() else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": cpu,
+        "cpu": cpu_info()[0],
         "cores": len(os.sched_getaffinity(0)),
         "memory": memory,
         "gpu": gpu,
