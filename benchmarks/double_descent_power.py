@@ -97,7 +97,7 @@ def main() -> None:
             what = f"power, {seeds} seeds: broad peak of {height} sd, one low point on its left"
             bench.row(what, "share", ours=broad)
         calm, unstable = ("monotone", "undecided"), ("instability",)
-        for what, make, right, settings in (
+        for what, curve_of, right, settings in (
             ("double descent: random features, vanishing ridge", random_features_curve, ("double descent",), {}),
             ("no peak: random features, tuned ridge", random_features_curve, calm, {"ridge": "tuned"}),
             ("instability: descent past 2/λ", unstable_curve, unstable, {"momentum": 0.0}),
@@ -106,7 +106,7 @@ def main() -> None:
             ("monotone or undecided: gradient flow without noise", gradient_flow_curve, calm, {"noise": 0.0}),
             ("undecided: noise only", noise_curve, ("undecided",), {}),
         ):
-            kinds = [determine_verdict(make(seed=seed, seeds=seeds, **settings)).kind for seed in range(NAMED)]
+            kinds = [determine_verdict(curve_of(seed=seed, seeds=seeds, **settings)).kind for seed in range(NAMED)]
             share = float(np.mean([kind in right for kind in kinds]))
             bench.row(f"verdict, {seeds} seeds: {what}", "share named so", ours=share, minimum=0.9)
     bench.finish()
