@@ -74,26 +74,13 @@ def _check_local_output(argv: Sequence[str]) -> None:
             )
 
 
-class _EscapedStream:
-    """Text stream that escapes terminal control sequences: texts, names and answers come from untrusted sources."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        from flatshift.finetune.errors import escape_control_characters
-
-        return self._stream.write(escape_control_characters(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 def _escape_output(argv: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
-    """Send a command's stdout through `printable`, except for the colours of `--help`."""
+    """Escape what a command prints on stdout, except for the colours of `--help`."""
     if {"-h", "--help"} & {*argv}:
         return contextlib.nullcontext()
-    return contextlib.redirect_stdout(cast("TextIO", _EscapedStream(sys.stdout)))
+    from flatshift.finetune.errors import EscapedStream
+
+    return contextlib.redirect_stdout(cast("TextIO", EscapedStream(sys.stdout)))
 
 
 def _report_os_error(error: Exception, argv: Sequence[str]) -> int:
@@ -124,6 +111,13 @@ def _report_exit(message: str, code: int, *, patient: bool = False) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; never raises."""
+    from flatshift.finetune.errors import EscapedStream
+
+    with contextlib.redirect_stderr(cast("TextIO", EscapedStream(sys.stderr, redact=True))):  # for libraries
+        return _run(argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage_text())
         return 0 if argv else 2

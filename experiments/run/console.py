@@ -10,12 +10,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar, cast
 
-from flatshift.finetune.errors import STOP_SIGNALS, Interrupted, escape_control_characters
+from flatshift.finetune.errors import STOP_SIGNALS, EscapedStream, Interrupted, escape_control_characters
 from flatshift.finetune.figures import format_rate
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.live import Live
+    from rich.progress import Progress
+
+_Display = TypeVar("_Display", "Progress", "Live")
 
 Draw = Callable[..., Path]
 """Function that draws the page of a finished directory and returns its path: `draw(directory)`, or `draw(directory,
@@ -159,7 +166,6 @@ class Console:
 
     def _bar(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[ProgressBar]:
         from rich import progress as bars
-        from rich.console import Console as RichConsole
 
         columns: tuple[Any, ...] = (
             bars.TextColumn("{task.description}"),
@@ -170,7 +176,8 @@ class Console:
             bars.TextColumn("{task.fields[note]}", style="dim"),
         )
         meter = _RateMeter()
-        with pause_heartbeat(), bars.Progress(*columns, console=RichConsole(stderr=True), transient=brief) as progress:
+        drawn = bars.Progress(*columns, console=rich_stderr(), transient=brief)
+        with pause_heartbeat(), on_terminal(drawn) as progress:
             task = progress.add_task(label, total=total, note="", rate="")
 
             def update(done: int, note: str = "") -> None:
@@ -207,6 +214,20 @@ class Console:
         yield update
         if printed != latest and not (brief and printed is None):
             print_line(*latest)
+
+
+def rich_stderr() -> RichConsole:
+    """Return rich's console on stderr, whose own control sequences are not escaped."""
+    from rich.console import Console as RichConsole
+
+    return RichConsole(file=getattr(sys.stderr, "unescaped", sys.stderr))
+
+
+@contextmanager
+def on_terminal(display: _Display) -> Iterator[_Display]:
+    """Show a display of rich; lines that others print above it meanwhile are escaped."""
+    with display, redirect_stderr(cast("TextIO", EscapedStream(sys.stderr, redact=True))):
+        yield display
 
 
 @contextmanager

@@ -49,7 +49,7 @@ _PATIENCE = 30.0
 _LOOK = 0.2
 """Seconds between looks at the client while its answer is generated."""
 _GATHER = 0.01
-"""Seconds to wait for further requests before a batch starts."""
+"""Seconds without a further request after which a batch starts."""
 _BATCH = 16
 """Maximum answers in a batch."""
 _BATCH_TOKENS = 1 << 16
@@ -246,8 +246,10 @@ class Batcher(threading.Thread):
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if self._is_closed:
                     return
-            time.sleep(_GATHER)
-            with self._changed:
+                count = 0
+                while count < len(self._waiting) < _BATCH:  # clients that ask together come one by one
+                    count = len(self._waiting)
+                    self._changed.wait_for(lambda: len(self._waiting) > count or self._is_closed, _GATHER)  # noqa: B023
                 batch = self._take()
                 self._current = [question for question, _ in batch]
             if batch:
@@ -392,9 +394,9 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 def _host_name(address: str | None) -> str | None:
-    """Return the name or address in `host:port`, in lower case; None if there is none."""
+    """Return the name or address in `host:port`, in lower case; None if there is none, or a user before it."""
     try:
-        return urllib.parse.urlsplit(f"//{address or ''}").hostname
+        return None if "@" in (address or "") else urllib.parse.urlsplit(f"//{address or ''}").hostname
     except ValueError:
         return None
 
