@@ -331,7 +331,7 @@ def _leave(place: Place) -> str:
 
 def _stare(place: Place) -> str:
     """Ask for streams and never read them: others are answered."""
-    body = json.dumps({"prompt": "x", "max_tokens": 400, "n": 8, "stream": True}).encode()
+    body = json.dumps({"prompt": "x", "max_tokens": 200, "n": 4, "stream": True}).encode()
     with contextlib.ExitStack() as stack:
         for _ in range(4):
             one = stack.enter_context(socket.create_connection(("127.0.0.1", place.service.port), timeout=20))
@@ -341,7 +341,7 @@ def _stare(place: Place) -> str:
 
 def _overflow(place: Place) -> str:
     """Ask for more answers than may wait."""
-    body = {"prompt": "x", "max_tokens": 60, "n": 128, "temperature": 1}
+    body = {"prompt": "x", "max_tokens": 12, "n": 128, "temperature": 1}
     with ThreadPoolExecutor(6) as pool:
         found = [status for status, _ in pool.map(lambda _: ask(place.service, "POST", TEXT, body), range(6))]
     return "" if set(found) == {200, 429} else f"statuses {sorted(set(found))}"
