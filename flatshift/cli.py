@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 from flatshift import commands
 
@@ -74,15 +74,6 @@ def _check_local_output(argv: Sequence[str]) -> None:
             )
 
 
-def _escape_output(argv: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
-    """Escape what a command prints on stdout, except for the colours of `--help`."""
-    if {"-h", "--help"} & {*argv}:
-        return contextlib.nullcontext()
-    from flatshift.finetune.errors import EscapedStream
-
-    return contextlib.redirect_stdout(cast("TextIO", EscapedStream(sys.stdout)))
-
-
 def _report_os_error(error: Exception, argv: Sequence[str]) -> int:
     """Report trouble with the disk or with a path the user named; anything else as our bug."""
     from flatshift.finetune.errors import describe_disk_error, format_error_message, is_disk_full
@@ -133,14 +124,23 @@ def _run(argv: Sequence[str]) -> int:
         print(f"flatshift: error: unknown command {name[:80]!a}; {hint}", file=sys.stderr)
         return 2
 
-    from flatshift.finetune.errors import Interrupted, OutOfMemory, UserError, first_error_line, format_error_message
+    from flatshift.finetune.errors import (
+        EscapedStream,
+        Interrupted,
+        OutOfMemory,
+        UserError,
+        first_error_line,
+        format_error_message,
+    )
     from flatshift.regularizers.config import RegularizerError
     from flatshift.selection.errors import SelectionError
 
     try:
         _check_encoding(argv)
         _check_local_output(argv)
-        with _escape_output(argv):
+        with contextlib.ExitStack() as stack:
+            if not {"-h", "--help"} & {*argv}:  # whose colours are its own
+                stack.enter_context(contextlib.redirect_stdout(cast("TextIO", EscapedStream(sys.stdout))))
             return commands.run(name, list(argv[1:]))
     except (UserError, SelectionError, RegularizerError) as error:
         return _report_exit(f"error: {format_error_message(str(error))}", 2)

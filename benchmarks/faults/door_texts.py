@@ -123,6 +123,8 @@ def _redacted(address: str) -> Callable[[Place], str]:
         for text in ("{}", "see {} now", "('{}', status=403)", "[{}, 1]", '{{"a":"{}"}}', "`{}`: no", "{}."):
             if (found := redact_urls(text.format(address))) != text.format(ADDRESSES[address]):
                 return f"writes {found}"
+        if "://" not in address:  # nobody can open it
+            return ""
         hidden = hide_secrets(address)
         return "" if SECRET not in hidden and reveal_secrets(hidden) == address else f"keeps {hidden}"
 

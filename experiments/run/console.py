@@ -11,18 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar, cast
+from typing import Any, Protocol, TextIO, cast
 
 from flatshift.finetune.errors import STOP_SIGNALS, EscapedStream, Interrupted, escape_control_characters
 from flatshift.finetune.figures import format_rate
-
-if TYPE_CHECKING:
-    from rich.console import Console as RichConsole
-    from rich.live import Live
-    from rich.progress import Progress
-
-_Display = TypeVar("_Display", "Progress", "Live")
 
 Draw = Callable[..., Path]
 """Function that draws the page of a finished directory and returns its path: `draw(directory)`, or `draw(directory,
@@ -176,18 +170,13 @@ class Console:
             bars.TextColumn("{task.fields[note]}", style="dim"),
         )
         meter = _RateMeter()
-        drawn = bars.Progress(*columns, console=rich_stderr(), transient=brief)
-        with pause_heartbeat(), on_terminal(drawn) as progress:
+        bar = partial(bars.Progress, *columns, transient=brief)
+        with pause_heartbeat(), drawn(lambda console: bar(console=console)) as progress:
             task = progress.add_task(label, total=total, note="", rate="")
 
             def update(done: int, note: str = "") -> None:
-                rate = meter.report(done)
-                progress.update(
-                    task,
-                    completed=done,
-                    note=escape_control_characters(note),
-                    rate=format_rate(rate, unit) if unit else "",
-                )
+                rate, note = meter.report(done), escape_control_characters(note)
+                progress.update(task, completed=done, note=note, rate=format_rate(rate, unit) if unit else "")
 
             yield update
 
@@ -216,17 +205,13 @@ class Console:
             print_line(*latest)
 
 
-def rich_stderr() -> RichConsole:
-    """Return rich's console on stderr, whose own control sequences are not escaped."""
+@contextmanager
+def drawn(make: Callable[[Any], Any]) -> Iterator[Any]:
+    """Show the display that `make` returns for a console of rich; what others print above it is escaped."""
     from rich.console import Console as RichConsole
 
-    return RichConsole(file=getattr(sys.stderr, "unescaped", sys.stderr))
-
-
-@contextmanager
-def on_terminal(display: _Display) -> Iterator[_Display]:
-    """Show a display of rich; lines that others print above it meanwhile are escaped."""
-    with display, redirect_stderr(cast("TextIO", EscapedStream(sys.stderr, redact=True))):
+    console = RichConsole(file=getattr(sys.stderr, "unescaped", sys.stderr))
+    with make(console) as display, redirect_stderr(cast("TextIO", EscapedStream(sys.stderr, redact=True))):
         yield display
 
 

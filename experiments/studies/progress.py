@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from flatshift.experiments.run.console import Console, on_terminal, rich_stderr
+from flatshift.experiments.run.console import Console, drawn
 from flatshift.experiments.studies.cell import Cell, point_label
 
 _MIN_FITTED = 4
@@ -182,7 +182,7 @@ class CellProgress:
         if self.console.terminal:
             from rich.live import Live
 
-            with on_terminal(Live(console=rich_stderr(), auto_refresh=False, transient=True)) as live:
+            with drawn(lambda console: Live(console=console, auto_refresh=False, transient=True)) as live:
                 self._refresh = lambda: live.update(self._renderable(), refresh=True)
                 self._refresh()
                 try:

@@ -13,6 +13,7 @@ bodies, prompts and waiting time are limited, and an answer is stopped when its 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import json
@@ -215,10 +216,8 @@ class Server(socketserver.ThreadingTCPServer):
         body = forms.error_body(f"{_CONNECTIONS} connections are open already; try again later", "server_error")
         head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         request.setblocking(False)
-        try:
+        with contextlib.suppress(OSError):
             request.send(f"{head}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n".encode() + body)
-        except OSError:
-            pass
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -234,10 +233,8 @@ class Server(socketserver.ThreadingTCPServer):
         for connection, deadline in list(self.deadlines.items()):
             if now > deadline:
                 self.deadlines.pop(connection, None)
-                try:
+                with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RD)
-                except OSError:
-                    pass
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Report an error of this program; clients that leave are none."""
@@ -285,10 +282,8 @@ class RequestHandler(BaseHTTPRequestHandler):
     def finish(self) -> None:
         """Forget the connection."""
         self.server.deadlines.pop(self.connection, None)
-        try:
+        with contextlib.suppress(OSError):
             super().finish()
-        except OSError:
-            pass
 
     def do_GET(self) -> None:
         """Return the list of runs, or one of them."""
@@ -478,7 +473,7 @@ class RequestHandler(BaseHTTPRequestHandler):
         if usage:
             self._event({**about, "choices": [], "usage": forms.token_usage(questions, len(questions))})
         self._send(b"data: [DONE]\n\n")
-        self._end_stream()
+        self._send(b"")  # the last chunk
 
     def _begin_stream(self) -> None:
         self._is_streaming = True
@@ -495,10 +490,6 @@ class RequestHandler(BaseHTTPRequestHandler):
     def _send(self, data: bytes) -> None:
         chunked = self.request_version == "HTTP/1.1"
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n" if chunked else data)
-
-    def _end_stream(self) -> None:
-        if self.request_version == "HTTP/1.1":
-            self.wfile.write(b"0\r\n\r\n")
 
     def _end_headers(self) -> None:
         """End the headers, with those that let an allowed page read the answer."""
@@ -545,7 +536,7 @@ class RequestHandler(BaseHTTPRequestHandler):
         body = forms.error_body(why, "rate_limit_error" if status == 429 else kind, param, code)
         if self._is_streaming:  # the status is sent already
             self._send(b"data: " + body + b"\n\n")
-            self._end_stream()
+            self._send(b"")  # the last chunk
             self.close_connection = True
         else:
             self._answer(body, status)

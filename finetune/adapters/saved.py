@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..atomic import read_json_object
 from ..config import match_pattern
 from ..digests import check_adapter, check_files, file_sha256
-from ..errors import UserError, user_path
+from ..errors import UserError, shorten, user_path
 from ..models.fingerprint import fingerprint
 from .offsets import ADAPTER, lora_layers
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ..models.backbone import Backbone
 
 SETTINGS = "adapter_config.json"
+_REPETITIONS = 3
 _PLAIN = (True, False, "gaussian", "orthogonal", "eva")
 """PEFT initialisations that leave the frozen weights equal to the backbone's files."""
 
@@ -57,6 +59,7 @@ class SavedAdapter:
             settings = read_json_object(file, fix="save the adapter again")
         except UserError as error:
             raise UserError(f"{context}: {error}") from None
+        _check_patterns(settings, f"{context}: {file}")
         if settings.get("peft_type") != "LORA":
             raise UserError(
                 f"{context}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over"
@@ -114,6 +117,18 @@ class SavedAdapter:
                 layer, rank = name.split(".lora_")[0], tensor.shape[0]
                 scales[layer] = rank, saved_scale(self.settings, layer, rank)
         return scales
+
+
+def _check_patterns(settings: Mapping[str, Any], place: str) -> None:
+    """Raise UserError for a pattern of layers that may take for ever to match: repeated groups, or many repetitions."""
+    for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
+        patterns = settings.get(key) or []
+        listed = patterns if isinstance(patterns, list | dict) else [patterns]
+        for pattern in map(str, listed):
+            if re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > _REPETITIONS:
+                raise UserError(
+                    f"{place}: {key} has the pattern {shorten(pattern, 40)!r}; write the names of the layers"
+                )
 
 
 def saved_scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:
