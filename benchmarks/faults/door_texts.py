@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import logging
 import os
 import shutil
-import warnings
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks._harness import ROOT
 from benchmarks.faults.bad_inputs import write_jsonl
 from benchmarks.faults.doors import SECRET, STEERS, Case, Place, Said, _as_command, check_sentence, holders
 
@@ -357,42 +358,32 @@ def _named(words: tuple[str, ...], files: dict[str, str]) -> Callable[[Place], s
     return open_by
 
 
-def _warns(name: str) -> Any:
-    warnings.warn(f"{EVIL} {GIVEN[1]}", stacklevel=1)
+LIBRARIES = {
+    "warnings": "import warnings; warnings.warn(text)",
+    "the root logger": "import logging; logging.warning(text)",
+    "transformers' logger": "from transformers.utils import logging; logging.get_logger('transformers.x').warning(text)",
+    "a logger of its own": (
+        "import logging; logging.getLogger('x').addHandler(logging.StreamHandler()); logging.getLogger('x').error(text)"
+    ),
+    "a print": "import sys; print(text, file=sys.stderr)",
+}
+"""What a library does with a stranger's text while a command works."""
 
 
-def _logs(name: str) -> Any:
-    logging.getLogger(name).warning("%s %s", EVIL, GIVEN[1])
-
-
-def _prints(name: str) -> Any:
-    import sys
-
-    print(EVIL, GIVEN[1], file=sys.stderr)
-
-
-def _library(act: Callable[[str], Any], name: str) -> Callable[[Place], str]:
-    """A command in which a library prints a stranger's text."""
-
-    @contextlib.contextmanager
-    def around() -> Iterator[None]:
-        from flatshift import commands
-
-        commands.run = lambda *_: act(name) or 0  # type: ignore[assignment]
-        with _as_command():
-            yield
-
+def _library(code: str) -> Callable[[Place], str]:
     def open_by(place: Place) -> str:
-        said = place.flatshift("runs", cwd=place.folder(), around=around)
+        program = (
+            "import sys\nfrom flatshift import cli, commands\n"
+            f"def act(name, argv):\n    text = {EVIL + ' ' + GIVEN[1]!r}\n    {code}\n    return 0\n"
+            "commands.run = act\nsys.exit(cli.run(['runs']))\n"
+        )
+        command = [sys.executable, "-W", "always", "-c", program]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=False)
+        said = Said(done.returncode, done.stdout + done.stderr)
         return said.faults() or ("" if "u001b" in said.text else f"prints nothing: {said.text[-200:]}")
 
     return open_by
 
-
-LIBRARIES = {
-    "warnings": (_warns, ""), "the root logger": (_logs, ""), "transformers' logger": (_logs, "transformers.x"),
-    "peft's logger": (_logs, "peft"), "fsspec's logger": (_logs, "fsspec"), "a print": (_prints, ""),
-}  # fmt: skip
 
 # ------------------------------------------------------------------------------------------- templates and tokenizers
 
@@ -490,8 +481,8 @@ def cases() -> Iterator[Case]:
         yield console(f"the name of {name}", _named(words, {}))
     for name, (files, words) in FILES.items():
         yield console(f"the content of {name}", _named(words, files))
-    for name, (act, logger) in LIBRARIES.items():
-        yield console(f"libraries: {name}", _library(act, logger))
+    for name, code in LIBRARIES.items():
+        yield console(f"libraries: {name}", _library(code))
     for name, text in TEMPLATES.items():
         yield Case("templates", name, _template(text))
     for name, changes in TOKENIZERS.items():

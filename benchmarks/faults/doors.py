@@ -189,11 +189,16 @@ def all_cases() -> list[Case]:
     """Return every case, door by door."""
     from benchmarks.faults import door_requests, door_runs, door_texts
     from benchmarks.hostile_programs import FORGERIES, HOSTILE, is_contained
+    from flatshift.finetune.errors import UserError
+    from flatshift.finetune.evaluate.sandbox import check_sandbox_available
 
     def contain(name: str) -> Callable[[Place], str]:
         return lambda place: "" if is_contained(name) else "left the sandbox, or passed"
 
-    programs = [Case("sandbox", name, contain(name)) for name in (*HOSTILE, *FORGERIES)]
+    programs = []
+    with contextlib.suppress(UserError):  # no namespaces here, so no program is run
+        check_sandbox_available()
+        programs = [Case("sandbox", name, contain(name)) for name in (*HOSTILE, *FORGERIES)]
     return [*door_requests.cases(), *programs, *door_texts.cases(), *door_runs.cases()]
 
 
