@@ -89,8 +89,8 @@ def _check_name(name: str, record: Path) -> None:
 
 
 def check_entries(folder: Path) -> None:
-    """Raise UserError for a link below `folder` that leads out of it, and for a FIFO, socket or device: a stranger's
-    directory could have the user's files printed, copied or uploaded by such a name, or wait for ever."""
+    """Raise UserError for a link that leads out of `folder`, a FIFO, socket or device below it: by such a name a
+    stranger's directory could have the user's files printed, copied or uploaded, or wait for ever."""
     root = os.path.realpath(folder)
     for parent, names, files in os.walk(folder):
         for path in (Path(parent, name) for name in (*names, *files)):
@@ -98,10 +98,9 @@ def check_entries(folder: Path) -> None:
                 mode = path.lstat().st_mode
             except FileNotFoundError:  # another process has removed it
                 continue
+            own = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
             if stat.S_ISLNK(mode):
                 own = Path(os.path.realpath(path)).is_relative_to(root) or path == folder / _ELSEWHERE
-            else:
-                own = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
             if not own:
                 raise UserError(f"{path} is a link or no plain file; put a copy in its place, or remove it")
 

@@ -361,7 +361,7 @@ def _named(words: tuple[str, ...], files: dict[str, str]) -> Callable[[Place], s
 LIBRARIES = {
     "warnings": "import warnings; warnings.warn(text)",
     "the root logger": "import logging; logging.warning(text)",
-    "transformers' logger": "from transformers.utils import logging; logging.get_logger('transformers.x').warning(text)",
+    "transformers' logger": "from transformers.utils import logging; logging.get_logger('transformers').error(text)",
     "a logger of its own": (
         "import logging; logging.getLogger('x').addHandler(logging.StreamHandler()); logging.getLogger('x').error(text)"
     ),

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ..models.backbone import Backbone
 
 SETTINGS = "adapter_config.json"
-_REPETITIONS = 3
 _PLAIN = (True, False, "gaussian", "orthogonal", "eva")
 """PEFT initialisations that leave the frozen weights equal to the backbone's files."""
 
@@ -125,10 +124,8 @@ def _check_patterns(settings: Mapping[str, Any], place: str) -> None:
         patterns = settings.get(key) or []
         listed = patterns if isinstance(patterns, list | dict) else [patterns]
         for pattern in map(str, listed):
-            if re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > _REPETITIONS:
-                raise UserError(
-                    f"{place}: {key} has the pattern {shorten(pattern, 40)!r}; write the names of the layers"
-                )
+            if re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
+                raise UserError(f"{place}: {key} has the pattern {shorten(pattern, 40)!r}; list the layers' names")
 
 
 def saved_scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:
