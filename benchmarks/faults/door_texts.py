@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import ROOT
-from benchmarks.faults.bad_inputs import write_jsonl
-from benchmarks.faults.doors import SECRET, STEERS, Case, Place, Said, _as_command, check_sentence, holders
+from benchmarks.faults.doors import SECRET, STEERS, Case, Place, Said, _as_command, check_sentence, holders, write_rows
 
 SIGNED = (
     "X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=AKIA%2F2026&X-Amz-Date=20261126T000000Z&X-Amz-Expires=3600"
@@ -348,7 +347,7 @@ FILES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 def _named(words: tuple[str, ...], files: dict[str, str]) -> Callable[[Place], str]:
     def open_by(place: Place) -> str:
         folder = place.folder()
-        write_jsonl(folder / _ROWS, [{"text": f"row {i}", "label": "ab"[i % 2]} for i in range(8)])
+        write_rows(folder / _ROWS, [{"text": f"row {i}", "label": "ab"[i % 2]} for i in range(8)])
         for name, text in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8", newline="")
@@ -419,7 +418,7 @@ TEMPLATES = {
 def _template(text: str) -> Callable[[Place], str]:
     def open_by(place: Place) -> str:
         folder = place.folder()
-        write_jsonl(folder / _ROWS, [{"instruction": "Hi", "output": f"Hello {i}"} for i in range(24)])
+        write_rows(folder / _ROWS, [{"instruction": "Hi", "output": f"Hello {i}"} for i in range(24)])
         (folder / "own.jinja").write_text("{{ messages[0].content }}" + text + "{{ eos_token }}", encoding="utf-8")
         words = ["train", "chat", "--data", _ROWS, "--task.template", "own.jinja", "--data.bad_rows", "skip"]
         before = os.times()
@@ -454,7 +453,7 @@ def _tokenizer(changes: dict[str, Any]) -> Callable[[Place], str]:
         shutil.copytree(place.sandbox / "backbone", folder / "own")
         file = folder / "own" / "tokenizer.json"
         file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
-        write_jsonl(folder / _ROWS, [{"text": f"a banana of {i}"} for i in range(24)])
+        write_rows(folder / _ROWS, [{"text": f"a banana of {i}"} for i in range(24)])
         words = ["train", "language-model", "--backbone", "./own", "--data", _ROWS, "--out", "run"]
         return check_sentence(place.flatshift(*words, "--train.precision", "fp32", cwd=folder), "tokenizer")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import re
@@ -179,6 +180,11 @@ def check_sentence(said: Said, *places: str) -> str:
     return "" if len(errors[0]) < 330 else f"{len(errors[0])} characters"
 
 
+def write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows as JSONL."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def holders(folder: Path, word: str = SECRET) -> list[str]:
     """Return the files below `folder` that hold a word."""
     files = (file for file in sorted(folder.rglob("*")) if file.is_file() and not file.is_symlink())
@@ -244,25 +250,29 @@ def draw(cases: Sequence[Case], most: int | None, seed: int) -> list[Case]:
     return [cases[index] for index in chosen]
 
 
-def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0) -> None:
-    """Add a row a door: cases that are open, of all that were tried."""
-    cases = draw(all_cases(), most, seed)
+def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequence[str] = ()) -> None:
+    """Add a row a door: cases that are open, of all that were tried. only: texts of a door's or a case's name."""
+    cases = draw([case for case in all_cases() if _is_named(case, only)], most, seed)
     found = try_cases(cases)
     for door, count in Counter(case.door for case in cases).items():
         still = [case.name for case, wrong in found if wrong and case.door == door]
         bench.row(f"{door}: cases open, of {count}", ours=len(still), unit="cases", bar_op="==", bar_value=0)
-    wanted = 400 if most is None else len(cases)
+    wanted = len(cases) if only or most is not None else 400
     bench.row("cases tried", ours=len(cases), unit="cases", bar_op=">=", bar_value=wanted)
+
+
+def _is_named(case: Case, only: Sequence[str]) -> bool:
+    return not only or any(text in f"{case.door}: {case.name}" for text in only)
 
 
 def main() -> None:
     """Try cases and show those that are open; exit code 1 if there are any."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--most", type=int)
-    parser.add_argument("--only", default="", help="text of a door's or a case's name")
+    parser.add_argument("--only", action="append", default=[], help="text of a door's or a case's name")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    found = try_cases(draw([c for c in all_cases() if given.only in f"{c.door}: {c.name}"], given.most, given.seed))
+    found = try_cases(draw([case for case in all_cases() if _is_named(case, given.only)], given.most, given.seed))
     still = sum(bool(wrong) for _, wrong in found)
     print(f"{len(found)} cases, {still} open")
     raise SystemExit(1 if still else 0)
