@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import ROOT
-from benchmarks.faults.doors import SECRET, STEERS, Case, Place, Said, _as_command, check_sentence, holders, write_rows
+from benchmarks.faults.doors import SECRET, STEERS, Case, Place, Said, as_command, check_sentence, holders, write_rows
 
 SIGNED = (
     "X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=AKIA%2F2026&X-Amz-Date=20261126T000000Z&X-Amz-Expires=3600"
@@ -143,34 +143,35 @@ def _refused(words: tuple[str, ...], address: str) -> Callable[[Place], str]:
 
 
 @contextlib.contextmanager
-def _stored(columns: tuple[str, str] = ("text", "label")) -> Iterator[None]:
+def _stored() -> Iterator[None]:
     """Put a stranger's rows at STORE, in this process's own memory."""
     import fsspec
 
-    text, label = columns
     rows = [
-        {"id": f"={i}+1", text: f"card {i} {ESCAPES} {'lost' if i % 2 else 'here'}", label: f"a{i % 2}\x1b[5m</script>"}
+        {
+            "id": f"={i}+1",
+            "text": f"card {i} {ESCAPES} {'lost' if i % 2 else 'here'}",
+            "label": f"a{i % 2}\x1b[5m</script>",
+        }
         for i in range(24)
     ]
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     fsspec.filesystem("memory").pipe_file(STORE, content)
-    with _as_command():
+    with as_command():
         yield
-
-
-_RUNS: dict[Place, tuple[Path, Said]] = {}
 
 
 def _train(place: Place) -> tuple[Path, Said]:
     """Return a run of the stranger's rows in a folder of an evil name, and what its training printed."""
-    if place not in _RUNS:
+    if "strange" not in place.kept:
         (place.root / "strange").mkdir()
         out = place.root / "strange" / "run\x1b]0;evil\x07"
         files = ["--data", STORE, "--data.dev.files", "[]", "--data.test.files", f"['{STORE}']"]
         backbone = str(place.sandbox / "backbone")
         argv = ["train", "classify", "--backbone", backbone, *files, *SMALL, "--verbose", "--out", str(out)]
-        _RUNS[place] = out, place.flatshift(*argv, cwd=place.root / "strange", around=_stored)
-    return _RUNS[place]
+        place.kept["strange"] = out, place.flatshift(*argv, cwd=place.root / "strange", around=_stored)
+    run, said = place.kept["strange"]
+    return run, said
 
 
 JOURNEY: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {

@@ -60,6 +60,8 @@ class Place:
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
+        self.kept: dict[str, Any] = {}
+        """What cases share, by name."""
         self._count = 0
         self._ends = contextlib.ExitStack()
 
@@ -88,7 +90,7 @@ class Place:
     ) -> Said:
         """Run a command in a fork; it is killed if it does not end."""
         with tempfile.TemporaryFile() as out:
-            child = fork(argv, cwd=cwd, out=out.fileno(), around=around or _as_command)
+            child = fork(argv, cwd=cwd, out=out.fileno(), around=around or as_command)
             ends = time.monotonic() + _WALL_S
             while not (found := os.waitpid(child, os.WNOHANG))[0]:
                 if time.monotonic() > ends:
@@ -138,7 +140,7 @@ class Case:
 
 
 @contextlib.contextmanager
-def _as_command() -> Iterator[None]:
+def as_command() -> Iterator[None]:
     """Give the child nothing to read, and streams that take every text."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -152,7 +154,7 @@ def _patient() -> Iterator[None]:
     from flatshift.experiments.workflows import serve
 
     serve._PATIENCE = PATIENCE
-    with _as_command():
+    with as_command():
         yield
 
 
