@@ -256,13 +256,13 @@ def _good(path: str) -> dict[str, Any]:
     return {"max_tokens": 1, **({"messages": CARD} if path == CHAT else {"prompt": "x"})}
 
 
-def _malformed(data: bytes) -> Case:
+def _malformed(number: int, data: bytes) -> Case:
     def open_by(place: Place) -> str:
         answer = talk(place.service, data)
         body = answer.rpartition(b"\r\n\r\n")[2]
         return "" if not answer or json.loads(body)["error"]["message"] else f"answers {answer[:200]!r}"
 
-    return Case("serve", f"bytes {_short(data)}", open_by)
+    return Case("serve", f"bytes {number}: {_short(data)}", open_by)
 
 
 # ------------------------------------------------------------------------------------------------------------ clients
@@ -417,7 +417,7 @@ def cases() -> Iterator[Case]:
         yield _send(f"headers {headers}", "POST", TEXT, _good(TEXT), status, **headers)
     for method, path, headers, status in LINES:
         yield _send(f"{method} {path} {headers or ''}", method, path, None, status, **headers)
-    yield from map(_malformed, MALFORMED)
+    yield from (_malformed(number, data) for number, data in enumerate(MALFORMED))
     yield from (Case("serve", name, open_by) for name, open_by in CLIENTS.items())
 
 
