@@ -350,7 +350,7 @@ def _overflow(place: Place) -> str:
 def _flood(place: Place) -> str:
     """Send 2,000 malformed requests: no memory, no thread, no line of the log is left of them."""
     service = place.service
-    for data in MALFORMED:  # what grows once
+    for data in MALFORMED * 10:  # what grows once, such as the allocator's arenas of threads
         talk(service, data)
     threads, before = service.status("Threads"), service.status("VmRSS")
     for number in range(2000):
