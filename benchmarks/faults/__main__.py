@@ -23,6 +23,7 @@ GROUPS = {
     "tamper": "every file of a run damaged, for every command that reads it",
     "inputs": "bad input",
     "mutations": "mutations of every parser's input",
+    "doors": "what a stranger sends, or leaves to be read",
 }
 
 
