@@ -265,6 +265,32 @@ def _with_bounds(interval: Interval) -> str:
     return f"{interval.value:.3g} ({interval.low:.3g} to {interval.high:.3g})"
 
 
+def draw(found: dict[str, list[Run]]) -> None:
+    """The picture of the page: held-out loss, accuracy and gold reward over β, a dot a seed."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    colours = {"statements": "#1d4ed8", "gold": "#c2410c"}
+    backbone = float(np.mean([run["test"]["gold of the backbone"] for run in found["gold"]]))
+    levels = {"loss": float(np.log(2)), "preference_accuracy": 0.5, "gold": backbone}
+    with matplotlib.rc_context({"svg.hashsalt": NAME, "font.size": 10}):
+        figure = Figure(figsize=(9.6, 3.0), layout="constrained")
+        FigureCanvasSVG(figure)
+        for ax, (name, level) in zip(figure.subplots(1, 3), levels.items(), strict=True):
+            for setting, runs in found.items():
+                if name in shown(setting):
+                    betas, y = sorted({run["beta"] for run in runs}), table(runs, name, "test")
+                    ax.plot(betas, y.mean(0), color=colours[setting], label=setting)
+                    ax.plot(betas, y.T, ".", color=colours[setting], ms=5)
+            ax.axhline(level, color="#57534e", lw=0.8, ls="--")
+            ax.set_xscale("log")
+            ax.set(xlabel="β", title=SHOWN[name][0], ylabel=SHOWN[name][1])
+            ax.spines[["top", "right"]].set_visible(False)
+        figure.axes[0].legend(frameon=False, fontsize=9)
+        figure.savefig(PAGE.with_suffix(".svg"), format="svg", metadata={"Date": None, "Creator": None})
+
+
 def main() -> None:
     """Run what `RUNS` has not, and write benchmarks/results/preference_beta.json and the section of the page."""
     limit_threads(1)
@@ -275,6 +301,7 @@ def main() -> None:
         rows(bench, name, runs)
     bench.finish()
     write_between(PAGE, BEGIN, END, words(found))
+    draw(found)
 
 
 if __name__ == "__main__":
