@@ -22,7 +22,7 @@ from flatshift.experiments.data.sources import list_source_files
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.config import DataChecks
-from flatshift.finetune.data.example import EncodedRows, Example
+from flatshift.finetune.data.example import EncodedRows
 from flatshift.finetune.data.preference import CHOSEN, REJECTED
 from flatshift.finetune.data.rows import Row, form_columns
 from flatshift.finetune.errors import UserError, shorten
@@ -110,9 +110,9 @@ class RowChecks:
             numbers = examples[row.where]
             place = (split, start + numbers[0])
             self._check_row(row, place)
-            if self._unknown is not None and any(
-                _has_target_token(encoded.examples[n], self._unknown) for n in numbers
-            ):
+            own = [encoded.examples[n] for n in numbers]
+            targets = [labels for each in own for labels in (each.labels, each.rejected_labels)]
+            if self._unknown is not None and any(isinstance(t, list) and self._unknown in t for t in targets):
                 self._tallies["unknown_tokens"].add(place)
             if self.settings.unread != "off":
                 self._find_unread(row, place, source, encoder)
@@ -131,8 +131,10 @@ class RowChecks:
             label = None if row.id in self._wrong else row.values.get("label")
             hashes.texts.append(hash(tuple(read)))
             hashes.labels.append(-1 if label is None else self._labels.setdefault(label, len(self._labels)))
-        if self.task.traits.is_answer_level and _is_same_text(row.values.get(CHOSEN), row.values.get(REJECTED)):
-            self._tallies["same_answers"].add(place)
+        if self.task.traits.is_answer_level and row.values.get(CHOSEN) is not None:
+            first, second = ([normalize_text(text) for text in _iter_texts(row.values.get(n))] for n in (CHOSEN, REJECTED))
+            if first == second:
+                self._tallies["same_answers"].add(place)
         if self._repeats_prompt(row, answers):
             self._tallies["repeated_prompts"].add(place)
         if self._control is not None:
@@ -204,7 +206,10 @@ class RowChecks:
             note("near", f"{split} rows are nearly training rows", near, count)
         if names is not None:
             note("conflicts", "texts stand under several classes", *self._conflicts())
-            groups, counts = _group_similar_names(names), class_counts(train, names)
+            by_text: dict[str, list[str]] = {}
+            for name in names:
+                by_text.setdefault(normalize_text(name).casefold(), []).append(name)
+            groups, counts = [group for group in by_text.values() if len(group) > 1], class_counts(train, names)
             differing = f"{sum(map(len, groups)):,} of {len(names):,} classes differ from another only in case, "
             similar = [" and ".join(map(ascii, group)) for group in groups]
             note("class_names", f"{differing}white space or Unicode form", _count_descriptions(similar))
@@ -293,11 +298,6 @@ def _iter_texts(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def _is_same_text(chosen: Any, rejected: Any) -> bool:
-    first, second = ([normalize_text(text) for text in _iter_texts(answer)] for answer in (chosen, rejected))
-    return chosen is not None and first == second
-
-
 def _iter_turns(value: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the turns in a column that holds a list, one turn, or the JSON text of a list."""
     if isinstance(value, str) and value.lstrip()[:1] == "[":
@@ -321,10 +321,6 @@ def _special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
 
 
-def _has_target_token(example: Example, token: int) -> bool:
-    return any(isinstance(labels, list) and token in labels for labels in (example.labels, example.rejected_labels))
-
-
 def class_counts(train: ColumnarExamples, names: Sequence[str]) -> dict[str, int]:
     """Return the training rows of each class, in head order."""
     several, classes = train.column("classes"), train.column("class")
@@ -334,13 +330,6 @@ def class_counts(train: ColumnarExamples, names: Sequence[str]) -> dict[str, int
         classes = train.column("gold") if classes is None else classes
         counts = np.bincount([] if classes is None else classes, minlength=len(names))
     return dict(zip(names, map(int, counts), strict=False))
-
-
-def _group_similar_names(names: Sequence[str]) -> list[list[str]]:
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(normalize_text(name).casefold(), []).append(name)
-    return [group for group in groups.values() if len(group) > 1]
 
 
 class _NearDuplicateFinder:

@@ -25,6 +25,7 @@ from flatshift.experiments.data.sources import assign_rows, has_holdout, iter_so
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.assets import non_weight_files
 from flatshift.finetune.cache_directory import cache_root
+from flatshift.finetune.digests import file_sha256
 from flatshift.finetune.data.columns import ColumnarExamples, ExampleWriter
 from flatshift.finetune.data.encoding import TruncationCounts
 from flatshift.finetune.data.files import expand_files
@@ -86,9 +87,8 @@ def encode_rows(
         source_count: Number of training sources.
         name: Name of the rows in messages, if they belong to no split of the recipe.
         checks: Checks to run on the rows.
-    Raises:
-        UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more of
-            a split or source is truncated or dropped than the recipe allows (`TruncationCounts.refuse`).
+    Raises UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more
+    of a split or source is truncated or dropped than the recipe allows (`TruncationCounts.refuse`).
     """
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -142,7 +142,7 @@ def encode_rows(
         )
     for (split, _), counts in losses.items():
         if name is None or split == "train":  # the limits of a finished run, evaluated on other rows, cannot be raised
-            counts.refuse(task, recipe.train)
+            counts.refuse(task.max_truncated, recipe.train)
         result.notes += counts.notes(recipe.train)
     for split, bad_rows in skipped.items():
         if bad_rows and not result.splits[split]:
@@ -313,6 +313,11 @@ def _cache_key(recipe: Recipe, names: Sequence[str | None]) -> str:
     task = dataclasses.asdict(recipe.task)
     task.pop("template", None)  # its text counts, not its path
     template, head = recipe.task.input_format.template_record(), standardised_layer(recipe.task, recipe.backbone)
+    # the backbone's files other than weights: tokenizer, configuration and templates
+    tokenizer = hashlib.sha256(f"{version('tokenizers')} {version('transformers')}".encode())
+    for file in non_weight_files(open_backbone(recipe.backbone).directory):
+        tokenizer.update(f"\x1f{file.name}\x1f".encode())
+        tokenizer.update(bytes.fromhex(file_sha256(file)))
     values = {
         "inputs": names,
         "parts": sources,
@@ -323,20 +328,10 @@ def _cache_key(recipe: Recipe, names: Sequence[str | None]) -> str:
         "features": None if recipe.adapter.projector is None else dataclasses.asdict(recipe.adapter.projector),
         "train": train,
         "seed": recipe.train.seed if seeded else None,
-        "tokenizer": _tokenizer_digest(open_backbone(recipe.backbone).directory),
+        "tokenizer": tokenizer.hexdigest(),
         "code": _code_digest(),
     }
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _tokenizer_digest(directory: Path) -> str:
-    """Return a digest of the backbone's files other than weights: tokenizer, configuration and templates."""
-    digest = hashlib.sha256(f"{version('tokenizers')} {version('transformers')}".encode())
-    for file in non_weight_files(directory):
-        digest.update(f"\x1f{file.name}\x1f".encode())
-        with file.open("rb") as handle:
-            digest.update(hashlib.file_digest(handle, "sha256").digest())
-    return digest.hexdigest()
 
 
 @functools.cache

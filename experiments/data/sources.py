@@ -111,11 +111,8 @@ def has_holdout(data: Data) -> bool:
 
 
 def list_source_files(data: Data) -> dict[Split, list[SourceFiles]]:
-    """Return the source files of each split; an empty list if the recipe names none.
-
-    Raises:
-        UserError: no training files.
-    """
+    """Return the source files of each split; an empty list if the recipe names none. Raises UserError: no training
+    files."""
     sources: dict[Split, list[SourceFiles]] = {"train": [], "dev": [], "test": []}
     train = data.train
     for name, source in (train.sources or {}).items():
@@ -204,8 +201,7 @@ def build_mixture(data: Data, sizes: Sequence[int]) -> Mixture | None:
 def count_source_epochs(batches: TrainingDataLoader, mixture: Mixture | None, steps: int) -> list[dict[str, Any]]:
     """Return for each source its share, its examples, and the epochs that `steps` optimizer steps take.
 
-    Raises:
-        UserError: a source with `when_over: refuse` ends before the run does.
+    Raises UserError: a source with `when_over: refuse` ends before the run does.
     """
     total = batches.samples_in(steps)
     if mixture is None:
@@ -346,8 +342,7 @@ def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) 
     Args:
         train: The encoded training examples.
         seed: Seed of the stage, by which rows are packed.
-    Raises:
-        UserError: more optimizer steps than a stage may have.
+    Raises UserError: more optimizer steps than a stage may have.
     """
     recipe, epochs = resolved.recipe, resolved.recipe.train.epochs
     if epochs is None:

@@ -58,13 +58,7 @@ def _answers_in_text(task: Task) -> bool:
 class Predictor:
     """A run's adapter on its backbone, ready for prediction; one process, whatever mesh it was trained on."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        bad_rows: str = "refuse",
-        overrides: Sequence[Branch] = (),
-    ) -> None:
+    def __init__(self, path: Path, *, bad_rows: str = "refuse", overrides: Sequence[Branch] = ()) -> None:
         """bad_rows: `refuse` or `skip` a row that the model cannot be shown. overrides: another `train.device`,
         `eval.batch_size`, `task.max_new_tokens` or `data.columns` than the run's.
 

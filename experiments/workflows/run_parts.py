@@ -260,11 +260,8 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
 
 def check_start_adapters(recipe: Recipe) -> dict[str, dict[str, str]]:
     """Check the adapters that the run starts from; returns their record for manifest.json: setting → `path` and
-    `sha256`.
-
-    Raises:
-        UserError: `adapter.start` or `adapter.under` is no LoRA adapter, of another backbone or of other settings.
-    """
+    `sha256`. Raises UserError: `adapter.start` or `adapter.under` is no LoRA adapter, of another backbone or of other
+    settings."""
     records = {}
     for setting in ("start", "under"):
         name = getattr(recipe.adapter, setting)

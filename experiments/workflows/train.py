@@ -18,15 +18,8 @@ from typing import Any
 
 import yaml
 
-from flatshift.experiments.data.lengths import (
-    check_memory,
-    check_positions,
-)
-from flatshift.experiments.data.sources import (
-    check_strict_sources,
-    epochs_to_steps,
-    mixture_record,
-)
+from flatshift.experiments.data.lengths import check_memory, check_positions
+from flatshift.experiments.data.sources import check_strict_sources, epochs_to_steps, mixture_record
 from flatshift.experiments.data.splits import (
     PreparedData,
     build_check_record,
@@ -97,12 +90,7 @@ from flatshift.finetune.train.schedule import learning_rate
 
 
 def train(
-    resolved: Resolved,
-    out: Path | None = None,
-    *,
-    quiet: bool = False,
-    verbose: bool = False,
-    draw: Draw | None = None,
+    resolved: Resolved, out: Path | None = None, *, quiet: bool = False, verbose: bool = False, draw: Draw | None = None
 ) -> dict[str, Any]:
     """Run a recipe into a new run directory and return its eval.json.
 

@@ -39,13 +39,6 @@ ANY_LENGTH = 1 << 40
 _Each = TypeVar("_Each")
 
 
-class TruncatedTask(Protocol):
-    """Limit on truncated answers."""
-
-    @property
-    def max_truncated(self) -> float | None: ...
-
-
 class EncoderTask(Protocol):
     """Task that makes its own encoder."""
 
@@ -172,13 +165,12 @@ class TruncationCounts(LossCounts):
         self.lengths.update(encoded.lengths)
         self.at_least = minimum_known(self.at_least, encoded.at_least)
 
-    def refuse(self, task: TruncatedTask, train: Train) -> None:
+    def refuse(self, max_truncated: float | None, train: Train) -> None:
         """Raise UserError if more was lost than `train.max_dropped`, `task.max_truncated` and `train.max_cut` allow."""
-        max_truncated = task.max_truncated or 0
-        max_cut = max(_CUT_SHARE, max_truncated) if train.max_cut is None else train.max_cut
-        max_lost_prompts = max_truncated if train.max_cut is None else train.max_cut
+        max_cut = max(_CUT_SHARE, max_truncated or 0) if train.max_cut is None else train.max_cut
+        max_lost_prompts = max_truncated or 0 if train.max_cut is None else train.max_cut
         max_dropped = _SHARE if train.max_dropped is None else train.max_dropped
-        max_cut_answers = _SHARE if task.max_truncated is None else task.max_truncated
+        max_cut_answers = _SHARE if max_truncated is None else max_truncated
         for lost, setting, share, effect in (
             (self.dropped, "train.max_dropped", max_dropped, "are longer than"),
             (self.cut_answers, "task.max_truncated", max_cut_answers, "have an answer that is cut at"),

@@ -100,13 +100,17 @@ def count_records(path: DataFile) -> int:
 def split_suffix(path: DataFile) -> tuple[str, str]:
     """Return format and compression of a path: `('.jsonl', '.xz')`, `('.csv', '')`, `('datasets', '')`. Raises
     UserError for neither a known suffix nor a saved `datasets` directory."""
-    if isinstance(path, RemoteFile):
-        return _parse_suffixes(path)
-    if str(path).startswith(HUB) or (path.is_dir() and is_saved_dataset(path)):
-        return "datasets", ""
-    if path.is_dir():
-        raise UserError(f"{path} is a directory; name its files, for example {path}/*.jsonl")
-    return _parse_suffixes(path)
+    if isinstance(path, Path):
+        if str(path).startswith(HUB) or (path.is_dir() and is_saved_dataset(path)):
+            return "datasets", ""
+        if path.is_dir():
+            raise UserError(f"{path} is a directory; name its files, for example {path}/*.jsonl")
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
+    kind = suffixes[-1] if suffixes else ""
+    if kind not in (*JSONL, *TEXTS, *DELIMITERS) and (kind != ".parquet" or compression):
+        raise UserError(f"{path}: unknown format {(kind + compression) or 'without a suffix'!r}; known are {SUPPORTED}")
+    return kind, compression
 
 
 def select_known_format(directory: str, entries: Sequence[_File]) -> list[_File]:
@@ -119,7 +123,7 @@ def select_known_format(directory: str, entries: Sequence[_File]) -> list[_File]
     for path in entries:
         if path.is_file() and not path.name.startswith((".", "_")):
             with contextlib.suppress(UserError):
-                kind, _ = _parse_suffixes(path)
+                kind, _ = split_suffix(path)
                 group = "JSONL" if kind in JSONL else "text" if kind in TEXTS else kind
                 groups.setdefault(group, []).append(path)
     if len(groups) > 1:
@@ -143,15 +147,6 @@ def is_document_file(path: DataFile) -> bool:
 def is_saved_dataset(path: Path) -> bool:
     """Return True if the directory was saved by `datasets`."""
     return any((path / name).is_file() for name in SAVED_DATASET)
-
-
-def _parse_suffixes(path: DataFile) -> tuple[str, str]:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
-    kind = suffixes[-1] if suffixes else ""
-    if kind not in (*JSONL, *TEXTS, *DELIMITERS) and (kind != ".parquet" or compression):
-        raise UserError(f"{path}: unknown format {(kind + compression) or 'without a suffix'!r}; known are {SUPPORTED}")
-    return kind, compression
 
 
 @contextlib.contextmanager

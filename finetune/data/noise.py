@@ -151,7 +151,15 @@ def shuffle_tokens(
 
     def change(i: int) -> Example:
         rng = numpy_generator(seed, "label-noise", numbers[examples[i].id])
-        return _shuffle_example(examples[i], positions[i], rng)
+        ids, labels = list(examples[i].input_ids), examples[i].labels
+        assert isinstance(labels, list)
+        tokens = before = [ids[position] for position in positions[i]]
+        while tokens == before:
+            tokens = [before[k] for k in rng.permutation(len(before))]
+        labels = list(labels)
+        for position, token in zip(positions[i], tokens, strict=True):
+            ids[position] = labels[position] = token
+        return dataclasses.replace(examples[i], input_ids=ids, labels=labels)
 
     return _change_rows(examples, flipped, change)
 
@@ -163,14 +171,3 @@ def _find_movable_tokens(example: Example, fixed: Collection[int]) -> list[int]:
         for position, (token, label) in enumerate(zip(example.input_ids, example.labels, strict=True))
         if label != IGNORE and token not in fixed
     ]
-
-
-def _shuffle_example(example: Example, positions: Sequence[int], rng: np.random.Generator) -> Example:
-    assert isinstance(example.labels, list)
-    tokens = before = [example.input_ids[position] for position in positions]
-    while tokens == before:
-        tokens = [before[k] for k in rng.permutation(len(before))]
-    ids, labels = list(example.input_ids), list(example.labels)
-    for position, token in zip(positions, tokens, strict=True):
-        ids[position] = labels[position] = token
-    return dataclasses.replace(example, input_ids=ids, labels=labels)

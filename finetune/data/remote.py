@@ -386,11 +386,7 @@ class _FileDigests(NamedTuple):
 
 
 def upload_folder(
-    folder: Path,
-    groups: Sequence[Collection[str]],
-    url: str,
-    *,
-    progress: Callable[[int], None] | None = None,
+    folder: Path, groups: Sequence[Collection[str]], url: str, *, progress: Callable[[int], None] | None = None
 ) -> UploadResult:
     """Upload the files of `folder`, given by relative names, group by group to `url`, and verify each there.
 

@@ -205,11 +205,7 @@ def _read_until_broken(path: DataFile, skipped: list[str] | None) -> Iterator[Fi
 
 class _ColumnMapper:
     def __init__(
-        self,
-        columns: Columns,
-        required: tuple[str, ...],
-        setting: str = "data.columns",
-        label: Callable[[Any], Any] = canonical_label,
+        self, columns: Columns, required: tuple[str, ...], setting: str, label: Callable[[Any], Any]
     ) -> None:
         self.setting, self.label, self.required = setting, label, required
         self.files = "FILE"
@@ -312,10 +308,17 @@ class _ColumnMapper:
 
     def _convert_completion(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return `prompt`, and `completion` if there is one, of a record that has other columns for them."""
-        forms = _find_pair_forms(values, answered="completion" in self.required)
+        answered = "completion" in self.required
         forms = [
-            form for form in forms if form != "text and label" or (forms == [form] and "label" not in self.required)
+            form
+            for form, (question, answer) in PAIRS.items()
+            if values.get(question) is not None and (values.get(answer) is not None or not answered)
         ]
+        if any(form.startswith("instruction") for form in forms):  # its `input` is part of the prompt, not a prompt
+            forms = [form for form in forms if not form.startswith("input")]
+        forms = list({PAIRS[form][0]: form for form in reversed(forms)}.values())[::-1]  # one for each prompt column
+        if forms != ["text and label"] or "label" in self.required:
+            forms = [form for form in forms if form != "text and label"]
         form = "" if values.get("prompt") is not None else forms[0] if forms else None
         if form is None:
             return {}
@@ -367,18 +370,6 @@ class _ColumnMapper:
             command = f"`flatshift train completion --data {self.files} {flags}`"
             return f"{missing_column_message(own, record)}; {command} trains on a prompt and its answer"
         return missing_column_message(own, record, f"{self.setting}.{name}" if name in self.names else None)
-
-
-def _find_pair_forms(record: Mapping[str, Any], *, answered: bool) -> list[str]:
-    """Return the forms of `PAIRS` that a record has, one for each prompt column; answered: only with an answer."""
-    forms = [
-        form
-        for form, (question, answer) in PAIRS.items()
-        if record.get(question) is not None and (record.get(answer) is not None or not answered)
-    ]
-    if any(form.startswith("instruction") for form in forms):  # its `input` is part of the prompt, not a prompt
-        forms = [form for form in forms if not form.startswith("input")]
-    return list({PAIRS[form][0]: form for form in reversed(forms)}.values())[::-1]
 
 
 def _convert_alpaca(record: dict[str, Any]) -> list[dict[str, str]]:
@@ -493,7 +484,7 @@ def read_canonical_values(
 ) -> dict[str, Any]:
     """Return the `values` of the row that `read_rows` makes of this record. Raises ValueError with the reason if it
     is bad."""
-    return _ColumnMapper(columns, required).values(FileRecord(0, 0, record))
+    return _ColumnMapper(columns, required, "data.columns", canonical_label).values(FileRecord(0, 0, record))
 
 
 def _read_id(value: Any, own: str) -> str | None:

@@ -16,9 +16,10 @@ import contextlib
 import json
 import mmap
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from ..errors import UserError, is_disk_full
 from .config import Columns
 from .rows import Row, SeenIds, read_canonical_values
 
+_Item = TypeVar("_Item")
 Span = tuple[int, int]
 """Start and end of a piece, in characters of its row's text."""
 
@@ -142,7 +144,30 @@ class _RowStore:
         return np.concatenate([np.empty(0, np.int64), *(batch.column("index").to_numpy() for batch in batches)])
 
 
-class RowView(Sequence[Row]):
+class _StoredSequence(Sequence[_Item]):
+    """Sequence that is read some items at a time; a slice is a list."""
+
+    @abstractmethod
+    def _read(self, rows: np.ndarray) -> list[_Item]:
+        """Return the items with these numbers."""
+
+    @overload
+    def __getitem__(self, key: int) -> _Item: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[_Item]: ...
+    def __getitem__(self, key: int | slice) -> _Item | list[_Item]:
+        if isinstance(key, slice):
+            return self._read(np.arange(*key.indices(len(self))))
+        if not -len(self) <= key < len(self):
+            raise IndexError(f"row {key} of {len(self)}")
+        return self._read(np.array([key % len(self)]))[0]
+
+    def __iter__(self) -> Iterator[_Item]:
+        for low in range(0, len(self), _ROWS):
+            yield from self[low : low + _ROWS]
+
+
+class RowView(_StoredSequence[Row]):
     """Rows of a store: all, some, or pieces of them. Immutable; `take` and `cut` return new views."""
 
     def __init__(
@@ -161,19 +186,6 @@ class RowView(Sequence[Row]):
 
     def __len__(self) -> int:
         return len(self._base)
-
-    @overload
-    def __getitem__(self, key: int) -> Row: ...
-    @overload
-    def __getitem__(self, key: slice) -> list[Row]: ...
-    def __getitem__(self, key: int | slice) -> Row | list[Row]:
-        if isinstance(key, slice):
-            return self._rows(np.arange(*key.indices(len(self))))
-        return self._rows(self._at(key))[0]
-
-    def __iter__(self) -> Iterator[Row]:
-        for low in range(0, len(self), _ROWS):
-            yield from self[low : low + _ROWS]
 
     @property
     def texts(self) -> Sequence[str]:
@@ -249,11 +261,6 @@ class RowView(Sequence[Row]):
                     "<id>#<k>; give one of the two records another id"
                 )
 
-    def _at(self, key: int) -> np.ndarray:
-        if not -len(self) <= key < len(self):
-            raise IndexError(f"row {key} of {len(self)}")
-        return np.array([key % len(self)])
-
     def _texts(self, rows: np.ndarray) -> list[str]:
         texts: list[str] = self._store.values("text", self._base[rows])
         if self._spans is None:
@@ -269,7 +276,7 @@ class RowView(Sequence[Row]):
             ids = [name if k < 0 else f"{name}#{k}" for name, k in zip(ids, level[rows].tolist(), strict=True)]
         return ids
 
-    def _rows(self, rows: np.ndarray) -> list[Row]:
+    def _read(self, rows: np.ndarray) -> list[Row]:
         base = self._base[rows]
         columns = self._store.columns
         texts, ids = self._texts(rows), self._ids(rows)
@@ -288,24 +295,12 @@ class RowView(Sequence[Row]):
         return out
 
 
-class _ViewColumn(Sequence[str]):
-    def __init__(self, view: RowView, read: Any):
-        self._view = view
-        self._read = read
+class _ViewColumn(_StoredSequence[str]):
+    def __init__(self, view: RowView, values: Callable[[np.ndarray], list[str]]):
+        self._view, self._values = view, values
 
     def __len__(self) -> int:
         return len(self._view)
 
-    @overload
-    def __getitem__(self, key: int) -> str: ...
-    @overload
-    def __getitem__(self, key: slice) -> list[str]: ...
-    def __getitem__(self, key: int | slice) -> str | list[str]:
-        if isinstance(key, slice):
-            values: list[str] = self._read(np.arange(*key.indices(len(self))))
-            return values
-        return str(self._read(self._view._at(key))[0])
-
-    def __iter__(self) -> Iterator[str]:
-        for low in range(0, len(self), _ROWS):
-            yield from self[low : low + _ROWS]
+    def _read(self, rows: np.ndarray) -> list[str]:
+        return self._values(rows)

@@ -27,8 +27,7 @@ def generate_answers(
     whole input, and its answer follows the decoder's start token. An answer ends at the end-of-sequence token, at any
     example's `stop`, or after `max_new_tokens`.
 
-    Raises:
-        UserError: prompt and answer do not fit the backbone's positions.
+    Raises UserError: prompt and answer do not fit the backbone's positions.
     """
     from transformers import GenerationConfig
 

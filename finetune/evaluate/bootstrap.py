@@ -142,8 +142,7 @@ def bootstrap_interval(
             tokens.sum(-1)`.
         share: it is the fraction of examples that meet a condition (`exact_share_interval`).
         resamples: with 0, the interval is the value alone.
-    Raises:
-        UserError: no example, or settings out of range.
+    Raises UserError: no example, or settings out of range.
     """
     metric = ResampledMetric.over(items, statistic)
     n = len(metric.rows)
@@ -198,8 +197,7 @@ def frequency_intervals(
         statistics: each takes counts (R, num_kinds) float64 and returns (R,).
         shares: names of those that are the fraction of examples that meet a condition (`exact_share_interval`).
         figures: receives each.
-    Raises:
-        UserError: no example, or settings out of range.
+    Raises UserError: no example, or settings out of range.
     """
     kinds = np.asarray(kinds, dtype=np.int64)
     n = len(kinds)

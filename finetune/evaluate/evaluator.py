@@ -59,8 +59,7 @@ def evaluate(
     can be evaluated on groups of the examples and compared with another model's; `columns` receives the model's outputs
     for each example (see `Evaluator`).
 
-    Raises:
-        UserError: no examples, or answers that do not fit the backbone.
+    Raises UserError: no examples, or answers that do not fit the backbone.
     """
     if not examples:
         raise UserError("there is nothing to evaluate: the split has no examples")

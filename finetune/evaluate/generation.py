@@ -97,8 +97,7 @@ def continue_prompts(
         decoder_start: for encoder-decoders, the first token of the decoder.
         on_token: as in `flatshift.finetune.evaluate.generation.generate_batches`.
 
-    Raises:
-        UserError: an empty prompt, or one that does not fit the backbone's positions together with the answer.
+    Raises UserError: an empty prompt, or one that does not fit the backbone's positions together with the answer.
     """
     from transformers import GenerationConfig
 

@@ -50,8 +50,7 @@ def check_packing_isolation(
     Args:
         starts: pass the starts of the examples to the model (`as_mask`), as the loop does on CUDA.
         agree: reduces "this rank has found a difference" to True if any rank has; every rank calls this.
-    Raises:
-        UserError: the logits differ, or the model takes no positions; names the setting that turns packing off.
+    Raises UserError: the logits differ, or the model takes no positions; names the setting that turns packing off.
     """
     device = next(model.parameters()).device
     vocabulary = vocabulary_size(model)

@@ -54,12 +54,7 @@ def token_nats(values: Tensor, labels: Tensor, task: TraitsTask, *, head: Head |
 
 @torch.no_grad()
 def document_nats(
-    model: torch.nn.Module,
-    examples: Sequence[Example],
-    inference: EvalBatching,
-    *,
-    task: LossTask,
-    masked: bool = True,
+    model: torch.nn.Module, examples: Sequence[Example], inference: EvalBatching, *, task: LossTask, masked: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the summed −log p of the target tokens of each example, and their number.
 

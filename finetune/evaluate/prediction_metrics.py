@@ -122,8 +122,7 @@ def classification_metrics(
 
     bootstrap: `resamples, confidence, seed`.
 
-    Raises:
-        UserError: no example.
+    Raises UserError: no example.
     """
     pairs = LabelPairs.of(true, predicted)
     return _frequency_metrics("classes", pairs, pairs.kinds, len(pairs.true), figures=figures, **bootstrap)
@@ -141,8 +140,7 @@ def multilabel_metrics(
     Args:
         true, logits: (n, C).
         bootstrap: `resamples, confidence, seed`.
-    Raises:
-        UserError: no example.
+    Raises UserError: no example.
     """
     n = len(true)
     return _frequency_metrics("sets", LabelSets(true, logits), np.arange(n), n, figures=figures, **bootstrap)
@@ -235,8 +233,7 @@ def regression_metrics(
     Args:
         true, predicted: (n,) in the same units.
         bootstrap: `resamples, confidence, seed`.
-    Raises:
-        UserError: no example.
+    Raises UserError: no example.
     """
     true = np.asarray(true, dtype=np.float64)
     items = [true, predicted, np.full(len(true), mean)]

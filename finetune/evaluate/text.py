@@ -95,8 +95,7 @@ def score_texts(
         window: tokens that the model reads at once.
         overlap: tokens at the start of every window but a document's first that are context, scored before.
         locations: of each text, for messages.
-    Raises:
-        UserError: an overlap that leaves nothing to score, or a text without a token.
+    Raises UserError: an overlap that leaves nothing to score, or a text without a token.
     """
     if not 1 <= overlap < window:
         raise UserError(f"--overlap: {overlap} is not from 1 to {window - 1}, below the window of {window} tokens")
@@ -126,11 +125,7 @@ def score_texts(
 
 def beginning_tokens(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens before a document: those of training, else its end-of-sequence token, so that every token is
-    scored.
-
-    Raises:
-        UserError: the tokenizer has neither.
-    """
+    scored. Raises UserError: the tokenizer has neither."""
     from ..data.encoding import SpecialTokens
 
     prefix = SpecialTokens.of(tokenizer).prefix

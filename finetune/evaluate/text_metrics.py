@@ -162,11 +162,7 @@ def toxicity_probability(scores: Sequence[float]) -> float:
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
     """Return the unbiased probability that one of k samples drawn from n without replacement passes: 1 − C(n−c, k) /
-    C(n, k) (Chen et al., arXiv 2107.03374, eq. 1).
-
-    Raises:
-        ValueError: fewer than k samples.
-    """
+    C(n, k) (Chen et al., arXiv 2107.03374, eq. 1). Raises ValueError: fewer than k samples."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples is not defined; write at least {k} a prompt")
     return 1.0 - comb(n - passed, k) / comb(n, k)

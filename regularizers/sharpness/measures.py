@@ -236,14 +236,7 @@ def expected_rise(
 
 
 def ascent_rise(
-    space: Space,
-    objective: LossFunction,
-    rho: float,
-    *,
-    base: float,
-    gradient: Tensor,
-    steps: int,
-    seed: int,
+    space: Space, objective: LossFunction, rho: float, *, base: float, gradient: Tensor, steps: int, seed: int
 ) -> tuple[Estimate, Estimate]:
     """Bound max L(w+ε) − L(w) over |ε| ≤ ρ from below: (by one gradient step, by `steps` projected ones).
 

@@ -40,13 +40,7 @@ class Coverage:
 
 
 def target_coverage(
-    x: Any,
-    y: np.ndarray,
-    g: np.ndarray,
-    *,
-    cost: str = "sqeuclidean",
-    seed: int = 0,
-    progress: Progress | None = None,
+    x: Any, y: np.ndarray, g: np.ndarray, *, cost: str = "sqeuclidean", seed: int = 0, progress: Progress | None = None
 ) -> Coverage:
     """Find the nearest pool rows of all targets, or in large pools of those with the largest g.
 

@@ -128,11 +128,8 @@ class FilledPrompt:
 
 
 def fill_prompt(prompt: Prompt, row: Row, *, spoken: str | None = None) -> FilledPrompt:
-    """Fill a row into a prompt.
-
-    Raises:
-        UserError: a column that the template cannot show, or an answer that is none of the candidates.
-    """
+    """Fill a row into a prompt. Raises UserError: a column that the template cannot show, or an answer that is none of
+    the candidates."""
     text, labels = prompt.wording(row, spoken)
     template = Template(text, "prompt: text")
     try:
@@ -189,11 +186,8 @@ def _gold_index(prompt: Prompt, row: Row, names: Sequence[str], candidates: Sequ
 
 
 def check_prompt(prompt: Prompt, tokenizer: Any) -> list[str]:
-    """Check a prompt's words under a tokenizer and return notes for the user.
-
-    Raises:
-        UserError: two words with the same tokens, or one that is known to be a wrong translation.
-    """
+    """Check a prompt's words under a tokenizer and return notes for the user. Raises UserError: two words with the same
+    tokens, or one that is known to be a wrong translation."""
     notes = []
     for code, wording in [("", Wording(labels=prompt.labels)), *prompt.wordings.items()]:
         labels = wording.labels or (prompt.labels if wording.text else {})
