@@ -132,7 +132,9 @@ class RowChecks:
             hashes.texts.append(hash(tuple(read)))
             hashes.labels.append(-1 if label is None else self._labels.setdefault(label, len(self._labels)))
         if self.task.traits.is_answer_level and row.values.get(CHOSEN) is not None:
-            first, second = ([normalize_text(text) for text in _iter_texts(row.values.get(n))] for n in (CHOSEN, REJECTED))
+            first, second = (
+                [normalize_text(text) for text in _iter_texts(row.values.get(n))] for n in (CHOSEN, REJECTED)
+            )
             if first == second:
                 self._tallies["same_answers"].add(place)
         if self._repeats_prompt(row, answers):

@@ -69,7 +69,8 @@ def diagnose(*, deep: bool = False) -> dict[str, Any]:
         "cache": describe_token_cache(problems),
         "devices": list_devices(problems, notes) if deep else None,
     }
-    if not deep and _has_nvidia_driver() and "+cpu" in (versions.get("torch", {}).get("installed") or ""):
+    driver = (_PROC / "driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    if not deep and driver and "+cpu" in (versions.get("torch", {}).get("installed") or ""):
         fix = f"pip install --force-reinstall 'torch{versions['torch']['wanted']}' without the index of CPU builds"
         notes.append({"what": "an NVIDIA driver is here, but torch is a CPU build", "fix": fix})
     known = platform.system() == "Linux"  # CPU flags are read on Linux only
@@ -147,12 +148,10 @@ def describe_cpu() -> dict[str, Any]:
     """
     info = _read_proc("cpuinfo")
     flags = set(info.get("flags", info.get("Features", "")).split())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _read_cgroup_limit("cpu.max")
     return {
         "model": info.get("model name") or platform.processor() or platform.machine(),
-        "cores": cores,
-        "quota": quota,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "quota": _read_cgroup_limit("cpu.max"),
         "bf16": bool(flags & {"avx512_bf16", "bf16"}),
         "amx": "amx_bf16" in flags,
     }
@@ -191,10 +190,6 @@ def _read_cgroup_limit(name: str) -> float | None:
     if not parts or parts[0] == "max":
         return None
     return float(parts[0]) / float(parts[1]) if len(parts) == 2 else float(parts[0])
-
-
-def _has_nvidia_driver() -> bool:
-    return (_PROC / "driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
 def _report_missing_cuda(problems: Findings, notes: Findings) -> None:

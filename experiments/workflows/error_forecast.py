@@ -184,15 +184,6 @@ def _fit_targets(labels: np.ndarray, start: np.ndarray, recipe: Recipe) -> tuple
     return hot - 1 / classes, np.full_like(start, 1 / classes)
 
 
-def _error_and_loss(recipe: Recipe, predicted: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Return (error, loss): the share of wrong classes and the squared loss; for a regression the loss twice."""
-    if recipe.task.traits.has_targets:
-        loss = float(np.square(predicted[:, 0] - labels).mean())
-        return loss, loss
-    hot = np.eye(predicted.shape[1])[labels.astype(int)]
-    return float((predicted.argmax(1) != labels).mean()), float(np.square(predicted - hot).sum(1).mean())
-
-
 def _label_array(examples: Sequence[Any]) -> np.ndarray:
     return np.array([example.labels for example in examples], dtype=np.float64)
 
@@ -266,12 +257,13 @@ def _fit_metrics(
         ("left_out_", fit.left_out, offset, labels),
         ("test.", fit.test, test_offset, test_labels),
     ):
-        error, loss = _error_and_loss(recipe, predicted.reshape(split_offset.shape) + split_offset, split_labels)
-        metrics |= (
-            {f"{split}loss": loss} if recipe.task.traits.has_targets else {f"{split}error": error, f"{split}loss": loss}
-        )
+        values, is_regression = predicted.reshape(split_offset.shape) + split_offset, recipe.task.traits.has_targets
+        hot = split_labels[:, None] if is_regression else np.eye(values.shape[1])[split_labels.astype(int)]
+        if not is_regression:
+            metrics[f"{split}error"] = float((values.argmax(1) != split_labels).mean())
+        loss = float(np.square(values - hot).sum(1).mean())
+        metrics[f"{split}loss"] = loss
         if split == "train.":
-            hot = labels[:, None] if recipe.task.traits.has_targets else np.eye(offset.shape[1])[labels.astype(int)]
             variance = float(hot.var(0).sum())
             metrics["train.unexplained"] = loss / variance if variance else math.nan
     return {**metrics, "effective": fit.effective}

@@ -206,11 +206,8 @@ class _SideBySide:
             columns: dict[str, Any] = {"text": None}
             places = [row.where for row in rows]
             seed = derive_seed(recipe.train.seed, "bootstrap", split)
-            draw: dict[str, Any] = {
-                "resamples": recipe.eval.bootstrap,
-                "confidence": recipe.eval.confidence,
-                "seed": seed,
-            }
+            draw: dict[str, Any] = {"resamples": recipe.eval.bootstrap, "confidence": recipe.eval.confidence}
+            draw["seed"] = seed
             intervals: dict[str, Any] | None = None
             if self.few_shot is not None:
                 ranked = self._rank(subject, engine.model, tokenizer, rows, inference)
@@ -219,12 +216,12 @@ class _SideBySide:
                 columns |= {"predicted": ranked.predictions[0], "accuracy": ranked.right.mean(axis=0)}
                 notes = ranked.notes
             elif self.sampling is not None:
-                texts = write_samples(
+                samples = write_samples(
                     f"{subject.name} {split}", engine.model, tokenizer, rows, task, self.sampling, self.saved,
                     inference, console=self.console,
                 )  # fmt: skip
-                figures |= compute_sample_metrics(rows, texts, self.sampling)
-                results.generations += build_generation_records(subject.name, rows, texts)
+                figures |= compute_sample_metrics(rows, samples, self.sampling)
+                results.generations += build_generation_records(subject.name, rows, samples)
                 columns, notes = {}, []
             elif task.traits.reads_documents and recipe.adapter.projector is None:
                 intervals, notes = self._score_documents(
@@ -258,7 +255,8 @@ class _SideBySide:
             results.rows[subject.name, split] = places
             if columns:
                 named = {"subject": [subject.name] * len(places), "row": [place.rpartition("/")[2] for place in places]}
-                columns["text"] = columns["text"] or _shorten_texts(rows)
+                texts = [shorten_text(str(row.values.get("text", ""))) for row in rows[:MAX_TEXTS]]
+                columns["text"] = columns["text"] or [*texts, *[None] * (len(rows) - len(texts))]
                 results.predictions.append((split, {**named, **columns}))
 
     def _score_documents(
@@ -307,11 +305,6 @@ class _SideBySide:
 
 def _list_places(splits: Mapping[str, Sequence[Row]]) -> dict[str, list[str]]:
     return {split: [row.where for row in rows] for split, rows in splits.items()}
-
-
-def _shorten_texts(rows: Sequence[Row]) -> list[str | None]:
-    texts = [shorten_text(str(row.values.get("text", ""))) for row in rows[:MAX_TEXTS]]
-    return [*texts, *[None] * (len(rows) - len(texts))]
 
 
 def _window_size(model: Any, recipe: Recipe, window: int | None) -> int:

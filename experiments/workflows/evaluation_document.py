@@ -116,7 +116,17 @@ def build_document(
         return averages
 
     document: dict[str, Any] = {
-        "subjects": [_build_subject_record(subject, references.get(subject.name)) for subject in subjects],
+        "subjects": [
+            {
+                "name": subject.name,
+                "kind": "backbone" if subject.run is None else "run",
+                "backbone": subject.recipe.backbone,
+                "task": subject.recipe.task.kind,
+                "precision": subject.recipe.train.precision,
+                "compared_with": references.get(subject.name),
+            }
+            for subject in subjects
+        ],
         "data": [str(path) for path in expand_files(data)] if data else None,
         "rows": {split: len(rows) for split, rows in splits.items()},
         "figures": results.intervals,
@@ -135,7 +145,11 @@ def build_document(
         )
     if group_by:
         counts = {group: sum(column.count(group) for column in values.values()) for group in groups}
-        document["notes"] += _note_small_groups(counts)
+        if small := [group for group, count in counts.items() if count < _FEW_ROWS]:
+            document["notes"].append(
+                f"{len(small)} of {len(counts)} groups have fewer than {_FEW_ROWS} rows (first {small[0]!r}): their "
+                "figures are rough, and of one row there is no interval."
+            )
         names, families = _describe_languages(groups)
         document["group_by"] = {
             "column": group_by,
@@ -148,15 +162,6 @@ def build_document(
             ),
         }
     return json.loads(json.dumps(document))
-
-
-def _note_small_groups(counts: Mapping[str, int]) -> list[str]:
-    if not (small := [group for group, count in counts.items() if count < _FEW_ROWS]):
-        return []
-    return [
-        f"{len(small)} of {len(counts)} groups have fewer than {_FEW_ROWS} rows (first {small[0]!r}): their figures "
-        "are rough, and of one row there is no interval."
-    ]
 
 
 def _average_groups(
@@ -251,17 +256,6 @@ def _find_references(subjects: Sequence[EvaluationTarget]) -> dict[str, str]:
     return references
 
 
-def _build_subject_record(subject: EvaluationTarget, reference: str | None) -> dict[str, Any]:
-    return {
-        "name": subject.name,
-        "kind": "backbone" if subject.run is None else "run",
-        "backbone": subject.recipe.backbone,
-        "task": subject.recipe.task.kind,
-        "precision": subject.recipe.train.precision,
-        "compared_with": reference,
-    }
-
-
 def flatten_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return all metrics in the form of eval.json, {split: {metric: …}}, with the subject and the group in the name of
     the split."""
@@ -310,11 +304,6 @@ def format_document(document: Mapping[str, Any]) -> str:
 
 def format_headline(metrics: Mapping[str, Any]) -> str:
     """Format the metric of a group that is comparable with that of others, as `format_metrics`."""
-    name = find_headline_metric(metrics)
+    ordered = ["bits_per_byte", *sort_for_headline(metrics)]  # of text bits per byte
+    name = next((name for name in ordered if name in metrics), None)
     return format_metrics({name: metrics[name]})[0] if name else "–"
-
-
-def find_headline_metric(metrics: Mapping[str, Any]) -> str | None:
-    """Return bits per byte for text, else the first of the headline metrics."""
-    ordered = ["bits_per_byte", *sort_for_headline(metrics)]
-    return next((name for name in ordered if name in metrics), None)

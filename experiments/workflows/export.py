@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -266,7 +267,10 @@ def write_merged(folder: Path, run: ExportedRun, dtype: Dtype = "auto") -> Merge
     """Write weights, settings and tokenizer of the merged model into `folder`."""
     recipe, adapter = run.recipe, run.path / "adapter"
     cast = None if dtype == "auto" else getattr(torch, dtype)
-    stored = cast or _most_frequent_dtype(recipe)
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in read_index(open_backbone(recipe.backbone).directory).values():
+        sizes[entry.dtype] += math.prod(entry.shape)
+    stored = cast or max(sizes, key=sizes.__getitem__)  # tensors that the backbone lacks get the dtype of most values
     model: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=run.labels)
     changes, _ = read_changes(model, adapter)
     written = merge_files(model, adapter, folder, dtype=stored, cast=cast)
@@ -288,7 +292,7 @@ def write_merged(folder: Path, run: ExportedRun, dtype: Dtype = "auto") -> Merge
         save_generation_settings(recipe, folder, run.ends)
     tokenizer, tokenized = save_tokenizer(recipe, folder, rows=run.rows)
     name = str(stored).removeprefix("torch.")
-    return Merged(name, stored.itemsize >= 4, written.rounding.as_json(), largest, tokenizer, tokenized)
+    return Merged(name, stored.itemsize >= 4, written.rounding.by_dtype, largest, tokenizer, tokenized)
 
 
 def _restore_older_keys(source: Path, target: Path) -> None:
@@ -301,14 +305,6 @@ def _restore_older_keys(source: Path, target: Path) -> None:
         elif name not in _REWRITTEN_KEYS:
             new.setdefault(name, value)
     write_json(target, new)
-
-
-def _most_frequent_dtype(recipe: Recipe) -> Any:
-    """Return the dtype of most values in the backbone's own weight files."""
-    sizes: dict[Any, int] = {}
-    for entry in read_index(open_backbone(recipe.backbone).directory).values():
-        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
-    return max(sizes, key=sizes.__getitem__)
 
 
 _LAST = ("config.json", "adapter_config.json", "result.json", MANIFEST, DONE)

@@ -172,14 +172,10 @@ def _ranking_metrics(
     means = {"accuracy": ResampledMetric.over([right.mean(axis=0)], lambda x: x.mean(-1))}
     for name in by_seed[0]:
         if name != "accuracy":
-            means[name] = _mean_metric([figures[name] for figures in by_seed])
+            metrics = [figures[name] for figures in by_seed]
+            mean = lambda rows, metrics=metrics: np.mean([m.statistic(rows) for m in metrics], axis=0)  # noqa: E731
+            means[name] = ResampledMetric(metrics[0].rows, mean)
     return means | {"chance": ResampledMetric.over([chance], lambda x: x.mean(-1))}
-
-
-def _mean_metric(figures: Sequence[ResampledMetric]) -> ResampledMetric:
-    return ResampledMetric(
-        figures[0].rows, lambda rows: np.mean([figure.statistic(rows) for figure in figures], axis=0)
-    )
 
 
 _Text = tuple[str, str, str]

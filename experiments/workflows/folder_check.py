@@ -190,12 +190,17 @@ def compare_folder(run: ExportedRun, expected: ExpectedAnswers, folders: Sequenc
     requests = [_build_request(run, expected, folder) for folder in folders]
     (expected.work / "asked.json").write_text(json.dumps(requests), encoding="utf-8")
     packages = [str(folder.gguf.package) for folder in folders if folder.gguf is not None and folder.gguf.package]
-    answers = _run_plain_check(expected.work, packages)
+    script = Path(__file__).with_name("plain_check.py")
+    code, reason = run_offline([script, expected.work], packages, TRANSFORMERS_VERBOSITY="error")
+    if code:
+        raise UserError(f"plain transformers cannot use what was written: {shorten(reason, 200)}")
+    record = read_json_object(expected.work / "found.json")
+    assert not record["ours"], record["ours"]
     return [
         {"unread": answer["unread"]}
         if answer["unread"]
         else _check_answers(run, expected, answer, exact=folder.exact, classes=request["classes"])
-        for folder, request, answer in zip(folders, requests, answers, strict=True)
+        for folder, request, answer in zip(folders, requests, record["folders"], strict=True)
     ]
 
 
@@ -242,17 +247,6 @@ def run_offline(command: Sequence[object], packages: Sequence[str], **environmen
     )  # fmt: skip
     lines = [line for line in process.stderr.splitlines() if line.strip()]
     return process.returncode, lines[-1] if lines else f"exit code {process.returncode}"
-
-
-def _run_plain_check(work: Path, packages: Sequence[str]) -> list[dict[str, Any]]:
-    script = Path(__file__).with_name("plain_check.py")
-    code, reason = run_offline([script, work], packages, TRANSFORMERS_VERBOSITY="error")
-    if code:
-        raise UserError(f"plain transformers cannot use what was written: {shorten(reason, 200)}")
-    record = read_json_object(work / "found.json")
-    assert not record["ours"], record["ours"]
-    answers: list[dict[str, Any]] = record["folders"]
-    return answers
 
 
 def _check_answers(

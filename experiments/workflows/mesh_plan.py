@@ -71,7 +71,15 @@ def plan_mesh(
     counted = resolved.recipe.train.epochs is None
     own = any(not name.startswith(SAMPLE) for name in resolved.recipe.data.train.all_files)
     if not counted and tokens is None and (own or model is None):
-        resolved, data = _resolve_epochs(resolved)
+        rows = prepare_data(resolved.recipe).train
+        lengths = ColumnarExamples.of(rows).ragged("input_ids")
+        resolved = epochs_to_steps(resolved, rows, seed=derive_seed(resolved.recipe.train.seed, FINE_TUNE))
+        data = {
+            "rows": len(rows),
+            "tokens": 0 if lengths is None else int(lengths[2].sum()),
+            "by": resolved.recipe.backbone,
+            "updates": resolved.recipe.train.steps,
+        }
         counted = True
     settings = resolved.recipe
     backbone, train = model or settings.backbone, settings.train
@@ -112,16 +120,6 @@ def plan_mesh(
         "notes": _plan_notes(cluster, sizes, layouts[0], best),
         "table": format_table(layouts, cluster, sizes),
     }
-
-
-def _resolve_epochs(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
-    recipe = resolved.recipe
-    rows = prepare_data(recipe).train
-    lengths = ColumnarExamples.of(rows).ragged("input_ids")
-    tokens = 0 if lengths is None else int(lengths[2].sum())
-    counted = epochs_to_steps(resolved, rows, seed=derive_seed(recipe.train.seed, FINE_TUNE))
-    updates = counted.recipe.train.steps
-    return counted, {"rows": len(rows), "tokens": tokens, "by": recipe.backbone, "updates": updates}
 
 
 def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: Layout, kind: str) -> dict[str, Any]:
@@ -190,9 +188,12 @@ def format_plan(document: dict[str, Any]) -> str:
         if document["data"] is not None:
             files = "; its files have {rows:,} rows of {tokens:,} tokens ({by}), {updates:,} steps"
             duration += files.format(**document["data"])
+        total = sum(best["seconds"].values()) or 1.0
+        parts = sorted(((seconds / total, name) for name, seconds in best["seconds"].items()), reverse=True)
+        shares = ", ".join(f"{name} {share:.0%}" for share, name in parts if share >= 0.005)
         lines += [
             f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{memory}; a step of "
-            f"{format_duration(best['update_s'])} ({_format_time_shares(best['seconds'])})",
+            f"{format_duration(best['update_s'])} ({shares})",
             duration,
             "evaluation: {rows_at_once:,} rows at once take {gib:g} GiB next to the weights, a thousand of the longest "
             "are as long as {updates_per_1000_rows:,g} steps".format(**document["evaluation"]),
@@ -203,9 +204,3 @@ def format_plan(document: dict[str, Any]) -> str:
     else:
         lines.append("it does not fit: take more or larger devices, --train.quantization nf4, or fewer rows per step")
     return "\n".join(lines)
-
-
-def _format_time_shares(seconds: dict[str, float]) -> str:
-    total = sum(seconds.values()) or 1.0
-    shares = sorted(((value / total, name) for name, value in seconds.items()), reverse=True)
-    return ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)

@@ -55,10 +55,15 @@ def build_card(
     of the folder: the adapter, the merged model, or files for llama.cpp, Ollama or vLLM.
     """
     base = base_model or published_name(recipe.backbone)
+    others = ", ".join(f"{format_code_span(name)} with weight {weight:g}" for name, weight in added)
+    sum_note = (
+        f"**A sum of adapters**, of rank {rank}: to the adapter described below (weight 1) is added {others}. The sum "
+        "has not been evaluated: all figures, settings and data below are of that first adapter alone.\n"
+    )
     parts = [
         _format_metadata(path, recipe, base, license, evaluated=not added, form=form),
         f"# {recipe.task.kind} {'adapter on' if form == 'adapter' else 'model from'} {format_code_span(base)}\n",
-        *([_describe_sum(added, rank)] if added else []),
+        *([sum_note] if added else []),
         _format_summary(path, recipe),
     ]
     if form == "adapter" and base_model is None and _is_local(recipe.backbone):
@@ -79,7 +84,10 @@ def build_card(
         "## Data\n",
         _format_data(recipe, read_json_object(path / "manifest.json", "inputs")["inputs"]),
         "## Licence\n",
-        _format_licence(base, license),
+        "- **To fill in:** the licence of this adapter (`license` in the metadata).\n"
+        * (license is None)
+        + f"- **To fill in:** the licence of the backbone {format_code_span(base)}, which this adapter is of no use "
+        "without.\n- **To fill in:** the licence of each file under Data, and who is to be named for it.\n",
     ]
     return "\n".join(parts)
 
@@ -142,14 +150,6 @@ def _hub_dataset_names(recipe: Recipe) -> list[str]:
     splits = (recipe.data.train.all_files, recipe.data.dev.files, recipe.data.test.files)
     names = [HubName.read(name).source for files in splits for name in files if name.startswith(HUB)]
     return list(dict.fromkeys(names))
-
-
-def _describe_sum(added: Sequence[tuple[str, float]], rank: int | None) -> str:
-    others = ", ".join(f"{format_code_span(name)} with weight {weight:g}" for name, weight in added)
-    return (
-        f"**A sum of adapters**, of rank {rank}: to the adapter described below (weight 1) is added {others}. The sum "
-        "has not been evaluated: all figures, settings and data below are of that first adapter alone.\n"
-    )
 
 
 def _format_summary(path: Path, recipe: Recipe) -> str:
@@ -261,14 +261,6 @@ def _format_data(recipe: Recipe, inputs: Sequence[dict[str, Any]]) -> str:
     if data.label_noise:
         notes.append(f"**{data.label_noise:.0%} of the training labels were made wrong on purpose.**")
     return "\n".join([_format_table(["file", "rows", "SHA-256"], rows), *(f"- {note}" for note in notes), ""])
-
-
-def _format_licence(base: str, license: str | None) -> str:
-    own = "- **To fill in:** the licence of this adapter (`license` in the metadata).\n" if license is None else ""
-    return (
-        f"{own}- **To fill in:** the licence of the backbone {format_code_span(base)}, which this adapter is of no use "
-        "without.\n- **To fill in:** the licence of each file under Data, and who is to be named for it.\n"
-    )
 
 
 def _without_paths(command: str) -> str:

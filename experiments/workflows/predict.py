@@ -65,6 +65,8 @@ class Predictor:
         Raises UserError if `path` is no finished run or was changed, or its rows bring features along
         (adapter.projector).
         """
+        from peft.tuners.lora import LoraModel
+
         recipe = to_single_process(read_finished_recipe(path, overrides, other_rows=True))
         if recipe.adapter.projector is not None and _answers_in_text(recipe.task):
             raise UserError(f"{path}: its adapter reads features with every row; evaluate it with `flatshift eval`")
@@ -74,8 +76,13 @@ class Predictor:
         self.backbone = open_backbone(recipe.backbone)
         self.tokenizer = self.backbone.tokenizer
         self.engine, _ = load_model(recipe, self.task, self.label_names, adapter=path / "adapter")
-        if not self.task.has_reference:  # merging would destroy its reference, the model without the adapter
-            _merge_adapter(self.engine.eval_model, recipe)
+        model: Any = self.engine.eval_model
+        # Merging LoRA factors into float32 weights: half the products of a pass, equal to 1e-6. Weights of lower
+        # precision would be rounded by it; a task's reference, the model without the adapter, would be destroyed.
+        if not self.task.has_reference and isinstance(getattr(model, "base_model", None), LoraModel):
+            dtypes = {str(p.dtype) for name, p in model.named_parameters() if "lora_" not in name}
+            if recipe.train.precision == "fp32" and dtypes == {"torch.float32"}:
+                model.merge_adapter()
         self.bad_rows = bad_rows
         self.skipped: list[str] = []  # `file:line: reason` of skipped rows
         self.truncated_rows = 0
@@ -150,17 +157,6 @@ class Predictor:
             records[index] |= {"answer": text.strip(), "tokens": len(answer.ids), "ended": answer.ended}
             self.open_answers += not answer.ended
         return records
-
-
-def _merge_adapter(model: Any, recipe: Recipe) -> None:
-    """Merge LoRA factors into this process's float32 weights: half the products of a pass, equal to 1e-6. Weights of
-    lower precision would be rounded by it and are not merged."""
-    from peft.tuners.lora import LoraModel
-
-    if isinstance(getattr(model, "base_model", None), LoraModel):
-        dtypes = {str(p.dtype) for name, p in model.named_parameters() if "lora_" not in name}
-        if recipe.train.precision == "fp32" and dtypes == {"torch.float32"}:
-            model.merge_adapter()
 
 
 def predict_from_run(

@@ -204,7 +204,13 @@ def compute_sample_metrics(
     }
     if sampling.programs:
         contained = check_sandbox_available(unsafe=sampling.unsafe_programs)
-        passed = _count_passed(rows, texts, contained=contained)
+        programs = []
+        for row, written in zip(rows, texts, strict=True):
+            test, entry = _get_test(row), row.record.get("entry_point")
+            call = f"\ncheck({entry})\n" if isinstance(entry, str) and entry.isidentifier() else "\n"
+            programs += [(f"{row.values['text']}{text}\n", f"{test}{call}") for text in written]
+        outcomes = iter(run_programs(programs, workers=2, contained=contained))
+        passed = [sum(next(outcomes) == "passed" for _ in written) for written in texts]
         for k in sampling.pass_at:
             values[f"pass_at_{k}"] = [pass_at_k(sampling.samples, count, k) for count in passed]
     if sampling.toxicity is not None:
@@ -219,17 +225,6 @@ def compute_sample_metrics(
             sums = np.array(list(present.values())), np.ones(len(present))
             metrics[name] = ResampledMetric.over(sums, ratio_statistic(), list(present))
     return metrics
-
-
-def _count_passed(rows: Sequence[Row], texts: Sequence[Sequence[str]], *, contained: bool) -> list[int]:
-    programs = []
-    for row, written in zip(rows, texts, strict=True):
-        test = _get_test(row)
-        entry = row.record.get("entry_point")
-        call = f"\ncheck({entry})\n" if isinstance(entry, str) and entry.isidentifier() else "\n"
-        programs += [(f"{row.values['text']}{text}\n", f"{test}{call}") for text in written]
-    outcomes = iter(run_programs(programs, workers=2, contained=contained))
-    return [sum(next(outcomes) == "passed" for _ in written) for written in texts]
 
 
 def _get_test(row: Row) -> str:

@@ -249,14 +249,19 @@ def _initialise_loftq(model: PeftModel, directory: Path | None) -> None:
     function ignores.
     """
     from peft.utils.integrations import dequantize_module_weight
+    from safetensors import safe_open
 
     packed = {name: layer for name, layer in lora_layers(model).items() if type(layer).__name__ == "Linear4bit"}
     if directory is None or not packed:
         raise UserError("adapter.init: loftq found no 4-bit layer among the adapted ones; set train.quantization: nf4")
-    prefix = getattr(model.get_base_model(), "base_model_prefix", "")
+    prefix, entries = getattr(model.get_base_model(), "base_model_prefix", ""), read_index(directory)
     for name, layer in packed.items():
         dequantized = dequantize_module_weight(layer.get_base_layer()).float()
-        weight = _read_file_weight(directory, f"{name}.weight", prefix).to(dequantized)
+        key = f"{name}.weight" if f"{name}.weight" in entries else f"{name}.weight".removeprefix(f"{prefix}.")
+        if key not in entries:
+            raise UserError(f"adapter.init: loftq does not find {name}.weight in the weight files of {directory}")
+        with safe_open(entries[key].file, framework="pt") as tensors:
+            weight = tensors.get_tensor(key).to(dequantized)
         # bitsandbytes may store the transpose of a Conv1D's weight
         fitting = [w for w in (weight, weight.T) if w.shape == dequantized.shape]
         weight = min(fitting, key=lambda w: float((w - dequantized).norm()))
@@ -265,17 +270,6 @@ def _initialise_loftq(model: PeftModel, directory: Path | None) -> None:
         root = s[:rank].sqrt()
         for factor, value in ((layer.lora_A, root[:, None] * v[:rank]), (layer.lora_B, u[:, :rank] * root)):
             factor[ADAPTER].weight.copy_(value)
-
-
-def _read_file_weight(directory: Path, name: str, prefix: str) -> Tensor:
-    from safetensors import safe_open
-
-    entries = read_index(directory)
-    key = name if name in entries else name.removeprefix(f"{prefix}.")
-    if key not in entries:
-        raise UserError(f"adapter.init: loftq does not find {name} in the weight files of {directory}")
-    with safe_open(entries[key].file, framework="pt") as tensors:
-        return tensors.get_tensor(key)
 
 
 @contextlib.contextmanager

@@ -61,14 +61,16 @@ class WeightDelta:
 
 
 class RoundingStatistics:
-    """Rounding error of the merged values by dtype: `largest` absolute, and `relative` to the row's largest value."""
+    """Rounding error of the merged values by the dtype's plain name: `largest` absolute, and `relative` to the row's
+    largest value."""
 
     def __init__(self) -> None:
-        self.by_dtype: dict[torch.dtype, dict[str, float]] = {}
+        self.by_dtype: dict[str, dict[str, float]] = {}
 
     def add(self, exact: Tensor, stored: Tensor) -> None:
         """Add some rows of a tensor before and after rounding. Raises UserError if a value is not finite."""
-        statistics = self.by_dtype.setdefault(stored.dtype, {"largest": 0.0, "relative": 0.0})
+        kind = str(stored.dtype).removeprefix("torch.")
+        statistics = self.by_dtype.setdefault(kind, {"largest": 0.0, "relative": 0.0})
         exact_rows = exact.double().reshape(exact.shape[0] if exact.ndim else 1, -1)
         stored_rows = stored.to(torch.float64, copy=True).reshape(exact_rows.shape)
         error = torch.linalg.vector_norm(stored_rows.sub_(exact_rows), torch.inf, dim=1)
@@ -76,12 +78,7 @@ class RoundingStatistics:
         statistics["largest"] = max(statistics["largest"], float(error.max()))
         statistics["relative"] = max(statistics["relative"], float((error / row).max()))
         if not error.isfinite().all():
-            kind = str(stored.dtype).removeprefix("torch.")
             raise UserError(f"the adapter makes weights that are not finite numbers in {kind}; it cannot be merged")
-
-    def as_json(self) -> dict[str, dict[str, float]]:
-        """Return the errors by the dtype's plain name."""
-        return {str(dtype).removeprefix("torch."): statistics for dtype, statistics in self.by_dtype.items()}
 
 
 class MergeResult(NamedTuple):
@@ -328,7 +325,7 @@ def _merge_error(reason: str) -> UserError:
 
 
 def _merged_rows(entry: TensorEntry, change: WeightDelta) -> Rows:
-    scale = _row_scale(entry, change) if change.magnitude is not None else None
+    scale = None if change.magnitude is None else _row_scale(entry, change)
 
     def rows(start: int, stop: int) -> Tensor:
         weight = change.added_to(entry, start, stop)

@@ -58,7 +58,14 @@ class SavedAdapter:
             settings = read_json_object(file, fix="save the adapter again")
         except UserError as error:
             raise UserError(f"{context}: {error}") from None
-        _check_patterns(settings, f"{context}: {file}")
+        for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
+            patterns = settings.get(key) or []
+            for pattern in map(str, patterns if isinstance(patterns, list | dict) else [patterns]):
+                # repeated groups, or many repetitions, may take for ever to match
+                if re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
+                    raise UserError(
+                        f"{context}: {file}: {key} has the pattern {shorten(pattern, 40)!r}; list the layers' names"
+                    )
         if settings.get("peft_type") != "LORA":
             raise UserError(
                 f"{context}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over"
@@ -116,16 +123,6 @@ class SavedAdapter:
                 layer, rank = name.split(".lora_")[0], tensor.shape[0]
                 scales[layer] = rank, saved_scale(self.settings, layer, rank)
         return scales
-
-
-def _check_patterns(settings: Mapping[str, Any], place: str) -> None:
-    """Raise UserError for a pattern of layers that may take for ever to match: repeated groups, or many repetitions."""
-    for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
-        patterns = settings.get(key) or []
-        listed = patterns if isinstance(patterns, list | dict) else [patterns]
-        for pattern in map(str, listed):
-            if re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
-                raise UserError(f"{place}: {key} has the pattern {shorten(pattern, 40)!r}; list the layers' names")
 
 
 def saved_scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:

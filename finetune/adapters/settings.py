@@ -215,19 +215,16 @@ def _fully_trained_modules(backbone: PreTrainedModel, adapter: Adapter) -> list[
         _require_module(backbone, suffix, "adapter.train_whole", linear=False)
         for name, module in backbone.named_modules():
             if name and _has_suffix(name, suffix):
-                _check_not_shared(backbone, name, module)
                 names.append(name)
+                parameters, inner = set(module.parameters()), set(module.modules())
+                for sharing, holder in backbone.named_modules():
+                    if holder not in inner and not parameters.isdisjoint(holder._parameters.values()):
+                        raise UserError(
+                            f"adapter.train_whole: {name} shares its weight with {sharing}, and only one of them would "
+                            "train; give both a LoRA adapter by adapter.targets, or take a backbone whose weights are "
+                            "not tied"
+                        )
     return names
-
-
-def _check_not_shared(backbone: nn.Module, name: str, module: nn.Module) -> None:
-    parameters, inner = set(module.parameters()), set(module.modules())
-    for sharing, holder in backbone.named_modules():
-        if holder not in inner and not parameters.isdisjoint(holder._parameters.values()):
-            raise UserError(
-                f"adapter.train_whole: {name} shares its weight with {sharing}, and only one of them would train; give "
-                "both a LoRA adapter by adapter.targets, or take a backbone whose weights are not tied"
-            )
 
 
 def _new_modules_outside_head(backbone: PreTrainedModel, task: TraitsTask, new_parameters: Iterable[str]) -> list[str]:

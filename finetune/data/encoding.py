@@ -51,15 +51,9 @@ def encode(
     task: EncoderTask,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
-    label_names: Sequence[str] | None = None,
-    bad_rows: Literal["refuse", "skip"] = "refuse",
-    decoder_start: int | None = None,
-    truncation: Literal["left", "right"] | None = None,
-    overlong: Literal["drop", "refuse", "split"] | None = None,
-    units: Units | None = None,
-    features: Projector | None = None,
+    **options: Any,
 ) -> EncodedRows:
-    """Encode `rows` for `task` into rows of at most `max_length` tokens.
+    """Encode `rows` for `task` into rows of at most `max_length` tokens. Options:
 
     label_names: classes in head order; else the task's, else the sorted labels of these rows. Required (and found) for
         classification and for ranked completions.
@@ -76,17 +70,7 @@ def encode(
     Raises UserError: a label outside the classes, a missing column of a template, a row without target tokens (unless
     skipped), a `max_length` without room for content, an example that is too long (if refused).
     """
-    encoder = task.encoder(
-        tokenizer,
-        max_length,
-        label_names=label_names,
-        bad_rows=bad_rows,
-        decoder_start=decoder_start,
-        truncation=truncation,
-        overlong=overlong,
-        units=units,
-        features=features,
-    )
+    encoder = task.encoder(tokenizer, max_length, **options)
     encoded = encoder.add(rows)
     return replace(encoded, notes=encoder.close())
 

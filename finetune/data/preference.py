@@ -246,12 +246,8 @@ class PreferenceEncoder:
                 results.append(sides)
                 continue
             places, desirable = sides
-            reasons = [
-                reason.removeprefix(f"{place}: ")
-                for place in places
-                for reason in encoded.skipped
-                if reason.startswith(f"{place}: ")
-            ]
+            pairs = [(f"{place}: ", reason) for place in places for reason in encoded.skipped]
+            reasons = [reason.removeprefix(start) for start, reason in pairs if reason.startswith(start)]
             examples = [by_place[place] for place in places if place in by_place]
             if not reasons and len(examples) < len(places):  # an answer begins far beyond
                 reasons = [self._nothing_left]

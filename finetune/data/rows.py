@@ -204,9 +204,7 @@ def _read_until_broken(path: DataFile, skipped: list[str] | None) -> Iterator[Fi
 
 
 class _ColumnMapper:
-    def __init__(
-        self, columns: Columns, required: tuple[str, ...], setting: str, label: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, columns: Columns, required: tuple[str, ...], setting: str, label: Callable[[Any], Any]) -> None:
         self.setting, self.label, self.required = setting, label, required
         self.files = "FILE"
         """The files as words of a command line, for messages."""

@@ -88,7 +88,11 @@ def score_candidates(
             _common_prefix_length([item[0].ids for item in members]), *(_shared_length(item) - 1 for item in members)
         )
         size = size if size >= _WORTH and len(group) > 1 else 0
-        cache = _read_prefix(model, members[0][0].ids[:size], inference) if size else None
+        cache = None
+        if size:
+            prefix = torch.tensor([members[0][0].ids[:size]], device=inference.device)
+            with inference.precision():
+                cache = output_cache(model(input_ids=prefix, use_cache=True, logits_to_keep=1))
         order = sorted(group, key=lambda i: -len(items[i][0].ids))
         for batch in _item_batches(order, items, model, inference):
             made = _score_after_prefix(model, [items[i] for i in batch], cache, size, inference)
@@ -135,12 +139,6 @@ def _item_batches(
         found.append(order[start : start + rows])
         start += rows
     return found
-
-
-def _read_prefix(model: Any, ids: Sequence[int], inference: EvalBatching) -> Any:
-    with inference.precision():
-        row = torch.tensor([list(ids)], device=inference.device)
-        return output_cache(model(input_ids=row, use_cache=True, logits_to_keep=1))
 
 
 def _score_after_prefix(

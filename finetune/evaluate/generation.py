@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..compute.numerics import evaluation_mode
 from ..config import check_bounds
+from ..data.encoding import iter_chunks
 from ..data.eval_batching import ALONE, EvalBatching
 from ..errors import UserError
 from ..models.anatomy import describe_prefix
@@ -268,16 +269,8 @@ def context_overflow(model: Any, prompt: Sequence[int], max_new_tokens: int, *, 
 def _prompt_batches(prompts: Sequence[Sequence[int]], size: int, *, alike: bool) -> Iterator[list[int]]:
     """Yield indices of at most `size` prompts, the longest first; alike: only prompts of equal length together."""
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    runs = itertools.groupby(order, key=lambda i: len(prompts[i]) if alike else 0)
-    for _, run in runs:
-        yield from batched(list(run), size)
-
-
-def batched(items: list[int], size: int) -> Iterator[list[int]]:
-    """Yield lists of at most `size` items, in order."""
-    iterator = iter(items)
-    while batch := list(itertools.islice(iterator, size)):
-        yield batch
+    for _, run in itertools.groupby(order, key=lambda i: len(prompts[i]) if alike else 0):
+        yield from iter_chunks(run, size)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:

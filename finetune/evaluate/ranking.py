@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from ..compute.protocols import LossTask
+from ..data.encoding import iter_chunks
 from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import IGNORE, Example
 from .answers import prompt_tokens
 from .candidates import answer_nats
-from .generation import batched
 from .perplexity import document_nats
 
 _VECTORS = 1 << 26
@@ -38,7 +38,7 @@ def rank_choices(model: Any, examples: Sequence[Example], inference: EvalBatchin
         return _rank_separately(model, examples, inference, task)
     scores = np.zeros((len(examples), len(examples[0].choices or ())))
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].input_ids))
-    for batch in batched(order, inference.batch_size):
+    for batch in iter_chunks(order, inference.batch_size):
         index, counts = inference.share.mine(batch)
         found = _rank_with_shared_prompt(model, [examples[i] for i in index], inference)
         if counts:

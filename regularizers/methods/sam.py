@@ -171,7 +171,10 @@ class AdapterSAM(TwoPassRegularizer):
         direction = theta.gradients(loss_scale)
         norm = scaled_norm = theta.squared_norm(direction).sqrt()
         if isinstance(self.config, ASAM):
-            sizes = {name: self._entry_sizes(name, value, self.config.eta) for name, value in theta.values().items()}
+            eta = self.config.eta
+            # a bias is not rescaled, as in the authors' code
+            wide = {n: v.to(torch.promote_types(v.dtype, torch.float32)) for n, v in theta.values().items()}
+            sizes = {n: torch.ones_like(v) if n.endswith(".bias") else v.abs().add_(eta) for n, v in wide.items()}
             scaled = {name: sizes[name] * g for name, g in direction.items()}
             scaled_norm = theta.squared_norm(scaled).sqrt()
             direction = {name: sizes[name] * g for name, g in scaled.items()}
@@ -179,12 +182,6 @@ class AdapterSAM(TwoPassRegularizer):
         move = {name: torch.where(usable.to(d.device), d * factor.to(d.device), 0.0) for name, d in direction.items()}
         stack.enter_context(theta.moved(move))
         return {"gradient_norm": norm, "perturbation_norm": theta.squared_norm(move).sqrt()}
-
-    @staticmethod
-    def _entry_sizes(name: str, value: Tensor, eta: float) -> Tensor:
-        """Return T of one factor; a bias is not rescaled, as in the authors' code."""
-        wide = value.to(torch.promote_types(value.dtype, torch.float32))
-        return torch.ones_like(wide) if name.endswith(".bias") else wide.abs().add_(eta)
 
 
 class _CollectWeightGradient(torch.autograd.Function):

@@ -415,26 +415,23 @@ def _fit_readings(
     before = next(debiasing)
     solutions = [mixtures.at(mixture, base.g) for mixture in weights]
     remaining = iter(solutions)
+    budget = float(sample.records[sample.chosen].sum())
     readings: dict[str, list[GainReading]] = {}
     for name, chosen in arms.items():
         readings[name] = []
         for share in SHARES:
             solution = next(remaining)
             realised = solution.value - base.value
+            # the mean of the smallest f over as many records as the budget has, rows weighted by their records
+            order = np.argsort(solution.f, kind="stable")
+            filled = np.minimum(np.cumsum(sample.records[order]), budget)
+            smallest = float(np.diff(filled, prepend=0.0) @ solution.f[order]) / budget
             reading = GainReading(
                 share=share,
                 realised=realised,
                 predicted=share * float(scores[chosen].mean()),
-                gap=share * (float(solution.f[chosen].mean()) - _mean_of_smallest(solution.f, sample)),
+                gap=share * (float(solution.f[chosen].mean()) - smallest),
                 debiased=realised - 0.5 * float(next(debiasing) - before),
             )
             readings[name].append(reading)
     return readings, max(base.error, *(solution.error for solution in solutions))
-
-
-def _mean_of_smallest(f: np.ndarray, sample: PoolSample) -> float:
-    """Return the mean of the smallest f over as many records as the budget has, rows weighted by their records."""
-    budget = float(sample.records[sample.chosen].sum())
-    order = np.argsort(f, kind="stable")
-    filled = np.minimum(np.cumsum(sample.records[order]), budget)
-    return float(np.diff(filled, prepend=0.0) @ f[order]) / budget

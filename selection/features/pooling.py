@@ -187,13 +187,19 @@ def read_layout(directory: str | Path) -> SentenceLayout | None:
     config = transformer / "sentence_bert_config.json"
     settings = read_json(config, dict) if config.is_file() else {}
     length = settings.get("max_seq_length")
+    prompts = root / "config_sentence_transformers.json"
+    prompted = read_json(prompts, dict) if prompts.is_file() else {}
+    name = prompted.get("default_prompt_name")
+    texts = {None: "", **(prompted.get("prompts") or {})}
+    if name not in texts:
+        raise SelectionError(f"{prompts}: default_prompt_name {name!r} is none of its prompts")
     return SentenceLayout(
         transformer=transformer,
         pooling=pooling,
         normalise=normalise,
         max_length=length if isinstance(length, int) and length > 0 else None,
         lower=bool(settings.get("do_lower_case", False)),
-        prompt=_read_prompt(root / "config_sentence_transformers.json"),
+        prompt=str(texts[name]),
     )
 
 
@@ -222,17 +228,6 @@ def _read_pooling(path: Path) -> Pooling:
     if not config.get("include_prompt", True):
         raise SelectionError(f"{path}: include_prompt: false is not supported; use a model that pools the prompt too")
     return poolings[0]
-
-
-def _read_prompt(path: Path) -> str:
-    config = read_json(path, dict) if path.is_file() else {}
-    name = config.get("default_prompt_name")
-    if name is None:
-        return ""
-    prompts = config.get("prompts") or {}
-    if name not in prompts:
-        raise SelectionError(f"{path}: default_prompt_name {name!r} is none of its prompts")
-    return str(prompts[name])
 
 
 def read_json(path: Path, kind: type) -> Any:

@@ -50,7 +50,8 @@ class DropList:
 
     def __init__(self, *, memory: int):
         self._digests = ExactDuplicates(memory=memory)
-        self._matches, self._reasons = _StringArray(), _StringArray()
+        self.matches, self.reasons = _StringArray(), _StringArray()
+        """Match and reason of each entry, "" if missing."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -60,8 +61,8 @@ class DropList:
     def add(self, ids: Sequence[str], matches: Sequence[str], reasons: Sequence[str]) -> None:
         """Add the next entries, each id once; "" for a missing match or reason."""
         self._digests.add(ids)
-        self._matches.add(matches)
-        self._reasons.add(reasons)
+        self.matches.add(matches)
+        self.reasons.add(reasons)
         self._count += len(ids)
 
     def find(self, ids: Iterable[str]) -> None:
@@ -82,11 +83,6 @@ class DropList:
         for low, high in block_ranges(count):
             unknown.append(low + np.flatnonzero(unmatched[low:high]))
         self.unknown = unknown.array()
-
-    def match_and_reason(self, row: int) -> tuple[str | None, str]:
-        """Return the match of the listed record in this row (None if missing), and its reason ("" if missing)."""
-        entry = int(self.entry[row])
-        return self._matches[entry] or None, self._reasons[entry]
 
 
 class _StringArray:
@@ -183,8 +179,9 @@ class CleaningResult:
         match: str | None = None
         source: str | None = None
         if cause == LISTED and self.listed is not None:
-            match, reason = self.listed.match_and_reason(row)
-            source, rule, value = None if match is None else "pool", reason or rule, None
+            entry = int(self.listed.entry[row])
+            match, rule, value = self.listed.matches[entry] or None, self.listed.reasons[entry] or rule, None
+            source = None if match is None else "pool"
         elif self.match[row] >= 0:
             source, index = self._locate(int(self.match[row]))
             match = twin if source == "pool" else str(index)
@@ -362,7 +359,10 @@ class _CleaningRun:
         row = 0
         for batch in self._batches(self.texts, "cutting", whole=False) if len(rows) else ():
             for hit in rows[np.searchsorted(rows, row) : np.searchsorted(rows, row + len(batch))].tolist():
-                spans = _strip_spans(batch[hit - row], finder.cut(batch[hit - row]))
+                text = batch[hit - row]
+                pairs = finder.cut(text)  # the blanks at their ends go
+                stripped = [(b - len(text[a:b].lstrip()), a + len(text[a:b].rstrip())) for a, b in pairs]
+                spans = [(start, end) for start, end in stripped if start < end]
                 if 0 < len(spans) <= settings.max_pieces:
                     pieces[hit] = spans
                 else:
@@ -392,9 +392,3 @@ class _CleaningRun:
             done += len(batch)
             if self.progress is not None and stage:
                 self.progress(stage, max(done, 0))
-
-
-def _strip_spans(text: str, spans: Spans) -> Spans:
-    """Return the spans without the blanks at their ends."""
-    stripped = [(end - len(text[start:end].lstrip()), start + len(text[start:end].rstrip())) for start, end in spans]
-    return [(start, end) for start, end in stripped if start < end]

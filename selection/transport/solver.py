@@ -167,19 +167,17 @@ def sinkhorn_potentials(
             return _coincident_potentials(problem, settings, nearest)
         result = _to_potentials(problem, settings, _solve_by_method(problem, settings, method, nearest))
     if not result.converged:
-        warnings.warn(_describe_shortfall(result, overlap), ConvergenceWarning, stacklevel=2)
+        missed = f"a marginal error of {result.marginal_error:.1e}, above the tolerance {result.tolerance:.1e}"
+        if result.marginal_error <= result.tolerance:
+            measured = "none measured" if result.overlap is None else f"{result.overlap:.4f}"
+            missed = f"an overlap of {measured} between its answers, below the {overlap:g} asked for"
+        warnings.warn(
+            f"optimal transport stopped at {missed}, after {result.iterations} iterations and {result.passes} passes; "
+            "raise epsilon, the tolerance or the limits",
+            ConvergenceWarning,
+            stacklevel=2,
+        )
     return result
-
-
-def _describe_shortfall(result: Potentials, overlap: float | None) -> str:
-    missed = f"a marginal error of {result.marginal_error:.1e}, above the tolerance {result.tolerance:.1e}"
-    if result.marginal_error <= result.tolerance:
-        measured = "none measured" if result.overlap is None else f"{result.overlap:.4f}"
-        missed = f"an overlap of {measured} between its answers, below the {overlap:g} asked for"
-    return (
-        f"optimal transport stopped at {missed}, after {result.iterations} iterations and {result.passes} passes; "
-        "raise epsilon, the tolerance or the limits"
-    )
 
 
 def _check_settings(

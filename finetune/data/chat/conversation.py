@@ -97,7 +97,14 @@ def _read_turns(row: Row, system: str | None) -> list[dict[str, Any]]:
             messages.insert(0, {"role": "system", "content": system})
     elif own and join_text_parts(messages[0]) != own:
         raise ValueError("column 'system' and turn 1 are two system turns; keep one of them")
-    _check_order(messages)
+    previous = None
+    for number, message in enumerate(messages, start=1):
+        role = message["role"]
+        if previous not in _BEFORE[role]:
+            position = "at the beginning" if previous is None else f"after {previous}"
+            allowed = " or ".join("at the beginning" if role is None else f"after {role}" for role in _BEFORE[role])
+            raise ValueError(f"roles are out of order: turn {number} is {role} {position}, and belongs {allowed}")
+        previous = role
     return messages
 
 
@@ -198,17 +205,6 @@ def _is_trainable(message: dict[str, Any], number: int) -> bool:
     if weight not in (0, 1):
         raise ValueError(f"turn {number} has weight {weight!r}; give 0 (not supervised) or 1")
     return bool(weight)
-
-
-def _check_order(messages: list[dict[str, Any]]) -> None:
-    previous = None
-    for number, message in enumerate(messages, start=1):
-        role = message["role"]
-        if previous not in _BEFORE[role]:
-            position = "at the beginning" if previous is None else f"after {previous}"
-            allowed = " or ".join("at the beginning" if role is None else f"after {role}" for role in _BEFORE[role])
-            raise ValueError(f"roles are out of order: turn {number} is {role} {position}, and belongs {allowed}")
-        previous = role
 
 
 def _check_text(*parts: Any) -> None:

@@ -197,7 +197,8 @@ class ChatEncoder:
         examples = []
         for k, sample in remaining:
             example = self._build_example(row, k, sample)
-            targets = [label for label in _get_token_labels(example) if label != IGNORE]
+            assert isinstance(example.labels, list)
+            targets = [label for label in example.labels if label != IGNORE]
             if targets:
                 examples.append(example)
                 counts.tokens += len(example.input_ids)
@@ -323,11 +324,6 @@ def _count_needed_tokens(sample: TokenisedConversation) -> int:
     if sample.more:
         return len(sample.ids)
     return max((i + 1 for i, supervised in enumerate(sample.supervised) if supervised), default=0)
-
-
-def _get_token_labels(example: Example) -> list[int]:
-    assert isinstance(example.labels, list)
-    return example.labels
 
 
 _PLACEHOLDER = "."
