@@ -25,7 +25,6 @@ from flatshift.experiments.data.sources import assign_rows, has_holdout, iter_so
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.assets import non_weight_files
 from flatshift.finetune.cache_directory import cache_root
-from flatshift.finetune.digests import file_sha256
 from flatshift.finetune.data.columns import ColumnarExamples, ExampleWriter
 from flatshift.finetune.data.encoding import TruncationCounts
 from flatshift.finetune.data.files import expand_files
@@ -34,6 +33,7 @@ from flatshift.finetune.data.labels import Units, iter_classes, sort_labels
 from flatshift.finetune.data.remote import DataFile, RemoteFile
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.data.token_cache import TokenCache, content_key
+from flatshift.finetune.digests import file_sha256
 from flatshift.finetune.errors import UserError, user_path
 from flatshift.finetune.tasks import Task
 from flatshift.finetune.tasks.regress import standardised_layer
@@ -80,13 +80,12 @@ def encode_rows(
 ) -> EncodedSplits:
     """Encode routed rows into columns, chunk by chunk.
 
-    Args:
-        units: Normalisation of the targets of a regression.
-        paths: Files that the rows come from.
-        folder: Directory of the columns, with one subdirectory per split; None: memory.
-        source_count: Number of training sources.
-        name: Name of the rows in messages, if they belong to no split of the recipe.
-        checks: Checks to run on the rows.
+    units: Normalisation of the targets of a regression.
+    paths: Files that the rows come from.
+    folder: Directory of the columns, with one subdirectory per split; None: memory.
+    source_count: Number of training sources.
+    name: Name of the rows in messages, if they belong to no split of the recipe.
+    checks: Checks to run on the rows.
     Raises UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more
     of a split or source is truncated or dropped than the recipe allows (`TruncationCounts.refuse`).
     """

@@ -339,9 +339,8 @@ def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) 
     gap, so each row is used at least ⌊epochs⌋ times. For packed rows this is approximate: those of the first epoch are
     counted, and each epoch is packed again.
 
-    Args:
-        train: The encoded training examples.
-        seed: Seed of the stage, by which rows are packed.
+    train: The encoded training examples.
+    seed: Seed of the stage, by which rows are packed.
     Raises UserError: more optimizer steps than a stage may have.
     """
     recipe, epochs = resolved.recipe, resolved.recipe.train.epochs

@@ -108,7 +108,10 @@ def _export_gguf(
     backbone = open_backbone(recipe.backbone).directory
     facts = _run_converter("model", folder, out / GGUF, backbone, outtype, checkout, ends)
     _require_same_vocabulary(facts, recipe, run.trained_ends)
-    adapter = checkout is not None and _is_plain_lora(run.path / "adapter")
+    settings = read_json_object(run.path / "adapter" / "adapter_config.json")
+    odd = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "rank_pattern", "alpha_pattern")
+    is_plain_lora = settings.get("peft_type") == "LORA" and not any(settings.get(name) for name in odd)
+    adapter = checkout is not None and is_plain_lora
     if adapter:
         _run_converter("adapter", run.path / "adapter", out / ADAPTER_GGUF, folder, outtype, checkout, ends)
     llama: dict[str, Any] = _NO_COMPARISON
@@ -169,11 +172,8 @@ def _keep_sentencepiece(recipe: Recipe, merged: Path) -> None:
     """Put the backbone's SentencePiece file into `merged`, as transformers saves none and the converter reads it, with
     the tokens that were added to it as older versions of transformers name them."""
     backbone = open_backbone(recipe.backbone)
-    files = [
-        backbone.directory / name
-        for name in ("tokenizer.model", "spiece.model")
-        if (backbone.directory / name).is_file()
-    ]
+    names = ("tokenizer.model", "spiece.model")
+    files = [file for name in names if (file := backbone.directory / name).is_file()]
     if not files:
         return
     for file in files:
@@ -226,12 +226,6 @@ def _require_same_vocabulary(facts: dict[str, Any], recipe: Recipe, trained: Seq
         raise UserError(f"the GGUF file ends a text with token {facts['eos']}, training with {end}")
     if missed := sorted(set(trained) - {facts[name] for name in ENDS}):
         raise UserError(f"the GGUF file does not end an answer with token {missed[0]}, and training did")
-
-
-def _is_plain_lora(adapter: Path) -> bool:
-    settings = read_json_object(adapter / "adapter_config.json")
-    odd = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "rank_pattern", "alpha_pattern")
-    return settings.get("peft_type") == "LORA" and not any(settings.get(name) for name in odd)
 
 
 def _compare_llama_cpp(file: Path, reference: list[dict[str, Any]], *, exact: bool) -> dict[str, Any]:

@@ -116,17 +116,7 @@ def build_document(
         return averages
 
     document: dict[str, Any] = {
-        "subjects": [
-            {
-                "name": subject.name,
-                "kind": "backbone" if subject.run is None else "run",
-                "backbone": subject.recipe.backbone,
-                "task": subject.recipe.task.kind,
-                "precision": subject.recipe.train.precision,
-                "compared_with": references.get(subject.name),
-            }
-            for subject in subjects
-        ],
+        "subjects": [_build_subject_record(subject, references.get(subject.name)) for subject in subjects],
         "data": [str(path) for path in expand_files(data)] if data else None,
         "rows": {split: len(rows) for split, rows in splits.items()},
         "figures": results.intervals,
@@ -145,11 +135,7 @@ def build_document(
         )
     if group_by:
         counts = {group: sum(column.count(group) for column in values.values()) for group in groups}
-        if small := [group for group, count in counts.items() if count < _FEW_ROWS]:
-            document["notes"].append(
-                f"{len(small)} of {len(counts)} groups have fewer than {_FEW_ROWS} rows (first {small[0]!r}): their "
-                "figures are rough, and of one row there is no interval."
-            )
+        document["notes"] += _note_small_groups(counts)
         names, families = _describe_languages(groups)
         document["group_by"] = {
             "column": group_by,
@@ -240,6 +226,26 @@ def _group_sets(
         if others := [g for g in groups if g not in trained]:
             sets["not trained on"] = others
     return sets | {f"family: {name}": members for name, members in families.items() if name}
+
+
+def _note_small_groups(counts: Mapping[str, int]) -> list[str]:
+    if not (small := [group for group, count in counts.items() if count < _FEW_ROWS]):
+        return []
+    return [
+        f"{len(small)} of {len(counts)} groups have fewer than {_FEW_ROWS} rows (first {small[0]!r}): their figures "
+        "are rough, and of one row there is no interval."
+    ]
+
+
+def _build_subject_record(subject: EvaluationTarget, reference: str | None) -> dict[str, Any]:
+    return {
+        "name": subject.name,
+        "kind": "backbone" if subject.run is None else "run",
+        "backbone": subject.recipe.backbone,
+        "task": subject.recipe.task.kind,
+        "precision": subject.recipe.train.precision,
+        "compared_with": reference,
+    }
 
 
 def _find_references(subjects: Sequence[EvaluationTarget]) -> dict[str, str]:

@@ -12,7 +12,6 @@ from typing import Any
 from flatshift.experiments.data.sources import epochs_to_steps
 from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import load_recipe
-from flatshift.experiments.recipe.resolve import Resolved
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.workflows.run_parts import FINE_TUNE

@@ -55,13 +55,12 @@ def measure_run_sharpness(
 ) -> dict[str, Any]:
     """Measure the adapter of a run and write `sharpness.json` there; returns it.
 
-    Args:
-        batches: of `train.batch_size` rows each; fewer if the split has not as many.
-        split: dev, test or train; by default the first of dev, test and train that has rows.
-        data: files to take rows from instead (the split is called `data`).
-        seed: of the choice of rows and of all random directions.
-        overrides: another device than the run's, or no mesh; how the rows of `data` are read.
-        draw: draws plots/ and report.html of the run again.
+    batches: of `train.batch_size` rows each; fewer if the split has not as many.
+    split: dev, test or train; by default the first of dev, test and train that has rows.
+    data: files to take rows from instead (the split is called `data`).
+    seed: of the choice of rows and of all random directions.
+    overrides: another device than the run's, or no mesh; how the rows of `data` are read.
+    draw: draws plots/ and report.html of the run again.
 
     Raises:
         UserError: `path` is no run directory, has no adapter yet, or ran on a mesh; the split has no rows.
@@ -90,7 +89,11 @@ def measure_run_sharpness(
         order = numpy_generator(seed, "sharpness", "rows").permutation(len(examples))[:count]
         rows = [examples[index] for index in sorted(order)]  # the same for every run on the same rows
         engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names, adapter=path / "adapter")
-        _cast_half_to_float32(engine.model)
+        for module in engine.model.modules():  # half precision to float32 is exact; quantised weights stay
+            if not (isinstance(module, nn.Linear) and is_quantised(module)):
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    if tensor.dtype in (torch.bfloat16, torch.float16):
+                        tensor.data = tensor.data.float()
         micros = [
             micro.to(engine.device)
             for micro in EvalBatching.of(tokenizer, batch_size=recipe.train.batch_size).batches(rows, recipe.task)
@@ -137,15 +140,6 @@ def _check_options(path: Path, recipe: Recipe, batches: int, split: str | None, 
         raise UserError("--data and --sharpness-split exclude each other: keep one of them")
     if split is not None and split not in SPLITS:
         raise UserError(f"--sharpness-split: {split!r} is not one of {', '.join(SPLITS)}")
-
-
-def _cast_half_to_float32(model: nn.Module) -> None:
-    """Convert half-precision weights to float32, which is exact; quantised weights stay."""
-    for module in model.modules():
-        if not (isinstance(module, nn.Linear) and is_quantised(module)):
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if tensor.dtype in (torch.bfloat16, torch.float16):
-                    tensor.data = tensor.data.float()
 
 
 def format_result(result: dict[str, Any]) -> str:

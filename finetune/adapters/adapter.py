@@ -64,11 +64,10 @@ def attach_adapter(
     A ~ Kaiming uniform with a = √5 as in PEFT, B = 0, both and a new head seeded by (`seed`, name); the global random
     state is preserved. Other initial values by `adapter.init` (`flatshift.finetune.adapters.initial_values`).
 
-    Args:
-        initial: an adapter saved by `save_adapter` from a model with these settings, from which the result of
-            `adapter.init` or `adapter.under` is loaded instead of computed: the parts folded into the frozen weights,
-            and A and B.
-        calibration: training examples, for an `adapter.init` that needs them and has no `initial`.
+    initial: an adapter saved by `save_adapter` from a model with these settings, from which the result of
+    `adapter.init` or `adapter.under` is loaded instead of computed: the parts folded into the frozen weights, and A and
+    B.
+    calibration: training examples, for an `adapter.init` that needs them and has no `initial`.
 
     Raises UserError: a target suffix that no module has, a setting PEFT rejects, an `initial` with other settings.
     """

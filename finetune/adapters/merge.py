@@ -117,12 +117,11 @@ def merge_files(
 ) -> MergeResult:
     """Write the merged weight files into the directory `out`.
 
-    Args:
-        model: from `flatshift.finetune.models.meta.build_skeleton`, on meta, with its `checkpoint`; it is untied here
-            if the adapter changes one of two tied weights, or both.
-        adapter: PEFT directory.
-        dtype: of the tensors that the checkpoint lacked.
-        cast: dtype for all floating-point tensors, instead of their own.
+    model: from `flatshift.finetune.models.meta.build_skeleton`, on meta, with its `checkpoint`; it is untied here if
+    the adapter changes one of two tied weights, or both.
+    adapter: PEFT directory.
+    dtype: of the tensors that the checkpoint lacked.
+    cast: dtype for all floating-point tensors, instead of their own.
 
     Raises UserError: the adapter has tensors that the model has not, changes one that the files store in another form
     or that the architecture ties, or produces weights that are not finite.

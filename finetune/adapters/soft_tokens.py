@@ -154,10 +154,9 @@ class _FeatureForward:
     ) -> Any:
         """Run the backbone on features, soft tokens and text.
 
-        Args:
-            input_ids: (B, T).
-            attention_mask: (B, T), 1 for real tokens; padding on the right.
-            features: (B, K, d) float32.
+        input_ids: (B, T).
+        attention_mask: (B, T), 1 for real tokens; padding on the right.
+        features: (B, K, d) float32.
         Returns: the backbone's output, with logits (B, T, V).
         """
         projector, linear = self.projector, self.model.projector

@@ -315,16 +315,16 @@ class TrainingDataLoader:
     def tokens(self, steps: int) -> tuple[int, int]:
         """Return the tokens that this rank computes in the first `steps` updates, without and with padding."""
         real = computed = 0
-        answers, rejected = self._collator.decoder_lengths, self._collator.rejected_lengths
+        answers, rejected = self._collator.decoder_ids, self._collator.rejected_ids
         for step in range(steps):
             for micro in self.rows_at(step):
                 own = micro[self._own_rows]
                 widths = [int(self._collator.lengths[list(row)].sum()) for row in own]
-                widths += [] if rejected is None else [int(rejected[i]) for (i,) in own]
+                widths += [] if rejected is None else [int(rejected[2][i]) for (i,) in own]
                 real += sum(widths)
                 computed += len(widths) * -(-max(widths) // self.multiple) * self.multiple
                 if answers is not None:
-                    lengths = answers[[i for (i,) in own]]
+                    lengths = answers[2][[i for (i,) in own]]
                     real += int(lengths.sum())
                     computed += len(own) * int(lengths.max())
         return real, computed

@@ -43,18 +43,9 @@ class Collator:
             self.counts = np.full(len(self.lengths), 1 + (task.is_unpaired and self.rejected_ids is not None), np.int32)
 
     @property
-    def decoder_lengths(self) -> np.ndarray | None:
-        return None if self.decoder_ids is None else self.decoder_ids[2]
-
-    @property
-    def rejected_lengths(self) -> np.ndarray | None:
-        return None if self.rejected_ids is None else self.rejected_ids[2]
-
-    @property
     def all_lengths(self) -> list[np.ndarray]:
         """Tokens of each example on each of its sides."""
-        sides = (self.lengths, self.decoder_lengths, self.rejected_lengths)
-        return [lengths for lengths in sides if lengths is not None]
+        return [column[2] for column in (self.ids, self.decoder_ids, self.rejected_ids) if column is not None]
 
     @property
     def work(self) -> np.ndarray:

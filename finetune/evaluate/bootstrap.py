@@ -136,12 +136,11 @@ def bootstrap_interval(
 ) -> BootstrapInterval:
     """Bootstrap a statistic of arrays that have one entry per example.
 
-    Args:
-        items: arrays of shape (n,), resampled together.
-        statistic: takes them with shape (R, n) and returns (R,), for example `lambda nats, tokens: nats.sum(-1) /
-            tokens.sum(-1)`.
-        share: it is the fraction of examples that meet a condition (`exact_share_interval`).
-        resamples: with 0, the interval is the value alone.
+    items: arrays of shape (n,), resampled together.
+    statistic: takes them with shape (R, n) and returns (R,), for example `lambda nats, tokens: nats.sum(-1) /
+    tokens.sum(-1)`.
+    share: it is the fraction of examples that meet a condition (`exact_share_interval`).
+    resamples: with 0, the interval is the value alone.
     Raises UserError: no example, or settings out of range.
     """
     metric = ResampledMetric.over(items, statistic)
@@ -192,11 +191,10 @@ def frequency_intervals(
     Resampling n examples is equivalent to drawing the counts of their kinds from a multinomial, which costs the number
     of kinds instead of n per resample.
 
-    Args:
-        kinds: (n,) integers in `range(num_kinds)`, for example cells of a confusion matrix.
-        statistics: each takes counts (R, num_kinds) float64 and returns (R,).
-        shares: names of those that are the fraction of examples that meet a condition (`exact_share_interval`).
-        figures: receives each.
+    kinds: (n,) integers in `range(num_kinds)`, for example cells of a confusion matrix.
+    statistics: each takes counts (R, num_kinds) float64 and returns (R,).
+    shares: names of those that are the fraction of examples that meet a condition (`exact_share_interval`).
+    figures: receives each.
     Raises UserError: no example, or settings out of range.
     """
     kinds = np.asarray(kinds, dtype=np.int64)

@@ -92,11 +92,10 @@ def continue_prompts(
 
     Settings of the backbone's own generation_config.json (penalties, forced tokens, temperatures) are ignored.
 
-    Args:
-        end: the token, or tokens, that end an answer; None: only `max_new_tokens` does.
-        numbers: noise stream of each prompt; None: its index.
-        decoder_start: for encoder-decoders, the first token of the decoder.
-        on_token: as in `flatshift.finetune.evaluate.generation.generate_batches`.
+    end: the token, or tokens, that end an answer; None: only `max_new_tokens` does.
+    numbers: noise stream of each prompt; None: its index.
+    decoder_start: for encoder-decoders, the first token of the decoder.
+    on_token: as in `flatshift.finetune.evaluate.generation.generate_batches`.
 
     Raises UserError: an empty prompt, or one that does not fit the backbone's positions together with the answer.
     """
@@ -197,11 +196,10 @@ def generate_batches(
 
     Every process of `inference.share` runs the same batches, but yields only its own prompts.
 
-    Args:
-        config: transformers' own, with the pad token; a `decoder_start_token_id` marks an encoder-decoder.
-        processors: returns the logits processors for the prompts at these indices; a pipeline's stand-in supports none.
-        on_token: called with a prompt's index and each token after it as soon as it is chosen (one beam, one process);
-            it returns True to end that answer, and is then called on, with tokens that mean nothing.
+    config: transformers' own, with the pad token; a `decoder_start_token_id` marks an encoder-decoder.
+    processors: returns the logits processors for the prompts at these indices; a pipeline's stand-in supports none.
+    on_token: called with a prompt's index and each token after it as soon as it is chosen (one beam, one process); it
+    returns True to end that answer, and is then called on, with tokens that mean nothing.
     """
     from transformers import LogitsProcessorList, StoppingCriteriaList
 

@@ -47,9 +47,8 @@ def check_packing_isolation(
     is compared with that of two equal calls, and of two calls whose other tokens are in rows of their own: only if
     these differ too does a leak need a difference more than ten times as large.
 
-    Args:
-        starts: pass the starts of the examples to the model (`as_mask`), as the loop does on CUDA.
-        agree: reduces "this rank has found a difference" to True if any rank has; every rank calls this.
+    starts: pass the starts of the examples to the model (`as_mask`), as the loop does on CUDA.
+    agree: reduces "this rank has found a difference" to True if any rank has; every rank calls this.
     Raises UserError: the logits differ, or the model takes no positions; names the setting that turns packing off.
     """
     device = next(model.parameters()).device

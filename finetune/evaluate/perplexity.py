@@ -31,10 +31,9 @@ LOGITS = 1 << 28
 def token_nats(values: Tensor, labels: Tensor, task: TraitsTask, *, head: Head | None = None) -> tuple[Tensor, Tensor]:
     """Return −log p of every target token.
 
-    Args:
-        values: logits (B, T, V); position t predicts the token at t + 1 (`traits.causal`; else the label at t). With
-            `head` the hidden states (B, T, D) from which it computes logits, for some target tokens at a time.
-        labels: (B, T), −100 where there is no target.
+    values: logits (B, T, V); position t predicts the token at t + 1 (`traits.causal`; else the label at t). With `head`
+    the hidden states (B, T, D) from which it computes logits, for some target tokens at a time.
+    labels: (B, T), −100 where there is no target.
     Returns:
         nats (n,) float32, and the row (n,) that each belongs to.
     """

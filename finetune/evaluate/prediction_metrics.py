@@ -137,9 +137,8 @@ def multilabel_metrics(
 ) -> dict[str, BootstrapInterval]:
     """Return the metrics computed from "sets", with intervals, of n examples with C classes; `figures` receives each.
 
-    Args:
-        true, logits: (n, C).
-        bootstrap: `resamples, confidence, seed`.
+    true, logits: (n, C).
+    bootstrap: `resamples, confidence, seed`.
     Raises UserError: no example.
     """
     n = len(true)
@@ -230,9 +229,8 @@ def regression_metrics(
 
     A correlation with constant numbers is undefined, so null. `figures` receives each.
 
-    Args:
-        true, predicted: (n,) in the same units.
-        bootstrap: `resamples, confidence, seed`.
+    true, predicted: (n,) in the same units.
+    bootstrap: `resamples, confidence, seed`.
     Raises UserError: no example.
     """
     true = np.asarray(true, dtype=np.float64)

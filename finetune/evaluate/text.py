@@ -91,10 +91,9 @@ def score_texts(
 ) -> DocumentCounts:
     """Score every token of every text once.
 
-    Args:
-        window: tokens that the model reads at once.
-        overlap: tokens at the start of every window but a document's first that are context, scored before.
-        locations: of each text, for messages.
+    window: tokens that the model reads at once.
+    overlap: tokens at the start of every window but a document's first that are context, scored before.
+    locations: of each text, for messages.
     Raises UserError: an overlap that leaves nothing to score, or a text without a token.
     """
     if not 1 <= overlap < window:

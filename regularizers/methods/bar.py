@@ -170,14 +170,6 @@ class BARRegularizer(AttachedRegularizer):
 
         return MetricTensors(sums, named)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state: between steps only the position in the schedule."""
-        return {"bar.seed": torch.tensor(self._seed), "bar.step": torch.tensor(self._step)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._check_state(state, {"bar.seed": (), "bar.step": ()})
-        self._step = int(state["bar.step"])
-
     def detach(self) -> None:
         super().detach()
         self._adapters, self._pairs, self._layers, self._before, self._scales = None, [], 0, {}, {}

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from flatshift.regularizers.config import RegularizerError
 from flatshift.regularizers.layers.sites import canonical_name, is_lora
 from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
@@ -114,6 +116,14 @@ class AttachedRegularizer(Regularizer):
                 f"the saved state was drawn from seed {seed}, this run from {self._seed}; resume with the same "
                 "train.seed"
             )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return seed and step, the whole state of a method without a memory of its own."""
+        return {f"{self._prefix}seed": torch.tensor(self._seed), f"{self._prefix}step": torch.tensor(self._step)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._check_state(state, {f"{self._prefix}seed": (), f"{self._prefix}step": ()})
+        self._step = int(state[f"{self._prefix}step"])
 
     def detach(self) -> None:
         for layer in [layer for layer, owner in _HOOKED.items() if owner() is self]:

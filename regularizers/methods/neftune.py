@@ -17,7 +17,7 @@ Source: Jain et al., NEFTune: Noisy Embeddings Improve Instruction Finetuning, I
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -89,14 +89,6 @@ class NEFTuneRegularizer(AttachedRegularizer):
     def metric_tensors(self) -> MetricTensors:
         """Return `embedding_noise`: α/√(T·D) of the last micro-batch; 0 if none was perturbed."""
         return MetricTensors(torch.tensor([self._bound], dtype=torch.float64), lambda n: {"embedding_noise": n[0]})
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state; the noise depends on seed and step alone."""
-        return {"neftune.seed": torch.tensor(self._seed), "neftune.step": torch.tensor(self._step)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._check_state(state, {"neftune.seed": (), "neftune.step": ()})
-        self._step = int(state["neftune.step"])
 
 
 def _check_mesh(placement: Placement) -> None:

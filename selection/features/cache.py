@@ -85,7 +85,12 @@ class FeatureCache:
         width: int | None = None
         for low in range(0, len(texts), shard_rows):
             batch = list(texts[low : low + shard_rows])
-            path = self.directory / f"{_shard_name(key, dtype, batch)}.npy"
+            digest = hashlib.sha256()
+            for text in (key, dtype, *batch):
+                # Each text is preceded by its length, so that different splits of the same bytes differ.
+                raw = text.encode("utf-8", "surrogatepass")
+                digest.update(len(raw).to_bytes(8, "little") + raw)
+            path = self.directory / f"{digest.hexdigest()[:40]}.npy"
             dim = self._intact_width(path, len(batch))
             if dim is None:
                 matrix = _to_stored_dtype(embed(batch), len(batch), dtype, low)
@@ -158,16 +163,6 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-
-
-def _shard_name(key: str, dtype: str, texts: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for text in (key, dtype, *texts):
-        # Each text is preceded by its length, so that different splits of the same bytes have different digests.
-        raw = text.encode("utf-8", "surrogatepass")
-        digest.update(len(raw).to_bytes(8, "little"))
-        digest.update(raw)
-    return digest.hexdigest()[:40]
 
 
 def _to_stored_dtype(features: np.ndarray, rows: int, dtype: Stored, offset: int) -> np.ndarray:

@@ -183,20 +183,17 @@ class CleaningResult:
             match, rule, value = self.listed.matches[entry] or None, self.listed.reasons[entry] or rule, None
             source = None if match is None else "pool"
         elif self.match[row] >= 0:
-            source, index = self._locate(int(self.match[row]))
+            source, index = "pool", int(self.match[row])
+            for reference in self.references:
+                if index < len(reference.texts):
+                    source = reference.name
+                    break
+                index -= len(reference.texts)
             match = twin if source == "pool" else str(index)
             if source in reference_ids:
                 match = reference_ids[source][index]
         record = {"id": name, "cause": cause, "rule": rule, "value": value, "match": match, "match_in": source}
         return record | ({"pieces": self.pieces[row]} if row in self.pieces else {})
-
-    def _locate(self, match: int) -> tuple[str, int]:
-        """Return the source of a match and its number there."""
-        for reference in self.references:
-            if match < len(reference.texts):
-                return reference.name, match
-            match -= len(reference.texts)
-        return "pool", match
 
 
 def clean_pool(

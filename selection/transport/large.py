@@ -118,13 +118,6 @@ class _LargeSolver:
             raise TooLittleMemory(self.settings.memory_bytes, math.ceil(needed / 2**20) << 20, *sides)
         return min(total, int(min(target_size, free / per_row))), stores_affinity
 
-    def draw_sample(self) -> StreamedRows | None:
-        """Return the subsample's rows; None on all processes of a team but the first."""
-        problem = self.problem
-        if self.size < problem.total:
-            return self.rows.gather(draw_stratified(problem.a, self.size, self.settings.seed, self.team))
-        return self.rows if self.team.group is None else self.rows.gather(np.arange(len(problem.a)), problem.a)
-
     def kernel_rows(self, sample: StreamedRows | None) -> StreamedRows | DenseRows:
         """Return the subsample's rows in the form used by its kernels."""
         assert sample is not None
@@ -227,7 +220,11 @@ class _LargeSolver:
         resumed = standing.passes if standing else 0
         if standing and standing.g is None:
             return self.conclude(standing, False, nearest, resumed)
-        sample, before = self.draw_sample(), standing
+        before, sample = standing, self.rows  # the subsample; None on all processes of a team but the first
+        if self.size < problem.total:
+            sample = self.rows.gather(draw_stratified(problem.a, self.size, settings.seed, self.team))
+        elif self.team.group is not None:
+            sample = self.rows.gather(np.arange(len(problem.a)), problem.a)
         if before is None:
             g, anchor, spent = self.team.run_on_first(lambda: self.begin(sample), settings.device)
             standing = SolverState(g, iterations=spent, anchor=anchor)

@@ -167,17 +167,19 @@ def sinkhorn_potentials(
             return _coincident_potentials(problem, settings, nearest)
         result = _to_potentials(problem, settings, _solve_by_method(problem, settings, method, nearest))
     if not result.converged:
-        missed = f"a marginal error of {result.marginal_error:.1e}, above the tolerance {result.tolerance:.1e}"
-        if result.marginal_error <= result.tolerance:
-            measured = "none measured" if result.overlap is None else f"{result.overlap:.4f}"
-            missed = f"an overlap of {measured} between its answers, below the {overlap:g} asked for"
-        warnings.warn(
-            f"optimal transport stopped at {missed}, after {result.iterations} iterations and {result.passes} passes; "
-            "raise epsilon, the tolerance or the limits",
-            ConvergenceWarning,
-            stacklevel=2,
-        )
+        warnings.warn(_describe_shortfall(result, overlap), ConvergenceWarning, stacklevel=2)
     return result
+
+
+def _describe_shortfall(result: Potentials, overlap: float | None) -> str:
+    missed = f"a marginal error of {result.marginal_error:.1e}, above the tolerance {result.tolerance:.1e}"
+    if result.marginal_error <= result.tolerance:
+        measured = "none measured" if result.overlap is None else f"{result.overlap:.4f}"
+        missed = f"an overlap of {measured} between its answers, below the {overlap:g} asked for"
+    return (
+        f"optimal transport stopped at {missed}, after {result.iterations} iterations and {result.passes} passes; "
+        "raise epsilon, the tolerance or the limits"
+    )
 
 
 def _check_settings(
@@ -337,7 +339,13 @@ def solve_exact(problem: TransportProblem, settings: SolverSettings, nearest: bo
     columns = settings.newton_columns(settings.allowance - exact_bytes(n, m))
     rows = StreamedRows(problem, torch.float64, settings.device).dense()
     flipped = m > n
-    kernel = StoredKernel(_exchange_dense(rows, problem) if flipped else rows, settings.epsilon, chunk=settings.chunk)
+    sides = rows
+    if flipped:  # tiles 2 x_i·y_j − |x_i|² for target rows j over pool columns i; rows of weight 0 do not matter
+        index = torch.from_numpy(np.flatnonzero(problem.a)).to(rows.device)
+        y_squared = torch.from_numpy((problem.y**2).sum(1)).to(rows.device)
+        affinity = rows.affinity[index].T + y_squared.unsqueeze(1) - rows.squared[index]
+        sides = DenseRows(affinity.contiguous(), rows.b, rows.a[index], y_squared)
+    kernel = StoredKernel(sides, settings.epsilon, chunk=settings.chunk)
     final = StreamedEvaluator(rows, settings.epsilon, chunk=settings.chunk)
 
     def whole(at: Evaluation) -> Evaluation:
@@ -360,14 +368,3 @@ def solve_exact(problem: TransportProblem, settings: SolverSettings, nearest: bo
         shared = measure_overlap(solved.at.f, answer.f, settings.top, problem.team)
         solved = replace(solved, at=answer, overlap=shared, iterations=solved.iterations + iterations)
     return solved
-
-
-def _exchange_dense(rows: DenseRows, problem: TransportProblem) -> DenseRows:
-    """Exchange the sides: tiles 2 x_i·y_j − |x_i|² for target rows j over pool columns i.
-
-    Pool rows of weight 0 are left out: they do not affect the solution.
-    """
-    index = torch.from_numpy(np.flatnonzero(problem.a)).to(rows.device)
-    y_squared = torch.from_numpy((problem.y**2).sum(1)).to(rows.device)
-    affinity = rows.affinity[index].T + y_squared.unsqueeze(1) - rows.squared[index]
-    return DenseRows(affinity.contiguous(), rows.b, rows.a[index], y_squared)

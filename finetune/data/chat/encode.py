@@ -287,7 +287,11 @@ class ChatEncoder:
                 f"{counts.in_pieces:,} samples have an answer that began or ended inside a token; they were tokenised "
                 "in pieces there"
             )
-        if self._end is not None and not counts.cut_answers and not self._is_closing(self._end):
+        if (
+            self._end is not None
+            and not counts.cut_answers
+            and not (self._end in self._added or not str(self.tokenizer.decode([self._end])).strip())
+        ):
             yield (
                 f"answers end with {str(self.tokenizer.decode([self._end]))!r}, which is no special token of this "
                 "tokenizer: see in the panel below whether its end of turn is written in ordinary tokens"
@@ -314,9 +318,6 @@ class ChatEncoder:
                 f"the template writes {' and '.join(missing)}, no tokens of this tokenizer, in ordinary ones: meant "
                 "for a backbone that has them"
             )
-
-    def _is_closing(self, token: int) -> bool:
-        return token in self._added or not str(self.tokenizer.decode([token])).strip()
 
 
 def _count_needed_tokens(sample: TokenisedConversation) -> int:
