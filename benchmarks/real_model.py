@@ -276,8 +276,8 @@ def continue_here(count: int) -> dict[str, Any]:
     model.config.use_cache = True
     since = time.process_time()
     batching = EvalBatching(BATCH, pad, autocast_dtype=torch.bfloat16)
-    found = list(continue_prompts(model, prompts, Decoding(max_new_tokens=NEW), batching, end=None))
-    return _cost(since) | {"tokens": [list(map(int, each.ids if hasattr(each, "ids") else each)) for each in found]}
+    found = dict(continue_prompts(model, prompts, Decoding(max_new_tokens=NEW), batching, end=None))
+    return _cost(since) | {"tokens": [found[number].ids for number in range(count)]}
 
 
 def continue_by_transformers(count: int) -> dict[str, Any]:
