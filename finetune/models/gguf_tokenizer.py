@@ -19,10 +19,9 @@ _CASES = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
 )
 _LLAMA3, _QWEN2 = _LETTERS + r"\p{N}{1,3}|" + _REST, _LETTERS + r"\p{N}|" + _REST
-_TEKKEN = _CASES.replace("%s", "") + r"\p{N}|" + _REST.replace(r"[\r\n]*", r"[\r\n/]*")
-_GPT4O = _CASES.replace("%s", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"\p{N}{1,3}|" + _REST.replace(
-    r"[\r\n]*", r"[\r\n/]*"
-)  # fmt: skip
+_OTHER_REST = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
+_TEKKEN = _CASES.replace("%s", "") + r"\p{N}|" + _OTHER_REST
+_GPT4O = _CASES.replace("%s", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"\p{N}{1,3}|" + _OTHER_REST
 _WORDS = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
@@ -31,6 +30,7 @@ _WORDS = {
 """Pre-tokenizers of byte-level BPE: regular expression of a word; None: GPT-2's."""
 _WHOLE = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
 """Those that take a word of the vocabulary without its merges, and begin a text with a token if the file is silent."""
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def build_tokenizer(fields: Mapping[str, Any]) -> Any:
@@ -42,34 +42,28 @@ def build_tokenizer(fields: Mapping[str, Any]) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
-    tokens, kind, architecture = own["tokens"], own.get("model"), fields["general.architecture"]
+    tokens, vocabulary, architecture = own["tokens"], own.get("model"), fields["general.architecture"]
     types = own.get("token_type") or [_NORMAL] * len(tokens)
-    while types[-1] == _UNUSED:  # rows that only pad the embeddings
-        tokens, types = tokens[:-1], types[:-1]
-    pieces = kind == "llama" or (kind == "gpt2" and architecture == "gemma3" and "<0x0A>" in tokens)
+    used = 1 + max(index for index, kind in enumerate(types) if kind != _UNUSED)
+    tokens, types = tokens[:used], types[:used]  # the rest only pads the embeddings
+    pieces = vocabulary == "llama" or (vocabulary == "gpt2" and architecture == "gemma3" and "<0x0A>" in tokens)
     if pieces:
         tokens = [
-            token.replace(" ", "\u2581") if type != _CONTROL else token
-            for token, type in zip(tokens, types, strict=True)
+            token.replace(" ", "\u2581") if kind != _CONTROL else token
+            for token, kind in zip(tokens, types, strict=True)
         ]
-        made, begins = _sentencepiece(own, tokens, types, architecture), kind == "llama"
-    elif kind == "gpt2":
+        made, begins = _sentencepiece(own, tokens, types, architecture), vocabulary == "llama"
+    elif vocabulary == "gpt2":
         made, begins = _byte_level(own, tokens), own.get("pre") in _WHOLE
     else:
-        raise ValueError(f"vocabularies of the kind {kind!r} are not converted")
+        raise ValueError(f"vocabularies of the kind {vocabulary!r} are not converted")
     strips = pieces and "phi-3" in str(fields.get("general.name")).lower()  # as llama.cpp
-    made.add_tokens(
-        [
-            AddedToken(
-                token,
-                normalized=False,
-                special=type == _CONTROL,
-                rstrip=strips and token not in ("<unk>", "<s>", "<|endoftext|>"),
-            )
-            for token, type in zip(tokens, types, strict=True)
-            if type in (_CONTROL, _USER_DEFINED) and token.strip("\u2581")  # merges make those of spaces
-        ]
-    )
+    added = [
+        AddedToken(token, normalized=False, special=kind == _CONTROL, rstrip=strips and token not in _NOT_STRIPPED)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (_CONTROL, _USER_DEFINED) and token.strip("\u2581")  # merges make those of spaces
+    ]
+    made.add_tokens(added)
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: own.get(f"{key}_token_id") for name, key in named.items()}
     return PreTrainedTokenizerFast(
@@ -114,10 +108,10 @@ def _merges_by_score(
     vocabulary: Mapping[str, int], tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """Pairs of tokens that make a token, in SentencePiece's order: what users defined first, then by score."""
-    plain = [index for index, type in enumerate(types) if type == _NORMAL and len(tokens[index]) > 1]
+    plain = [index for index, kind in enumerate(types) if kind == _NORMAL and len(tokens[index]) > 1]
     if len(plain) > 1 and len({scores[index] for index in plain}) == 1:
         raise ValueError("every token has the same score, so that the order of merges is lost")
-    defined = [index for index, type in enumerate(types) if type == _USER_DEFINED]
+    defined = [index for index, kind in enumerate(types) if kind == _USER_DEFINED]
     merges = []
     for index in [*defined, *sorted(plain, key=lambda index: -scores[index])]:
         token = tokens[index]
@@ -132,11 +126,11 @@ def sentencepiece_model(tokenizer: Any) -> bytes | None:
 
     Raises ValueError if scores cannot have the effect of the merges.
     """
-    from sentencepiece import sentencepiece_model_pb2
-
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"] if tokenizer.is_fast else {"type": None}
     if model["type"] != "BPE" or not model["byte_fallback"] or tokenizer.unk_token is None:
         return None
+    from sentencepiece import sentencepiece_model_pb2
+
     vocabulary, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     ranks = {merged: -rank for rank, merged in enumerate(dict.fromkeys("".join(pair) for pair in merges))}
@@ -169,21 +163,22 @@ def _byte_level(own: Mapping[str, Any], tokens: Sequence[str]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = own.get("pre", "default")
-    if name not in _WORDS or "merges" not in own:
-        reason = f"the pre-tokenizer {name!r} is not known here" if "merges" in own else "it has no merges"
-        raise ValueError(reason)
+    if "merges" not in own:
+        raise ValueError("it has no merges")
+    if name not in _WORDS:
+        raise ValueError(f"the pre-tokenizer {name!r} is not known here")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in own["merges"]]
     if lost := next((merge for merge in merges if not {*merge, "".join(merge)} <= vocabulary.keys()), None):
-        raise ValueError(f"its merge of {lost} is none of tokens of its vocabulary")
+        raise ValueError(f"its merge of {lost} is none of its tokens")
     made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE))
     if name == "qwen2":
         made.normalizer = normalizers.NFC()
     pattern = _WORDS[name]
-    bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    first = [pre_tokenizers.Digits(individual_digits=True)] if name == "smollm" else []
-    if pattern is not None:
-        first.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-    made.pre_tokenizer = pre_tokenizers.Sequence([*first, bytes_of_words]) if first else bytes_of_words
+    words: list[Any] = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    if name == "smollm":
+        words = [pre_tokenizers.Digits(individual_digits=True)]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*words, in_bytes])
     made.decoder = decoders.ByteLevel()
     return made
