@@ -124,7 +124,7 @@ def write_rows(folder: Path) -> None:
 
 
 def run_step(step: Step, folder: Path, log: Callable[[str], None]) -> dict[str, object]:
-    """Run one command in `folder`; return its seconds, peak memory of its largest process, and error, if any."""
+    """Run one command in `folder`; return its seconds, CPU-seconds, peak memory of its largest process, and error, if any."""
     words = [sys.executable, "-P", "-m", "flatshift", *shlex.split(step.command)]
     started = time.monotonic()
     process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -135,11 +135,11 @@ def run_step(step: Step, folder: Path, log: Callable[[str], None]) -> dict[str, 
     error = "" if code == 0 else "\n".join(output.splitlines()[-12:]) or f"exit code {code}"
     if not error and not (folder / step.leaves).exists():
         error = f"it left no {step.leaves}"
-    seconds, peak = time.monotonic() - started, usage.ru_maxrss / 2**20
-    log(f"{'failed' if error else 'ok':<6} {seconds:6.1f} s  {peak:5.2f} GiB  {step.name}")
+    seconds, cpu, peak = time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
+    log(f"{'failed' if error else 'ok':<6} {seconds:6.1f} s  {cpu:6.1f} CPU-s  {peak:5.2f} GiB  {step.name}")
     if error:
         log(f"       flatshift {step.command}\n{error}")
-    return {"name": step.name, "command": step.command, "seconds": seconds, "gib": peak, "error": error}
+    return {"name": step.name, "command": step.command, "seconds": seconds, "cpu": cpu, "gib": peak, "error": error}
 
 
 def main() -> int:
