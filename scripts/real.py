@@ -124,7 +124,7 @@ def write_rows(folder: Path) -> None:
 
 
 def run_step(step: Step, folder: Path, log: Callable[[str], None]) -> dict[str, object]:
-    """Run one command in `folder`; return its seconds, CPU-seconds, peak memory of its largest process, and error, if any."""
+    """Run one command in `folder`; return its seconds, its largest process's peak memory, and error, if any."""
     words = [sys.executable, "-P", "-m", "flatshift", *shlex.split(step.command)]
     started = time.monotonic()
     process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
