@@ -81,11 +81,14 @@ def _sentencepiece(own: Mapping[str, Any], tokens: Sequence[str], types: Sequenc
 
     vocabulary = {token: index for index, token in enumerate(tokens)}
     unknown = own.get("unknown_token_id")
-    merges = [tuple(merge.split(" ")) for merge in own["merges"]] if "merges" in own else None
+    if "merges" in own:
+        merges = _pairs(own["merges"])
+    else:
+        merges = _merges_by_score(vocabulary, tokens, types, own["scores"])
     made = Tokenizer(
         models.BPE(
             vocabulary,
-            _merges_by_score(vocabulary, tokens, types, own["scores"]) if merges is None else merges,
+            merges,
             fuse_unk=True,
             byte_fallback="<0x0A>" in vocabulary,
             unk_token=None if unknown is None else tokens[unknown],
@@ -102,6 +105,10 @@ def _sentencepiece(own: Mapping[str, Any], tokens: Sequence[str], types: Sequenc
             made.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme="first", split=False)
     made.decoder = decoders.Sequence(decoder)
     return made
+
+
+def _pairs(merges: Sequence[Any]) -> list[Any]:
+    return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges]
 
 
 def _merges_by_score(
@@ -131,8 +138,9 @@ def sentencepiece_model(tokenizer: Any) -> bytes | None:
         return None
     from sentencepiece import sentencepiece_model_pb2
 
+    protocol: Any = sentencepiece_model_pb2
     vocabulary, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
-    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    merges = _pairs(model["merges"])
     ranks = {merged: -rank for rank, merged in enumerate(dict.fromkeys("".join(pair) for pair in merges))}
     tokens = [f"[PAD{index}]" for index in range(max(vocabulary.values()) + 1)]
     types = [_UNUSED] * len(tokens)
@@ -142,13 +150,11 @@ def sentencepiece_model(tokenizer: Any) -> bytes | None:
     types[tokenizer.unk_token_id] = _UNKNOWN
     scores = [float(ranks.get(token, -len(ranks))) for token in tokens]
     plain = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL}
-    ours, theirs = (
-        [pair for pair in pairs if "".join(pair) in plain]
-        for pairs in (_merges_by_score(vocabulary, tokens, types, scores), merges)
-    )
+    made_by_scores = _merges_by_score(vocabulary, tokens, types, scores)
+    ours, theirs = ([pair for pair in pairs if "".join(pair) in plain] for pairs in (made_by_scores, merges))
     if set(ours) != set(theirs) or ["".join(pair) for pair in ours] != ["".join(pair) for pair in theirs]:
         raise ValueError("scores, which llama.cpp needs, cannot have the effect of this tokenizer's merges")
-    made = sentencepiece_model_pb2.ModelProto()
+    made = protocol.ModelProto()
     made.trainer_spec.model_type, made.trainer_spec.byte_fallback = 2, _BYTE in types
     made.trainer_spec.unk_id, made.trainer_spec.unk_piece = tokenizer.unk_token_id, tokenizer.unk_token
     made.normalizer_spec.name, made.normalizer_spec.remove_extra_whitespaces = "identity", False
@@ -168,7 +174,7 @@ def _byte_level(own: Mapping[str, Any], tokens: Sequence[str]) -> Any:
     if name not in _WORDS:
         raise ValueError(f"the pre-tokenizer {name!r} is not known here")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ")) for merge in own["merges"]]
+    merges = _pairs(own["merges"])
     if lost := next((merge for merge in merges if not {*merge, "".join(merge)} <= vocabulary.keys()), None):
         raise ValueError(f"its merge of {lost} is none of its tokens")
     made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE))
