@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
@@ -154,8 +155,6 @@ class Course:
 
 def write_backbone(model: str, directory: Path) -> None:
     """A random backbone whose weights are a pure function of its name, with matrices large enough to matter."""
-    import transformers
-
     model_class, config_class, settings = _ARCHITECTURES[model]
     config = getattr(transformers, config_class)(**settings)
     with torch.random.fork_rng(devices=[]):
@@ -246,40 +245,15 @@ def run(
         folder: a new run directory that all ranks see.
         worlds: this rank's place in a mesh that spans all ranks.
     """
-    course = Course()
+    course, task = Course(), subject.task(packed=layout.packed)
     meshes = (layout.mesh, *layout.others)
     for number, mesh in enumerate(meshes):
         stop = None if number + 1 == len(meshes) else (number + 1) * layout.stop
         world = ProcessMesh.alone() if mesh.size == 1 else worlds(mesh)
         if world.size > 1 or not dist.is_initialized() or dist.get_rank() == 0:
-            begins = number == 0
-            _stage(subject, layout, mesh, world, course, backbone=backbone, folder=folder, begins=begins, stop=stop)
-        if dist.is_initialized():
-            dist.barrier()
-    return course
-
-
-def _stage(
-    subject: Subject,
-    layout: Layout,
-    mesh: Mesh,
-    world: ProcessMesh,
-    course: Course,
-    *,
-    backbone: Path,
-    folder: Path,
-    begins: bool,
-    stop: int | None,
-) -> None:
-    """The stage from where `folder` has it, until update `stop` or its end."""
-    task = subject.task(packed=layout.packed)
-    engine = _engine(subject, layout, mesh, world, backbone)
-    before = frozen_bytes(engine)
-    with _watched(engine, course) if begins else contextlib.nullcontext(), contextlib.suppress(Interrupted):
-        Trainer(
-            engine,
-            SimpleNamespace(pad_token_id=0),  # type: ignore[arg-type]
-            TrainingStage(
+            engine = _engine(subject, layout, mesh, world, backbone)
+            before = frozen_bytes(engine)
+            stage = TrainingStage(
                 name="fine-tune",
                 task=task,
                 batches=batches(subject, layout, share=engine.share, multiple=engine.multiple),
@@ -291,11 +265,16 @@ def _stage(
                 run=RunDirectory(folder, writes=world.is_main),
                 seed=SEED,
                 on_step=course.add,
-                stop=lambda: len(course.losses) == stop,
-            ),
-        ).fit()
-    engine.reshard()
-    course.untouched = course.untouched and frozen_bytes(engine) == before
+                stop=lambda stop=stop: len(course.losses) == stop,
+            )
+            watch = contextlib.nullcontext() if number else _watched(engine, course)
+            with watch, contextlib.suppress(Interrupted):
+                Trainer(engine, SimpleNamespace(pad_token_id=0), stage).fit()  # type: ignore[arg-type]
+            engine.reshard()
+            course.untouched = course.untouched and frozen_bytes(engine) == before
+        if dist.is_initialized():
+            dist.barrier()
+    return course
 
 
 def regularizer(subject: Subject) -> Regularizer:

