@@ -133,7 +133,9 @@ def sentencepiece_model(tokenizer: Any) -> bytes | None:
 
     Raises ValueError if scores cannot have the effect of the merges.
     """
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"] if tokenizer.is_fast else {"type": None}
+    model: dict[str, Any] = {"type": None}
+    if tokenizer.is_fast:
+        model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     if model["type"] != "BPE" or not model["byte_fallback"] or tokenizer.unk_token is None:
         return None
     from sentencepiece import sentencepiece_model_pb2
