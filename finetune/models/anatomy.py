@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UserError
-from .families import BOUNDED, FAMILIES, BlockStack, pipeline_families, usable_positions
+from .families import BOUNDED, BlockStack, block_stacks, usable_positions
 
 
 def unwrap_peft(model: nn.Module) -> Any:
@@ -131,11 +131,7 @@ class ModelParts:
     def of(cls, model: nn.Module) -> ModelParts:
         """Find the parts of a model, with or without a PEFT wrapper. Raises UserError: its family is not supported."""
         causal = unwrap_peft(model)
-        kind = causal.config.model_type
-        if kind not in pipeline_families():
-            known = ", ".join(pipeline_families())
-            raise UserError(f"mesh.pp: {kind} models cannot be cut into pipeline stages ({known} can); use mesh.dp")
-        return cls(causal, getattr(causal, causal.base_model_prefix, causal), FAMILIES[kind].stacks)
+        return cls(causal, getattr(causal, causal.base_model_prefix, causal), block_stacks(causal.config.model_type))
 
     @property
     def blocks(self) -> list[nn.Module]:

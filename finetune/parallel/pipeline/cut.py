@@ -19,7 +19,7 @@ from ...config import Mesh
 from ...errors import UserError
 from ...models.anatomy import ModelParts
 from ...models.checkpoint import canonical_name
-from ...models.families import BlockStack
+from ...models.families import FAMILIES, BlockStack
 from ..mesh import ProcessMesh
 from .pipeline_plan import stages_of, virtual_stages
 from .stage import OtherStageBlock, PositionBiasBlock, StageInput, StageModules, StageOutput
@@ -88,10 +88,16 @@ def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
 def check_pipeline(model: nn.Module, *, pp: int, virtual: int | None, schedule: str) -> None:
     """Raise UserError for a model that cannot be cut, before any weight is read; `model` may be on meta.
 
-    It has an unknown family or schedule, more stages than blocks, a trained embedding that is tied to the head or a
-    trained position bias that several stages would need.
+    It has an unknown family or schedule, parameters that no stage would have, more stages than blocks, a trained embedding that is tied to the head or a trained position bias that
+    several stages would need.
     """
     anatomy = ModelParts.of(model)
+    kind = anatomy.causal.config.model_type
+    parts = tuple(f"{name}." for stack in anatomy.stacks for name in (stack.blocks, *stack.first, *stack.last))
+    if anatomy.base is not anatomy.causal and kind not in FAMILIES:
+        for name, _ in anatomy.base.named_parameters():
+            if not name.startswith(parts):
+                raise UserError(f"mesh.pp: no stage of this {kind} model would have its {name}; use mesh.dp")
     stages = pp * virtual_stages(schedule, virtual)
     split_blocks(stage_costs(model), stages)
     tied = tuple(name.removesuffix("weight") for pair in _tied_parameters(anatomy).items() for name in pair)
@@ -225,8 +231,11 @@ def _cut_stack(
 
 
 def _replace_modules(root: nn.Module, names: Iterable[str], make: Callable[[], nn.Module]) -> None:
+    """Replace these modules, but no norm without parameters: NanoChat calls its last one before the first block too."""
     for name in names:
         parent, _, child = name.rpartition(".")
         holder = root.get_submodule(parent)
-        if getattr(holder, child, None) is not None:
+        module = getattr(holder, child, None)
+        is_bare_norm = "Norm" in type(module).__name__ and next(module.parameters(), None) is None
+        if module is not None and not is_bare_norm:
             setattr(holder, child, make())

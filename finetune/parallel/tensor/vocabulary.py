@@ -67,9 +67,13 @@ def split_head(linear: Any, tokens: VocabularySlice) -> None:
     A training loss that temporarily replaces `linear.forward` (`VocabularySlice.cross_entropy`) never gathers them.
     """
     local = linear.forward
+    missing = -(-tokens.size // dist.get_world_size(tokens.group)) - (tokens.stop - tokens.start)
 
     def forward(input: Tensor) -> Tensor:
-        return borders.gather_from_tp(local(borders.copy_to_tp(input, tokens.group)), -1, tokens.group)
+        logits = local(borders.copy_to_tp(input, tokens.group))
+        if missing:  # the last rank has fewer tokens, but all gather as many
+            logits = F.pad(logits, (0, missing))
+        return borders.gather_from_tp(logits, -1, tokens.group)[..., : tokens.size]
 
     linear.out_features = tokens.stop - tokens.start
     linear.vocabulary = tokens

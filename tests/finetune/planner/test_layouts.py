@@ -245,14 +245,6 @@ def test_a_damaged_weight_file(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- what it knows
 
 
-def test_a_family_is_one_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatshift.finetune.models.families import FAMILIES, context_families, pipeline_families, tensor_plans
-
-    monkeypatch.setitem(FAMILIES, "another", FAMILIES["llama"])
-    assert all("another" in known() for known in (tensor_plans, pipeline_families, context_families))
-    assert set(pipeline_families()) | {"vit"} == set(tensor_plans())
-
-
 def test_cuda_devices_as_a_process_sees_them() -> None:
     table = "0, GPU-aa, 1000\n1, GPU-bb, 2000\n2, GPU-cc, [N/A]\n"
     assert visible_memory(table, None) == [1000 << 20, 2000 << 20, None]
