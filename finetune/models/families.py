@@ -135,6 +135,11 @@ FAMILIES = {
             BlockStack("decoder.block", ("decoder.embed_tokens",), ("decoder.final_layer_norm",)),
         ),
     ),
+    "codegen": Family(
+        None,
+        (BlockStack("h", ("wte",), ("ln_f",)),),
+        refusal="its query, key and value rows lie in four interleaved groups",
+    ),
     "bert": _encoder_family("BERT: encoder blocks and vocabulary; pooler and task head whole"),
     "roberta": _encoder_family("RoBERTa: encoder blocks and vocabulary; task head whole"),
     "vit": Family(TensorPlan("ViT: encoder blocks; patch embedding and task head whole", "layers.*", _VIT)),
@@ -150,7 +155,7 @@ def find_family(kind: str) -> Family:
         return FAMILIES[kind]
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None
+    config = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` knows no lazy key
     stages = getattr(config, "base_model_pp_plan", None)
     stack = _read_stack(stages or _STACK)
     regions, refusal = _read_regions(getattr(config, "base_model_tp_plan", None) or {}, stack.blocks)

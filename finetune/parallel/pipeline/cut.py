@@ -88,8 +88,8 @@ def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
 def check_pipeline(model: nn.Module, *, pp: int, virtual: int | None, schedule: str) -> None:
     """Raise UserError for a model that cannot be cut, before any weight is read; `model` may be on meta.
 
-    It has an unknown family or schedule, parameters that no stage would have, more stages than blocks, a trained embedding that is tied to the head or a trained position bias that
-    several stages would need.
+    It has an unknown family or schedule, parameters that no stage would have, more stages than blocks, a trained
+    embedding that is tied to the head or a trained position bias that several stages would need.
     """
     anatomy = ModelParts.of(model)
     kind = anatomy.causal.config.model_type

@@ -96,8 +96,7 @@ def match_plan(model: nn.Module) -> PlanMatch:
             else:
                 match.wrapped[name] = module
         elif plan.norm is not None and _has_suffix(name, plan.norm) and "Norm" in type(module).__name__:
-            if not name.startswith(tuple(match.blocks)):
-                match.norm = module
+            match.norm = module  # the last one: those of blocks come before
     head = base.get_output_embeddings() if plan.embeddings else None
     if isinstance(head, nn.Linear):
         match.head = head
@@ -194,19 +193,17 @@ def _find_misfit(match: PlanMatch, tp: int) -> str | None:
         return f"does not divide the {queries} attention heads"
     if any(not matched.shares_heads for matched in heads) and key_values % tp:
         return f"does not divide the {key_values} key-value heads"
-    sizes = {"tokens of the vocabulary": embedding.num_embeddings for embedding in match.embeddings.values()}
+    sizes = [("tokens of the vocabulary", embedding.num_embeddings) for embedding in match.embeddings.values()]
     if match.head is not None:
-        sizes["tokens of the output head"] = match.head.out_features
+        sizes.append(("tokens of the output head", match.head.out_features))
     for matched in match.regions:
         row: Any = getattr(matched.row, "base_layer", matched.row)
         channels = row.nx if hasattr(row, "nx") else row.in_features
-        name = f"channels of {matched.block}.{matched.region.entry}"
-        if matched.region.gathered:
-            outputs: list[Any] = [getattr(layer, "base_layer", layer) for layer in matched.columns.values()]
-            if any(size % tp for size in (channels, *(layer.out_features for layer in outputs))):
-                return f"does not divide the {channels} {name}"
-        sizes[name] = channels
-    for name, size in sizes.items():
+        sizes.append((f"channels of {matched.block}.{matched.region.entry}", channels))
+        columns: list[Any] = [getattr(layer, "base_layer", layer) for layer in matched.columns.values()]
+        if matched.region.gathered and any(size % tp for size in (channels, *(x.out_features for x in columns))):
+            return f"does not divide the {channels} {sizes[-1][0]}"
+    for name, size in sizes:
         if -(-size // tp) * (tp - 1) >= size:
             return f"leaves a rank without any of the {size} {name}"
     return None

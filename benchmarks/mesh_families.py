@@ -1,0 +1,71 @@
+"""Families on the axes of a mesh: real training of tiny models, with and without dropout, compared with one process.
+
+    python -m benchmarks.mesh_families [--only FAMILY ...]
+
+Each cell trains a random model of a family for 16 updates through the product's own loop, in float32 on two processes,
+and is compared with the same training in one. A refusal is a result too. Writes `benchmarks/results/mesh_families.json`,
+of which the table of model types in docs/support-matrix.md is made (`python scripts/write_support_matrix.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+
+import torch
+
+from benchmarks._equalities import Layout, Subject
+from benchmarks._harness import Benchmark
+from benchmarks.sharding_equalities import measure
+from flatshift.finetune.config import Mesh
+
+FAMILIES = (
+    *("apertus", "arcee", "bert", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2"),
+    *("gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "gptj", "granite", "helium", "hyperclovax", "internlm3"),
+    *("iquestcoder", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2"),
+    *("olmo3", "phi", "phi3", "qwen2", "qwen3", "roberta", "seed_oss", "smollm3", "starcoder2", "t5", "vaultgemma"),
+)
+VARIANTS = {
+    **{f"{family}, dropout": family for family in FAMILIES},
+    **{"gemma3_text, one key": "gemma3_text", "qwen3, three keys": "qwen3", "phi3, one key": "phi3"},
+    **{"llama, odd width": "llama", "gpt2, odd width": "gpt2"},
+}
+"""Model with a variant → its family."""
+MESHES = {
+    "tp": Mesh(tp=2),
+    "sequence_parallel": Mesh(tp=2, sequence_parallel=True),
+    "pp": Mesh(pp=2),
+    "cp": Mesh(cp=2),
+}
+LAYOUTS = tuple(Layout(axis, mesh, models=(*FAMILIES, *VARIANTS)) for axis, mesh in MESHES.items())
+BAR = 1e-5
+"""Largest difference of a loss, in nats."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="only these families; nothing is written")
+    only = parser.parse_args().only
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    torch.set_num_threads(1)
+    models = [model for model in LAYOUTS[0].models if only is None or VARIANTS.get(model, model) in only]
+    with tempfile.TemporaryDirectory() as folder:
+        found, falls = measure(LAYOUTS, tuple(Subject(model, "plain") for model in models), folder)
+    bench = Benchmark("mesh_families", packages=("torch", "transformers", "peft"))
+    for model in models:
+        for cell in (cell for cell in found if cell["subject"] == f"{model}/plain"):
+            row = bench.row(
+                f"{model}, {cell['layout']}: loss", unit="nats, largest difference", ours=cell.get("loss"),
+                bar_op="<=", bar_value=BAR, reason=cell.get("reason"),
+            )  # fmt: skip
+            first, last = falls[f"{model}/plain"]
+            row |= {"family": VARIANTS.get(model, model), "axis": cell["layout"], "gradients": cell.get("gradients")}
+            row |= {"first": first, "last": last}
+    if only is None:
+        bench.finish()
+
+
+if __name__ == "__main__":
+    main()
