@@ -3,8 +3,9 @@
     python -m benchmarks.mesh_families [--only FAMILY ...]
 
 Each cell trains a random model of a family for 16 updates through the product's own loop, in float32 on two processes,
-and is compared with the same training in one. A refusal is a result too. Writes `benchmarks/results/mesh_families.json`,
-of which the table of model types in docs/support-matrix.md is made (`python scripts/write_support_matrix.py`).
+and is compared with the same training in one. A refusal is a result too. Writes
+`benchmarks/results/mesh_families.json`, of which the table of model types in docs/support-matrix.md is made
+(`python scripts/write_support_matrix.py`).
 """
 
 from __future__ import annotations

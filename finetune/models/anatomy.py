@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import UserError
 from .families import BOUNDED, BlockStack, block_stacks, usable_positions
 
 

@@ -95,8 +95,8 @@ def match_plan(model: nn.Module) -> PlanMatch:
                 match.embeddings[name] = module
             else:
                 match.wrapped[name] = module
-        elif plan.norm is not None and _has_suffix(name, plan.norm) and "Norm" in type(module).__name__:
-            match.norm = module  # the last one: those of blocks come before
+        elif plan.norm is not None and _has_suffix(name, plan.norm) and not name.startswith(tuple(match.blocks)):
+            match.norm = module if "Norm" in type(module).__name__ else None  # another stage's is replaced
     head = base.get_output_embeddings() if plan.embeddings else None
     if isinstance(head, nn.Linear):
         match.head = head
