@@ -48,7 +48,7 @@ def print_training_outcome(path: Path) -> None:
     from flatshift.finetune.evaluate.metrics import find_metric
 
     run, rows = read_run(path), []
-    alone: dict[str, Any] = {f"{split}, backbone alone": judged.metrics for split, judged in run.cold.items()}
+    alone: dict[str, Any] = {f"{split}, backbone alone": evaluation.metrics for split, evaluation in run.cold.items()}
     for split, cells in (run.eval | alone).items():
         if (name := headline_metric(cells)) is None:
             continue
@@ -216,16 +216,16 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
         rows.append([f"lowest {figure_name(column)}", setting(best[0]), with_interval(best[1])])
     if (floor := data.majority_error(column)) is not None:
         rows.append(["majority baseline", "always the commonest class", number(floor)])
-    judged = SweepAnalysis(data).curves
-    for curve in judged[:_MAX_VERDICTS]:
+    curves = SweepAnalysis(data).curves
+    for curve in curves[:_MAX_VERDICTS]:
         position = f"along {curve.axis}" + (f", {setting(curve.setting)}" if curve.setting else "")
         rows.append(["verdict", position, curve.verdict.kind])
-    if any(curve.verdict.kind == "undecided" for curve in judged) and "--until" not in argv:
+    if any(curve.verdict.kind == "undecided" for curve in curves) and "--until" not in argv:
         words = list(argv)
         for i in [i for i, word in enumerate(words) if word.partition("=")[0] == "--seeds"]:
             del words[i : i + 1 + ("=" not in words[i])]
-        seeds = max(curve.verdict.seeds_needed or 0 for curve in judged)
+        seeds = max(curve.verdict.seeds_needed or 0 for curve in curves)
         commands.insert(0, ["flatshift", "sweep", *words, "--seeds", str(max(seeds, 2 * (data.planned_seeds or 0), 5))])
-    if len(judged) > _MAX_VERDICTS:
-        rows.append(["verdict", f"{len(judged) - _MAX_VERDICTS} more curves", "see the report"])
+    if len(curves) > _MAX_VERDICTS:
+        rows.append(["verdict", f"{len(curves) - _MAX_VERDICTS} more curves", "see the report"])
     print_outcome(align_columns(["what", "where", "found"], rows) if rows else "", commands)

@@ -75,9 +75,9 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
 
     Anything that might fit is left to the plan and to the run itself: estimates are rough. Raises UserError.
     """
+    from flatshift.finetune.compute.memory import machine_memory
     from flatshift.finetune.figures import format_bytes
     from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.planner.devices import machine_memory
     from flatshift.finetune.planner.footprint import predict_footprint
     from flatshift.finetune.planner.sizes import BackboneSizes
 

@@ -93,7 +93,7 @@ def _metric_sections(runs: Sequence[RunResults], names: Sequence[str]) -> list[S
 
 def _metric_table(runs: Sequence[RunResults], names: Sequence[str], split: str) -> Table | None:
     """Build a row for each metric and run; runs after the first also show their difference from the first."""
-    first, *others = [run.judged(split) for run in runs]
+    first, *others = [run.split_evaluation(split) for run in runs]
     differences = [metric_differences(evaluation, first) for evaluation in others]
     metrics = [metric for metric in first.metrics if any(metric in each for each in differences)]
     if not metrics:
@@ -138,7 +138,7 @@ def _finding(runs: Sequence[RunResults], names: Sequence[str]) -> str:
     lower = find_metric(metric).lower
     order = sorted(range(len(runs)), key=lambda i: runs[i].eval[split][metric]["value"] * (1 if lower else -1))
     best, other = order[0], 0 if order[0] else order[1]
-    difference = metric_differences(runs[best].judged(split), runs[other].judged(split))[metric]
+    difference = metric_differences(runs[best].split_evaluation(split), runs[other].split_evaluation(split))[metric]
     endpoint = f"{split} {find_metric(metric).title}"
     if not difference.clear:
         values = [f"{names[i]} has {formats.with_interval(runs[i].eval[split][metric])}" for i in (best, other)]

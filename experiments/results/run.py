@@ -70,7 +70,7 @@ class SelectionResults:
     about: dict[str, Any]  # manifest.json["selection"]
     table: Any  # scores.parquet as a pyarrow Table, or None
     top: list[dict[str, Any]]  # first records of selected.jsonl
-    judged: dict[str, str]  # id → domain tag that was hidden from the selector
+    hidden_domains: dict[str, str]  # id → domain tag that was hidden from the selector
     points: dict[str, Any] | None  # map.parquet: x, y, kind, and the explained shares
     targets: dict[str, str] = field(default_factory=dict)  # id → text of the targets nearest to selected records
 
@@ -91,8 +91,8 @@ class SelectionResults:
         """Domain: (records in the pool, records selected), from the `domain` column, else from the hidden tags."""
         if self._has_domain_column:
             names = self.table.column("domain")
-        elif self.judged:
-            names = pa.array([self.judged.get(id_) for id_ in self.table.column("id").to_pylist()], pa.string())
+        elif self.hidden_domains:
+            names = pa.array([self.hidden_domains.get(id_) for id_ in self.table.column("id").to_pylist()], pa.string())
         else:
             return {}
         pairs = pa.table({"name": names, "selected": self.table.column("selected").cast(pa.int64())})
@@ -108,7 +108,7 @@ class SelectionResults:
     @property
     def judged_only(self) -> bool:
         """True if the domains come from tags that were hidden from the selector."""
-        return bool(self.judged) and not self._has_domain_column
+        return bool(self.hidden_domains) and not self._has_domain_column
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,11 @@ class RunResults:
         tree = _check_eval(self.path / "cold.json", read_object(self.path / "cold.json"))
         rows = read_predictions(self.path, "cold.parquet") if tree else {}
         return {
-            split: RunEvaluation(metrics, rows.get(split), self.judged(split).digest) for split, metrics in tree.items()
+            split: RunEvaluation(metrics, rows.get(split), self.split_evaluation(split).digest)
+            for split, metrics in tree.items()
         }
 
-    def judged(self, split: str) -> RunEvaluation:
+    def split_evaluation(self, split: str) -> RunEvaluation:
         """Return the data of a split for comparison with another run; its files are identified by their digests."""
         block = self.recipe.get("data")
         settings = block.get(split) if isinstance(block, dict) else None
@@ -333,13 +334,13 @@ def _read_selection(folder: Path) -> SelectionResults:
     if (folder / "scores.parquet").is_file():
         required = ("id", "score", "rank", "selected")
         table = read_parquet(folder / "scores.parquet", fix="make the run again", columns=required)
-    judged = {}
+    hidden_domains = {}
     tags = folder / "judged_domains.tsv"
     if tags.is_file():
         for line in tags.read_text(encoding="utf-8").splitlines():
             id_, tab, domain = line.partition("\t")
             if tab and (id_, domain) != ("id", "domain"):
-                judged[id_] = domain
+                hidden_domains[id_] = domain
     if (folder / "map.parquet").is_file():
         columns = ("x", "y", "kind")
         plane = read_parquet(folder / "map.parquet", fix="make the run again", columns=columns)
@@ -348,7 +349,9 @@ def _read_selection(folder: Path) -> SelectionResults:
     record = read_object(folder / "manifest.json").get("selection")
     top = _first_records(folder / "selected.jsonl", _MAX_RECORDS)
     targets = {str(line.get("id")): str(line.get("text")) for line in _first_records(folder / "targets.jsonl", 1 << 30)}
-    return SelectionResults(folder, record if isinstance(record, dict) else {}, table, top, judged, points, targets)
+    return SelectionResults(
+        folder, record if isinstance(record, dict) else {}, table, top, hidden_domains, points, targets
+    )
 
 
 def _first_records(path: Path, count: int) -> list[dict[str, Any]]:

@@ -138,9 +138,9 @@ class SweepData(SweepTable):
     def error_columns(self) -> tuple[str, str]:
         """Return (test column, train column): of the requested metric, else error if the task has one, else loss."""
         name = self.metric or ("error" if self.has("test.error") or self.has("train.error") else "loss")
-        return f"{self.judged(name)}.{name}", f"train.{name}"
+        return f"{self.held_out_split(name)}.{name}", f"train.{name}"
 
-    def judged(self, name: str) -> str:
+    def held_out_split(self, name: str) -> str:
         """Return the held-out split that has the metric `name`: test, else dev."""
         return "test" if self.has(f"test.{name}") or not self.has(f"dev.{name}") else "dev"
 

@@ -146,9 +146,10 @@ def compute_expected(run: ExportedRun, *, added: Sequence[tuple[Path, float]] = 
     """
     recipe = to_single_float32_process(run.recipe)
     tokenizer = open_backbone(recipe.backbone).tokenizer
-    limit = int(available_memory() * _MEMORY_SHARE)
+    available = available_memory()
     entries = read_index(open_backbone(recipe.backbone).directory).values()
-    memory = None if 4 * sum(math.prod(entry.shape) for entry in entries) <= limit else limit
+    limit = None if available is None else int(available * _MEMORY_SHARE)
+    memory = None if limit is None or 4 * sum(math.prod(entry.shape) for entry in entries) <= limit else limit
     adapter = run.path / "adapter"
     if memory is None and not added:
         model = load_model(recipe, recipe.task, run.labels, adapter=adapter)[0].model.eval()

@@ -366,7 +366,7 @@ def _evaluate(context: RunContext, prepared: PreparedData, stage: OpenStage) -> 
             predictions=None if context.cell else path / "predictions.parquet",
         )  # fmt: skip
         if context.probe is not None:
-            context.probe.judged(recipe, engine, tokenizer, prepared)
+            context.probe.on_evaluation(recipe, engine, tokenizer, prepared)
     if world.is_main and not recipe.eval.cold:  # from an earlier evaluation
         for name in (COLD, COLD_ROWS):
             (path / name).unlink(missing_ok=True)

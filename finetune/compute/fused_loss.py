@@ -184,7 +184,7 @@ def choose_loss_kernel(
     task: LossTask,
     train: Train,
     folder: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     kernels: Mapping[str, FusedLossKernel] | None = None,
 ) -> Head | None:
     """Return `head` with the kernel for the stage's loss; collective on a mesh, where all ranks choose the same.
@@ -192,26 +192,26 @@ def choose_loss_kernel(
     Args:
         batches: the kernels are tried on this rank's first micro-batch.
         folder: directory of the stage, where the choice is stored.
-        say: receives one line with the choice and its reason.
+        log: receives one line with the choice and its reason.
     """
-    if head is None or not is_cuda(engine.device) or engine.world.width("tp", "pp", "cp") > 1:
+    if head is None or head.cap is not None or not is_cuda(engine.device) or engine.world.width("tp", "pp", "cp") > 1:
         return head
     if train.deterministic:  # timings vary between runs, and the other kernels add in no fixed order
         return head
     kernels = available_kernels() if kernels is None else kernels
-    kept = _broadcast_choice(engine, _read_saved_choice(folder))
-    if kept is not None:
-        if kept != OURS and kept not in kernels:
-            say(f"warning: loss: the stage began with the kernel {kept}, which is not here any more; {_GET}")
-        return replace(head, kernel=kernels.get(kept))
+    saved = _broadcast_choice(engine, _read_saved_choice(folder))
+    if saved is not None:
+        if saved != OURS and saved not in kernels:
+            log(f"warning: loss: the stage began with the kernel {saved}, which is not here any more; {_GET}")
+        return replace(head, kernel=kernels.get(saved))
     if not kernels:
-        say(f"loss: our slices, no other kernel is here ({_GET})")
+        log(f"loss: our slices, no other kernel is here ({_GET})")
         return head
     trials = _try_kernels(engine, head, batches.at(0)[0], task=task, train=train, kernels=kernels)
     seconds = _max_over_ranks(engine, {name: trials[name].seconds for name in (OURS, *kernels)})
     taken = min(kernels, key=lambda name: seconds[name])
     name = taken if seconds[taken] <= GAIN * seconds[OURS] else OURS
-    say(_format_choice(name, seconds, trials))
+    log(_format_choice(name, seconds, trials))
     if engine.is_main:
         shown = {each: None if math.isinf(value) else value for each, value in seconds.items()}
         why = {each: trial.wrong for each, trial in trials.items() if trial.wrong}

@@ -4,8 +4,8 @@ For language models the output head is the most expensive matrix product and its
 the head is a plain frozen `nn.Linear` whose output is the model's, `linear_cross_entropy` computes both in slices and
 keeps only the gradient of the hidden states. The loss is then computed where the model calls its head, in the head's
 own forward, so that anything that gathers or frees its weights there (FSDP2) does so for the loss too. This is not
-guessed from the architecture: `find_head` runs one batch and requires identical bits, so models with soft-capped,
-scaled or wrapped logits use their own forward pass.
+guessed from the architecture: `find_head` runs one batch and compares, so models that do more to their logits than
+scale and soft-cap them (Granite, Cohere, Gemma 2) use their own forward pass.
 
 A loss over whole answers (`task.traits.is_answer_level`) is not a sum over tokens: it combines log p of each row's
 answer and the base model's log p of it, which `add_reference` computes with the adapter off.
@@ -33,6 +33,10 @@ from .protocols import LossTask, TraitsTask
 IGNORED = -100
 _PROBE = 64
 """Tokens of the row that probes the head."""
+_NUMBERS = (2.0**-16, 0.5, -1.0, 7.0, -30.0, 2.0**20)
+"""Outputs of the head for which the model's logits show how it scales and caps them."""
+_SMALL = 2.0**-40
+"""Factor that makes a loss so small that tanh leaves it as it is; a power of 2, so exact."""
 
 
 class Batch(Protocol):
@@ -56,11 +60,53 @@ _Any = TypeVar("_Any")
 
 @dataclass(frozen=True)
 class Head:
-    """Plain frozen linear layer whose output is the model's logits."""
+    """Plain frozen linear layer whose output x becomes the model's logits: scale · x, soft-capped as
+    cap · tanh(scale · x / cap) if there is a cap."""
 
     linear: nn.Linear
     kernel: Callable[..., Tensor] | None = None
     """Kernel for the training loss instead of `linear_cross_entropy` (`flatshift.finetune.compute.fused_loss`)."""
+    scale: float = 1.0
+    cap: float | None = None
+
+    def cross_entropy(self, hidden: Tensor, targets: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """Return the loss summed over the rows of `hidden` [n, D], float32, without the logits of all of them at once.
+
+        With `linear` sliced over ranks (`flatshift.finetune.parallel.tensor.vocabulary`) it is computed by all of them.
+        """
+        hidden, vocabulary = self._scaled(hidden), getattr(self.linear, "vocabulary", None)
+        if vocabulary is not None:
+            assert smoothing == 0  # flatshift.finetune.planner.rules
+            loss: Tensor = vocabulary.cross_entropy(hidden, self.linear, targets, cap=self.cap)
+            return loss
+        if self.kernel is not None and hidden.requires_grad and len(hidden):
+            return self.kernel(hidden, self.linear, targets, smoothing=smoothing)
+        return linear_cross_entropy(hidden, self.linear, targets, smoothing=smoothing, cap=self.cap)
+
+    def cross_entropies(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the terms of `cross_entropy`, one per row, float32 (n,)."""
+        hidden, vocabulary = self._scaled(hidden), getattr(self.linear, "vocabulary", None)
+        if vocabulary is not None:
+            terms: Tensor = vocabulary.cross_entropies(hidden, self.linear, targets, cap=self.cap)
+            return terms
+        return linear_cross_entropies(hidden, self.linear, targets, cap=self.cap)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of rows of hidden states: [n, D] → [n, V]."""
+        return soft_cap(F.linear(self._scaled(hidden), self.linear.weight, self.linear.bias), self.cap)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self.scale == 1 else hidden * self.scale
+
+    def as_output(self, values: Tensor) -> Tensor:
+        """Return `values` (float32) as outputs of the layer [n, 1, 1] that the model scales and caps on their way to
+        `from_logits`: so small that a cap leaves them as they are."""
+        small = values if self.cap is None else values * _SMALL
+        return (small / self.scale).view(-1, 1, 1).clone()  # FSDP2 hooks what a unit returns and warns of views
+
+    def from_logits(self, logits: Tensor) -> Tensor:
+        """Return the values of `as_output` (n,) from the model's logits."""
+        return logits.flatten() if self.cap is None else logits.flatten() / _SMALL
 
     @contextlib.contextmanager
     def computing(self, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -121,22 +167,15 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: LossTask, head: Head | N
         return loss_sum(logits, batch.labels, task=task, chosen=_target_indices(batch))
 
     def cost(hidden: Tensor) -> Tensor:
-        # FSDP2 hooks what a unit returns and warns of views
-        return _head_loss(hidden, head, batch, task).view(1, 1, 1).clone()
+        return head.as_output(_head_loss(hidden, head, batch, task))
 
     with head.computing(cost), attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
-        return model(**inputs).logits.sum()
+        return head.from_logits(model(**inputs).logits).sum()
 
 
 def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: LossTask) -> Tensor:
     rows, targets = select_targets(hidden, batch.labels, task, _target_indices(batch))
-    linear, held = head.linear, getattr(head.linear, "vocabulary", None)
-    if held is None:
-        kernel = head.kernel if rows.requires_grad and len(rows) else None
-        return (kernel or linear_cross_entropy)(rows, linear, targets, smoothing=task.smoothing)
-    assert task.smoothing == 0  # flatshift.finetune.planner.rules
-    found: Tensor = held.cross_entropy(rows, linear, targets)  # flatshift.finetune.parallel.tensor.vocabulary
-    return found
+    return head.cross_entropy(rows, targets, smoothing=task.smoothing)
 
 
 def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: LossTask, head: Head | None = None) -> Tensor:
@@ -147,20 +186,12 @@ def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: LossTask, hea
         return _sum_by_row(
             logits, batch, task, lambda rows, targets: F.cross_entropy(rows.float(), targets, reduction="none")
         )
-    linear, held = head.linear, getattr(head.linear, "vocabulary", None)
-
-    def nats(rows: Tensor, targets: Tensor) -> Tensor:
-        if held is None:
-            return linear_cross_entropies(rows, linear, targets)
-        found: Tensor = held.cross_entropies(rows, linear, targets)  # flatshift.finetune.parallel.tensor.vocabulary
-        return found
 
     def summed(hidden: Tensor) -> Tensor:
-        return _sum_by_row(hidden, batch, task, nats).view(-1, 1, 1).clone()  # as in `batch_loss`
+        return head.as_output(_sum_by_row(hidden, batch, task, head.cross_entropies))
 
     with head.computing(summed), attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
-        log_probs: Tensor = model(**inputs).logits.flatten()
-    return log_probs
+        return head.from_logits(model(**inputs).logits)
 
 
 def _sum_by_row(
@@ -255,9 +286,10 @@ def find_head(model: nn.Module, probe: dict[str, Any], *, task: LossTask) -> Hea
     """Return the plain head of `model`, or None if only the model's own forward pass gives its logits.
 
     Runs a short row (`head_probe`) in evaluation mode without gradients. The head must receive one hidden state per
-    token (of the decoder, if there is one), compute nothing but W h + b, and its output must equal the model's bit for
-    bit; and a single number in its place must come out unchanged (BART adds a bias to the logits, which is zero until
-    trained). Under FSDP2 every rank of the mesh calls this together.
+    token (of the decoder, if there is one) and compute nothing but W h + b, and the model may only scale and soft-cap
+    each of its outputs, which numbers in their place show (BART adds a bias to the logits, which is zero until
+    trained). The logits must equal the model's, bit for bit if they are neither scaled nor capped. Under FSDP2 every
+    rank of the mesh calls this together.
     """
     if task.traits.is_sequence_level:
         return None
@@ -282,14 +314,41 @@ def find_head(model: nn.Module, probe: dict[str, Any], *, task: LossTask) -> Hea
         return None
     hidden, out, own = seen[0]
     tokens = probe["decoder_input_ids"] if task.traits.encoder_decoder else next(iter(probe.values()))
-    if not own or hidden.shape[:2] != tokens.shape[:2] or not torch.equal(out, logits):
+    if not own or hidden.shape[:2] != tokens.shape[:2] or out.shape != logits.shape:
         return None
-    number = hidden.new_full((1, 1, 1), 0.5)
-    return (
-        head
-        if torch.equal(number, _logits_with_head(model, probe, head, lambda hidden: number).to(number.dtype))
-        else None
-    )
+    numbers = torch.tensor(_NUMBERS, dtype=torch.float64, device=hidden.device).view(1, -1, 1)
+    results = _logits_with_head(model, probe, head, lambda hidden: numbers)
+    if results.shape != numbers.shape:
+        return None
+    head = _fit_scale_and_cap(linear, numbers.flatten(), results.flatten().double())
+    exact = head is not None and head.scale == 1 and head.cap is None
+    if head is None or (head.cap is not None and task.smoothing):  # smoothed, every logit has a slope of its own
+        return None
+    if exact:
+        return head if torch.equal(out, logits) else None
+    rounding = 8 * torch.finfo(logits.dtype).eps
+    own_logits = soft_cap(out.float() * head.scale, head.cap)
+    return head if torch.allclose(own_logits, logits.float(), rtol=rounding, atol=rounding) else None
+
+
+def _fit_scale_and_cap(linear: nn.Linear, numbers: Tensor, results: Tensor) -> Head | None:
+    """Return the head whose scale and cap give `results` for `numbers` (both float64, of `_NUMBERS`), if there is one.
+
+    A soft cap is the limit for large numbers, and a scale the slope at 0.
+    """
+    slope, limit = float(results[0] / numbers[0]), float(results[-1])
+    scale = 1.0 if abs(slope - 1) < 1e-9 else slope
+    if torch.equal(numbers, results):
+        return Head(linear)
+    for cap in (None, limit):
+        if scale > 0 and torch.allclose(soft_cap(numbers * scale, cap), results, rtol=1e-6, atol=0):
+            return Head(linear, scale=scale, cap=cap)
+    return None
+
+
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap · tanh(logits / cap); the logits themselves without a cap."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 @torch.no_grad()
@@ -338,10 +397,13 @@ def align_targets(values: Tensor, labels: Tensor, task: TraitsTask) -> tuple[Ten
     return values, labels
 
 
-def linear_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0, cap: float | None = None
+) -> Tensor:
     """Return Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, with W and b frozen.
 
-    With `smoothing` ε a row's term is (1 − ε) of that plus ε times the mean of −log softmax over all V.
+    With `smoothing` ε a row's term is (1 − ε) of that plus ε times the mean of −log softmax over all V. With `cap` the
+    logits are soft-capped (`soft_cap`), without smoothing.
 
     Logits exist for one slice of rows at a time, in the forward pass only, where the gradient (softmax − onehot) W is
     computed as well: the backward pass is one scaling. Under autocast the products are in its precision.
@@ -349,15 +411,15 @@ def linear_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, 
     device = capabilities(hidden.device).autocast
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
-    return _LinearCrossEntropy.apply(hidden, linear.weight, linear.bias, targets, smoothing)
+    return _LinearCrossEntropy.apply(hidden, linear.weight, linear.bias, targets, smoothing, cap)
 
 
-def linear_cross_entropies(hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
+def linear_cross_entropies(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, cap: float | None = None) -> Tensor:
     """Return the terms of `linear_cross_entropy`, one per row, float32 (n,)."""
     device = capabilities(hidden.device).autocast
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
-    return _LinearCrossEntropies.apply(hidden, linear.weight, linear.bias, targets)
+    return _LinearCrossEntropies.apply(hidden, linear.weight, linear.bias, targets, cap)
 
 
 def _sliced_nll(
@@ -367,8 +429,11 @@ def _sliced_nll(
     targets: Tensor,
     gradient: Tensor | None,
     smoothing: float = 0.0,
+    cap: float | None = None,
 ) -> Iterator[Tensor]:
-    """Yield −log p (rows, 1) of each slice of rows, smoothed; write ∂/∂hidden into `gradient` if given."""
+    """Yield −log p (rows, 1) of each slice of rows, smoothed or soft-capped; write ∂/∂hidden into `gradient` if
+    given."""
+    assert cap is None or not smoothing
     device = capabilities(hidden.device).autocast
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
@@ -387,14 +452,21 @@ def _sliced_nll(
                 torch.mm(part, weight.t(), out=logits)
             else:
                 torch.addmm(bias, part, weight.t(), out=logits)
-            peak = logits.amax(dim=1, keepdim=True).float()
-            chosen = logits.gather(1, wanted).float()
+            peak = soft_cap(logits.amax(dim=1, keepdim=True).float(), cap)
+            chosen = soft_cap(logits.gather(1, wanted).float(), cap)
             norm, total = torch.zeros_like(peak), torch.zeros_like(peak)
             for tile in logits.split(columns, dim=1):
                 exps = tile if is_wide else wide[: len(part), : tile.shape[1]].copy_(tile)
                 if smoothing:
                     total += exps.sum(dim=1, keepdim=True)
+                slope = None
+                if cap is not None:
+                    exps.div_(cap).tanh_()
+                    slope = 1 - exps.square()
+                    exps.mul_(cap)
                 norm += exps.sub_(peak).exp_().sum(dim=1, keepdim=True)
+                if gradient is not None and slope is not None:
+                    exps.mul_(slope)
                 if gradient is not None and not is_wide:
                     tile.copy_(exps)
             # with smoothing, log p(target) is mixed with the mean over the vocabulary
@@ -408,6 +480,8 @@ def _sliced_nll(
                     logits.sub_((scale * (smoothing / vocabulary)).to(logits.dtype))
                 # p - 1 in float32: the difference of rounded numbers would be all rounding where p is near 1
                 error = (chosen - peak).exp() / norm - (1 - smoothing) - smoothing / vocabulary
+                if cap is not None:
+                    error *= 1 - (chosen / cap).square()
                 # not `scatter_`, which copies a whole bf16 tensor to float32 and back
                 index = torch.arange(len(part), device=logits.device)
                 logits[index, wanted[:, 0]] = (scale * error).to(logits.dtype)[:, 0]
@@ -416,11 +490,19 @@ def _sliced_nll(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float) -> Tensor:
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        smoothing: float,
+        cap: float | None,
+    ) -> Tensor:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         wide = capabilities(hidden.device).sums
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        for nats in _sliced_nll(hidden, weight, bias, targets, gradient, smoothing):
+        for nats in _sliced_nll(hidden, weight, bias, targets, gradient, smoothing, cap):
             total += nats.sum(dtype=wide)
         ctx.save_for_backward(gradient)
         return total.float()
@@ -428,18 +510,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream: Tensor):
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream.to(gradient.dtype), None, None, None, None
+        return gradient * upstream.to(gradient.dtype), None, None, None, None, None
 
 
 class _LinearCrossEntropies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None) -> Tensor:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        parts = list(_sliced_nll(hidden, weight, bias, targets, gradient))
+        parts = list(_sliced_nll(hidden, weight, bias, targets, gradient, cap=cap))
         ctx.save_for_backward(gradient)
         return torch.cat(parts)[:, 0] if parts else hidden.new_zeros(0, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx, upstream: Tensor):
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream[:, None].to(gradient.dtype), None, None, None
+        return gradient * upstream[:, None].to(gradient.dtype), None, None, None, None

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -144,15 +145,23 @@ def slice_columns(vocabulary: int, device: str) -> int:
     return -(-vocabulary // max(vocabulary // 4096, 1)) if device == "cpu" else vocabulary
 
 
-def available_memory() -> int:
-    """Return the bytes of host memory available to this process: of the machine, or within its control group's
-    limit."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+def machine_memory() -> int | None:
+    """Return the total bytes of this machine, or the limit of its container, including memory in use; None: unknown."""
+    bounds = []
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        bounds.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text(encoding="utf-8"))
-        free = min(free, limit - int((group / "memory.current").read_text(encoding="utf-8")))
-    return free
+        bounds.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
+    return min(bounds, default=None)
+
+
+def available_memory() -> int | None:
+    """Return the bytes that processes here can still allocate: of the machine, or of the container if that has less."""
+    bounds = []
+    with contextlib.suppress(OSError):
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+        bounds += [int(kib) << 10 for kib in re.findall(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)]
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        bounds.append(max(0, limit - used))
+    return min(bounds) if bounds else machine_memory()

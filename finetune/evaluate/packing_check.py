@@ -95,14 +95,14 @@ def isolate_packed_rows(
     engine: MeshModel,
     train: Train,
     device: torch.device,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     kernel: Kernel = flash_attention_varlen,
 ) -> Iterator[bool]:
     """Yield True if packed rows are attended to example by example inside; the backbone's own attention is restored
     afterwards.
 
-    say: called with one line about the choice and its reason. The kernel is used only if it runs and
+    log: called with one line about the choice and its reason. The kernel is used only if it runs and
     `check_packing_isolation` finds that it isolates the examples.
     """
     base: Any = engine.peft.get_base_model()
@@ -117,7 +117,7 @@ def isolate_packed_rows(
         if reason is not None:
             base.set_attn_implementation(before)
         attention = f"a dense mask of T² ({reason})" if reason else "flash attention over samples of any length"
-        say(f"packed rows: {attention}")
+        log(f"packed rows: {attention}")
         yield reason is None
     finally:
         base.set_attn_implementation(before)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..compute.attention import use_blocked_attention
 from ..compute.capabilities import capabilities
-from ..compute.loss import Head, align_targets, find_head, head_probe, linear_cross_entropies
+from ..compute.loss import Head, align_targets, find_head, head_probe
 from ..compute.memory import slice_rows
 from ..compute.protocols import LossTask, TraitsTask
 from ..data.encoding import IGNORE, Example
@@ -28,14 +28,12 @@ LOGITS = 1 << 28
 """Maximum number of logits in memory at once (one sequence is always allowed): 1 GiB in float32."""
 
 
-def token_nats(
-    values: Tensor, labels: Tensor, task: TraitsTask, *, linear: torch.nn.Linear | None = None
-) -> tuple[Tensor, Tensor]:
+def token_nats(values: Tensor, labels: Tensor, task: TraitsTask, *, head: Head | None = None) -> tuple[Tensor, Tensor]:
     """Return −log p of every target token.
 
     Args:
         values: logits (B, T, V); position t predicts the token at t + 1 (`traits.causal`; else the label at t). With
-            `linear` the hidden states (B, T, D) from which it computes logits, for some target tokens at a time.
+            `head` the hidden states (B, T, D) from which it computes logits, for some target tokens at a time.
         labels: (B, T), −100 where there is no target.
     Returns:
         nats (n,) float32, and the row (n,) that each belongs to.
@@ -44,8 +42,8 @@ def token_nats(
     mask = targets != IGNORE
     rows = mask.nonzero()[:, 0]
     scores, targets = scores[mask], targets[mask]
-    if linear is not None:
-        return linear_cross_entropies(scores, linear, targets), rows
+    if head is not None:
+        return head.cross_entropies(scores, targets), rows
     size = slice_rows(values.shape[-1], capabilities(values.device).kind, values.element_size())
     slices = [
         F.cross_entropy(part.float(), tokens, reduction="none")
@@ -95,7 +93,7 @@ def document_nats(
                 token_nll, rows = token_nats(logits, batch.labels, task) if micro.samples else (logits, logits)
             else:
                 token_nll, rows = head.taken(
-                    partial(token_nats, labels=batch.labels, task=task, linear=head.linear),
+                    partial(token_nats, labels=batch.labels, task=task, head=head),
                     partial(model, **batch.inputs, **options),
                 )
         if not micro.samples:  # this rank has no example of the batch, and only took part in the collective pass

@@ -29,12 +29,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ..compute.memory import expandable_segments_env
+from ..compute.memory import expandable_segments_env, machine_memory
 from ..config import Mesh
 from ..errors import STOP_SIGNALS, UserError
 from ..lock import temporary_directory
 from ..machine import count_cores
-from ..planner.devices import machine_memory
 from .job import (
     BOARD_VARIABLE,
     JOIN_SECONDS,

@@ -211,7 +211,7 @@ def _check_space(where: str, tensors: Sequence[Any], width: int, target: Path) -
             f"{where}: its weights take {sum(sizes) / 2**30:.1f} GiB once converted and {target.parent} has "
             f"{disk / 2**30:.1f} GiB left; set FLATSHIFT_CACHE to a larger disk"
         )
-    if needed > memory:
+    if memory is not None and needed > memory:
         raise UserError(
             f"{where}: converting it needs {needed / 2**30:.1f} GiB of memory and {memory / 2**30:.1f} GiB are free; "
             "end other programs, or convert it on another machine"

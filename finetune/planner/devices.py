@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import importlib.metadata
@@ -12,9 +11,9 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from ..compute.memory import available_memory
 from ..errors import UserError
 from ..machine import count_cores
 from .calibration import cached_constants
@@ -61,7 +60,7 @@ def detect_devices(device: str = "auto") -> Devices:
         if free or device.startswith("cuda"):
             known = [bytes_ for bytes_ in free if bytes_ is not None]
             return Devices("cuda", max(1, len(free)), min(known, default=None), row=row)
-    return Devices("cpu", count_cores(), _available_memory(), _process_limit())
+    return Devices("cpu", count_cores(), available_memory(), _process_limit())
 
 
 def _cuda_devices() -> tuple[list[int | None], str | None]:
@@ -95,28 +94,6 @@ def visible_memory(table: str, chosen: str | None) -> list[int | None]:
         matches = [name] if name.isdigit() else [known for known in free if known.startswith(name)]
         visible.append(free[matches[0]] if matches else None)
     return visible
-
-
-def machine_memory() -> int | None:
-    """Return the total bytes of this machine, or the limit of its container, including memory in use; None: unknown."""
-    bounds = []
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        bounds.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with contextlib.suppress(OSError, ValueError):
-        bounds.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
-    return min(bounds, default=None)
-
-
-def _available_memory() -> int | None:
-    """Return the bytes that processes here can still allocate: of the machine, or of the container if that has less."""
-    bounds = []
-    with contextlib.suppress(OSError):
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-        bounds += [int(kib) << 10 for kib in re.findall(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)]
-    with contextlib.suppress(OSError, ValueError):
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        bounds.append(max(0, limit - used))
-    return min(bounds) if bounds else machine_memory()
 
 
 def _process_limit() -> int | None:

@@ -262,7 +262,7 @@ class Trainer:
         self.recorder = Recorder(stage, engine, self.optimizer, self.eval_batching, head=head)
         out_of_memory.checkpointer = self.checkpointer
         self.head = choose_loss_kernel(
-            engine, head, batches, task=stage.task, train=train, folder=stage.folder, say=self.log_line
+            engine, head, batches, task=stage.task, train=train, folder=stage.folder, log=self.log_line
         )
         self.throughput = ThroughputMeter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
         self.peak_memory = StepMemoryMeter(engine.device) if stage.plan is not None else None

@@ -280,7 +280,7 @@ def test_bad_training_input(tmp_path: Path, monkeypatch, capsys, words: list[str
 
 
 def test_a_batch_that_no_memory_holds_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("flatshift.finetune.planner.devices.machine_memory", lambda: 1 << 24)
+    monkeypatch.setattr("flatshift.finetune.compute.memory.machine_memory", lambda: 1 << 24)
     words = ["train", "classify", "--out", str(tmp_path / "run"), *flags(SMALL | {"train.batch_size": 40})]
     assert run(words) == 2
     assert "train.batch_size: 40 rows at once keep about" in capsys.readouterr().err

@@ -299,7 +299,7 @@ def check(cases: list[Case], *, pp: int, dp: int = 1, tp: int = 1) -> None:
         assert any(last) == (case.kind in WITH_HEAD), (case, last)
 
 
-WITH_HEAD = ("llama", "qwen3", "gpt2", "gpt_neox")
+WITH_HEAD = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox")
 
 
 def test_two_stages() -> None:

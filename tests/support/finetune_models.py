@@ -30,6 +30,8 @@ def save_backbone(kind: str, directory: Path, **overrides: Any) -> Path:
             {**sizes, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2},
         ),
         "gemma2": (tf.Gemma2ForCausalLM, tf.Gemma2Config, {**sizes, "num_key_value_heads": 2, "head_dim": 8}),
+        "granite": (tf.GraniteForCausalLM, tf.GraniteConfig, {**sizes, "num_key_value_heads": 2}),
+        "cohere": (tf.CohereForCausalLM, tf.CohereConfig, {**sizes, "num_key_value_heads": 2}),
         "gpt2": (tf.GPT2LMHeadModel, tf.GPT2Config, {**gpt2, **dry}),
         "gpt2-dropout": (tf.GPT2LMHeadModel, tf.GPT2Config, gpt2),
         "bert": (tf.BertForMaskedLM, tf.BertConfig, {**sizes, "max_position_embeddings": 64}),

@@ -126,7 +126,7 @@ def _evaluation_sections(run: RunResults) -> list[Section]:
 
 def _baseline_comparison(run: RunResults, split: str, cold: RunEvaluation) -> Table | None:
     """Tabulate what the adapter changed, on the rows that the base model was evaluated on too."""
-    differences = metric_differences(run.judged(split), cold)
+    differences = metric_differences(run.split_evaluation(split), cold)
     paired = {name: difference for name, difference in differences.items() if difference.paired}
     if not paired:
         return None

@@ -246,7 +246,7 @@ def _top_records(run: RunResults, selection: SelectionResults) -> list[_TopRecor
         text = record.get(column) or (source.get(column) if isinstance(source, dict) else None)
         if not isinstance(text, str):
             text = next((v for k, v in record.items() if isinstance(v, str) and k != "id"), "")
-        domain = str(record.get("domain") or selection.judged.get(str(record.get("id", "")), ""))
+        domain = str(record.get("domain") or selection.hidden_domains.get(str(record.get("id", "")), ""))
         rank = record.get("rank", position)
         near = str(by_rank["nearest_target"].get(rank) or "")
         times = by_rank["times"].get(rank, 1)

@@ -434,7 +434,7 @@ def _memorisation_sections(data: SweepData, analysis: SweepAnalysis) -> list[Sec
 def _table_sections(data: SweepData) -> list[Section]:
     """Tabulate all settings, failed cells, and the code versions that produced them."""
     sections = []
-    candidates = dict.fromkeys([*data.error_columns(), f"{data.judged('loss')}.loss", "train.loss"])
+    candidates = dict.fromkeys([*data.error_columns(), f"{data.held_out_split('loss')}.loss", "train.loss"])
     columns = [column for column in candidates if data.has(column)]
     if data.axes and columns:
         means = [{tuple(s.values()): mean for s, mean in data.means(column)} for column in columns]

@@ -332,7 +332,7 @@ class ComparisonProbe:
         """Record the CPU time."""
         self._steps.append(time.process_time())
 
-    def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> None:
+    def on_evaluation(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> None:
         """Measure the trained adapter."""
         if self.final and recipe.task.one_class:
             self._measured["items"] = _correct_answers(recipe, engine, tokenizer, prepared)

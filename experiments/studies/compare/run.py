@@ -61,7 +61,7 @@ def run_result(batches: CellBatches, run: ComparisonRun) -> Result:
     """Return the outcome of a run: metrics on the evaluation rows together with those of `ComparisonProbe`."""
     result = batches.result(run.cell)
     metadata = {"kind": run.kind, "method": run.method, "task": run.task, "seed": run.seed, "steps": run.steps}
-    metadata |= {"setting": run.setting.overrides(), "judged": run.evaluation_rows}
+    metadata |= {"setting": run.setting.overrides(), "evaluation_rows": run.evaluation_rows}
     if "point" not in result:  # format from before cells were run directories
         return {**result, **metadata}
     metrics = {name: figure["value"] for name, figure in result["metrics"].get("test", {}).items()}

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compute.capabilities import capabilities
+from ...compute.loss import soft_cap
 from ...compute.memory import slice_rows
 from . import borders
 
@@ -24,7 +25,7 @@ class VocabularySlice:
     size: int
     group: dist.ProcessGroup
 
-    def cross_entropy(self, hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
+    def cross_entropy(self, hidden: Tensor, linear: nn.Linear, targets: Tensor, *, cap: float | None = None) -> Tensor:
         """Return Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, W and b frozen and sliced
         by rows.
 
@@ -32,17 +33,20 @@ class VocabularySlice:
         are equal on every rank of `group`, and so are the result and its gradient. Logits exist for one slice of rows
         and this rank's tokens at a time. Two all-reduces per slice carry the maximum, then the sum of exponentials and
         the target's logit; one in backward sums the gradient of `hidden`. Under autocast the products are in its
-        precision.
+        precision. With `cap` the logits are soft-capped.
         """
-        terms = self.cross_entropies(hidden, linear, targets)
+        terms = self.cross_entropies(hidden, linear, targets, cap=cap)
         return terms.sum(dtype=capabilities(hidden.device).sums).float()
 
-    def cross_entropies(self, hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
+    def cross_entropies(
+        self, hidden: Tensor, linear: nn.Linear, targets: Tensor, *, cap: float | None = None
+    ) -> Tensor:
         """Return the terms of `cross_entropy`, one per row, float32 (n,)."""
         device = capabilities(hidden.device).kind
         if torch.is_autocast_enabled(device):
             hidden = hidden.to(torch.get_autocast_dtype(device))
-        return _VocabularyCrossEntropies.apply(hidden, linear.weight, linear.bias, targets - self.start, self.group)
+        targets = targets - self.start
+        return _VocabularyCrossEntropies.apply(hidden, linear.weight, linear.bias, targets, self.group, cap)
 
 
 def split_embedding(embedding: Any, tokens: VocabularySlice) -> None:
@@ -83,7 +87,13 @@ def split_head(linear: Any, tokens: VocabularySlice) -> None:
 class _VocabularyCrossEntropies(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: dist.ProcessGroup
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        group: dist.ProcessGroup,
+        cap: float | None,
     ) -> Tensor:
         device = capabilities(hidden.device).kind
         weight = weight.to(hidden.dtype)
@@ -96,7 +106,8 @@ class _VocabularyCrossEntropies(torch.autograd.Function):
                 slice_, indices = hidden[first : first + rows], targets[first : first + rows, None]
                 own = ((indices >= 0) & (indices < weight.shape[0])).float()
                 indices = indices.clamp(0, weight.shape[0] - 1)
-                logits = F.linear(slice_, weight, bias).float()
+                logits = soft_cap(F.linear(slice_, weight, bias).float(), cap)
+                slope = None if cap is None else 1 - (logits / cap).square()
                 peak = logits.amax(dim=1, keepdim=True)
                 dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
                 logits.sub_(peak)
@@ -108,8 +119,10 @@ class _VocabularyCrossEntropies(torch.autograd.Function):
                 terms[first : first + rows] = (norm.log() - chosen)[:, 0]
                 if gradient is not None:
                     logits.div_(norm).scatter_add_(1, indices, -own)
+                    if slope is not None:
+                        logits.mul_(slope)
                     torch.mm(logits.to(weight.dtype), weight, out=gradient[first : first + rows])
-                del logits  # free this slice before the next one is allocated
+                del logits, slope  # free this slice before the next one is allocated
         ctx.save_for_backward(gradient)
         ctx.group = group
         return terms
@@ -120,4 +133,4 @@ class _VocabularyCrossEntropies(torch.autograd.Function):
         (summand,) = ctx.saved_tensors
         gradient = summand * upstream[:, None].to(summand.dtype)
         dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None

@@ -86,11 +86,7 @@ def _score_tokens(model: nn.Module, batch: MicroBatch, task: Task, head: Head | 
 
     if head is None:
         return score(model(**batch.inputs).logits, lambda logits: logits)
-    linear = head.linear
-    return head.taken(
-        lambda hidden: score(hidden, lambda part: F.linear(part, linear.weight, linear.bias)),
-        lambda: model(**batch.inputs),
-    )
+    return head.taken(lambda hidden: score(hidden, head.logits), lambda: model(**batch.inputs))
 
 
 @dataclass(frozen=True)

@@ -62,21 +62,21 @@ def runs(tmp_path: Path) -> list[Path]:
 
 def test_differences_of_the_same_rows_are_paired(runs: list[Path]) -> None:
     one, two, old = find_runs(runs)
-    found = metric_differences(two.judged("test"), one.judged("test"))["accuracy"]
+    found = metric_differences(two.split_evaluation("test"), one.split_evaluation("test"))["accuracy"]
     right = np.array([[True, False, False, False, True, True], [True, True, True, True, True, False]])
     assert found.paired and found.n == 6 and found.value == pytest.approx(right[1].mean() - right[0].mean())
     rng = np.random.default_rng(0)  # a plain bootstrap of the same statistic
     drawn = rng.integers(0, 6, size=(20_000, 6))
     naive = np.quantile(right[1][drawn].mean(1) - right[0][drawn].mean(1), [0.025, 0.975])
     assert (found.low, found.high) == pytest.approx(tuple(naive), abs=0.17)  # a step of six rows
-    apart = metric_differences(old.judged("test"), one.judged("test"))["accuracy"]
+    apart = metric_differences(old.split_evaluation("test"), one.split_evaluation("test"))["accuracy"]
     assert not apart.paired and apart.value == 0.5 and apart.high - apart.low == pytest.approx(np.hypot(0.3, 0.3) + 0.3)
-    assert "majority_floor" not in metric_differences(old.judged("test"), one.judged("test"))
+    assert "majority_floor" not in metric_differences(old.split_evaluation("test"), one.split_evaluation("test"))
 
 
 def test_other_files_or_other_rows_are_not_paired(runs: list[Path], tmp_path: Path) -> None:
-    one = find_runs(runs[:1])[0].judged("test")
-    elsewhere = find_runs([make_run(tmp_path / "w", ["x"] * 6, rank=4, data="w.jsonl")])[0].judged("test")
+    one = find_runs(runs[:1])[0].split_evaluation("test")
+    elsewhere = find_runs([make_run(tmp_path / "w", ["x"] * 6, rank=4, data="w.jsonl")])[0].split_evaluation("test")
     assert not metric_differences(elsewhere, one)["accuracy"].paired
     few = {"row": ["test.jsonl:0", "test.jsonl:9"], "label": ["x", "x"], "predicted": ["x", "y"]}
     assert not metric_differences(RunEvaluation(one.metrics, Predictions(pa.table(few)), one.digest), one)[

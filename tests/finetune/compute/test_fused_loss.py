@@ -93,7 +93,7 @@ def choose(source, folder, kernels, *, train=FP32):
     engine.model.train()
     state = torch.random.get_rng_state()
     found = choose_loss_kernel(
-        engine, head, RandomBatches(), task=LM, train=train, folder=folder, say=said.append, kernels=kernels
+        engine, head, RandomBatches(), task=LM, train=train, folder=folder, log=said.append, kernels=kernels
     )
     assert found is not None and found.linear is head.linear and engine.model.training
     assert torch.equal(state, torch.random.get_rng_state())

@@ -70,8 +70,65 @@ def test_sliced_and_whole_loss_agree_with_the_naive_sum_in_value_and_gradient(ki
             assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
-def test_a_soft_capped_head_takes_the_models_own_forward_pass(tmp_path):
-    model, micro = build("gemma2", tmp_path, final_logit_softcapping=5.0), RandomBatches().at(0)[0]
+class SmoothedLanguageModel(LanguageModel):
+    smoothing = 0.1
+
+
+SCALED_AND_CAPPED = {
+    "granite": ({"logits_scaling": 6.0}, 1 / 6, None),
+    "cohere": ({"logit_scale": 0.0625}, 0.0625, None),
+    "gemma2": ({"final_logit_softcapping": 0.5}, 1.0, 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED_AND_CAPPED)
+def test_scaled_and_soft_capped_logits_are_sliced_too(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device, width: 16)  # several slices
+    monkeypatch.setattr(loss_module, "slice_columns", lambda vocabulary, device: 20)
+    settings, scale, cap = SCALED_AND_CAPPED[kind]
+    model, micro = build(kind, tmp_path, **settings), RandomBatches().at(0)[0]
+    head = find_head(model, micro.inputs, task=LM)
+    assert head is not None and head.scale == pytest.approx(scale) and head.cap == pytest.approx(cap)
+    reference = naive(model, micro)
+    reference.backward()
+    expected = gradients(model)
+    value = batch_loss(model, micro, task=LM, head=head)
+    assert abs(value.item() / reference.item() - 1) < 1e-6
+    value.backward()
+    for name, gradient in gradients(model).items():
+        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+    if cap is not None:  # every logit has a slope of its own
+        assert find_head(model, micro.inputs, task=SmoothedLanguageModel()) is None
+
+
+def test_the_slope_of_a_soft_cap_holds_in_half_precision():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 300, bias=False).requires_grad_(False)
+    targets = torch.randint(300, (40,))
+    hidden = (3 * torch.randn(40, 16)).requires_grad_()
+    logits = loss_module.soft_cap(linear(hidden.double().float()), 2.0)
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), hidden)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.004)):
+        rows = hidden.detach().to(dtype).requires_grad_()
+        terms = linear_cross_entropies(rows, linear, targets, cap=2.0)
+        assert (terms - expected).abs().max() <= 4 * bound
+        (ours,) = torch.autograd.grad(terms.sum(), rows)
+        assert (ours.float() - gradient).norm() <= bound * gradient.norm()
+        torch.testing.assert_close(linear_cross_entropy(rows, linear, targets, cap=2.0), terms.sum())
+
+
+def test_a_head_whose_logits_are_changed_otherwise_takes_the_models_own_forward_pass(tmp_path, monkeypatch):
+    model, micro = build("llama", tmp_path), RandomBatches().at(0)[0]
+    causal = model.get_base_model()
+    forward = causal.forward
+
+    def shifted(*args, **options):
+        output = forward(*args, **options)
+        output.logits = output.logits + 0.25
+        return output
+
+    monkeypatch.setattr(causal, "forward", shifted)
     assert find_head(model, micro.inputs, task=LM) is None
     assert abs(batch_loss(model, micro, task=LM).item() / naive(model, micro).item() - 1) < 1e-6
 

@@ -75,7 +75,7 @@ def test_the_loss_is_made_by_our_slices(tmp_path: Path) -> None:
     head = Head(torch.nn.Linear(2, 2))
     told: list[str] = []
     taken = choose_loss_kernel(
-        engine, head, RandomBatches(), task=TASK, train=Train(deterministic=True), folder=tmp_path, say=told.append,
+        engine, head, RandomBatches(), task=TASK, train=Train(deterministic=True), folder=tmp_path, log=told.append,
         kernels={"liger": None},  # type: ignore[dict-item]
     )  # fmt: skip
     assert taken is head and not told
