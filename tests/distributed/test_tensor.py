@@ -198,7 +198,7 @@ def _meta(kind: str, world: ProcessMesh) -> bool:
 def _vocabulary(world: ProcessMesh) -> dict[str, float]:
     """Float32 with a bias, against float64 over the whole vocabulary, of which the last rank has fewer tokens."""
     generator = torch.Generator().manual_seed(4)
-    n, width, size = 300, 16, 8191
+    n, width, size = 576, 16, 7281
     hidden = torch.randn(n, width, generator=generator, requires_grad=True)
     weight, bias = torch.randn(size, width, generator=generator) * 2, torch.randn(size, generator=generator)
     targets = torch.randint(size, (n,), generator=generator)
@@ -206,6 +206,7 @@ def _vocabulary(world: ProcessMesh) -> dict[str, float]:
     (wanted,) = torch.autograd.grad(exact * 0.5, hidden)
     rows = -(-size // world.size)
     assert 0 < n % slice_rows(rows, "cpu", 4) < n  # several slices, the last a part of one
+    assert slice_rows(rows - 1, "cpu", 4) == n // 2  # fewer, if the last rank took its own number of tokens
     start = rows * world.rank
     stop = min(start + rows, size)
     linear = nn.Linear(width, stop - start).requires_grad_(False)
