@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,9 +67,12 @@ _ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "roberta": ("RobertaModel", "RobertaConfig", {**_SIZES, **_IDS, **_DRY, "initializer_range": 0.06}),
 }  # fmt: skip
 _ENCODERS = ("bert", "roberta")
+ROUTED = ("gpt_oss", "minimax", "mixtral", "qwen2_moe", "qwen3_moe")
+"""Mixtures of experts, of which a mesh adapts the attention."""
 _FAMILY = {
     **{**_SIZES, **_IDS, **_SPREAD, **_GROUPED, "num_hidden_layers": 4, "vocab_size": VOCABULARY + 1},
-    **{"sliding_window": 16, "rotary_dim": 4},
+    **{"sliding_window": 16, "rotary_dim": 4, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
 }
 """Of a causal language model that has no entry above; what its configuration does not know has no effect. No even
 number of ranks divides its vocabulary."""
@@ -245,11 +248,12 @@ def write_start(model: str, backbone: Path, directory: Path) -> None:
 
 def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: ProcessMesh, backbone: Path) -> Engine:
     task, train = subject.task(packed=layout.packed), layout.train()
-    check_settings(RuleSettings(mesh, train, ADAPTER, task))
+    adapter = replace(ADAPTER, targets=("q_proj", "v_proj", "o_proj")) if subject.model.startswith(ROUTED) else ADAPTER
+    check_settings(RuleSettings(mesh, train, adapter, task))
     engine = build_engine(
         str(backbone),
         task=task,
-        adapter=ADAPTER,
+        adapter=adapter,
         train=train,
         mesh=mesh,
         world=world,

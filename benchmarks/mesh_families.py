@@ -11,13 +11,14 @@ and is compared with the same training in one. A refusal is a result too. Writes
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 
 import torch
 
 from benchmarks._equalities import Layout, Subject
-from benchmarks._harness import Benchmark
+from benchmarks._harness import RESULTS, Benchmark
 from benchmarks.sharding_equalities import measure
 from flatshift.finetune.config import Mesh
 
@@ -25,6 +26,7 @@ FAMILIES = (
     *("apertus", "arcee", "bert", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2"),
     *("gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "gptj", "granite", "helium", "hyperclovax", "internlm3"),
     *("iquestcoder", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2"),
+    *("gpt_oss", "granite_swa", "minimax", "mixtral", "qwen2_moe", "qwen3_5_text", "qwen3_moe"),
     *("olmo3", "phi", "phi3", "qwen2", "qwen3", "roberta", "seed_oss", "smollm3", "starcoder2", "t5", "vaultgemma"),
 )
 VARIANTS = {
@@ -46,7 +48,7 @@ BAR = 1e-5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", help="only these families; nothing is written")
+    parser.add_argument("--only", nargs="+", help="only these families; the cells of others stay")
     only = parser.parse_args().only
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
@@ -55,6 +57,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found, falls = measure(LAYOUTS, tuple(Subject(model, "plain") for model in models), folder)
     bench = Benchmark("mesh_families", packages=("torch", "transformers", "peft"))
+    if only is not None:
+        before = json.loads((RESULTS / "mesh_families.json").read_text(encoding="utf-8"))
+        bench.rows += [row for row in before["rows"] if row["family"] not in only]
     for model in models:
         for cell in (cell for cell in found if cell["subject"] == f"{model}/plain"):
             row = bench.row(
@@ -64,8 +69,7 @@ def main() -> None:
             first, last = falls[f"{model}/plain"]
             row |= {"family": VARIANTS.get(model, model), "axis": cell["layout"], "gradients": cell.get("gradients")}
             row |= {"first": first, "last": last}
-    if only is None:
-        bench.finish()
+    bench.finish()
 
 
 if __name__ == "__main__":

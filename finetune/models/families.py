@@ -39,7 +39,6 @@ class TensorParallelRegion:
 class TensorPlan:
     """Tensor-parallel plan of a family. Names are suffixes of module names in the backbone; `*` is a number."""
 
-    description: str
     blocks: str
     regions: tuple[TensorParallelRegion, ...]
     embeddings: tuple[str, ...] = ()  # embeddings over the vocabulary; a linear output head over it is split as well
@@ -117,35 +116,41 @@ _T5 = (
 )
 
 
-def _encoder_family(description: str) -> Family:
-    plan = TensorPlan(description, "encoder.layer.*", _BERT, ("word_embeddings",))
-    return Family(plan, (BlockStack("encoder.layer", ("embeddings",), ("pooler",)),))
-
-
+_ENCODER = Family(
+    TensorPlan("encoder.layer.*", _BERT, ("word_embeddings",)),
+    (BlockStack("encoder.layer", ("embeddings",), ("pooler",)),),
+)
 FAMILIES = {
     "gpt2": Family(
-        TensorPlan("GPT-2: fused query, key and value, vocabulary", "h.*", _GPT2, ("wte",)),
+        TensorPlan("h.*", _GPT2, ("wte",)),
         (BlockStack("h", ("wte", "wpe"), ("ln_f",)),),
         context=True,
     ),
     "t5": Family(
-        TensorPlan("T5: encoder, decoder and cross attention", "block.*", _T5, ("shared", "embed_tokens")),
+        TensorPlan("block.*", _T5, ("shared", "embed_tokens")),
         (
             BlockStack("encoder.block", ("encoder.embed_tokens",), ("encoder.final_layer_norm",)),
             BlockStack("decoder.block", ("decoder.embed_tokens",), ("decoder.final_layer_norm",)),
         ),
     ),
-    "codegen": Family(
-        None,
-        (BlockStack("h", ("wte",), ("ln_f",)),),
-        refusal="its query, key and value rows lie in four interleaved groups",
-    ),
-    "bert": _encoder_family("BERT: encoder blocks and vocabulary; pooler and task head whole"),
-    "roberta": _encoder_family("RoBERTa: encoder blocks and vocabulary; task head whole"),
-    "vit": Family(TensorPlan("ViT: encoder blocks; patch embedding and task head whole", "layers.*", _VIT)),
+    "bert": _ENCODER,
+    "roberta": _ENCODER,
+    "vit": Family(TensorPlan("layers.*", _VIT)),
 }
 """Model type of transformers → family, where its own plan is missing or another one. To add a family that has none, add
 one entry here."""
+
+
+TRIED = frozenset(
+    [
+        *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2"),
+        *("gemma3_text", "glm", "glm4", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "helium"),
+        *("hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "minimax", "ministral", "ministral3", "mistral"),
+        *("mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+        *("qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma"),
+    ]
+)
+"""Model types whose plans in transformers gave the losses of one process (`benchmarks/mesh_families.py`)."""
 
 
 @functools.cache
@@ -153,25 +158,20 @@ def find_family(kind: str) -> Family:
     """Return the family of a model type; without a tensor plan and stacks if nothing is known of it."""
     if kind in FAMILIES:
         return FAMILIES[kind]
+    if kind not in TRIED:
+        return Family(None, refusal="nobody has compared its plan with one process yet")
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` knows no lazy key
     stages = getattr(config, "base_model_pp_plan", None)
-    stack = _read_stack(stages or _STACK)
+    # a model that has no pipeline plan, and other names than Llama's, is refused by its parameters
+    stack = _read_stack(stages or CONFIG_MAPPING["llama"].base_model_pp_plan)
     regions, refusal = _read_regions(getattr(config, "base_model_tp_plan", None) or {}, stack.blocks)
     if not regions:
         return Family(None, (stack,) if stages else (), refusal=refusal)
     norm = stack.last[-1] if stages else None
-    plan = TensorPlan(_describe(regions), f"{stack.blocks}.*", regions, stack.first[:1], norm)
+    plan = TensorPlan(f"{stack.blocks}.*", regions, stack.first[:1], norm)
     return Family(plan, (stack,), context=config in MODEL_FOR_CAUSAL_LM_MAPPING)
-
-
-_STACK: dict[str, tuple[list[str], list[str]]] = {
-    "embed_tokens": (["input_ids"], []),
-    "layers": (["hidden_states", "attention_mask"], []),
-    "norm": (["hidden_states"], []),
-}
-"""Names where a configuration has a tensor plan but no pipeline plan; a model with others is refused."""
 
 
 def _read_stack(plan: Mapping[str, tuple[list[str], list[str]]]) -> BlockStack:
@@ -208,31 +208,21 @@ _SPLIT = ("colwise", "rowwise")
 _GATHERED = ("colwise_gather_output", "rowwise_split_input")
 
 
-def _describe(regions: tuple[TensorParallelRegion, ...]) -> str:
-    gathered = " and ".join(region.entry for region in regions if region.gathered)
-    return "as transformers' own plan" + (f"; {gathered} gathered between its layers" if gathered else "")
-
-
 def tensor_plan(kind: str) -> TensorPlan:
     """Return the tensor-parallel plan of a model type. Raises UserError if it has none."""
     family = find_family(kind)
     if family.tensor is None:
-        raise UserError(
-            f"mesh.tp: layers of model type {kind!r} cannot be split: {family.refusal}; leave mesh.tp at 1 and use "
-            "mesh.dp"
-        )
+        raise UserError(f"mesh.tp: model type {kind!r} cannot be split: {family.refusal}; leave it at 1, use mesh.dp")
     return family.tensor
 
 
 def block_stacks(kind: str) -> tuple[BlockStack, ...]:
     """Return the blocks of a model type that pipeline stages take. Raises UserError if it cannot be cut."""
-    stacks = find_family(kind).stacks
-    if not stacks:
-        raise UserError(
-            f"mesh.pp: {kind} models cannot be cut into pipeline stages: neither transformers nor this toolkit has a "
-            "plan for it; use mesh.dp"
-        )
-    return stacks
+    family = find_family(kind)
+    if not family.stacks:
+        why = family.refusal if kind not in FAMILIES else "its blocks are not in the table of families"
+        raise UserError(f"mesh.pp: {kind} models cannot be cut into pipeline stages: {why}; use mesh.dp")
+    return family.stacks
 
 
 COUNTED_FROM_PAD = frozenset(

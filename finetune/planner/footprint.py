@@ -180,7 +180,7 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
     """
     hidden, heads, attends = backbone.hidden, backbone.heads, train.checkpointing != "selective"
     width = WIDTHS[train.precision]
-    groups = -(-backbone.groups // mesh.tp) * mesh.tp  # several ranks may have the same
+    groups = heads if backbone.groups % mesh.tp else backbone.groups  # if they do not divide, each query has its own
     unsplit = 8.0 + 2 * width + (8 + width * (backbone.ranks[0] * attends + backbone.ranks[1])) / hidden
     feed_forward = backbone.wide * backbone.feed_forward / hidden * width
     attention = 0.0

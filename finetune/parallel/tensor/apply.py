@@ -111,18 +111,19 @@ def _gather_inside(matched: MatchedRegion, group: dist.ProcessGroup) -> None:
 
 
 def _share_heads(layer: Any, matched: MatchedRegion, slicer: ParameterSlicer, group: dist.ProcessGroup) -> None:
-    """Keep a key or value layer whole on every rank, where its heads do not divide; attention on this rank gets those
-    heads that its queries see."""
+    """Keep a key or value layer whole on every rank, where its heads do not divide; attention on this rank gets one
+    head for each of its queries."""
     slicer.keep_whole(layer)
-    heads, groups = matched.key_value_heads(slicer.rank, slicer.width)
-    matched.entry.num_key_value_groups = groups  # type: ignore[assignment]
+    matched.entry.num_key_value_groups = 1  # type: ignore[assignment]
+    queries, key_values = matched.attention
+    own = Slice.part(0, queries, rank=slicer.rank, width=slicer.width).indices() * key_values // queries
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (borders.share_from_tp(args[0], group), *args[1:])
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        whole = borders.copy_to_tp(output, group).unflatten(-1, (matched.key_values, -1))
-        return torch.cat([whole[..., head, :] for head in heads], dim=-1)
+        whole = borders.copy_to_tp(output, group).unflatten(-1, (key_values, -1))
+        return whole[..., own.to(whole.device), :].flatten(-2)
 
     layer.register_forward_pre_hook(before)
     layer.register_forward_hook(after)

@@ -33,26 +33,16 @@ class MatchedRegion:
         return hasattr(self.entry, "num_key_value_groups")
 
     @property
-    def key_values(self) -> int:
-        """Heads of keys and values."""
-        return self.attention[1]
+    def width(self) -> int:
+        """Channels between column layers and row layer."""
+        row: Any = getattr(self.row, "base_layer", self.row)
+        return int(row.nx if hasattr(row, "nx") else row.in_features)
 
     def shared_heads(self, tp: int) -> set[str]:
         """Return the columns that stay whole on each of `tp` ranks: keys and values whose heads do not divide."""
-        if not self.region.heads or self.region.gathered or not self.shares_heads or self.key_values % tp == 0:
+        if not self.region.heads or self.region.gathered or self.attention[1] % tp == 0:
             return set()
         return {name for name in self.columns if name.endswith(("k_proj", "v_proj"))}
-
-    def key_value_heads(self, rank: int, tp: int) -> tuple[list[int], int]:
-        """Return the heads of shared keys and values for the queries of a rank, in order, and the number of queries
-        for each."""
-        queries, key_values = self.attention
-        local = queries // tp
-        seen = [query * key_values // queries for query in range(rank * local, (rank + 1) * local)]
-        heads = sorted(set(seen))
-        if all(seen.count(head) * len(heads) == local for head in heads):
-            return heads, local // len(heads)
-        return seen, 1
 
 
 @dataclass
@@ -193,12 +183,17 @@ def _find_misfit(match: PlanMatch, tp: int) -> str | None:
         return f"does not divide the {queries} attention heads"
     if any(not matched.shares_heads for matched in heads) and key_values % tp:
         return f"does not divide the {key_values} key-value heads"
+    for matched in heads:
+        layers = tuple(f"{matched.block}.{name}" for name in (*matched.columns, matched.region.row))
+        for name, parameter in matched.entry.named_parameters(f"{matched.block}.{matched.region.entry}"):
+            head = matched.width // queries
+            if not name.startswith(layers) and parameter.numel() > head and matched.region.bias not in name.split("."):
+                return f"does not divide {name}, a norm over all heads,"
     sizes = [("tokens of the vocabulary", embedding.num_embeddings) for embedding in match.embeddings.values()]
     if match.head is not None:
         sizes.append(("tokens of the output head", match.head.out_features))
     for matched in match.regions:
-        row: Any = getattr(matched.row, "base_layer", matched.row)
-        channels = row.nx if hasattr(row, "nx") else row.in_features
+        channels = matched.width
         sizes.append((f"channels of {matched.block}.{matched.region.entry}", channels))
         columns: list[Any] = [getattr(layer, "base_layer", layer) for layer in matched.columns.values()]
         if matched.region.gathered and any(size % tp for size in (channels, *(x.out_features for x in columns))):

@@ -35,13 +35,15 @@ def test_a_family_without_a_plan() -> None:
     with torch.device("meta"):
         model = OPTForCausalLM(OPTConfig(hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2))
     said = _refusal(model)
-    assert "'opt' cannot be split: transformers has no plan for its blocks" in said and "mesh.dp" in said
+    assert "'opt' cannot be split: nobody has compared its plan" in said and "mesh.dp" in said
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("MiniCPM3", "splits its self_attn.kv_a_proj_with_mqa as mla_kv_a_proj"),
+        ("CodeGen", "nobody has compared its plan with one process yet"),
+        ("GptOss", "transformers has no plan for its blocks"),
+        ("GraniteSWA", "splits its self_attn as local_params"),
         ("Mixtral", "splits its mlp.experts.gate_up_proj as packed_colwise"),
         ("Qwen3_5Text", "splits its linear_attn as colwise_gather_output"),
     ],
@@ -60,6 +62,7 @@ def test_styles_that_are_not_split_here(name: str, words: str) -> None:
         ("llama", {"intermediate_size": 5}, 4, ("a rank without any of the 5 channels of model.layers.0", "mesh.tp 2")),
         ("llama", {"vocab_size": 5}, 4, ("4 leaves a rank without any of the 5 tokens of the vocabulary", "mesh.tp 2")),
         ("phi3", {"intermediate_size": 50}, 4, ("does not divide the 50 channels of model.layers.0.mlp", "mesh.tp 2")),
+        ("cohere", {"use_qk_norm": True}, 2, ("does not divide model.layers.0.self_attn.q_norm.weight", "mesh.tp 1")),
         ("gpt_neox", {}, 8, ("8 does not divide the 4 attention heads", "mesh.tp 4")),
     ],
 )
