@@ -262,7 +262,7 @@ _MIXTRAL = {
         ({}, ["--adapter.train_whole", "[embed_tokens]"], "adapter.train_whole is not counted yet"),
         ({}, ["--adapter.bias", "all"], "adapter.bias is not counted yet"),
         ({}, ["--adapter.experts", "4"], "adapter.experts is not counted yet"),
-        ({}, ["--mesh.tp", "16", "--gpus", "16xH100-80"], "nearest that does: 8"),
+        ({}, ["--mesh.tp", "16", "--gpus", "16xH100-80"], "16 does not divide the 24 attention heads"),
         ({}, ["--mesh.pp", "32", "--gpus", "32xH100-80"], "32 × 1 stages are more than the 28 blocks"),
         (
             _MIXTRAL,

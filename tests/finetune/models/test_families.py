@@ -5,7 +5,6 @@ import json
 import pytest
 
 from benchmarks._harness import RESULTS
-
 from flatshift.finetune.models.families import (
     FAMILIES,
     TRIED,
