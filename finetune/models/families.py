@@ -162,10 +162,10 @@ def find_family(kind: str) -> Family:
         return Family(None, refusal="nobody has compared its plan with one process yet")
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` knows no lazy key
+    config: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` loads nothing
     stages = getattr(config, "base_model_pp_plan", None)
-    # a model that has no pipeline plan, and other names than Llama's, is refused by its parameters
-    stack = _read_stack(stages or CONFIG_MAPPING["llama"].base_model_pp_plan)
+    llama: Any = CONFIG_MAPPING["llama"]  # whose names others have that have no pipeline plan
+    stack = _read_stack(stages or llama.base_model_pp_plan)
     regions, refusal = _read_regions(getattr(config, "base_model_tp_plan", None) or {}, stack.blocks)
     if not regions:
         return Family(None, (stack,) if stages else (), refusal=refusal)

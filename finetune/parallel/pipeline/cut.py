@@ -19,7 +19,7 @@ from ...config import Mesh
 from ...errors import UserError
 from ...models.anatomy import ModelParts
 from ...models.checkpoint import canonical_name
-from ...models.families import FAMILIES, BlockStack
+from ...models.families import BlockStack
 from ..mesh import ProcessMesh
 from .pipeline_plan import stages_of, virtual_stages
 from .stage import OtherStageBlock, PositionBiasBlock, StageInput, StageModules, StageOutput
@@ -88,16 +88,10 @@ def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
 def check_pipeline(model: nn.Module, *, pp: int, virtual: int | None, schedule: str) -> None:
     """Raise UserError for a model that cannot be cut, before any weight is read; `model` may be on meta.
 
-    It has an unknown family or schedule, parameters that no stage would have, more stages than blocks, a trained
-    embedding that is tied to the head or a trained position bias that several stages would need.
+    It has an unknown family or schedule, more stages than blocks, a trained embedding that is tied to the head or a
+    trained position bias that several stages would need.
     """
     anatomy = ModelParts.of(model)
-    kind = anatomy.causal.config.model_type
-    parts = tuple(f"{name}." for stack in anatomy.stacks for name in (stack.blocks, *stack.first, *stack.last))
-    if anatomy.base is not anatomy.causal and kind not in FAMILIES:
-        for name, _ in anatomy.base.named_parameters():
-            if not name.startswith(parts):
-                raise UserError(f"mesh.pp: no stage of this {kind} model would have its {name}; use mesh.dp")
     stages = pp * virtual_stages(schedule, virtual)
     split_blocks(stage_costs(model), stages)
     tied = tuple(name.removesuffix("weight") for pair in _tied_parameters(anatomy).items() for name in pair)
@@ -235,7 +229,7 @@ def _replace_modules(root: nn.Module, names: Iterable[str], make: Callable[[], n
     for name in names:
         parent, _, child = name.rpartition(".")
         holder = root.get_submodule(parent)
-        module = getattr(holder, child, None)
-        is_bare_norm = "Norm" in type(module).__name__ and next(module.parameters(), None) is None
-        if module is not None and not is_bare_norm:
+        module: Any = getattr(holder, child, None)
+        is_norm = "Norm" in type(module).__name__
+        if module is not None and not (is_norm and next(module.parameters(), None) is None):
             setattr(holder, child, make())
