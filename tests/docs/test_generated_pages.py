@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from flatshift.experiments.recipe.schema import dotted_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flatshift", "experiments", "finetune", "selection", "regularizers", "benchmarks")
@@ -22,9 +25,24 @@ def load(path: Path):
     return module
 
 
-def test_recipe_page_is_fresh() -> None:
+def written(name: str) -> dict[str, str]:
+    """The page `name` of docs/ and those in the folder of that name, by path."""
+    docs = ROOT / "docs"
+    files = [docs / f"{name}.md", *(docs / name).iterdir()]
+    return {path.relative_to(docs).as_posix(): path.read_text(encoding="utf-8") for path in files}
+
+
+def test_recipe_pages_are_fresh() -> None:
     script = load(ROOT / "scripts" / "write_recipe_docs.py")
-    assert script.PAGE.read_text(encoding="utf-8") == script.render_page(), "run: python scripts/write_recipe_docs.py"
+    assert written("recipes") == script.render_pages(), "run: python scripts/write_recipe_docs.py"
+
+
+def test_recipe_pages_have_every_key() -> None:
+    pages = "".join(written("recipes").values()).replace(".NAME.", ".")
+    inside = "select.method.inside."  # a method like any other: its page has no second copy of them all
+    keys = [key.replace(inside, "select.method.") for key in dotted_keys()]
+    assert not [key for key in keys if f"`{key}`" not in pages and not key.endswith(".kind")]
+    assert "`select.method.kind: gotd`" in pages and "`optimizer.kind`" in pages
 
 
 def test_api_page_is_fresh() -> None:
@@ -32,10 +50,38 @@ def test_api_page_is_fresh() -> None:
     assert script.PAGE.read_text(encoding="utf-8") == script.render_page(), "run: python scripts/write_api_docs.py"
 
 
-def test_benchmark_page_is_fresh() -> None:
+def test_benchmark_pages_are_fresh() -> None:
     from benchmarks import docs
 
-    assert docs.PAGE.read_text(encoding="utf-8") == docs.page(), "run: python -m benchmarks.docs"
+    assert written("benchmarks") == docs.pages(), "run: python -m benchmarks.docs"
+
+
+def test_every_benchmark_has_one_topic() -> None:
+    from benchmarks import docs
+
+    listed = [name for _, benchmarks in docs.TOPICS.values() for name in benchmarks]
+    assert len(listed) == len(set(listed)) and docs.HEADLINES.keys() <= set(listed)
+
+
+def test_a_benchmark_without_topic_or_result_is_named(tmp_path: Path) -> None:
+    from benchmarks import docs
+
+    shutil.copytree(docs.RESULTS, tmp_path / "results", ignore=lambda _, names: {n for n in names if "." not in n})
+    (tmp_path / "results" / "dedup.json").rename(tmp_path / "results" / "unknown.json")
+    with pytest.raises(ValueError, match="dedup, unknown: TOPICS"):
+        docs.pages(tmp_path / "results")
+
+
+def test_a_headline_is_a_measured_row() -> None:
+    from benchmarks import docs
+
+    row = {"peer": None, "peer_name": "", "unit": "s", "holds": None}
+    rows = [{**row, "what": "a", "ours": None}, {**row, "what": "b", "ours": 2.0}, {**row, "what": "c", "ours": 3.0}]
+    assert docs.headline({"name": "dedup", "rows": rows}) == "b: 2 s"
+    assert docs.headline({"name": "dedup", "rows": [*rows, {**rows[2], "what": "d", "holds": True}]}) == "d: 3 s"
+    assert docs.headline({"name": "dedup", "rows": rows[:1]}) == "not measured yet"
+    with pytest.raises(ValueError, match="detox: no row starts with"):
+        docs.headline({"name": "detox", "rows": rows})
 
 
 def test_equalities_page_is_fresh() -> None:
@@ -49,7 +95,7 @@ def test_equalities_page_is_fresh() -> None:
 
 def test_every_setting_is_documented() -> None:
     script = load(ROOT / "scripts" / "write_recipe_docs.py")
-    rows = script.render_page().splitlines()
+    rows = "\n".join(script.render_pages().values()).splitlines()
     undocumented = [line for line in rows if line.startswith("| `") and line.endswith("|  |")]
     assert not undocumented
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import yaml
 
@@ -45,13 +46,38 @@ def test_templates_and_container_hold() -> None:
 
 
 def test_the_site_has_every_page_once() -> None:
-    listed = [page for rows in docs_site.read_sections().values() for _, page in rows]
+    listed = [page for rows in docs_site.read_sections().values() for row in rows for _, page in row]
     assert len(listed) == len(set(listed))
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} - {"index.md"}
     assert pages <= set(listed)
     assert all((ROOT / "docs" / page).is_file() for page in listed)
 
 
 def test_links_out_of_docs_come_along() -> None:
     beside = docs_site.find_linked_files()
-    assert beside["readme.md"] == ROOT / "README.md" and "NOTICE.md" in beside
+    assert beside["index.md"] == ROOT / "README.md" and "NOTICE.md" in beside
+
+
+def test_navigation_has_titles_and_groups() -> None:
+    nav = docs_site.on_config(SimpleNamespace()).nav
+    assert nav[0] == {"Start": [{"Flatshift": "index.md"}, {"All pages by question": "documentation.md"}]}
+    (reference,) = [entries for tab in nav for heading, entries in tab.items() if heading == "Reference"]
+    assert {"Python API": "api.md"} in reference
+    (recipes,) = [entry["Recipes"] for entry in reference if "Recipes" in entry]
+    assert recipes[:2] == [{"Overview": "recipes.md"}, {"task": "recipes/task.md"}]
+
+
+def test_links_of_the_readme_are_those_of_the_site() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    shown = docs_site.on_page_markdown((ROOT / "README.md").read_text(encoding="utf-8"), page, None, None)
+    assert "[all pages by question](documentation.md)" in shown and "](pictures/run.png)" in shown
+    assert "](docs/" not in shown
+
+
+def test_the_site_asks_no_server() -> None:
+    settings = _yaml("mkdocs.yml")
+    assert settings["theme"]["font"] is False and "offline" in settings["plugins"]
+    assert not [key for key in ("extra_css", "extra_javascript") if key in settings]
+    (script,) = settings["extra"]["polyfills"]
+    assert "iframe-worker" in script and (ROOT / "docs" / script).is_file()  # any other name lets `offline` add its own

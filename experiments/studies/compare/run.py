@@ -62,8 +62,6 @@ def run_result(batches: CellBatches, run: ComparisonRun) -> Result:
     result = batches.result(run.cell)
     metadata = {"kind": run.kind, "method": run.method, "task": run.task, "seed": run.seed, "steps": run.steps}
     metadata |= {"setting": run.setting.overrides(), "evaluation_rows": run.evaluation_rows}
-    if "point" not in result:  # format from before cells were run directories
-        return {**result, **metadata}
     metrics = {name: figure["value"] for name, figure in result["metrics"].get("test", {}).items()}
     outcome = {"status": result["status"], "reason": result["reason"], "metrics": metrics}
     unmeasured = {"items": None, "sharpness": None, "step_cpu_s": None, "cpu_s": 0.0}
