@@ -63,9 +63,9 @@ RESUMED = Layout(
 )
 
 
-def compare_families(folder: Path, models: tuple[str, ...], *layouts: Layout) -> None:
+def compare_families(folder: Path, models: tuple[str, ...], *layouts: Layout, regularizer: str = "plain") -> None:
     """Demand the bar of `benchmarks/mesh_families.py`; a cell without a figure is one that the family refuses."""
-    subjects = tuple(Subject(model, "plain") for model in models)
+    subjects = tuple(Subject(model, regularizer) for model in models)
     falls = write_references(folder, subjects, layouts)
     assert all(last < first for first, last in falls.values()), falls
     found = run_ranks("benchmarks.sharding_equalities:cells", 2, str(folder), 2, layouts, subjects)[0]
@@ -89,3 +89,9 @@ def test_more_families_by_transformers_own_plans(tmp_path: Path, variant: str) -
     families = ("granite", "smollm3", "olmo", "cohere", "phi", "starcoder2", "helium", "nemotron", "arcee", "seed_oss")
     families += ("ministral", "ernie4_5", "olmo2", "phi3", "glm4", "vaultgemma")
     compare_families(tmp_path, tuple(f"{family}{variant}" for family in families), *mesh_families.LAYOUTS)
+
+
+@pytest.mark.slow
+def test_noise_where_widths_do_not_divide(tmp_path: Path) -> None:
+    models = ("gemma3_text, one key", "phi3, one key", "llama, odd width")
+    compare_families(tmp_path, models, *mesh_families.LAYOUTS[:2], regularizer="ggpo")
