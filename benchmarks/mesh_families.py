@@ -1,4 +1,4 @@
-"""Families on the axes of a mesh: real training of tiny models, with and without dropout, compared with one process.
+"""Families on the axes of a mesh: real training of tiny models, with dropout, compared with one process.
 
     python -m benchmarks.mesh_families [--only FAMILY ...]
 
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import tempfile
+from typing import Any
 
 import torch
 
@@ -53,13 +54,21 @@ def main() -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     torch.set_num_threads(1)
-    models = [model for model in LAYOUTS[0].models if only is None or VARIANTS.get(model, model) in only]
+    models = [model for model, family in VARIANTS.items() if only is None or family in only]
     with tempfile.TemporaryDirectory() as folder:
         found, falls = measure(LAYOUTS, tuple(Subject(model, "plain") for model in models), folder)
     bench = Benchmark("mesh_families", packages=("torch", "transformers", "peft"))
     if only is not None:
         before = json.loads((RESULTS / "mesh_families.json").read_text(encoding="utf-8"))
         bench.rows += [row for row in before["rows"] if row["family"] not in only]
+    add_rows(bench, models, found, falls)
+    bench.finish()
+
+
+def add_rows(
+    bench: Benchmark, models: list[str], found: list[dict[str, Any]], falls: dict[str, tuple[float, float]]
+) -> None:
+    """A row for each model and axis."""
     for model in models:
         for cell in (cell for cell in found if cell["subject"] == f"{model}/plain"):
             row = bench.row(
@@ -67,9 +76,8 @@ def main() -> None:
                 bar_op="<=", bar_value=BAR, reason=cell.get("reason"),
             )  # fmt: skip
             first, last = falls[f"{model}/plain"]
-            row |= {"family": VARIANTS.get(model, model), "axis": cell["layout"], "gradients": cell.get("gradients")}
+            row |= {"family": VARIANTS[model], "axis": cell["layout"], "gradients": cell.get("gradients")}
             row |= {"first": first, "last": last}
-    bench.finish()
 
 
 if __name__ == "__main__":
