@@ -58,9 +58,13 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def vocabulary_size(model: Any) -> int:
-    """Return V: the width of the input embedding, if this process has one, else from the config."""
-    embeddings = getattr(model, "get_input_embeddings", None)
-    return int(embeddings().weight.shape[0] if embeddings else model.config.get_text_config().vocab_size)
+    """Return V, the same on every rank: the width of the input embedding, if this process has one, else from the
+    config."""
+    get = getattr(model, "get_input_embeddings", None)
+    if get is None:
+        return int(model.config.get_text_config().vocab_size)
+    held = getattr(get(), "vocabulary", None)  # flatshift.finetune.parallel.tensor.vocabulary
+    return int(get().weight.shape[0] if held is None else held.size)
 
 
 def _model_config(model: nn.Module) -> Any:

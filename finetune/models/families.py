@@ -220,7 +220,7 @@ def block_stacks(kind: str) -> tuple[BlockStack, ...]:
     """Return the blocks of a model type that pipeline stages take. Raises UserError if it cannot be cut."""
     family = find_family(kind)
     if not family.stacks:
-        why = family.refusal if kind not in FAMILIES else "its blocks are not in the table of families"
+        why = family.refusal or "the table of families has no blocks of it"
         raise UserError(f"mesh.pp: {kind} models cannot be cut into pipeline stages: {why}; use mesh.dp")
     return family.stacks
 

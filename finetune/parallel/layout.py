@@ -238,11 +238,7 @@ def _all_gather_bytes(
 
 def _join_slices(parts: list[Tensor], slices: list[Slice]) -> Tensor:
     """Return the full tensor from the parts of all tensor-parallel ranks."""
-    dim, size = slices[0].dim, slices[0].size
-    joined = parts[0].new_empty(_resize(parts[0].shape, dim, size))
-    for part, tp_slice in zip(parts, slices, strict=True):
-        offset = 0
-        for start, stop in tp_slice.runs:
-            joined.narrow(dim, start, stop - start).copy_(part.narrow(dim, offset, stop - start))
-            offset += stop - start
+    joined = parts[0].new_empty(_resize(parts[0].shape, slices[0].dim, slices[0].size))
+    for part, own in zip(parts, slices, strict=True):
+        joined.index_copy_(own.dim, own.indices().to(part.device), part)
     return joined

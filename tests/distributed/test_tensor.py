@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flatshift.finetune.compute.memory import slice_rows
 from flatshift.finetune.config import Mesh
+from flatshift.finetune.models.anatomy import vocabulary_size
 from flatshift.finetune.models.checkpoint import CheckpointFiles, canonical_name
 from flatshift.finetune.models.meta import empty_model
 from flatshift.finetune.parallel.layout import TensorParallelLayout
@@ -94,6 +95,7 @@ def _compare(
     loss = _step(whole, batch)
     layout = tensor_parallel(local, world=world, sequence_parallel=sequence_parallel)
     assert {canonical_name(n): p.requires_grad for n, p in local.named_parameters()}.items() <= trains.items()
+    assert kind == "vit" or vocabulary_size(local) == vocabulary_size(whole)  # batches are made by it
     if checkpoint:
         local.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     own_loss = _step(local, batch)

@@ -28,11 +28,6 @@ class MatchedRegion:
     """Heads of queries, and of keys and values."""
 
     @property
-    def shares_heads(self) -> bool:
-        """True if several ranks can have the same heads of keys and values."""
-        return hasattr(self.entry, "num_key_value_groups")
-
-    @property
     def width(self) -> int:
         """Channels between column layers and row layer."""
         row: Any = getattr(self.row, "base_layer", self.row)
@@ -181,7 +176,7 @@ def _find_misfit(match: PlanMatch, tp: int) -> str | None:
     queries, key_values = match.attention
     if heads and queries % tp:
         return f"does not divide the {queries} attention heads"
-    if any(not matched.shares_heads for matched in heads) and key_values % tp:
+    if key_values % tp and not all(hasattr(matched.entry, "num_key_value_groups") for matched in heads):
         return f"does not divide the {key_values} key-value heads"
     for matched in heads:
         layers = tuple(f"{matched.block}.{name}" for name in (*matched.columns, matched.region.row))
